@@ -1,0 +1,255 @@
+"""Every choice a user has, once: its field, its flags, its meaning. Frozen; what is discovered later lives elsewhere.
+
+An option can come from the command line, from the environment (`PHALANX_` and the field's name in capitals), from a
+YAML file (`--config`; the field's or any flag's name) or from the default below, in this order. `launcher/choices.py`
+reads the sources; ranks and front only receive an `Options`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, get_args, get_type_hints
+
+import msgspec
+
+GROUPS = ("Model", "Server", "Ranks", "Memory and batching", "Sampling defaults", "Running")
+
+
+class Flag(msgspec.Struct, frozen=True):
+    """How an option is written and what it may be. The first flag is the one that help and messages use."""
+
+    flags: tuple[str, ...]
+    group: str
+    help: str  # of the flag that --help shows; for a boolean that is on, the one that switches it off
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    spellings: dict[str, str] = {}  # other spellings of a choice
+    low: float | None = None
+    high: float | None = None
+    off: tuple[str, ...] = ()  # flags that switch a boolean off
+    secret: bool = False  # never printed
+    positional: bool = False
+
+
+def flag(*flags: str, group: str, help: str, **more) -> Flag:
+    return Flag(flags=flags, group=group, help=help, **more)
+
+
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "float": "f32"}
+
+_MODEL, _SERVER, _RANKS, _MEMORY, _SAMPLING, _RUNNING = GROUPS
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user chose; 0, "" and "auto" leave the choice to the program."""
+
+    model: Annotated[
+        str,
+        flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
+             help="directory with config.json and safetensors; none: the built-in model"),
+    ] = ""  # fmt: skip
+    served_model_name: Annotated[
+        str, flag("--served-model-name", group=_MODEL, metavar="NAME", help="the name that clients see")
+    ] = ""
+    dtype: Annotated[
+        str,
+        flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
+             help="of weights and arithmetic"),
+    ] = "auto"  # fmt: skip
+    max_model_len: Annotated[
+        int, flag("--max-model-len", group=_MODEL, metavar="N", low=0, help="longest prompt + output; 0: the model's")
+    ] = 0
+    load_format: Annotated[
+        str, flag("--load-format", group=_MODEL, choices=("auto", "dummy"), help="dummy: random weights, for measuring")
+    ] = "auto"
+    generation_config: Annotated[
+        bool,
+        flag("--generation-config", group=_MODEL, off=("--no-generation-config",),
+             help="ignore the sampling defaults in the model's generation_config.json"),
+    ] = True  # fmt: skip
+
+    host: Annotated[str, flag("--host", "--h", group=_SERVER, metavar="HOST", help="address to listen on")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int, flag("--port", "--p", group=_SERVER, metavar="N", low=0, high=65535, help="0 picks a free one")
+    ] = 2000
+    api_key: Annotated[
+        str, flag("--api-key", group=_SERVER, metavar="KEY", secret=True, help="clients must send it; better in a file")
+    ] = ""
+    api_key_file: Annotated[
+        str, flag("--api-key-file", group=_SERVER, metavar="FILE", help="a file that holds the key, or one per line")
+    ] = ""
+    strict: Annotated[
+        bool, flag("--strict", group=_SERVER, off=("--no-strict",), help="answer 404 to any other model name")
+    ] = False
+    queue_size: Annotated[
+        int,
+        flag("--queue-size", group=_SERVER, metavar="N", low=1,
+             help="429 beyond this many open sequences plus --max-num-seqs"),
+    ] = 1024  # fmt: skip
+
+    chat_template: Annotated[
+        str, flag("--chat-template", group=_SERVER, metavar="FILE", help="a template that replaces the model's")
+    ] = ""
+    thinking: Annotated[
+        bool | None,
+        flag(
+            "--thinking",
+            group=_SERVER,
+            off=("--no-thinking",),
+            help="whether requests that do not say let the model reason",
+        ),
+    ] = None
+    access_log: Annotated[
+        bool, flag("--access-log", group=_SERVER, off=("--no-access-log",), help="log a line for every HTTP request")
+    ] = False
+
+    ranks: Annotated[
+        int, flag("--np", "--ranks", group=_RANKS, metavar="N", low=0, help="ranks to start; 0: one per device in --d")
+    ] = 0
+    devices: Annotated[
+        tuple[int, ...],
+        flag("--d", "--devices", "--device-ids", group=_RANKS, metavar="0,1,..", low=0,
+             help="GPUs of each node; local rank i gets the i-th"),
+    ] = ()  # fmt: skip
+    device: Annotated[
+        str, flag("--device", group=_RANKS, choices=("auto", "cpu", "cuda"), help="what the ranks compute on")
+    ] = "auto"
+    tp: Annotated[
+        int,
+        flag("--tp", "--tensor-parallel-size", group=_RANKS, metavar="N", low=0,
+             help="ranks that share each layer; 0: ranks / pp"),
+    ] = 0  # fmt: skip
+    pp: Annotated[
+        int,
+        flag("--pp", "--pipeline-parallel-size", group=_RANKS, metavar="N", low=0,
+             help="stages of layers; 0: 1, or ranks / tp"),
+    ] = 0  # fmt: skip
+    multithread: Annotated[
+        bool,
+        flag("--multithread", group=_RANKS, off=("--no-multithread",),
+             help="ranks as threads of one process, for tests on CPU"),
+    ] = False  # fmt: skip
+
+    mem: Annotated[
+        int,
+        flag("--mem", "--kvcache-mem-gpu", group=_MEMORY, metavar="MB", low=0, help="KV cache of a rank; 0: by share"),
+    ] = 0  # fmt: skip
+    kv_fraction: Annotated[
+        float,
+        flag("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
+             help="KV cache's share of the memory free after loading; 0: automatic"),
+    ] = 0.0  # fmt: skip
+    block_size: Annotated[
+        int, flag("--block-size", group=_MEMORY, metavar="N", low=0, help="tokens in a cache block; 0: automatic")
+    ] = 0
+    max_num_seqs: Annotated[
+        int, flag("--max-num-seqs", group=_MEMORY, metavar="N", low=1, high=65535, help="sequences that run at once")
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        int,
+        flag("--max-num-batched-tokens", "--prefill-chunk-size", group=_MEMORY, metavar="N", low=0,
+             help="token budget of a step; 0: automatic"),
+    ] = 0  # fmt: skip
+    prefix_cache: Annotated[
+        bool,
+        flag("--prefix-cache", "--enable-prefix-caching", group=_MEMORY,
+             off=("--disable-prefix-cache", "--no-prefix-cache", "--no-enable-prefix-caching"),
+             help="compute equal prompt beginnings anew"),
+    ] = True  # fmt: skip
+
+    temperature: Annotated[
+        float | None, flag("--temperature", group=_SAMPLING, metavar="X", low=0, help="0 is greedy")
+    ] = None
+    top_p: Annotated[
+        float | None, flag("--top-p", group=_SAMPLING, metavar="X", low=0, high=1, help="nucleus; 1 keeps all")
+    ] = None
+    top_k: Annotated[int | None, flag("--top-k", group=_SAMPLING, metavar="N", low=-1, help="0 or -1 keeps all")] = None
+    min_p: Annotated[
+        float | None, flag("--min-p", group=_SAMPLING, metavar="X", low=0, high=1, help="relative to the likeliest")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        flag("--repetition-penalty", "--penalty", group=_SAMPLING, metavar="X", low=0.01, help="1 is none"),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, flag("--presence-penalty", group=_SAMPLING, metavar="X", low=-2, high=2, help="0 is none")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, flag("--frequency-penalty", group=_SAMPLING, metavar="X", low=-2, high=2, help="0 is none")
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        flag("--max-tokens", "--max-gen-tokens", group=_SAMPLING, metavar="N", low=1, help="longest answer"),
+    ] = None
+
+    timeout: Annotated[
+        float,
+        flag("--timeout", group=_RUNNING, metavar="S", low=1, help="seconds until a silent rank is given up"),
+    ] = 60.0  # fmt: skip
+    restarts: Annotated[
+        int, flag("--restarts", group=_RUNNING, metavar="N", low=0, help="start failed ranks again, this many times")
+    ] = 0
+    log: Annotated[
+        bool, flag("--log", group=_RUNNING, off=("--no-log",), help="also write phalanx-rank-N.log, one for each rank")
+    ] = False
+    log_level: Annotated[
+        str, flag("--log-level", group=_RUNNING, choices=("debug", "info", "warning", "error"), help="what is logged")
+    ] = "info"
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """One option as the sources see it."""
+
+    name: str
+    type: type  # str, int, float, bool, or tuple for a list of whole numbers
+    optional: bool  # None is its default
+    default: object
+    flag: Flag
+
+    @property
+    def env(self) -> str:
+        return "PHALANX_" + self.name.upper()
+
+
+@cache
+def specs(options: type[msgspec.Struct] = Options) -> dict[str, Spec]:
+    """All options in the order of the struct, by field name. Verbs that do not serve have structs of their own."""
+    hints = get_type_hints(options, include_extras=True)
+    found = {}
+    for field in msgspec.structs.fields(options):
+        kind, note = get_args(hints[field.name])[:2]
+        optional = type(None) in get_args(kind)
+        if optional:
+            (kind,) = (one for one in get_args(kind) if one is not type(None))
+        elif get_args(kind):
+            kind = tuple
+        found[field.name] = Spec(field.name, kind, optional, field.default, note)
+    return found
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What the per-rank launcher tells `python -m phalanx.rank`, as JSON in the environment variable PHALANX_JOB."""
+
+    options: Options  # rank 0's win; `ranks`, `tp` and `pp` are resolved
+    rank: int = 0  # as announced by whatever started us; MPI's own word counts
+    announced_size: int = 1  # to be compared with Get_size()
+    local_rank: int = 0
+    host: str = ""
+    front_socket: str = ""  # unix socket of the front; "" on all ranks but 0
+    device_index: int = -1  # of the GPU on this node; -1: the CPU, or the local rank's
+    cpus: tuple[int, ...] = ()  # what this process is bound to
+    bound: str = ""  # the same in words, for the log
+    supervised: bool = False  # the launcher outlives the ranks: it holds the port and the front
+
+
+JOB_ENV = "PHALANX_JOB"
+
+
+def encode_job(job: Job) -> str:
+    return msgspec.json.encode(job).decode()
+
+
+def decode_job(text: str) -> Job:
+    return msgspec.json.decode(text, type=Job)
