@@ -1,0 +1,17 @@
+// x [rows, 2 width] is gate beside up, out [rows, width]; width is a multiple of V. One row per blockIdx.y.
+
+extern "C" __global__ void silu_mul(const T* x, T* out, int width) {
+    typedef Vec<T, V> Piece;
+    wait();
+    release();
+    int at = (blockIdx.x * blockDim.x + threadIdx.x) * V;
+    if (at >= width) return;
+    const T* row = x + (long long)blockIdx.y * 2 * width;
+    Piece gate = *(const Piece*)(row + at), up = *(const Piece*)(row + width + at), y;
+#pragma unroll
+    for (int j = 0; j < V; j++) {
+        float g = wide(gate.x[j]);
+        y.x[j] = narrow<T>(g / (1.0f + expf(-g)) * wide(up.x[j]));
+    }
+    *(Piece*)(out + (long long)blockIdx.y * width + at) = y;
+}

@@ -1,0 +1,63 @@
+// What all kernels share. No header is included: NVRTC finds none where only pip's libraries are installed.
+
+struct bf16 {
+    unsigned short bits;
+};
+struct f16 {
+    unsigned short bits;
+};
+
+__device__ inline float wide(float x) { return x; }
+__device__ inline float wide(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ inline float wide(f16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+template <class E> __device__ inline E narrow(float x);  // rounded to nearest even
+template <> __device__ inline float narrow<float>(float x) { return x; }
+template <> __device__ inline bf16 narrow<bf16>(float x) {
+    bf16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <> __device__ inline f16 narrow<f16>(float x) {
+    f16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+// Two elements of one register, the first in its lower half.
+template <class E> __device__ inline float2 pair(unsigned x);
+template <> __device__ inline float2 pair<bf16>(unsigned x) {
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+}
+template <> __device__ inline float2 pair<f16>(unsigned x) {
+    return {wide(f16{(unsigned short)x}), wide(f16{(unsigned short)(x >> 16)})};
+}
+
+// N elements that are loaded and stored at once; their address must be a multiple of their size.
+template <class E, int N> struct alignas(sizeof(E) * N) Vec {
+    E x[N];
+};
+
+// From here on memory that earlier kernels of the stream wrote may be read, and what they read may be written.
+__device__ inline void wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may be started as soon as all blocks have come here; its wait() still awaits the end of this one.
+__device__ inline void release() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}

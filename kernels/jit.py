@@ -1,0 +1,169 @@
+"""CUDA C++ compiled where it runs: NVRTC through CuPy, cached on the node, launched through the driver.
+
+A source in kernels/cuda/ is compiled for one element type and one set of sizes, which are constants to it, so that
+loops unroll and arrays lie in registers. Binaries lie in a folder of the node's temporary directory under the hash of
+all that went into them; of several ranks that want one at the same time, one compiles and the others wait.
+
+Kernels may start before their predecessor on the stream has ended (programmatic dependent launch, from sm_90 on): each
+calls `wait()` of common.cuh before it touches what another kernel wrote or reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rank import exits
+
+SOURCES = Path(__file__).parent / "cuda"
+# Names of element types in common.cuh.
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "long long"}
+
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Kernel:
+    """A function of a loaded module. Call it with tensors, ints (C int) and floats (C float)."""
+
+    def __init__(self, function: ctypes.c_void_p, name: str, overlap: bool):
+        self.function = function
+        self.name = name
+        self._attribute = _Attribute(id=_OVERLAP, value=1)
+        self._count = int(overlap)
+
+    def __call__(self, grid: tuple[int, int, int], threads: int, *args: Tensor | int | float, shared: int = 0) -> None:
+        """Launch on torch's current stream. Empty grids are left out."""
+        if 0 in grid:
+            return
+        values = [_c_value(a) for a in args]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
+        config = _Config(
+            *grid, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
+            ctypes.pointer(self._attribute), self._count,
+        )  # fmt: skip
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None), self.name)
+
+
+def _c_value(x: Tensor | int | float) -> Any:
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int(x)
+
+
+def kernel(source: str, name: str, dtype: torch.dtype, shared: int = 0, **sizes: int | torch.dtype) -> Kernel:
+    """Function `name` of kernels/cuda/`source`.cu for element type T = `dtype`, with `sizes` as constants, or types.
+
+    shared: the most dynamic shared memory, in bytes, that a launch will ask for.
+    """
+    return _load(source, name, dtype, shared, tuple(sorted(sizes.items())), torch.cuda.current_device())
+
+
+@functools.cache
+def _load(source: str, name: str, dtype: torch.dtype, shared: int, sizes: tuple, device: int) -> Kernel:
+    major, minor = torch.cuda.get_device_capability(device)
+    torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
+    binary = cached(source, program_text(source, {"T": dtype, **dict(sizes)}), f"sm_{major}{minor}")
+    driver = _driver()
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), binary), f"loading {source}.cu")
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+    if shared > 48 << 10:
+        _check(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), name)
+    return Kernel(function, name, major >= 9)
+
+
+def cached(name: str, text: str, arch: str) -> bytes:
+    """The binary of a program, compiled if nobody on this node has done so yet."""
+    key = hashlib.sha256(f"{arch} {text}".encode()).hexdigest()[:32]
+    folder = cache_folder()
+    file = folder / f"{name}-{key}.cubin"
+    if not file.exists():
+        with open(folder / f"{key}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():  # another rank may have been faster
+                part = file.with_suffix(f".{os.getpid()}")
+                part.write_bytes(compile_text(name, text, arch))
+                part.rename(file)  # a rank that dies here leaves no half file behind
+    return file.read_bytes()
+
+
+def cache_folder() -> Path:
+    """Of this node and user. Nobody else may write to it: what lies there is run."""
+    folder = Path(tempfile.gettempdir()) / f"phalanx-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise exits.Stop(f"{folder} is not this user's alone: remove it, or set TMPDIR", exits.USAGE)
+    return folder
+
+
+def program_text(source: str, sizes: dict[str, int | torch.dtype]) -> str:
+    """common.cuh, the sizes and the source as one text, so that the compiler needs no include path."""
+    given = [
+        f"constexpr int {name} = {value};\n" if isinstance(value, int) else f"typedef {TYPES[value]} {name};\n"
+        for name, value in sizes.items()
+    ]
+    return "".join([(SOURCES / "common.cuh").read_text(), *given, (SOURCES / f"{source}.cu").read_text()])
+
+
+def compile_text(name: str, text: str, arch: str) -> bytes:
+    """Raises Stop with the compiler's words."""
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError as error:
+        raise exits.Stop(
+            f"kernels are compiled with CuPy ({error}): `make install TORCH=cuda`, or `pip install phalanx[gpu]`",
+            exits.USAGE,
+        ) from None
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17"))
+        return nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise exits.Stop(f"NVRTC could not compile kernels/cuda/{name}.cu for {arch}: {error}\n{log}", 1) from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA error {status} in {what}: {(text.value or b'?').decode()}")
+
+
+def vector(x: Tensor, *lengths: int, most: int = 16) -> int:
+    """How many elements of x fit in one access of at most `most` bytes when rows and strides have these lengths."""
+    count = most // x.element_size()
+    while count > 1 and (x.data_ptr() % (count * x.element_size()) or any(n % count for n in lengths)):
+        count //= 2
+    return count
