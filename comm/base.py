@@ -1,0 +1,43 @@
+"""What a communication backend offers. Layers, loader and sampler know this protocol and no backend."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Comm(Protocol):
+    """A group of ranks that exchange tensors. Every member calls the same collectives in the same order.
+
+    Tensors are contiguous. Collectives run in the caller's order on the backend's stream: on GPUs the current
+    CUDA stream, on CPUs they have completed on return.
+    """
+
+    rank: int  # of this process within the group
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of x over the group, in place; returns x. Ranks may differ in the last bit: one rank decides for all."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: every rank's x, in rank order."""
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x is [size, ...]; returns this rank's slice [...] of the sum."""
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x is [size, ...]; slice i goes to rank i; returns [size, ...], slice i came from rank i."""
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        """root's x to all, in place; returns x."""
+
+    def send(self, x: Tensor, to: int) -> None: ...
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        """Fill x from `source`; returns x."""
+
+    def barrier(self) -> None: ...
+
+    def split(self, color: int, key: int) -> Comm:
+        """The subgroup of the ranks that pass the same color, ordered by key. Collective over this group."""

@@ -1,0 +1,125 @@
+"""Ranks as MPI processes, CPU tensors. Also joins the job: the one place where MPI is initialised."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import mpi4py
+import torch
+from torch import Tensor
+
+mpi4py.rc(initialize=False, finalize=False)  # before mpi4py.MPI is imported: join() decides when
+from mpi4py import MPI  # noqa: E402
+
+_AS_BYTES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
+
+
+def _buffer(x: Tensor) -> Any:
+    """x's memory as numpy; the two-byte floats, which MPI does not know, as integers of their size."""
+    if not x.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous")
+    return x.view(_AS_BYTES.get(x.dtype, x.dtype)).numpy()
+
+
+class MpiComm:
+    """The Comm protocol (comm/base.py) over an mpi4py communicator."""
+
+    def __init__(self, handle: MPI.Intracomm):
+        self.handle = handle
+        self.rank = handle.Get_rank()
+        self.size = handle.Get_size()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.size == 1:
+            return x
+        if x.dtype in _AS_BYTES:  # summed in float32, as the GPU kernels do
+            return x.copy_(self.all_reduce(x.float()))
+        self.handle.Allreduce(MPI.IN_PLACE, _buffer(x))
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty((self.size, *x.shape))
+        self.handle.Allgather(_buffer(x), _buffer(out))
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        if x.dtype in _AS_BYTES:
+            return self.reduce_scatter(x.float()).to(x.dtype)
+        out = x.new_empty(x.shape[1:])
+        self.handle.Reduce_scatter_block(_buffer(x), _buffer(out))
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self.handle.Alltoall(_buffer(x), _buffer(out))
+        return out
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        if self.size > 1:
+            self.handle.Bcast(_buffer(x), root)
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        self.handle.Send(_buffer(x), to)
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        self.handle.Recv(_buffer(x), source)
+        return x
+
+    def barrier(self) -> None:
+        self.handle.Barrier()
+
+    def split(self, color: int, key: int) -> MpiComm:
+        part = self.handle.Split(color, key)
+        assert isinstance(part, MPI.Intracomm)
+        return MpiComm(part)
+
+
+def join(announced_size: int) -> MpiComm:
+    """Initialise MPI and return the world. Tensors move in the step thread while plans move in the main thread.
+
+    Raises RuntimeError when the MPI library has no MPI_THREAD_MULTIPLE, or when its world is not the job that the
+    launching environment announced: mpirun and mpi4py then belong to different MPIs, and every process would be
+    a lonely rank 0.
+    """
+    provided = _initialise()
+    world = MPI.COMM_WORLD
+    if announced_size not in (0, world.Get_size()):
+        vendor, version = MPI.get_vendor()
+        raise RuntimeError(
+            f"started as one of {announced_size} ranks, but MPI sees {world.Get_size()}: the launcher and the MPI that "
+            f"mpi4py loaded ({vendor} {'.'.join(map(str, version))}) do not belong together. Start with that MPI's own "
+            "mpirun, or with srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH); MPI4PY_LIBMPI chooses the library"
+        )
+    if provided < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            f"{library()} offers thread level {provided}, Phalanx needs MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE})"
+        )
+    return MpiComm(world)
+
+
+def _initialise() -> int:
+    """MPI_Init_thread; returns the thread level.
+
+    Through ctypes, which lets other threads run meanwhile: mpi4py's own call keeps the interpreter's lock, and nobody
+    could tell that a rank is missing.
+    """
+    try:
+        init = ctypes.CDLL(MPI.__file__).MPI_Init_thread
+    except (OSError, AttributeError):  # mpi4py was built without a shared libmpi
+        return MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    provided = ctypes.c_int()
+    init(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
+    MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py would: errors become exceptions
+    return provided.value
+
+
+def library() -> str:
+    """The MPI library's own name and version, one line."""
+    return MPI.Get_library_version().splitlines()[0].strip(" ,\0")
+
+
+def leave() -> None:
+    """Finalise MPI: collective, the last call of a rank that ends in order."""
+    MPI.Finalize()

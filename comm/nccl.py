@@ -1,0 +1,116 @@
+"""GPU tensors over NCCL, through CuPy. The unique id of each communicator travels over the host communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rank import exits
+from .base import Comm
+from .control import broadcast_bytes
+
+
+def _nccl() -> Any:
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise exits.Stop(
+            f"several GPUs need CuPy with NCCL ({error}): `make install TORCH=cuda`, or `pip install phalanx[gpu]`; or "
+            "use one GPU, or --device cpu",
+            exits.USAGE,
+        ) from None
+    return nccl
+
+
+class NcclComm:
+    """The Comm protocol (comm/base.py) on torch's current CUDA stream. Collective over `host`: made by every member."""
+
+    def __init__(self, host: Comm):
+        self.host = host
+        self.rank = host.rank
+        self.size = host.size
+        self._nccl = None
+        if self.size > 1:
+            nccl = _nccl()
+            mine = bytes(b & 0xFF for b in nccl.get_unique_id()) if self.rank == 0 else b""
+            unique = broadcast_bytes(host, mine)
+            # CuPy's tuple holds C chars, which are signed.
+            self._nccl = nccl.NcclCommunicator(self.size, tuple(b - 256 if b > 127 else b for b in unique), self.rank)
+            self._kinds = {
+                torch.float32: nccl.NCCL_FLOAT32,
+                torch.float16: nccl.NCCL_FLOAT16,
+                torch.bfloat16: nccl.NCCL_BFLOAT16,
+                torch.int64: nccl.NCCL_INT64,
+                torch.int32: nccl.NCCL_INT32,
+                torch.uint8: nccl.NCCL_UINT8,
+            }
+            self._sum = nccl.NCCL_SUM
+            self._warm()
+
+    def _warm(self) -> None:
+        """NCCL connects lazily, which must not happen while a CUDA graph is captured."""
+        x = torch.zeros(self.size, device="cuda")
+        self.all_reduce(x)
+        self.all_gather(x)
+        torch.cuda.current_stream().synchronize()
+
+    @staticmethod
+    def _stream() -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._nccl is not None:
+            self._nccl.allReduce(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], self._sum, self._stream())
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if self._nccl is None:
+            return x[None].clone()
+        out = x.new_empty((self.size, *x.shape))
+        self._nccl.allGather(x.data_ptr(), out.data_ptr(), x.numel(), self._kinds[x.dtype], self._stream())
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        if self._nccl is None:
+            return x[0].clone()
+        out = x.new_empty(x.shape[1:])
+        self._nccl.reduceScatter(
+            x.data_ptr(), out.data_ptr(), out.numel(), self._kinds[x.dtype], self._sum, self._stream()
+        )
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        if self._nccl is None:
+            return out.copy_(x)
+        nccl = _nccl()
+        nccl.groupStart()
+        for peer in range(self.size):
+            self.send(x[peer], peer)
+            self.recv(out[peer], peer)
+        nccl.groupEnd()
+        return out
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        if self._nccl is not None:
+            self._nccl.broadcast(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], root, self._stream())
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        assert self._nccl is not None
+        self._nccl.send(x.data_ptr(), x.numel(), self._kinds[x.dtype], to, self._stream())
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        assert self._nccl is not None
+        self._nccl.recv(x.data_ptr(), x.numel(), self._kinds[x.dtype], source, self._stream())
+        return x
+
+    def barrier(self) -> None:
+        """All members have finished the work that they queued before."""
+        torch.cuda.current_stream().synchronize()
+        self.host.barrier()
+
+    def split(self, color: int, key: int) -> NcclComm:
+        return NcclComm(self.host.split(color, key))

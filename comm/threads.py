@@ -1,0 +1,128 @@
+"""Ranks as threads of one process: tests without mpirun, `--multithread`, and a job of one rank. CPU tensors."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PeerFailed(RuntimeError):
+    """Another rank of this process has raised; its own exception is the one to look at."""
+
+
+class _Group:
+    """What the members of one ThreadComm share.
+
+    Two sets of slots are used in turn: a rank can be at most one collective ahead of the slowest reader, because
+    the next one's barrier needs everybody.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.slots: list[list[Any]] = [[None] * size, [None] * size]
+        self.barrier = threading.Barrier(size)
+        self.mail = {(a, b): queue.SimpleQueue[Any]() for a in range(size) for b in range(size)}
+        self.children: list[_Group] = []
+
+    def abort(self) -> None:
+        self.barrier.abort()
+        for box in self.mail.values():
+            box.put(PeerFailed)
+        for child in self.children:
+            child.abort()
+
+
+class ThreadComm:
+    """The Comm protocol (comm/base.py) among threads. One instance belongs to one thread at a time."""
+
+    def __init__(self, group: _Group, rank: int):
+        self.group = group
+        self.rank = rank
+        self.size = group.size
+        self._turn = 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. The values are shared objects, not copies."""
+        slots = self.group.slots[self._turn]
+        self._turn ^= 1
+        slots[self.rank] = value
+        try:
+            self.group.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerFailed("another rank of this process has failed") from None
+        return list(slots)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            parts = self.exchange(x.clone())
+            torch.add(parts[0], parts[1], out=x)  # in rank order on every rank, so bitwise equal
+            for part in parts[2:]:
+                x += part
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self.exchange(x.clone()))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x.clone())[self.rank]
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.stack([part[self.rank] for part in self.exchange(x.clone())])
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        source = self.exchange(x.clone() if self.rank == root else None)[root]
+        return x if self.rank == root else x.copy_(source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self.group.mail[self.rank, to].put(x.clone())
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        value = self.group.mail[source, self.rank].get()
+        if value is PeerFailed:
+            raise PeerFailed("another rank of this process has failed")
+        return x.copy_(value)
+
+    def barrier(self) -> None:
+        self.exchange(None)
+
+    def split(self, color: int, key: int) -> ThreadComm:
+        everyone = self.exchange((color, key, self.rank))
+        members = sorted((k, r) for c, k, r in everyone if c == color)
+        rank = members.index((key, self.rank))
+        group = _Group(len(members)) if rank == 0 else None
+        if group is not None:
+            self.group.children.append(group)
+        groups = self.exchange(group)
+        return ThreadComm(groups[members[0][1]], rank)
+
+
+def run(function: Callable[[ThreadComm], Any], size: int) -> list[Any]:
+    """Call function(comm) on `size` threads; their results in rank order.
+
+    Raises the first exception that a rank raised, after all threads have ended.
+    """
+    world = _Group(size)
+    results: list[Any] = [None] * size
+    failures: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadComm(world, rank))
+        except BaseException as error:  # handed to the caller below
+            failures.append(error)
+            world.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank-{r}", daemon=True) for r in range(1, size)]
+    for thread in threads:
+        thread.start()
+    rank_main(0)  # rank 0 keeps the main thread: signals and the step loop belong together
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise next((f for f in failures if not isinstance(f, PeerFailed)), failures[0])
+    return results

@@ -1,0 +1,340 @@
+"""The watchdog: every rank tells rank 0 how far it is, over a socket of its own that needs neither MPI nor the GPU.
+
+A collective that hangs, or a node that stops without closing its connections, is invisible to the ranks that wait for
+it. So a thread in each rank sends its state to rank 0, which judges:
+
+* a rank whose connection closes while the job runs has died;
+* a rank that is silent for `timeout` seconds is stuck or cut off;
+* when a step is not finished within `timeout`, the ranks that are furthest behind hold the others up.
+
+Rank 0 then names rank and host, tells the front through `on_failure`, and ends the process; MPI's own process manager
+clears the other ranks. The same sockets wake ranks that sleep between requests (Waker in comm/control.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import psutil
+
+from ..rank import exits
+from .base import Comm
+from .control import broadcast_bytes
+
+_STATE = struct.Struct("<cIQQ")  # kind, length of a text that follows, step entered, step finished
+_ALIVE, _FAILED, _REFUSED, _BYE, _WAKE = b"a", b"f", b"r", b"b", b"w"  # refused: rank 0 is to say why
+_TOKEN = 16
+
+Failure = Callable[[str, int], None]
+
+
+class LocalWatch:
+    """The watch of a job whose ranks are threads of one process: nothing to connect, a failure ends the process."""
+
+    def __init__(self, rank: int = 0):
+        self.rank = rank
+        self.entered = 0  # number of the newest step that this rank has begun to execute
+        self.finished = 0
+        self.on_failure: Failure | None = None
+        self._stopping = False
+        self._ending = threading.Lock()  # taken for good by whoever tells why the job ends
+
+    def wake(self) -> None: ...
+
+    def wait(self, seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
+
+    def stop(self) -> None:
+        """The job ends in order: connections that close are no failure from now on."""
+        self._stopping = True
+
+    def fail(self, error: BaseException) -> None:
+        """End the process because of an exception in this rank; does not return."""
+        if isinstance(error, exits.Stop):
+            self._last_words(str(error), error.code, _REFUSED)
+            self.end(error.code)
+        traceback.print_exception(error)
+        self._last_words(f"{type(error).__name__}: {error}", exits.RANK_FAILED, _FAILED)
+        self.end(exits.RANK_FAILED)
+
+    def _last_words(self, text: str, code: int, kind: bytes) -> None:
+        self._tell(text, code)
+
+    def _tell(self, text: str, code: int, say: bool = True) -> None:
+        """One line on stderr and a word to the front; whoever comes second finds that it was said, and waits."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(5)
+            return
+        if say:
+            print(f"phalanx: {text}", file=sys.stderr, flush=True)
+        if self.on_failure:
+            self.on_failure(text, code)
+
+    def end(self, code: int) -> None:
+        """Leave at once: no collective, no destructor, no exit handler can hang here."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Watch(LocalWatch):
+    """The watch of MPI ranks. Collective over world: made by every rank."""
+
+    def __init__(self, world: Comm, hosts: list[str], timeout: float):
+        super().__init__(world.rank)
+        self._hosts = hosts
+        self._timeout = timeout
+        self._period = min(0.5, timeout / 8)
+        self._event = threading.Event()
+        self._lock = threading.RLock()  # a signal handler may send while the thread that it interrupts does
+        self._peers: dict[int, _Peer] = {}
+        if self.rank == 0:
+            self._accept_all(world)
+        else:
+            self._connect(world)
+        threading.Thread(target=self._guard, name="watch", daemon=True).start()
+
+    # -- connecting
+
+    def _accept_all(self, world: Comm) -> None:
+        one_host = len(set(self._hosts)) == 1
+        listener = socket.create_server(("127.0.0.1" if one_host else "0.0.0.0", 0), backlog=world.size)
+        token = secrets.token_bytes(_TOKEN)
+        addresses = ["127.0.0.1"] if one_host else _addresses()
+        text = ",".join([str(listener.getsockname()[1]), *addresses])
+        broadcast_bytes(world, token + text.encode())
+        deadline = time.monotonic() + self._timeout
+        strangers: dict[socket.socket, bytes] = {}  # connections that have not said their whole hello
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while len(self._peers) < world.size - 1:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    self._miss(world.size, addresses)
+                for key, _ in ready:
+                    if key.fileobj is listener:
+                        connection, _ = listener.accept()
+                        connection.setblocking(False)
+                        strangers[connection] = b""
+                        selector.register(connection, selectors.EVENT_READ)
+                    elif self._hear(key.fileobj, strangers, token):  # type: ignore[arg-type]
+                        selector.unregister(key.fileobj)
+        for connection in strangers:
+            connection.close()
+        listener.close()
+
+    def _hear(self, connection: socket.socket, strangers: dict[socket.socket, bytes], token: bytes) -> bool:
+        """Take more of a hello; True once it is known whose it is: a rank's, or nobody's, who is hung up on."""
+        try:
+            data = connection.recv(_TOKEN + 4 - len(strangers[connection]))
+        except OSError:
+            data = b""
+        strangers[connection] += data
+        hello = strangers[connection]
+        if data and len(hello) < _TOKEN + 4:
+            return False
+        del strangers[connection]
+        rank = int.from_bytes(hello[_TOKEN:], "little")
+        if len(hello) == _TOKEN + 4 and secrets.compare_digest(hello[:_TOKEN], token) and rank < len(self._hosts):
+            self._peers[rank] = _Peer(connection, self._name(rank))
+        else:
+            connection.close()
+        return True
+
+    def _miss(self, size: int, addresses: list[str]) -> None:
+        names = ", ".join(self._name(r) for r in range(1, size) if r not in self._peers)
+        raise exits.Stop(
+            f"no watchdog connection from {names} within {self._timeout:g} s; the nodes must reach "
+            f"{socket.gethostname()} over TCP ({', '.join(addresses)})",
+            exits.RANK_STUCK,
+        )
+
+    def _connect(self, world: Comm) -> None:
+        data = broadcast_bytes(world)
+        port, *addresses = data[_TOKEN:].decode().split(",")
+        for address in addresses:
+            try:
+                connection = socket.create_connection((address, int(port)), timeout=min(5, self._timeout))
+                break
+            except OSError:
+                continue
+        else:
+            raise exits.Stop(
+                f"rank {self.rank} on {self._hosts[self.rank]} cannot reach rank 0 on {self._hosts[0]}: tried "
+                f"{', '.join(addresses)}, port {port}; the nodes need TCP between them",
+                exits.RANK_STUCK,
+            )
+        connection.sendall(data[:_TOKEN] + self.rank.to_bytes(4, "little"))
+        self._peers[0] = _Peer(connection, self._name(0))
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._hosts[rank]}"
+
+    # -- the main and step threads
+
+    def wake(self) -> None:
+        """Rank 0: get every other rank to look for a plan now."""
+        self._send_all(_WAKE)
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep for so long, or until woken: True then."""
+        woken = self._event.wait(seconds)
+        self._event.clear()
+        return woken
+
+    def stop(self) -> None:
+        super().stop()
+        self._send_all(_BYE)
+
+    def _last_words(self, text: str, code: int, kind: bytes) -> None:
+        text = f"{self._name(self.rank)}: {text}"
+        if self.rank == 0:
+            return self._tell(text, code)
+        self._send_all(kind, text.encode()[:2000], code)
+        if kind == _REFUSED:
+            time.sleep(1)  # all ranks may refuse the same: rank 0 says it once, and its end is ours
+        self._tell(text, code)
+        time.sleep(0.2)  # rank 0 tells the clients; the process manager ends us all when we exit
+
+    def _send_all(self, kind: bytes, text: bytes = b"", code: int = 0) -> None:
+        entered = code if kind in (_FAILED, _REFUSED) else self.entered
+        message = _STATE.pack(kind, len(text), entered, self.finished) + text
+        with self._lock:
+            for peer in self._peers.values():
+                with contextlib.suppress(OSError):  # a closed connection is judged where it is read
+                    peer.connection.send(message, socket.MSG_DONTWAIT)
+
+    # -- the guard thread
+
+    def _guard(self) -> None:
+        selector = selectors.DefaultSelector()
+        for peer in self._peers.values():
+            peer.connection.setblocking(False)
+            peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            selector.register(peer.connection, selectors.EVENT_READ, peer)
+        due = time.monotonic()
+        stalled = _Stall(self._timeout)
+        while True:
+            for key, _ in selector.select(max(0.0, due - time.monotonic())):
+                if not self._read(key.data):
+                    selector.unregister(key.data.connection)
+            now = time.monotonic()
+            if now < due:
+                continue
+            late = now - due  # this process itself was stopped: nobody's silence can be judged from it
+            due = now + self._period
+            self._send_all(_ALIVE)
+            if late > self._timeout / 2:
+                for peer in self._peers.values():
+                    peer.heard = now
+            self._judge(now, stalled)
+
+    def _read(self, peer: _Peer) -> bool:
+        """Take what the peer sent; False when its connection has closed."""
+        try:
+            data = peer.connection.recv(1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        if not data:
+            self._closed(peer)
+            return False
+        peer.heard = time.monotonic()
+        for kind, entered, finished, text in peer.feed(data):
+            if kind == _WAKE:
+                self._event.set()
+            elif kind == _BYE:
+                peer.leaving = True
+            elif kind in (_FAILED, _REFUSED):
+                self._tell(text, entered, say=kind == _REFUSED)
+                self.end(entered)
+            else:
+                peer.entered, peer.finished = entered, finished
+        return True
+
+    def _closed(self, peer: _Peer) -> None:
+        if self._stopping or peer.leaving:
+            return
+        if self.rank:
+            time.sleep(1)  # rank 0 or its process manager says why; this rank only must not outlive them
+            self.end(exits.RANK_KILLED)
+        self._give_up(f"{peer.name} has died", exits.RANK_KILLED)
+
+    def _judge(self, now: float, stall: _Stall) -> None:
+        if self._stopping:
+            return
+        silent = [p for p in self._peers.values() if not p.leaving and now - p.heard > self._timeout]
+        if silent and (self.rank <= 1):  # rank 1 speaks where rank 0 is the silent one
+            names = ", ".join(p.name for p in silent)
+            self._give_up(f"{names} did not answer for {self._timeout:g} s", exits.RANK_STUCK)
+        if silent:
+            time.sleep(1)
+            self.end(exits.RANK_STUCK)
+        if self.rank == 0 and stall.lasts(now, self.entered, self.finished):
+            behind = [p.name for p in self._peers.values() if p.entered < self.entered]
+            behind = behind or [p.name for p in self._peers.values() if p.finished < self.entered]
+            names = ", ".join(behind) or self._name(0)
+            self._give_up(
+                f"step {self.entered} was not finished in {self._timeout:g} s; behind: {names}. If the step is only "
+                "slow, raise --timeout or lower --max-num-batched-tokens",
+                exits.RANK_STUCK,
+            )
+
+    def _give_up(self, text: str, code: int) -> None:
+        self._tell(text, code)
+        self.end(code)
+
+
+class _Peer:
+    def __init__(self, connection: socket.socket, name: str):
+        self.connection = connection
+        self.name = name
+        self.heard = time.monotonic()
+        self.entered = self.finished = 0
+        self.leaving = False
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[tuple[bytes, int, int, str]]:
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _STATE.size:
+            kind, length, entered, finished = _STATE.unpack_from(self._buffer)
+            end = _STATE.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append((kind, entered, finished, self._buffer[_STATE.size : end].decode(errors="replace")))
+            self._buffer = self._buffer[end:]
+        return messages
+
+
+class _Stall:
+    """How long the newest entered step has been unfinished."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._step = -1
+        self._since = 0.0
+
+    def lasts(self, now: float, entered: int, finished: int) -> bool:
+        if entered == finished or entered != self._step:
+            self._step, self._since = entered, now
+            return False
+        return now - self._since > self._timeout
+
+
+def _addresses() -> list[str]:
+    """This host's IPv4 addresses, loopback left out."""
+    found = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
+    return [a for a in found if not a.startswith("127.")]
