@@ -1,0 +1,75 @@
+"""Llama 1 to 3 (Touvron et al. 2023, arXiv 2302.13971; arXiv 2407.21783) and the many models of its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....kernels.activation import silu_mul
+from ....kernels.rope import Rotation
+from ...exits import MODEL, Stop
+from .. import base
+from ..batch import Batch
+from ..layers.attention import PagedAttention
+from ..layers.linear import QKV, Column, Row
+from ..layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(base.Args):
+    intermediate_size: int
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden_act not in ("silu", "swish"):
+            raise Stop(f"activation {self.hidden_act!r} is not supported; supported is silu", MODEL)
+
+
+class Attention(nn.Module):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__()
+        hidden, heads, dim, bias = args.hidden_size, args.num_attention_heads, args.head_dim, args.attention_bias
+        self.qkv_proj = QKV(hidden, heads, args.num_key_value_heads, dim, mesh, bias)
+        self.o_proj = Row(heads * dim, hidden, mesh, bias)
+        self.attention = PagedAttention(dim, local)
+
+    def forward(self, x: Tensor, turn: Rotation, batch: Batch) -> Tensor:
+        q, k, v = self.qkv_proj.split(x)
+        return self.o_proj(self.attention(q, k, v, turn, batch))
+
+
+class MLP(nn.Module):
+    def __init__(self, args: Args, mesh: Mesh):
+        super().__init__()
+        hidden, inner = args.hidden_size, args.intermediate_size
+        self.gate_up_proj = Column(hidden, (inner, inner), mesh, args.mlp_bias)
+        self.down_proj = Row(inner, hidden, mesh, args.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+
+
+class Layer(base.Layer):
+    ATTENTION: type[Attention] = Attention
+
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.self_attn = self.ATTENTION(args, mesh, index, local)
+        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.mlp = MLP(args, mesh)
+
+    def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, turn, batch)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Model(base.Model):
+    LAYER = Layer
+    MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

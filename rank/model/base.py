@@ -1,0 +1,161 @@
+"""What all architectures share: pipeline stages, the residual stream, the head, and which tensors fill them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.mesh import Mesh
+from ...kernels.rope import Rotation
+from ..exits import MODEL, Stop
+from .batch import Batch
+from .config import Config
+from .layers.embedding import Embedding, Head
+from .layers.norm import RMSNorm
+from .layers.rope import Rope
+from .layers.shard import stage_layers
+from .weights.slicing import Slice, Sliced, slices
+
+# What a field of Args accepts, by its annotation; others are not checked.
+TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """The keys of config.json that an architecture reads; a field without a default must be there."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any]
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """Raises Stop where a key is missing or of the wrong type. A null counts as absent."""
+        resolved = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        given = {key: value for key, value in (config.raw | resolved).items() if value is not None}
+        values = {}
+        for field in dataclasses.fields(cls):
+            if field.name in given:
+                value = values[field.name] = given[field.name]
+                if not isinstance(value, TYPES.get(str(field.type), object)):
+                    raise Stop(f"{config.path}/config.json: {field.name} is {value!r}, expected {field.type}", MODEL)
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise Stop(f"{config.path}/config.json has no {field.name}", MODEL)
+        return cls(**values)
+
+
+class KVSpec(NamedTuple):
+    """What this rank's KV cache has to hold."""
+
+    layers: int  # of this stage
+    kv_heads: int  # of this rank
+    head_dim: int
+
+
+class Layer(nn.Module):
+    """One transformer layer. `index` counts the model's layers, `local` this stage's."""
+
+    def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
+        super().__init__()
+
+    def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] is what the layer before added to the stream `residual`; returns the same for the next."""
+        raise NotImplementedError
+
+
+class Decoder(nn.Module):
+    """What checkpoints keep under `model.`: this stage's layers under their global index, and the stream's two ends."""
+
+    def __init__(self, args: Args, mesh: Mesh, layer: type[Layer]):
+        super().__init__()
+        indices = stage_layers(args.num_hidden_layers, mesh.pipe.rank, mesh.pipe.size)
+        self.embed_tokens = Embedding(args.vocab_size, args.hidden_size, mesh) if mesh.first else None
+        self.layers = nn.ModuleDict({str(i): layer(args, mesh, i, local) for local, i in enumerate(indices)})
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps) if mesh.last else None
+
+
+class Model(nn.Module):
+    """One pipeline stage of a causal language model, cut for one rank of its tensor group.
+
+    Between stages travels the residual stream as one tensor, everything added up. The final norm belongs to `logits`,
+    where only the rows that are sampled pass through it.
+    """
+
+    LAYER: ClassVar[type[Layer]]
+    # module name → the names under which checkpoints hold its parts, in the order of its outputs
+    MERGED: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    # Set by load():
+    dtype: torch.dtype
+    weight_bytes: int  # on this rank
+
+    def __init__(self, args: Args, mesh: Mesh, max_model_len: int):
+        super().__init__()
+        self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
+        self.tied = args.tie_word_embeddings
+        self.model = Decoder(args, mesh, self.LAYER)
+        self.rope = Rope(args.rope_parameters, args.head_dim, args.max_position_embeddings, max_model_len)
+        self.lm_head = Head(args.vocab_size, args.hidden_size, mesh) if mesh.last else None
+        if self.tied and self.lm_head and self.model.embed_tokens:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
+        self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
+
+    @property
+    def vocab_shard(self) -> tuple[int, int]:
+        """The range of token ids whose logits this rank computes; only on the last stage."""
+        assert self.lm_head is not None
+        return self.lm_head.vocab.start, self.lm_head.vocab.stop
+
+    def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group.
+
+        hidden is what the stage before returned, None on the first stage; it may be overwritten.
+        """
+        if self.model.embed_tokens is not None:
+            hidden = self.model.embed_tokens(batch.ids)
+        assert hidden is not None
+        x, residual = hidden, None
+        turn = self.rope(batch.positions)
+        for layer in self.model.layers.values():
+            x, residual = layer(x, residual, turn, batch)
+        return x if residual is None else residual.add_(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows [S, hidden] of the last stage's forward → f32 [S, width]: token ids from vocab_shard[0] on.
+
+        Each rank of the tensor group has the same width; what lies past the vocabulary is -inf. The group's logits in
+        rank order, cut to vocab_size, are the whole.
+        """
+        assert self.model.norm is not None and self.lm_head is not None
+        return self.lm_head(self.model.norm(hidden))
+
+    @staticmethod
+    def rename(name: str) -> str:
+        """A checkpoint's tensor name → the one that the attributes spell."""
+        return name
+
+    def slices(self) -> Iterator[Slice]:
+        """Everything that has to be read to fill this stage."""
+        for path, layer in self.named_modules():
+            if not isinstance(layer, Sliced):
+                continue
+            parent, _, name = path.rpartition(".")
+            paths = [f"{parent}.{part}" if parent else part for part in self.MERGED.get(name, (name,))]
+            if layer is self.lm_head and self.tied:
+                if self.model.embed_tokens is not None:
+                    continue  # it shares the embedding's parameter
+                paths = ["model.embed_tokens"]
+            yield from slices(layer, paths)

@@ -1,0 +1,174 @@
+"""What a model directory says about its model, read without torch: the launcher and the lead need it too.
+
+Both generations of Hugging Face's config.json are understood; `raw` is brought to the newer form: `rope_parameters`
+in place of rope_theta and rope_scaling, `dtype` in place of torch_dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..exits import MODEL, USAGE, Stop
+from .architectures import supported
+
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+# Kinds of rope whose factor says how much longer than max_position_embeddings a context may be. The others either
+# have the longer context in max_position_embeddings already (llama3) or do not stretch it.
+STRETCHING = ("linear", "dynamic")
+
+
+@dataclass(frozen=True)
+class Config:
+    path: Path
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int  # the longest sequence the model can take, rope scaling included
+    dtype: str  # of the checkpoint: f32, bf16 or f16
+    eos_token_ids: tuple[int, ...]  # of generation_config.json and config.json
+    bos_token_id: int | None
+    generation: dict[str, Any]  # generation_config.json as it is: temperature, top_p, ...
+    raw: dict[str, Any]  # config.json, brought to the newer form
+
+
+def read_config(path: str | Path) -> Config:
+    """The config of a model directory. Raises Stop, code MODEL, if it is missing, garbled or of no known kind."""
+    path = Path(path)
+    if not path.is_dir():
+        raise Stop(f"there is no model directory {path}", MODEL)
+    raw = _read_json(path / "config.json", required=True)
+    generation = _read_json(path / "generation_config.json", required=False)
+    model_type = raw.get("model_type")
+    if model_type not in supported():
+        raise Stop(f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL)
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise Stop(f"{path}: quantised weights ({method}) are not supported yet", MODEL)
+    raw = {**raw, "rope_parameters": _rope_parameters(raw, path), "dtype": _dtype(raw, path)}
+    heads = _integer(raw, "num_attention_heads", path)
+    hidden = _integer(raw, "hidden_size", path)
+    kv_heads = _integer(raw, "num_key_value_heads", path, default=heads)
+    if heads % kv_heads:
+        raise Stop(f"{path}/config.json: {heads} attention heads cannot share {kv_heads} key heads evenly", MODEL)
+    if raw.get("head_dim") is None and hidden % heads:
+        raise Stop(f"{path}/config.json: hidden_size {hidden} is not a multiple of its {heads} heads", MODEL)
+    return Config(
+        path=path,
+        model_type=model_type,
+        hidden_size=hidden,
+        num_layers=_integer(raw, "num_hidden_layers", path),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_integer(raw, "head_dim", path, default=hidden // heads),
+        vocab_size=_integer(raw, "vocab_size", path),
+        max_positions=_max_positions(raw, path),
+        dtype=raw["dtype"],
+        eos_token_ids=_eos(generation, raw),
+        bos_token_id=raw.get("bos_token_id"),
+        generation=generation,
+        raw=raw,
+    )
+
+
+def tensor_degrees(heads: int, kv_heads: int) -> list[int]:
+    """The tensor-parallel degrees that fit: whole query heads per rank, and whole or replicated key heads."""
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+
+
+def check_degrees(config: Config, tp: int, pp: int) -> None:
+    """Raises Stop, code USAGE, if the model cannot be cut into tp x pp parts."""
+    degrees = tensor_degrees(config.num_heads, config.num_kv_heads)
+    if tp not in degrees:
+        raise Stop(
+            f"--tp {tp} does not fit a model of {config.num_heads} attention heads and {config.num_kv_heads} "
+            f"key heads; degrees that fit: {', '.join(map(str, degrees))}",
+            USAGE,
+        )
+    if pp > config.num_layers:
+        raise Stop(f"--pp {pp} is more stages than the model has layers ({config.num_layers})", USAGE)
+
+
+def _read_json(path: Path, required: bool) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise Stop(f"{path.parent} has no {path.name}: not a model directory", MODEL) from None
+        return {}
+    except OSError as error:
+        raise Stop(f"{path} cannot be read: {error.strerror}", MODEL) from None
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise Stop(f"{path} is not valid JSON: {error}", MODEL) from None
+    if not isinstance(value, dict):
+        raise Stop(f"{path} holds a JSON {type(value).__name__}, not an object", MODEL)
+    return value
+
+
+def _integer(raw: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise Stop(f"{path}/config.json has no {key}", MODEL)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise Stop(f"{path}/config.json: {key} is {value!r}, not a positive integer", MODEL)
+    return value
+
+
+def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """One flat dict with rope_type and rope_theta, from either style. A null counts as absent."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise Stop(f"{path}/config.json: the rope parameters are {given!r}, not an object", MODEL)
+    rope = {key: value for key, value in given.items() if value is not None}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            raise Stop(f"{path}/config.json: rope parameters that differ between layers are not supported yet", MODEL)
+        if isinstance(value, str) and key != "rope_type":
+            raise Stop(f"{path}/config.json: rope parameter {key} is {value!r}, not a number", MODEL)
+    if raw.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
+    if rope["rope_type"] in ("llama3", "yarn"):
+        original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = original or raw.get("max_position_embeddings")
+    return rope
+
+
+def _dtype(raw: dict[str, Any], path: Path) -> str:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise Stop(f"{path}/config.json: dtype {name} is not supported; supported are {', '.join(DTYPES)}", MODEL)
+    return DTYPES[name]
+
+
+def _max_positions(raw: dict[str, Any], path: Path) -> int:
+    """As the field counts: linear and dynamic rope stretch max_position_embeddings, yarn its original value."""
+    rope = raw["rope_parameters"]
+    positions = _integer(raw, "max_position_embeddings", path, default=2048)
+    factor = float(rope.get("factor", 1.0))
+    if rope["rope_type"] in STRETCHING:
+        return int(positions * factor)
+    if rope["rope_type"] == "yarn":
+        # Some checkpoints give the stretched length in max_position_embeddings, some the original one.
+        return max(positions, int(rope["original_max_position_embeddings"] * factor))
+    return positions
+
+
+def _eos(generation: dict[str, Any], raw: dict[str, Any]) -> tuple[int, ...]:
+    """Both files' end tokens: each is known to lack some that the other has."""
+    found: dict[int, None] = {}
+    for source in (generation, raw):
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, int):
+                found[token] = None
+    return tuple(found)

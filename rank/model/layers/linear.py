@@ -1,0 +1,77 @@
+"""Matrices split over a tensor group, after Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....kernels.linear import linear
+from ..weights.slicing import Field, Sliced, pack_weight
+from .shard import Span, even, key_heads, scaled, whole
+
+
+class Linear(Sliced):
+    """x W^T + b of this rank's slice of W [outputs, inputs]."""
+
+    fields = (Field("weight", "oi"), Field("bias", "o"))
+
+    def __init__(self, inputs: Span, outputs: tuple[Span, ...], bias: bool):
+        super().__init__()
+        self.inputs, self.outputs = inputs, outputs
+        width = sum(span.width for span in outputs)
+        self.weight = nn.Parameter(torch.empty(width, inputs.width, device="meta"), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width, device="meta"), requires_grad=False) if bias else None
+
+    def finish(self) -> None:
+        pack_weight(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, inputs of this rank]. Returns [T, outputs of this rank]."""
+        return linear(x, self.weight, self.bias)
+
+
+class Column(Linear):
+    """The outputs are split: every rank has whole inputs and gets its part of each output, side by side.
+
+    Several `outputs` are several matrices of a checkpoint held as one, such as a feed-forward layer's gate and up.
+    """
+
+    def __init__(self, inputs: int, outputs: tuple[int, ...], mesh: Mesh, bias: bool = False):
+        tensor = mesh.tensor
+        super().__init__(whole(inputs), tuple(even(size, tensor.rank, tensor.size) for size in outputs), bias)
+
+
+class QKV(Linear):
+    """Queries, keys and values of this rank's heads; key heads are replicated where there are fewer than ranks."""
+
+    def __init__(self, inputs: int, heads: int, kv_heads: int, head_dim: int, mesh: Mesh, bias: bool = False):
+        tensor = mesh.tensor
+        queries = even(heads, tensor.rank, tensor.size)
+        keys = key_heads(kv_heads, tensor.rank, tensor.size)
+        outputs = tuple(scaled(span, head_dim) for span in (queries, keys, keys))
+        super().__init__(whole(inputs), outputs, bias)
+        self.heads = [queries.width, keys.width, keys.width]
+        self.head_dim = head_dim
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [T, inputs]. Returns q [T, heads, head_dim] and k, v [T, kv_heads, head_dim]: views of one tensor."""
+        y = super().forward(x)
+        q, k, v = y.view(len(x), sum(self.heads), self.head_dim).split(self.heads, dim=1)
+        return q, k, v
+
+
+class Row(Linear):
+    """The inputs are split: every rank has its part of them, and the products are summed over the tensor group."""
+
+    def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool = False):
+        tensor = mesh.tensor
+        super().__init__(even(inputs, tensor.rank, tensor.size), (whole(outputs),), bias)
+        self.tensor = tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, inputs of this rank]. Returns [T, outputs], equal on all ranks."""
+        if self.tensor.size == 1:
+            return linear(x, self.weight, self.bias)
+        y = self.tensor.all_reduce(linear(x, self.weight))
+        return y if self.bias is None else y.add_(self.bias)  # once, not once per rank

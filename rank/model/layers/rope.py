@@ -1,0 +1,128 @@
+"""Rotary tables for every kind of rope that checkpoints of the Llama family use. All is computed in f32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....kernels.rope import Rotation, rotation
+from ...exits import MODEL, Stop
+
+Parameters = dict[str, Any]
+
+
+class Rope(nn.Module):
+    """Cosines and sines of all positions below max_model_len; how a token is turned depends on its position alone.
+
+    Dynamic NTK scaling (bloc97 and emozilla, 2023) makes the frequencies depend on the sequence's length. Here a token
+    at position p is turned as in a sequence of p + 1 tokens, which is what transformers computes when it decodes token
+    by token, and what it computes for any sequence of up to max_position_embeddings. Longer prompts differ from its
+    result: there all tokens of one forward pass take the frequencies of the whole prompt's length, so that its result
+    depends on how the prompt was cut into passes. A cache whose blocks are shared by sequences of different lengths
+    cannot follow that.
+    """
+
+    def __init__(self, parameters: Parameters, head_dim: int, max_positions: int, max_model_len: int):
+        """`parameters` is config.json's rope_parameters; max_positions its max_position_embeddings."""
+        super().__init__()
+        kind = parameters["rope_type"]
+        if kind not in KINDS:
+            raise Stop(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
+        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        if dim % 2:
+            raise Stop(f"config.json: rope turns pairs of dimensions, but {dim} of a head's {head_dim} are odd", MODEL)
+        try:
+            frequencies, scale = KINDS[kind](parameters, dim, max_positions, max_model_len)
+        except KeyError as missing:
+            raise Stop(f"config.json: rope type {kind!r} needs {missing.args[0]!r}", MODEL) from None
+        # Plain arithmetic in f32, the order of transformers: positions times frequencies, then cos.
+        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+        table = torch.stack((angles.cos(), angles.sin()), dim=1)
+        self.table: Tensor  # [max_model_len, 2, dim / 2] f32
+        self.register_buffer("table", table.mul_(scale) if scale != 1.0 else table, persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """positions: [T] int64."""
+        return rotation(self.table, positions)
+
+
+# Each returns the frequencies, [dim / 2] or [max_model_len, dim / 2], and a factor on cosines and sines.
+
+
+def _default(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    return 1.0 / _wavelengths(p["rope_theta"], dim), 1.0
+
+
+def _linear(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """Positions divided by a factor (kaiokendev 2023; Chen et al. 2023, arXiv 2306.15595)."""
+    return 1.0 / _wavelengths(p["rope_theta"], dim) / p["factor"], 1.0
+
+
+def _dynamic(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    factor = p["factor"]
+    lengths = torch.arange(1, length + 1).clamp(min=max_positions)
+    stretch = (factor * lengths / max_positions) - (factor - 1)  # 1 up to max_positions
+    base = p["rope_theta"] * stretch ** (dim / (dim - 2))
+    return 1.0 / _wavelengths(base[:, None], dim), 1.0
+
+
+def _llama3(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """Llama 3.1 (arXiv 2407.21783): long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    frequencies = 1.0 / _wavelengths(p["rope_theta"], dim)
+    factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
+    original = p["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    between = (1 - smooth) * frequencies / factor + smooth * frequencies
+    slowed = torch.where(wavelengths > original / low, frequencies / factor, between)
+    return torch.where(wavelengths < original / high, frequencies, slowed), 1.0
+
+
+def _yarn(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): by parts, with the attention's temperature on cosines and sines."""
+    base, original = p["rope_theta"], p["original_max_position_embeddings"]
+    factor = p.get("factor") or max_positions / original
+
+    def dimension(turns: float) -> float:
+        """Where a wave turns this often within the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    wavelengths = _wavelengths(base, dim)
+    frequencies = 1.0 / (factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+    return frequencies, _yarn_temperature(p, factor)
+
+
+def _yarn_temperature(p: Parameters, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if p.get("attention_factor") is not None:
+        return p["attention_factor"]
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _wavelengths(base: float | Tensor, dim: int) -> Tensor:
+    """base ** (2i / dim): the waves' lengths over 2 pi."""
+    return base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+KINDS: dict[str, Callable[[Parameters, int, int, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

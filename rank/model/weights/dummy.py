@@ -1,0 +1,53 @@
+"""Random weights for measuring and testing without a checkpoint: the same whole model however it is cut."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from .slicing import Slice
+
+# Every tensor is a window into one endless repetition of this many normal numbers. A prime: no row length divides it,
+# so that rows of a matrix differ.
+PERIOD = 1_048_573
+
+
+class Dummy:
+    """Fills slices. Element i of a tensor depends on the tensor's name and i alone, so any cut gives the same model."""
+
+    def __init__(self, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        self._pool = torch.randn(PERIOD, generator=generator).clamp_(-3, 3)
+        self._ready: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+
+    def fill(self, part: Slice) -> None:
+        """Weights of standard deviation 1 / sqrt(inputs) keep activations near 1; norms are 1, biases small."""
+        if part.target.numel() == 0:
+            return
+        if len(part.shape) == 1 and part.tensor.endswith(".weight"):
+            part.target.fill_(1)
+            return
+        columns = part.shape[-1]
+        rows = part.target.view(1, -1) if len(part.shape) == 1 else part.target
+        first, last = part.ranges[-1]
+        start = zlib.crc32(part.tensor.encode()) + (part.ranges[0][0] * columns if len(part.shape) > 1 else 0) + first
+        pool = self._extended(part.target, last - first)
+        # Row r is the window at start + r * columns; runs of rows that do not wrap around are copied at once.
+        done = 0
+        while done < len(rows):
+            offset = (start + done * columns) % PERIOD
+            count = min(len(rows) - done, (PERIOD - 1 - offset) // columns + 1)
+            window = pool.as_strided((count, last - first), (columns, 1), offset)
+            torch.mul(window, columns**-0.5, out=rows[done : done + count])
+            done += count
+
+    def _extended(self, like: Tensor, width: int) -> Tensor:
+        """The pool on a device, with its beginning repeated after its end."""
+        width = 1 << (width - 1).bit_length()
+        key = like.device, like.dtype, width
+        if key not in self._ready:
+            repeats = -(-width // PERIOD)
+            self._ready[key] = torch.cat([self._pool] * repeats + [self._pool])[: PERIOD + width].to(like)
+        return self._ready[key]
