@@ -1,0 +1,188 @@
+"""Executes plans on one rank: prepare, forward through this rank's layers, sample.
+
+On a CPU the work runs in one thread, the step thread, which stands for the device's stream: `start` returns at once and
+plans queue up behind each other. All tensor communication happens in it, in plan order. On a GPU it has a stream of
+its own, and nothing in it waits for the device: steps in which every sequence decodes are replayed as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...comm.mesh import Mesh
+from ...comm.watch import LocalWatch
+from .. import step
+from ..model.base import Model
+from .graphs import Graphs
+from .prepare import prepare
+from .rows import Rows, Work
+from .sampler import Sampler
+from .upload import Upload
+
+Explained = dict[int, tuple[Tensor, Tensor, Tensor]]
+
+
+class Result:
+    """A step's outcome, filled in by the step thread; on a GPU its ids are still on their way to the host then."""
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._ids: Tensor | None = None
+        self._explained: Explained = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def set(self, ids: Tensor | None, explained: Explained) -> None:
+        if ids is not None and ids.is_cuda:
+            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
+        else:
+            self._ids = ids
+        self._explained = explained
+        self._ready.set()
+
+    def wait(self, seconds: float | None) -> bool:
+        """True once the step is computed, or on a GPU queued; `tokens` waits for the rest."""
+        return self._ready.wait(seconds)
+
+    def tokens(self) -> tuple[list[int], dict[int, step.TokenLogprob]]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        ids = [] if self._ids is None else self._ids.tolist()
+        logprobs = {
+            i: step.TokenLogprob(ids[i], float(chosen), list(zip(top_ids.tolist(), values.tolist(), strict=True)))
+            for i, (chosen, values, top_ids) in self._explained.items()
+        }
+        return ids, logprobs
+
+
+class Runner:
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        rows: Rows,
+        sampler: Sampler,
+        caches: list[tuple[Tensor, Tensor]],
+        watch: LocalWatch,
+    ):
+        self.model = model
+        self.mesh = mesh
+        self.rows = rows
+        self.sampler = sampler
+        self.caches = caches
+        self.watch = watch
+        self.device = sampler.device
+        self.block_size = caches[0][0].shape[1]
+        self._last = torch.zeros(len(rows.length), dtype=torch.int64, device=self.device)  # newest token of each row
+        # First stage: rows whose ids the last stage still owes, on the device.
+        self._awaited = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._upload = Upload(self.device)
+        self._graphs: Graphs | None = None
+        self._queue: queue.SimpleQueue[tuple[step.Plan, Result] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._execute_all, name="step", daemon=True)
+        self._thread.start()
+
+    def start(self, plan: step.Plan) -> Result:
+        result = Result()
+        self._queue.put((plan, result))
+        return result
+
+    def finish(self) -> None:
+        """Execute what is queued, then end the step thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _execute_all(self) -> None:
+        try:
+            torch.set_grad_enabled(False)
+            if self.device.type == "cuda":
+                self._enter_device()
+            while (item := self._queue.get()) is not None:
+                plan, result = item
+                self.watch.entered = plan.step
+                result.set(*self._execute(plan))
+                self.watch.finished = plan.step
+            self._receive_ids()
+            if self._graphs is not None:
+                self._graphs.close()
+        except BaseException as error:
+            self.watch.fail(error)
+
+    def _enter_device(self) -> None:
+        torch.cuda.set_device(self.device)
+        torch.cuda.synchronize()  # what the main thread left on its stream: weights, the cache
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
+        if self.mesh.tensor.size * self.mesh.stages == 1:
+            self._graphs = Graphs(self.model, self.rows, self._last, self.caches, self._upload)
+            self._graphs.capture()
+
+    def _execute(self, plan: step.Plan) -> tuple[Tensor | None, Explained]:
+        work = self.rows.apply(plan)
+        if self._samples_here:
+            for row in step.unpack_u16(plan.freed):
+                self.sampler.leave(row)
+            for new in plan.new:
+                self.sampler.enter(new)
+        self._receive_ids()
+        if self._graphs is not None and self._graphs.suits(work):
+            return self._sample(*self._graphs.replay(work), work)
+        batch, sampled_rows = prepare(self.rows, work, self._last, self.caches, self.block_size, self._upload)
+        pipe = self.mesh.pipe
+        hidden = None
+        if not self.mesh.first:
+            hidden = torch.empty(len(batch.ids), self.model.hidden_size, dtype=self.model.dtype, device=self.device)
+            pipe.recv(hidden, pipe.rank - 1)
+        hidden = self.model.forward(batch, hidden)
+        if not self.mesh.last:
+            pipe.send(hidden, pipe.rank + 1)
+            if self.mesh.first:
+                self._awaited = sampled_rows
+            return None, {}
+        if not work.samples.any():
+            return None, {}
+        return self._sample(hidden[batch.sample_at], sampled_rows, work)
+
+    @property
+    def _samples_here(self) -> bool:
+        return self.mesh.last and self.mesh.tensor.rank == 0
+
+    def _sample(self, hidden: Tensor, sampled_rows: Tensor, work: Work) -> tuple[Tensor, Explained]:
+        """Ids [S] on every rank of the last stage. One rank decides, so that rounding cannot split the group."""
+        shard = self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
+        logits = self.mesh.tensor.all_gather(shard.contiguous())  # [tp, S, vocab / tp]
+        rows = work.sampled_rows
+        explained: Explained = {}
+        if self._samples_here:
+            logits = logits.permute(1, 0, 2).reshape(len(rows), -1)[:, : self.model.vocab_size]
+            ids, explained = self.sampler.sample(logits.float(), rows, work.outputs[work.samples])
+        else:
+            ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        self.mesh.tensor.broadcast(ids, 0)
+        self._last[sampled_rows] = ids
+        if not self.mesh.first:
+            self.mesh.feedback.send(ids, 0)
+        return ids, explained
+
+    def _receive_ids(self) -> None:
+        """First of several stages: the ids of the step before, as late as they are needed."""
+        rows, self._awaited = self._awaited, self._awaited[:0]
+        if len(rows):
+            ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+            self.mesh.feedback.recv(ids, self.mesh.stages - 1)
+            self._last[rows] = ids
+
+
+def follow(runner: Runner, receive: Callable[[], bytes]) -> int:
+    """Every rank but the lead: execute plans until one says stop; its exit code."""
+    while True:
+        plan = step.decode_plan(receive())
+        if plan.stop >= 0:
+            runner.finish()
+            return plan.stop
+        runner.start(plan)

@@ -1,0 +1,59 @@
+"""Host arrays to the device: one copy for all arrays of a step, which waits for nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RING = 4  # pinned buffers: more than steps are ever under way
+ALIGN = 16
+
+
+class Upload:
+    """On a CPU arrays are used as they are."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._buffers: list[Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._next = 0
+
+    def send(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        if self.device.type == "cpu":
+            return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+        starts = np.cumsum([0] + [-(-a.nbytes // ALIGN) * ALIGN for a in arrays]).tolist()
+        room = torch.empty(max(starts[-1], ALIGN), dtype=torch.uint8, device=self.device)
+        host = self._host(len(room))
+        for array, start in zip(arrays, starts, strict=False):
+            host[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        self._copy(room)
+        kinds = [torch.from_numpy(a[:0]).dtype for a in arrays]
+        return [
+            room[start : start + a.nbytes].view(kind).view(a.shape)
+            for a, start, kind in zip(arrays, starts, kinds, strict=False)
+        ]
+
+    def fill(self, target: Tensor, parts: list[np.ndarray]) -> None:
+        """The parts, all of target's dtype, one behind the other to the beginning of `target`, on a GPU."""
+        count = sum(p.size for p in parts)
+        host = self._host(count * target.element_size()).view(parts[0].dtype)
+        np.concatenate([p.reshape(-1) for p in parts], out=host)
+        self._copy(target[:count])
+
+    def _host(self, size: int) -> np.ndarray:
+        """`size` bytes of a pinned buffer that no copy reads any more."""
+        if not self._buffers:
+            self._buffers = [torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
+            self._copied = [torch.cuda.Event() for _ in range(RING)]
+        self._next = (self._next + 1) % RING
+        self._copied[self._next].synchronize()
+        if len(self._buffers[self._next]) < size:
+            room = 1 << (size - 1).bit_length()
+            self._buffers[self._next] = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+        return self._buffers[self._next].numpy()[:size]
+
+    def _copy(self, target: Tensor) -> None:
+        source = self._buffers[self._next][: target.nbytes].view(target.dtype)
+        target.view(-1).copy_(source, non_blocking=True)
+        self._copied[self._next].record()
