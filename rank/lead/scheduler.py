@@ -1,0 +1,308 @@
+"""Which sequences compute how many tokens in the next step.
+
+There is no prefill phase and no decode phase. A sequence has `num_computed` tokens and wants to reach `length`; every
+step spends one token budget over all of them, running ones first. Chunked prefill, prefix-cache hits and preemption
+are all that one rule.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from .. import step
+from .blocks import Blocks
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan together with what the lead must remember to read its result."""
+
+    plan: step.Plan
+    sampled: list[Sequence]  # in the order in which the result's tokens come
+
+
+@dataclass(slots=True)
+class Counters:
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    chunks: int = 0
+    aborted: int = 0
+
+
+class _Work(NamedTuple):
+    sequence: Sequence
+    tokens: int  # to compute
+    samples: bool  # its last known token is among them
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan while it is being written."""
+
+    work: list[_Work] = field(default_factory=list)
+    new: list[step.NewSequence] = field(default_factory=list)
+    block_rows: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served within a priority; a lower priority number goes first.
+
+    Admission cannot deadlock: `max_model_len` tokens fit in the pool, so the sequence that goes first can always run
+    to its end once those that go later have been preempted, and it is never preempted itself.
+    """
+
+    def __init__(self, blocks: Blocks, max_num_seqs: int, token_budget: int, max_model_len: int):
+        self.blocks = blocks
+        self.max_model_len = max_model_len
+        self.token_budget = token_budget
+        self.counters = Counters()
+        self.running: list[Sequence] = []  # sorted by order, as is waiting
+        self.waiting: list[Sequence] = []
+        self._by_id: dict[str, Sequence] = {}
+        self._rows = list(range(max_num_seqs))  # a heap: low rows first
+        self._freed: list[int] = []  # rows to announce with the next plan
+        self._step = 0
+        self._arrivals = 0
+
+    # -- requests
+
+    def add(self, request: step.Request) -> None:
+        """Raises ValueError for a sequence that can become longer than max_model_len: it might never be admitted."""
+        length = len(request.tokens) // 4 + request.sampling.max_tokens
+        if length > self.max_model_len or request.id in self._by_id:
+            raise ValueError(f"{request.id}: up to {length} tokens, at most {self.max_model_len} fit, or a used id")
+        self._arrivals += 1
+        sequence = Sequence(request, self._arrivals)
+        self._by_id[sequence.id] = sequence
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Forget these sequences; ids that have ended already are no error, the word may have crossed the end."""
+        for name in ids:
+            sequence = self._by_id.get(name)
+            if sequence is not None:
+                self.counters.aborted += 1
+                self._finish(sequence)
+
+    @property
+    def idle(self) -> bool:
+        return not self._by_id
+
+    # -- planning
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when nothing can be computed before outstanding results arrive."""
+        draft = _Draft()
+        budget = self._schedule_running(draft, self.token_budget)
+        self._admit(draft, budget)
+        if not draft.work:
+            return None
+        return self._write(draft)
+
+    def _schedule_running(self, draft: _Draft, budget: int) -> int:
+        """Spend the budget in order, one token kept back for each decoding sequence, so that a long prompt cannot
+        stall the others; returns what is left."""
+        reserved = sum(s.remaining == 1 for s in self.running)
+        for sequence in list(self.running):
+            if sequence.row < 0 or sequence.ends_by_length:  # preempted just now; or only its result is awaited
+                continue
+            if sequence.remaining == 1:
+                reserved -= 1
+            count = min(sequence.remaining, budget - reserved)
+            if count > 0 and self._grow(sequence, count, draft):
+                self._work(sequence, count, draft)
+                budget -= count
+        return budget - reserved
+
+    def _grow(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
+        """Give it the blocks for `count` more tokens, preempting those that go later; False if it was itself preempted.
+
+        Sequences are served in order, so a victim is never part of the draft yet.
+        """
+        needed = self._blocks_for(sequence.num_computed + count) - len(sequence.blocks)
+        while needed > self.blocks.free:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        for block in self.blocks.take(max(0, needed)):
+            sequence.blocks.append(block)
+            draft.block_rows.append(sequence.row)
+            draft.block_ids.append(block)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take its row and blocks; it waits and is computed again later, from what the prefix cache still holds."""
+        self.running.remove(sequence)
+        self._leave_row(sequence)
+        sequence.num_computed = 0
+        bisect.insort(self.waiting, sequence, key=_order)
+        self.counters.preemptions += 1
+
+    def _admit(self, draft: _Draft, budget: int) -> None:
+        """Waiting sequences in their order; the first that does not fit holds the others back."""
+        while budget > 0 and self.waiting and self._rows:
+            sequence = self.waiting[0]
+            if sequence.in_flight:  # preempted with an id still on its way; it must be known to be computed again
+                break
+            sequence.extend_hashes(self.blocks.size)
+            # The last token is always computed: its logits are what the sequence came for.
+            usable = (len(sequence.tokens) - 1) // self.blocks.size
+            hits = self.blocks.match(sequence.hashes[:usable])
+            computed = len(hits) * self.blocks.size
+            count = min(sequence.length - computed, budget)
+            needed = self._blocks_for(computed + count) - len(hits)
+            spare = len(self.running)  # a block for each running sequence, or it would preempt the newcomer at once
+            if needed + spare > self.blocks.free - self.blocks.unheld(hits):
+                break
+            self.waiting.pop(0)
+            self.blocks.hold(hits)
+            sequence.blocks = hits + self.blocks.take(needed)
+            sequence.row = heapq.heappop(self._rows)
+            sequence.num_computed = computed
+            sequence.published = len(hits)
+            if sequence.cached_tokens < 0:
+                sequence.cached_tokens = computed
+                self.counters.prompt_tokens += sequence.prompt_len
+                self.counters.cached_tokens += computed
+            draft.new.append(self._introduce(sequence))
+            bisect.insort(self.running, sequence, key=_order)
+            self._work(sequence, count, draft)
+            budget -= count
+
+    def _introduce(self, sequence: Sequence) -> step.NewSequence:
+        return step.NewSequence(
+            row=sequence.row,
+            tokens=step.pack_u32(sequence.tokens),
+            prompt_len=sequence.prompt_len,
+            num_computed=sequence.num_computed,
+            blocks=step.pack_u32(sequence.blocks),
+            sampling=sequence.sampling,
+        )
+
+    def _work(self, sequence: Sequence, count: int, draft: _Draft) -> None:
+        sequence.num_computed += count
+        samples = sequence.num_computed == sequence.length
+        sequence.in_flight += samples
+        self.counters.chunks += not samples
+        draft.work.append(_Work(sequence, count, samples))
+        self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offer full blocks of known tokens to the prefix cache.
+
+        A block is offered when the step that fills it is planned: plans are executed in order, and within a step keys
+        and values are written before any sequence reads them. A generated token's id must be known, hence `hashes`.
+        """
+        if not self.blocks.prefix_cache:
+            return
+        sequence.extend_hashes(self.blocks.size)
+        full = min(sequence.num_computed // self.blocks.size, len(sequence.hashes))
+        for i in range(sequence.published, full):
+            self.blocks.publish(sequence.blocks[i], sequence.hashes[i])
+        sequence.published = max(sequence.published, full)
+
+    def _write(self, draft: _Draft) -> Step:
+        self._step += 1
+        self.counters.steps += 1
+        work = sorted(draft.work, key=lambda w: w.tokens > 1)  # one-token rows first; the sort is stable
+        plan = step.Plan(
+            step=self._step,
+            rows=step.pack_u16([w.sequence.row for w in work]),
+            counts=step.pack_u32([w.tokens for w in work if w.tokens > 1]),
+            new=draft.new,
+            freed=step.pack_u16(self._freed),
+            block_rows=step.pack_u16(draft.block_rows),
+            block_ids=step.pack_u32(draft.block_ids),
+        )
+        self._freed = []
+        return Step(plan, [w.sequence for w in work if w.samples])
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.blocks.size)
+
+    # -- results
+
+    def update(self, done: Step, tokens: list[int], logprobs: dict[int, step.TokenLogprob]) -> list[step.Delta]:
+        """Add a step's sampled ids, one for each of done.sampled, and end what has ended."""
+        deltas = []
+        for i, (sequence, token) in enumerate(zip(done.sampled, tokens, strict=True)):
+            sequence.in_flight -= 1
+            if sequence.finished:  # ended or aborted after this step was planned; the token is not shown or counted
+                continue
+            sequence.tokens.append(token)
+            finish, stop = self._judge(sequence, token)
+            if sequence.row >= 0:
+                self._publish(sequence)
+            shown = [] if stop >= 0 else [token]
+            self.counters.output_tokens += 1
+            deltas.append(
+                step.Delta(
+                    id=sequence.id,
+                    tokens=shown,
+                    logprobs=[logprobs[i]] if shown and i in logprobs else [],
+                    finish=finish,
+                    stop_token=stop,
+                    cached_tokens=0 if sequence.reported else sequence.cached_tokens,
+                )
+            )
+            sequence.reported = True
+            if finish:
+                self._finish(sequence)
+        return deltas
+
+    def _judge(self, sequence: Sequence, token: int) -> tuple[str, int]:
+        outputs = len(sequence.tokens) - sequence.prompt_len
+        if token in sequence.sampling.stop_token_ids and outputs > sequence.sampling.min_tokens:
+            return "stop", token
+        if outputs >= sequence.sampling.max_tokens:
+            return "length", -1
+        return "", -1
+
+    def _finish(self, sequence: Sequence) -> None:
+        del self._by_id[sequence.id]
+        sequence.finished = True
+        if sequence.row >= 0:
+            self.running.remove(sequence)
+            self._leave_row(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        heapq.heappush(self._rows, sequence.row)
+        self._freed.append(sequence.row)
+        sequence.row = -1
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+
+    # -- for the curious
+
+    def check(self) -> None:
+        """Raise RuntimeError unless rows and blocks add up."""
+        self.blocks.check(s.blocks for s in self.running)
+        rows = [s.row for s in self.running]
+        if len(set(rows)) != len(rows) or set(rows) & set(self._rows):
+            raise RuntimeError(f"row accounting is broken: {sorted(rows)}")
+
+    def stats(self) -> step.Stats:
+        return step.Stats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            blocks_total=self.blocks.count,
+            blocks_used=self.blocks.used,
+            blocks_cached=self.blocks.cached,
+            **asdict(self.counters),
+        )
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
