@@ -1,0 +1,284 @@
+"""One rank: join, load, then lead or follow. Started by the launcher, which has bound this process already."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+from ..comm import control, mesh, threads
+from ..comm.watch import LocalWatch, Watch
+from . import exits, step
+from .lead.blocks import Blocks
+from .lead.link import FrontLink
+from .lead.loop import Lead
+from .lead.scheduler import Scheduler
+from .model.base import Model
+from .model.load import load as load_model
+from .options import JOB_ENV, Job, Options, decode_job
+from .work import cache
+from .work.measure import step_memory
+from .work.rows import Rows
+from .work.runner import Runner, follow
+from .work.sampler import Sampler
+from .work.team import Team
+
+log = logging.getLogger("phalanx")
+
+BLOCK_SIZE = 16
+TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step; a CPU's steps must stay short for the streams that run beside
+
+PROGRESS_EVERY, LOG_EVERY = 0.2, 3.0  # seconds between words about loading, to the front and in the log
+
+
+class Rank:
+    """One rank's way through the job; in a job of threads there are several in this process."""
+
+    def __init__(self, job: Job, world: Any, hosts: list[str], watch: LocalWatch):
+        self.job = job
+        self.options: Options = job.options
+        self.world = world
+        self.hosts = hosts
+        self.watch = watch
+        self.link: FrontLink | None = None
+        self._told = self._logged = time.monotonic()  # when loading's progress was told, and logged
+
+    def run(self) -> int:
+        """Load, then lead or follow until the job ends; the exit code."""
+        if self.world.rank == 0:
+            self.connect()
+        self._say(f"rank 0 of {self.world.size} on {self.hosts[0]}" + (f", {self.job.bound}" if self.job.bound else ""))
+        device = self._device()
+        grid = self._mesh(device)
+        options = self.options
+        started = time.monotonic()
+        model = load_model(
+            options.model, grid, device, options.dtype, options.max_model_len, options.load_format, self._progress
+        )
+        self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
+        block_size = options.block_size or BLOCK_SIZE
+        sampler = Sampler(options.max_num_seqs, model.vocab_size, device)
+        budget = max(options.max_num_batched_tokens or TOKEN_BUDGET[device.type], options.max_num_seqs)
+        peak = 0
+        if device.type == "cuda" and not options.mem:
+            peak = step_memory(model, grid, sampler, budget, options.max_num_seqs, block_size)
+            self._say(f"a step of {budget} tokens takes {peak / cache.MIB:.0f} MiB beside weights and cache")
+        blocks, max_model_len = self._size_cache(model, block_size, device, peak)
+        spec = model.kv_spec
+        caches = cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)
+        rows = Rows(options.max_num_seqs, max_model_len, block_size)
+        runner = Runner(model, grid, rows, sampler, caches, self.watch)
+        plans = self._open_control()
+        self.world.barrier()
+        if self.world.rank:
+            code = follow(runner, plans.receive)
+        else:
+            pool = Blocks(blocks, block_size, options.prefix_cache)
+            code = self.lead(Team(plans, runner), Scheduler(pool, options.max_num_seqs, budget, max_model_len))
+        self.watch.stop()
+        return code
+
+    def connect(self) -> None:
+        """Rank 0: reach the front, which passes on how loading goes."""
+        self.link = FrontLink(self.job.front_socket)
+        self.watch.on_failure = self.link.fail
+
+    def lead(self, team: Team, scheduler: Scheduler) -> int:
+        """Rank 0: serve the front until it drains."""
+        assert self.link is not None
+        if threading.current_thread() is threading.main_thread():
+            self.link.catch_signals()
+            signal.signal(signal.SIGTERM, self._on_term)
+        self.link.send(
+            step.Ready(
+                max_model_len=scheduler.max_model_len,
+                vocab_size=team.runner.model.vocab_size,
+                kv_tokens=scheduler.blocks.count * scheduler.blocks.size,
+                block_size=scheduler.blocks.size,
+                max_num_seqs=self.options.max_num_seqs,
+                ranks=self.world.size,
+                pids=self._pids,
+                hosts=self.hosts,
+            )
+        )
+        code = Lead(scheduler, team, self.link).run()
+        self.link.close()
+        return code
+
+    def _device(self) -> torch.device:
+        """What the launcher chose, as this process sees it: a rank that was given one GPU has it as number 0."""
+        if self.job.device_index < 0:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise exits.Stop(
+                f"GPU {self.job.device_index} was chosen, but PyTorch {torch.__version__} sees none: install it for "
+                "CUDA (`make install TORCH=cuda`), or choose --device cpu",
+                exits.USAGE,
+            )
+        seen = torch.cuda.device_count()
+        device = torch.device("cuda", self.job.device_index if seen > 1 else 0)
+        torch.cuda.set_device(device)
+        return device
+
+    def _mesh(self, device: torch.device) -> mesh.Mesh:
+        try:
+            degrees = mesh.degrees(self.world.size, self.options.tp, self.options.pp)
+        except ValueError as error:
+            raise exits.Stop(str(error), exits.USAGE) from None
+        if device.type == "cpu":
+            return mesh.build(self.world, *degrees)
+        from ..comm.nccl import NcclComm
+
+        return mesh.build(self.world, *degrees, carry=NcclComm)
+
+    def _on_term(self, *_: object) -> None:
+        self.watch.stop()
+        if self.link is not None:
+            self.link.fail("the job was stopped", exits.STOPPED)
+        self.watch.end(exits.STOPPED)
+
+    def _size_cache(self, model: Model, block_size: int, device: torch.device, peak: int) -> tuple[int, int]:
+        """Blocks in the pool and the longest sequence, the same on all ranks; logged by rank 0.
+
+        peak: what steps take beside weights and cache, where that is known.
+        """
+        options, spec = self.options, model.kv_spec
+        block_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * block_size * model.dtype.itemsize
+        here = self.hosts.count(self.hosts[self.world.rank])
+        fraction = options.kv_fraction or cache.FRACTION[device.type]
+        memory = options.mem * cache.MIB or int(fraction * max(0, cache.free_memory(device, here) - peak))
+        wanted = options.max_num_seqs * -(-model.max_model_len // block_size)
+        if options.mem:
+            wanted = memory // block_bytes
+        blocks = cache.num_blocks(self.world, block_bytes, wanted, memory)
+        max_model_len = cache.fit_length(blocks, block_size, model.max_model_len, bool(options.max_model_len))
+        why = f"--mem {options.mem}" if options.mem else f"{fraction:g} of the free memory, at most what can be used"
+        self._say(
+            f"KV cache: {blocks * block_size} tokens in {blocks} blocks of {block_size}, "
+            f"{blocks * block_bytes / cache.MIB:.0f} MiB a rank ({why}); sequences of up to {max_model_len} tokens"
+        )
+        return blocks, max_model_len
+
+    def _open_control(self) -> control.Control:
+        if isinstance(self.world, threads.ThreadComm):
+            self._pids = [os.getpid()]
+            return control.ThreadControl(self.world)
+        self._pids = [int(p) for p in control.gather_bytes(self.world, str(os.getpid()).encode())]
+        assert isinstance(self.watch, Watch)
+        return control.MpiControl(self.world, self.watch)
+
+    def _progress(self, done: int, total: int) -> None:
+        """Rank 0 tells the front a few times a second, and the log every few seconds."""
+        now = time.monotonic()
+        if self.link is None or (now - self._told < PROGRESS_EVERY and done < total):
+            return
+        self._told = now
+        self.link.send(step.Progress("loading weights", done, total))
+        if now - self._logged >= LOG_EVERY:
+            self._logged = now
+            self._say(f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB on this rank")
+
+    def _say(self, text: str) -> None:
+        if self.world.rank == 0:
+            log.info(text)
+
+
+def share_job(job: Job, world: Any) -> Job:
+    """Rank 0's options win: the other nodes do not have our environment or files."""
+    options = control.broadcast_bytes(world, msgspec.json.encode(job.options))
+    return msgspec.structs.replace(job, options=msgspec.json.decode(options, type=Options))
+
+
+def run_threads(job: Job, make: type[Rank] = Rank) -> int:
+    """Every rank a thread of this process."""
+    size = job.options.ranks or 1
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+
+    def one(world: threads.ThreadComm) -> int:
+        watch = LocalWatch(world.rank)
+        try:
+            return make(job, world, [socket.gethostname()] * size, watch).run()
+        except threads.PeerFailed:
+            raise  # the rank that failed has the word
+        except BaseException as error:
+            watch.fail(error)
+            raise
+
+    return threads.run(one, size)[0]
+
+
+def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
+    """This process is one rank of an MPI job."""
+    alarm = threading.Timer(job.options.timeout, _join_failed, (job,))
+    alarm.daemon = True
+    alarm.start()
+    from ..comm import mpi
+
+    try:
+        world = mpi.join(job.announced_size)
+    except RuntimeError as error:
+        if job.rank == 0:
+            print(f"phalanx: {error}", file=sys.stderr, flush=True)
+        os._exit(exits.USAGE)
+    job = share_job(job, world)
+    hosts = [h.decode() for h in control.gather_bytes(world, socket.gethostname().encode())]
+    try:
+        watch = Watch(world, hosts, job.options.timeout)
+    except exits.Stop as stop:
+        print(f"phalanx: {stop}", file=sys.stderr, flush=True)
+        os._exit(stop.code)
+    alarm.cancel()  # from here on the watch sees who is missing
+    try:
+        code = make(job, world, hosts, watch).run()
+    except BaseException as error:
+        watch.fail(error)
+        raise
+    mpi.leave()
+    return code
+
+
+def _join_failed(job: Job) -> None:
+    print(
+        f"phalanx: rank {job.rank} on {socket.gethostname()}: the ranks have not all joined within "
+        f"{job.options.timeout:g} s; is every node of the job up and reachable, with the same Phalanx and MPI?",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(exits.RANK_STUCK)
+
+
+def start_log(options: Options, rank: int) -> None:
+    """Rank 0 tells its story on stderr; with --log every rank writes phalanx-rank-N.log."""
+    level = logging.getLevelName(options.log_level.upper())
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if options.log:
+        path = os.path.abspath(f"phalanx-rank-{rank}.log")
+        try:
+            handlers.append(logging.FileHandler(path))
+        except OSError as error:
+            print(f"phalanx: --log: {path} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+            os._exit(exits.USAGE)
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", handlers=handlers)
+
+
+def main(make: type[Rank] = Rank) -> int:
+    job = decode_job(os.environ.pop(JOB_ENV))
+    start_log(job.options, job.rank)
+    if job.options.multithread or job.announced_size == 1:
+        return run_threads(job, make)
+    return run_mpi(job, make)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to do, and no library's exit handler may hang

@@ -1,0 +1,164 @@
+"""`python -m phalanx.rank.front`: the process with clients.
+
+It answers from its first second on ("loading"), so nothing heavy is imported here, and the tokenizer is read in a
+thread. The launcher starts it in a session of its own; its end, and the job's, are told in rank/exits.py's codes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+
+from .. import exits
+from .config import FrontConfig, take
+from .errors import ApiError
+from .link import LeadLink
+
+log = logging.getLogger("phalanx.front")
+PR_SET_PDEATHSIG = 1
+LAST_WORDS = 1.5  # seconds for errors to reach the clients at the end; the launcher allows 2
+
+
+def main() -> int:
+    # Unhandled it would end the process; a drain that comes so early is repeated by its sender.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        config = take()
+    except ValueError as error:
+        print(f"phalanx front: {error}", file=sys.stderr)
+        return exits.USAGE
+    if not prepare(config):
+        return exits.ERROR
+    return asyncio.run(Front(config).run())
+
+
+def prepare(config: FrontConfig) -> bool:
+    """What every process in the front's place begins with. False where its parent has ended already."""
+    logging.basicConfig(stream=sys.stderr, level=getattr(logging, config.log_level.upper(), logging.INFO),
+                        format="%(message)s")
+    logging.getLogger("tornado.access").setLevel(logging.ERROR)
+    if not _tie_to_parent(config.parent_pid):
+        return False
+    if config.cpus:
+        try:
+            os.sched_setaffinity(0, config.cpus)
+        except OSError as error:
+            log.warning("the front stays on all cores: cpus %s: %s", config.cpus, error)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one per client
+    return True
+
+
+def _tie_to_parent(parent_pid: int) -> bool:
+    """End with the parent, however it ends. False where it has ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    return not parent_pid or os.getppid() == parent_pid
+
+
+class Front:
+    """The process's life: listen, load, serve, drain or stop."""
+
+    def __init__(self, config: FrontConfig):
+        self.config = config
+        self.link: LeadLink
+        self._end: asyncio.Future[int]
+
+    async def run(self) -> int:
+        """Serve until a signal or the job's end; returns the exit code."""
+        from .http.app import State, make_app, serve
+        from .session import Sessions
+
+        loop = asyncio.get_running_loop()
+        self._end = loop.create_future()
+        loop.add_signal_handler(signal.SIGTERM, self._stop, exits.OK)
+        loop.add_signal_handler(signal.SIGUSR1, self._drain)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal's Ctrl-C is the launcher's to handle
+        self.link = LeadLink(self.config.link, self.config.restarts_expected)
+        self.link.on_lost = self._lost
+        sessions = Sessions(self.link, self.config)
+        self._state = State(sessions, self.config)
+        server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd))
+        await self.link.listen()
+        greeting = asyncio.ensure_future(self._greet(sessions))
+        try:
+            return await self._end
+        finally:
+            greeting.cancel()
+            self.link.close()
+            with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
+                os.rmdir(os.path.dirname(self.config.link))
+            await self._last_words()
+            server.stop()
+            sessions.close()
+
+    async def _greet(self, sessions) -> None:
+        """Load the tokenizer; print the ready line once the job is ready too."""
+        try:
+            await sessions.load()
+        except Exception as error:  # whatever a damaged file makes the libraries raise
+            log.error("the tokenizer in %s cannot be read: %s", self.config.model_dir, error)
+            self._stop(exits.MODEL)
+            return
+        with contextlib.suppress(ApiError):
+            await self.link.wait_ready()
+            print(ready_line(self.config, sessions.names[0], sessions.text.template is not None), flush=True)
+
+    def _drain(self) -> None:
+        self.link.drain()
+        if self.link.state in ("restarting", "failed"):  # nobody is left to drain
+            self._stop(exits.OK)
+
+    def _lost(self) -> None:
+        """The lead's connection ended."""
+        if self.link.draining:
+            self._stop(exits.OK)
+        elif not self.config.restarts_expected:
+            self._stop(self.link.fatal.code if self.link.fatal else exits.RANK_FAILED)
+
+    def _stop(self, code: int) -> None:
+        if not self._end.done():
+            self._end.set_result(code)
+
+    async def _last_words(self) -> None:
+        """Let the handlers write their last events to clients that still read."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_WORDS
+        while self._state.active and loop.time() < until:
+            await asyncio.sleep(0.01)
+
+
+def ready_line(config: FrontConfig, model: str, chat: bool) -> str:
+    """Where the server is, and a command to paste."""
+    url, option = config.url, ""
+    if not url:
+        with socket.socket(fileno=os.dup(config.listen_fd)) as sock:
+            name = sock.getsockname()
+        if isinstance(name, tuple):
+            host = "127.0.0.1" if name[0] in ("0.0.0.0", "::") else name[0]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{name[1]}/v1"
+        else:
+            url = f"unix:{name}"
+    base = url
+    if url.startswith("unix:"):
+        base, option = "http://localhost/v1", f" --unix-socket {url.removeprefix('unix:').removeprefix('//')}"
+    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if config.api_key else ""
+    if chat:
+        path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'
+    else:
+        path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 64}'
+    return (f"Phalanx is ready: {url} (model {model}). Try:\n"
+            f"  curl{option} {base}/{path} -H 'Content-Type: application/json'{key} -d '{body}'")
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # Not sys.exit: it would wait for a thread that tokenises a long prompt.
+    os._exit(code)

@@ -1,0 +1,376 @@
+"""A batch job's life: every line of the input to the ranks, every answer into the journal, and an end in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+
+from ... import exits
+from ...step import Ready
+from ..errors import ApiError
+from ..link import LeadLink
+from ..reply import ChatReply, Reply, TextReply
+from ..schema import ChatRequest, CompletionRequest, decode
+from ..session import Session, Sessions
+from . import lines, output, summary
+from .config import BatchConfig
+from .energy import Meter
+from .journal import ANSWERED, FAILED, MOST_PENDING, Entry, Found, Journal
+from .lines import Feed, Item, Reader
+from .pace import Pace
+from .progress import Counts, Progress, duration
+from .room import Room, enough, opened, sequences
+
+log = logging.getLogger("phalanx.batch")
+Request = ChatRequest | CompletionRequest
+LOOK_EVERY = 1.0
+LEAVE_PATIENCE = 3.0  # seconds for the ranks to end
+
+
+class Batch:
+    """One start of a job. `journal` is open; `link` listens. Everything here runs on one asyncio loop."""
+
+    def __init__(self, config: BatchConfig, journal: Journal, link: LeadLink, sessions: Sessions):
+        self.config = config
+        self.journal = journal
+        self.link = link
+        self.sessions = sessions
+        self.progress = Progress(config.columns, config.interval)
+        self.counts = Counts()  # by this start, on the disk
+        self.before = Found()  # by earlier ones
+        self.reason = ""  # why no more requests are taken, or the job ended
+        self.code: int | None = None  # of an end that cannot wait
+        self._begun = time.monotonic()
+        self._first = 0.0  # when the first request went out
+        left = config.end_time - time.time() if config.end_time else float("inf")
+        self._end = self._begun + left - config.reserve
+        self._pace = Pace(self._end)
+        self._reader: Reader
+        self._all_read = self._too_short = False
+        self._world: Ready | None = None
+        self._requests: set[asyncio.Task[None]] = set()
+        self._records: set[asyncio.Task[None]] = set()
+        self._open: set[Session] = set()
+        self._woken = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._meter: Meter | None = None
+        link.on_lost = self._lost
+        link.on_draining = lambda: self.stop("asked to by a signal")
+
+    # What may happen at any time.
+
+    def stop(self, reason: str) -> None:
+        """Take no more requests; what is under way is finished."""
+        if not self._stopping.is_set():
+            self.reason = reason
+            self._stopping.set()
+            if self.link.state == "restarting":
+                return self.end(exits.UNFINISHED, f"{reason}, while the ranks were away")
+            under_way = f"{len(self._requests)} requests under way are finished first" if self._requests else "at once"
+            self.progress.say(f"stopping, {reason}: {under_way}")
+
+    def end(self, code: int, reason: str) -> None:
+        """Give up what is under way."""
+        if self.code is None:
+            self.code, self.reason = code, reason
+            self._woken.set()
+
+    def _lost(self) -> None:
+        if self.link.state != "restarting":
+            fatal = self.link.fatal
+            self.end(fatal.code if fatal else exits.RANK_FAILED, fatal.message if fatal else "the ranks are gone")
+        elif self._stopping.is_set():  # nobody starts them again
+            self.end(exits.UNFINISHED, f"{self.reason}; then the ranks ended")
+        elif self._requests:
+            self.progress.say(f"the ranks ended; {len(self._requests)} requests are asked again when they are back")
+
+    # The run.
+
+    async def run(self) -> int:
+        """Until all is done, or as much as can be; the job's exit code."""
+        ticker = asyncio.ensure_future(self._tick())
+        timer = None
+        if self._end < float("inf"):
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(max(0.0, self._end - time.monotonic()), self._time_is_over)
+        work = asyncio.ensure_future(self._work())
+        woken = asyncio.ensure_future(self._woken.wait())
+        try:
+            await asyncio.wait([work, woken], return_when=asyncio.FIRST_COMPLETED)
+            await self._abandon(work)
+            if not work.cancelled():
+                work.result()
+        except exits.Stop as stop:
+            self.code, self.reason = stop.code, str(stop)
+        finally:
+            ticker.cancel()
+            woken.cancel()
+            if timer is not None:
+                timer.cancel()
+        await self._settle()
+        return await self._conclude()
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self._recover()
+        self._reader = Reader(self.config.input, self.before.finished)
+        counting = loop.run_in_executor(None, lines.count, self.config.input)
+        counting.add_done_callback(self._counted)
+        feed = Feed(iter(self._reader))
+        admission = asyncio.ensure_future(self._admit(feed))
+        stopped = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([admission, stopped], return_when=asyncio.FIRST_COMPLETED)
+            admission.cancel()
+            await asyncio.wait([admission])
+            if not admission.cancelled():
+                admission.result()
+            while waiting := self._requests | self._records:
+                await asyncio.wait(waiting)
+        finally:
+            feed.close()
+            admission.cancel()
+            stopped.cancel()
+
+    def _counted(self, counting: asyncio.Future[int]) -> None:
+        if not counting.cancelled() and counting.exception() is None:
+            self.progress.total = counting.result()
+
+    async def _recover(self) -> None:
+        found = await asyncio.get_running_loop().run_in_executor(None, self.journal.recover)
+        self.before, self.progress.before = found, found.answered + found.failed
+        if found.finished:
+            self.progress.say(f"going on after {len(found.finished)} finished requests in {self.journal.path}")
+        if found.torn:
+            self.progress.say(f"the journal's last line was cut off ({found.torn} bytes); its request is done again")
+        if found.damaged:
+            self.progress.say(f"the journal has {found.damaged} damaged lines; their requests are done again")
+
+    async def _admit(self, feed: Feed) -> None:
+        """One task for each request, as many as the ranks can use."""
+        room: Room | None = None
+        async for item in feed:
+            request = self._read(item)
+            if request is None:
+                continue
+            if room is None:
+                room = Room(enough((await self._ready()).max_num_seqs))
+            taken = await room.take(sequences(request))
+            while self.journal.pending_bytes > MOST_PENDING:
+                await asyncio.sleep(0.05)
+            if not self._pace.fits(self._limit(request)):
+                self.stop("the time that is left is too short for another request")
+                return
+            task = asyncio.ensure_future(self._answer(item, request))
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
+            task.add_done_callback(functools.partial(_give, room, taken))
+        self._all_read = True
+
+    async def _ready(self) -> Ready:
+        """Wait for tokenizer and ranks; energy and rates count from here."""
+        try:
+            await self.sessions.load()
+        except Exception as error:  # whatever a damaged file makes the libraries raise
+            raise exits.Stop(
+                f"the tokenizer in {self.config.front.model_dir} cannot be read: {error}", exits.MODEL
+            ) from None
+        with contextlib.suppress(ApiError):  # `_lost` has the word
+            self._world = await self.link.wait_ready()
+            self._first = time.monotonic()
+            self._meter = Meter(self.config.gpus)
+            self.progress.began()
+            ranks = "one rank" if self._world.ranks == 1 else f"{self._world.ranks} ranks"
+            took = duration(self._first - self._begun)
+            self.progress.say(
+                f"{self.sessions.names[0]} is ready on {ranks} after {took}; answering {self.config.input}"
+            )
+            return self._world
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def _read(self, item: Item) -> Request | None:
+        """The request of a line; what is none is written down as such."""
+        if item.wrong:
+            self._record(output.entry(item, FAILED), output.mistake(item))
+            return None
+        try:
+            return decode(bytes(item.body), item.kind)  # type: ignore[type-var]
+        except ApiError as error:
+            self._record(output.entry(item, FAILED), output.failure(item, error))
+            return None
+
+    def _limit(self, request: Request) -> int | None:
+        limit = request.max_tokens
+        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+            limit = request.max_completion_tokens
+        return limit or self.sessions.defaults.get("max_tokens")
+
+    async def _answer(self, item: Item, request: Request) -> None:
+        """Ask until there is an answer: of a job that failed, and was started again, all is asked again."""
+        while True:
+            try:
+                entry, content = await self._ask(item, request)
+                break
+            except ApiError as error:
+                if error.status != 503:
+                    entry, content = output.entry(item, FAILED), output.failure(item, error)
+                    break
+            except Exception as error:
+                log.exception("request %s failed", item.custom_id)
+                told = ApiError(500, f"internal error: {type(error).__name__}: {error}")
+                entry, content = output.entry(item, FAILED), output.failure(item, told)
+                break
+            try:
+                await self.link.wait_ready()
+            except ApiError:
+                return  # left for the next start
+            await asyncio.sleep(0)
+        self._record(entry, content)
+
+    async def _ask(self, item: Item, request: Request) -> tuple[Entry, bytes]:
+        async with opened(self.sessions, request) as session:
+            assert self.sessions.text is not None
+            kind: type[Reply] = ChatReply if isinstance(request, ChatRequest) else TextReply
+            self._open.add(session)
+            try:
+                body = await kind(session, self.sessions.text.tokenizer).collect()
+            finally:
+                self._open.discard(session)
+            self._pace.add(session)
+            entry = output.entry(item, ANSWERED, session.prompt_tokens, session.completion_tokens)
+            return entry, output.answer(item, session.id, body)
+
+    def _record(self, entry: Entry, content: bytes) -> None:
+        task = asyncio.ensure_future(self._write(entry, content))
+        self._records.add(task)
+        task.add_done_callback(self._records.discard)
+
+    async def _write(self, entry: Entry, content: bytes) -> None:
+        try:
+            await self.journal.add(entry, content)
+        except exits.Stop as stop:
+            return self.end(stop.code, str(stop))
+        counts = self.counts
+        counts.answered += entry.kind == ANSWERED
+        counts.failed += entry.kind == FAILED
+        counts.prompt_tokens += entry.prompt_tokens
+        counts.output_tokens += entry.output_tokens
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            if self._first:
+                tokens = self.counts.output_tokens + sum(session.completion_tokens for session in self._open)
+                self.progress.look(self.counts.done, tokens)
+
+    def _time_is_over(self) -> None:
+        self._too_short = not self.counts.done
+        self.end(exits.UNFINISHED, f"the time is over; {len(self._requests)} requests under way were given up")
+
+    # The end.
+
+    async def _abandon(self, work: asyncio.Task[None]) -> None:
+        """Cancel what still runs: its sequences are freed on the ranks."""
+        tasks = [work, *self._requests]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async def _settle(self) -> None:
+        """All that is finished gets onto the disk."""
+        if self._records:
+            await asyncio.wait(self._records)
+        await self.journal.flush()
+
+    async def _conclude(self) -> int:
+        """Write the output where all is done; tell what there is to tell."""
+        self.progress.look(self.counts.done, self.counts.output_tokens, last=True)
+        self.progress.close()
+        failed = self.before.failed + self.counts.failed
+        complete = self.code is None and self._all_read
+        if complete:
+            complete = await self._finish(failed)
+        elif self.code is None:
+            self.code = exits.UNFINISHED
+        assert self.code is not None
+        if self._too_short:
+            self.code = exits.ERROR
+            self.reason = "the time was over before one request was finished: more time is needed"
+        told = self._summary(complete, failed)
+        self.progress.say(summary.text(told))
+        if self.config.summary:
+            try:
+                summary.save(told, self.config.summary)
+            except OSError as error:
+                self.progress.say(f"--summary {self.config.summary}: {error.strerror}")
+        if not complete:
+            self.progress.say(f"what is finished is in {self.journal.path}; the same command goes on there")
+        return self.code
+
+    async def _finish(self, failed: int) -> bool:
+        config = self.config
+        write = (self.journal, self._reader.seen, config.output, config.errors, config.ordered)
+        try:
+            strangers = await asyncio.get_running_loop().run_in_executor(None, output.write, *write)
+            self.journal.remove()
+        except exits.Stop as stop:
+            self.code, self.reason = stop.code, str(stop)
+            return False
+        if strangers:
+            self.progress.say(f"{strangers} finished requests are not in the input any more; they are left out")
+        self.code, self.reason = exits.OK, f"{config.output} has every answer"
+        if failed and config.fail_on_error:
+            self.code, self.reason = exits.ERROR, f"{failed} requests failed (--fail-on-error)"
+        return True
+
+    def _summary(self, complete: bool, failed: int) -> summary.Summary:
+        config, run, before = self.config, self.counts, self.before
+        now = time.monotonic()
+        first = self._first or now
+        everything = Counts(
+            before.answered + run.answered,
+            failed,
+            before.prompt_tokens + run.prompt_tokens,
+            before.output_tokens + run.output_tokens,
+        )
+        told = summary.Summary(
+            state="complete" if complete else "unfinished" if self.code == exits.UNFINISHED else "stopped",
+            exit_code=self.code or 0,
+            reason=self.reason,
+            input=config.input,
+            output=config.output if complete else "",
+            errors=config.errors if complete and failed else "",
+            model=self.sessions.names[0],
+            ranks=self._world.ranks if self._world else 0,
+            run=summary.totals(run),
+            total=summary.totals(everything),
+            seconds=round(now - self._begun, 3),
+            loading_seconds=round(first - self._begun, 3),
+            requests_per_second=summary.rate(run.done, now - first),
+            output_tokens_per_second=summary.rate(run.output_tokens, now - first),
+            total_tokens_per_second=summary.rate(run.prompt_tokens + run.output_tokens, now - first),
+        )
+        joules = self._meter.joules() if self._meter else None
+        if joules is not None and self._world is not None:
+            told.energy_joules, told.energy_gpus = round(joules, 1), len(config.gpus)
+            if len(set(self._world.hosts)) == 1 and run.output_tokens:
+                told.joules_per_output_token = round(joules / run.output_tokens, 4)
+        return told
+
+    async def leave(self, code: int) -> None:
+        """End the ranks; without a supervisor they are the ones who end with the code."""
+        if self.link.state in ("failed", "restarting") or (self.config.supervised and self.link.state != "ready"):
+            return  # nobody is there; or the supervisor ends them, who cannot hear us yet
+        gone = asyncio.Event()
+        self.link.on_lost = gone.set
+        self.link.drain(exits.OK if self.config.supervised else code)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(gone.wait(), LEAVE_PATIENCE if self.config.supervised else None)
+
+
+def _give(room: Room, count: int, _: object) -> None:
+    room.give(count)
