@@ -1,0 +1,81 @@
+"""A rank of the doctor's: tells its facts, binds itself as a rank would, and becomes `phalanx.comm.probe`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import NoReturn
+
+import msgspec
+import psutil
+
+from ...rank.exits import Stop
+from ...rank.options import Options
+from .. import bind, hosts, member, process
+from ..hosts import World
+from . import facts
+
+ORDER_ENV = "PHALANX_DOCTOR"
+PROBE_ENV = "PHALANX_PROBE"  # comm/probe.py says what it holds
+PROBE = ["-m", "phalanx.comm.probe"]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the doctor tells its ranks."""
+
+    result: str  # rank 0's file
+    device: str = "auto"
+    devices: tuple[int, ...] = ()
+    seconds: float = 30.0
+
+
+def prepare(order: Order, place: World) -> dict[str, str]:
+    """Bind this process as a rank would be; the environment for the probe."""
+    problem, gpu = "", -1
+    try:
+        gpu = member.device_index(Options(device=order.device, devices=order.devices), place)
+    except Stop as stop:
+        problem = str(stop)
+    known = facts.collect(place, gpu, os.environ)
+    environ = dict(os.environ)
+    bind.apply(bind.choose(place, gpu, os.environ), environ)
+    ask = {
+        "rank": place.rank,
+        "size": place.size,
+        "facts": json.dumps({"problem": problem} | msgspec.structs.asdict(known), default=msgspec.to_builtins),
+        "device": gpu,
+        "born": psutil.Process().create_time(),
+        "result": order.result,
+        "seconds": order.seconds,
+    }
+    return environ | {PROBE_ENV: json.dumps(ask)}
+
+
+def become(order: Order, place: World) -> NoReturn:
+    """Replace this process by the probe."""
+    os.execve(sys.executable, [sys.executable, *PROBE], prepare(order, place))
+
+
+def run(order: Order, place: World) -> None:
+    """Rank 0 under a user's mpirun: the probe is a child, as this process has the report to write afterwards."""
+    subprocess.run(
+        [sys.executable, *PROBE],
+        env=prepare(order, place),
+        close_fds=False,  # MPICH's mpirun speaks to its ranks over a descriptor
+        preexec_fn=process.tie_to_parent(),
+    )
+
+
+def main() -> NoReturn:
+    """Started by the doctor's mpirun: `python -m phalanx.launcher.doctor.member`."""
+    process.die_with(os.getppid())
+    process.ignore((signal.SIGUSR1, signal.SIGUSR2))
+    order = msgspec.json.decode(os.environ.pop(ORDER_ENV), type=Order)
+    become(order, hosts.world(os.environ) or World(0, 1, 0, 1, "phalanx"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a model needs and how fast it would be, from config.json and tensor headers: no torch, no GPU, no weights."""
