@@ -1,0 +1,31 @@
+#!/bin/bash
+# Answer a file of requests, in as many jobs as it takes:  sbatch SCRIPT
+# As `phalanx batch … --sbatch` prints it.
+#SBATCH --job-name=phalanx
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --time=04:00:00
+#SBATCH --output=phalanx-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# Five minutes before the time is over (Slurm may be a minute early) this script, B, gets SIGUSR1.
+#SBATCH --signal=B:USR1@300
+
+# SIGUSR1 stops the intake: what is under way is finished and written down. srun passes it on to the ranks.
+trap 'asked=1; kill -USR1 $job' USR1
+# With Open MPI; MPICH wants pmi2. `srun --mpi=list` shows what this Slurm has.
+srun --mpi=pmix phalanx batch --model /path/to/model --d 0,1,2,3,4,5,6,7 --input requests.jsonl --output answers.jsonl &
+job=$!
+wait $job
+code=$?
+# `wait` also returns when the signal comes; then it waits for the end.
+while [ -n "$asked" ]; do asked=; wait $job; code=$?; done
+
+# The journal beside the output remembers what is done: the same script goes on there. docs/exit-codes.md has the codes.
+case $code in
+    75) scontrol requeue "$SLURM_JOB_ID" ;;                 # unfinished: the time was over
+    70 | 71 | 137)                                          # a rank failed: not again and again
+        if [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
+esac
+exit $code

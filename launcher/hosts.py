@@ -1,0 +1,118 @@
+"""Circumstances: which rank this process is, of how many, and who started it. The only reader of OMPI_*, SLURM_* …"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+import msgspec
+
+from ..rank.exits import USAGE, Stop
+
+# Variables that tell a process that it belongs to an MPI job: a process that must not join is started without them.
+_MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "MPI_LOCAL", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_")
+_STEP_PREFIXES = ("SLURM_STEP", "SLURM_PMI", "SLURM_MPI")
+_STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "SLURM_GTIDS")
+
+
+class World(msgspec.Struct, frozen=True):
+    """This process's place in the job that started it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int  # ranks of the job on this host; 1 if unknown
+    launcher: str  # in words: "mpirun", "srun", …
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
+def world(environ: Mapping[str, str]) -> World | None:
+    """Where MPI's own launcher put this process; None when no MPI launcher started it."""
+    rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID")
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    launcher = "srun" if "SLURM_STEP_ID" in environ and "OMPI_COMM_WORLD_RANK" not in environ else "mpirun"
+    if size is None:
+        size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PALS_SIZE")
+    if rank is None or size is None:
+        return None
+    local_rank = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "PALS_LOCAL_RANKID")
+    local_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
+    if local_size is None:
+        local_size = _slurm_local_size(environ, size)
+    return World(rank, size, rank if local_rank is None else local_rank, local_size, launcher)
+
+
+def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
+    """Slurm writes the tasks of each node as `4(x2),3`; the node's place in that list is SLURM_NODEID."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, times = part.partition("(x")
+        if count.isdigit():
+            counts += [int(count)] * int(times.rstrip(")") or 1)
+    node = _number(environ, "SLURM_NODEID")
+    if node is not None and node < len(counts):
+        return counts[node]
+    return size if "SLURM_STEP_ID" not in environ else 1
+
+
+def refuse_lonely_srun(environ: Mapping[str, str]) -> None:
+    """srun without PMI starts N processes that know nothing of each other: each would become a server of its own."""
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1
+    if "SLURM_STEP_ID" not in environ or tasks == 1 or world(environ) is not None:
+        return
+    if _number(environ, "SLURM_PROCID"):
+        raise Stop("", USAGE)  # task 0 says it once
+    raise Stop(
+        f"srun started {tasks} tasks without telling them of each other; use `srun --mpi=pmix phalanx serve …` with "
+        "Open MPI or `srun --mpi=pmi2 …` with MPICH (`srun --mpi=list` shows what this Slurm has)",
+        USAGE,
+    )
+
+
+def without_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that must not take part in the MPI job: the front."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_MPI_PREFIXES + _STEP_PREFIXES) and name not in _STEP_NAMES
+    }
+
+
+def for_mpirun(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an mpirun of our own, also inside a job of one process such as `srun --pty bash`.
+
+    There it would take itself for a part of that job. What Open MPI is told there is the user's own setting, but for
+    inside another mpirun, which tells it as well.
+    """
+    if world(environ) is None and "SLURM_STEP_ID" not in environ:
+        return dict(environ)
+    settings = () if "OMPI_COMM_WORLD_RANK" in environ else ("OMPI_", "OPAL_", "PRTE_MCA_", "I_MPI_", "HYDRA_")
+    users = {name: value for name, value in environ.items() if settings and name.startswith(settings)}
+    return without_mpi(environ) | users
+
+
+def end_time(environ: Mapping[str, str]) -> float:
+    """When Slurm ends this job, as Unix time; 0 where it does not tell."""
+    return float(_number(environ, "SLURM_JOB_END_TIME") or 0)
+
+
+def hostname() -> str:
+    return socket.gethostname()
+
+
+def gpus() -> int:
+    """GPUs that this process may use, found without loading CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])
+    try:
+        return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev") if name.startswith("nvidia"))
+    except OSError:
+        return 0

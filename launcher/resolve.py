@@ -1,0 +1,154 @@
+"""Turns what the user chose into what will run: the model's directory, the number of ranks and how they divide."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ..rank.exits import MODEL, USAGE, Stop
+from ..rank.options import Options
+from . import hosts
+from .demo import DIRECTORY as DEMO
+from .hosts import World
+
+
+def joined(options: Options, place: World | None) -> World | None:
+    """The job that this process belongs to. In the shell of `srun --pty bash` it is alone in one.
+
+    Who asks there for several ranks, or for restarts, wants them to be started here.
+    """
+    alone = place is not None and place.size == 1
+    return None if alone and (max(options.ranks, options.tp, options.pp) > 1 or options.restarts) else place
+
+
+def resolve(options: Options, place: World | None) -> Options:
+    """Options with model, ranks, tp and pp as they will be used. Raises Stop where they contradict each other."""
+    numbers = in_force(options, place)
+    _check_devices(options, numbers["ranks"], place)
+    if options.mem and options.kv_fraction:
+        raise Stop("--mem and --kv-fraction both size the KV cache: give one of them", USAGE)
+    api_key = _api_key(options)
+    return msgspec.structs.replace(options, model=model_directory(options), api_key=api_key, api_key_file="", **numbers)
+
+
+def in_force(options: Options, place: World | None) -> dict[str, int]:
+    """The numbers that replace what was chosen, for --show-config. Raises Stop where they contradict each other."""
+    if place is not None:
+        _check_under_mpi(options, place)
+    ranks = place.size if place is not None else _ranks(options)
+    tp, pp = _degrees(options, ranks)
+    return {"ranks": ranks, "tp": tp, "pp": pp}
+
+
+def _check_under_mpi(options: Options, place: World) -> None:
+    if options.ranks and options.ranks != place.size:
+        raise Stop(f"--np {options.ranks}, but {place.launcher} started {place.size} ranks: leave --np out", USAGE)
+    if options.restarts:
+        raise Stop(
+            f"--restarts works where phalanx starts the ranks itself; under {place.launcher} let the job's script "
+            "start it again (docs/exit-codes.md says after which codes that helps)",
+            USAGE,
+        )
+    if options.multithread and place.size > 1:
+        raise Stop(f"--multithread puts all ranks into one process, but {place.launcher} started {place.size}", USAGE)
+
+
+def _ranks(options: Options) -> int:
+    return (
+        options.ranks
+        or max(1, options.tp) * max(1, options.pp) * (1 if options.tp or options.pp else 0)
+        or max(1, len(options.devices))
+    )
+
+
+def _degrees(options: Options, ranks: int) -> tuple[int, int]:
+    tp, pp = options.tp, options.pp
+    if not tp and not pp:
+        return ranks, 1
+    for name, degree in (("--tp", tp), ("--pp", pp)):
+        if degree and ranks % degree:
+            raise Stop(f"{name} {degree} does not divide the {ranks} ranks", USAGE)
+    tp = tp or ranks // pp
+    pp = pp or ranks // tp
+    if tp * pp != ranks:
+        raise Stop(f"--tp {tp} times --pp {pp} is {tp * pp}, but there are {ranks} ranks", USAGE)
+    return tp, pp
+
+
+def _check_devices(options: Options, ranks: int, place: World | None) -> None:
+    if options.device == "cuda" and not hosts.gpus():
+        raise Stop(f"--device cuda: no GPU was found on {hosts.hostname()}; --device cpu computes without", USAGE)
+    if options.device == "cuda" and options.multithread:
+        raise Stop("--multithread is for CPUs: with --device cuda every rank is a process", USAGE)
+    here = ranks if place is None else place.local_size
+    if options.devices and options.device != "cpu" and len(options.devices) < here:
+        listed = ",".join(str(one) for one in options.devices)
+        raise Stop(f"--d {listed} lists {len(options.devices)} devices for {here} ranks on this node", USAGE)
+
+
+def _api_key(options: Options) -> str:
+    if not options.api_key_file:
+        return options.api_key
+    if options.api_key:
+        raise Stop("--api-key and --api-key-file are both given: give one of them", USAGE)
+    try:
+        key = Path(options.api_key_file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise Stop(f"--api-key-file {options.api_key_file}: {error.strerror}", USAGE) from None
+    if not key or "\n" in key:
+        raise Stop(f"--api-key-file {options.api_key_file}: one line with the key is needed", USAGE)
+    return key
+
+
+def model_directory(options: Options) -> str:
+    """The absolute path of the model's directory, made sure of as far as a launcher can."""
+    if not options.model:
+        return str(built_in(with_weights=options.load_format != "dummy"))
+    path = Path(options.model).expanduser()
+    if path.is_file():
+        what = "GGUF files are not supported yet" if path.suffix == ".gguf" else "it is a file"
+        raise Stop(f"model {options.model!r}: {what}; a directory with config.json and safetensors is needed", USAGE)
+    if not path.is_dir():
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", options.model):
+            raise Stop(
+                f"model {options.model!r}: there is no such directory. If it is a Hugging Face id: models are not "
+                f"downloaded yet; `hf download {options.model} --local-dir DIR` does it, then give DIR",
+                USAGE,
+            )
+        raise Stop(f"model {options.model!r}: there is no such directory on {hosts.hostname()}", USAGE)
+    if not (path / "config.json").is_file():
+        raise Stop(f"model {options.model!r}: the directory has no config.json", MODEL)
+    return str(path.resolve())
+
+
+def built_in(with_weights: bool = True) -> Path:
+    """The directory of the built-in model; random weights are made where the trained ones are missing."""
+    weights = DEMO / "model.safetensors"
+    if weights.is_file() or not with_weights:
+        return DEMO
+    target = DEMO
+    try:
+        probe = DEMO / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError:  # installed where this user may not write
+        target = Path.home() / ".cache" / "phalanx" / "demo"
+        if (target / "model.safetensors").is_file():
+            return target
+        shutil.copytree(DEMO, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    print("phalanx: making random weights for the built-in model", file=sys.stderr)
+    made = subprocess.run(
+        [sys.executable, "-m", f"{__package__}.demo.random_weights", str(target)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if made.returncode:
+        why = made.stderr.strip().rpartition("\n")[2]
+        raise Stop(f"the built-in model has no weights, and random ones could not be made: {why}", MODEL)
+    return target

@@ -1,0 +1,150 @@
+"""`phalanx chat`: a conversation in the terminal with a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from ...rank import exits
+from ...rank.options import flag
+from .. import choices, client
+from ..usage import options_help, show_config
+
+USAGE = """phalanx chat [options]: talk to a running server; an empty line or Ctrl-D ends, /new starts over
+"""
+_GROUP = "Chat"
+
+
+class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The choices of this verb; the others are the server's."""
+
+    url: Annotated[
+        str, flag("--url", group=_GROUP, metavar="URL", help="of the server; none: --host and --port on this machine")
+    ] = ""
+    host: Annotated[str, flag("--host", "--h", group=_GROUP, metavar="HOST", help="where the server is")] = "127.0.0.1"
+    port: Annotated[
+        int, flag("--port", "--p", group=_GROUP, metavar="N", low=1, high=65535, help="and on which port")
+    ] = 2000
+    api_key: Annotated[
+        str, flag("--api-key", group=_GROUP, metavar="KEY", secret=True, help="if the server wants one")
+    ] = ""
+    system: Annotated[
+        str, flag("--system", "--system_prompt", group=_GROUP, metavar="TEXT", help="what the model is told first")
+    ] = ""
+    temperature: Annotated[
+        float | None, flag("--temperature", group=_GROUP, metavar="X", low=0, help="0 is greedy")
+    ] = None
+    top_p: Annotated[float | None, flag("--top-p", group=_GROUP, metavar="X", low=0, high=1, help="1 keeps all")] = None
+    top_k: Annotated[int | None, flag("--top-k", group=_GROUP, metavar="N", low=-1, help="0 keeps all")] = None
+    max_tokens: Annotated[
+        int | None, flag("--max-tokens", "--max_tokens", group=_GROUP, metavar="N", low=1, help="longest answer")
+    ] = None
+    thinking: Annotated[
+        bool | None, flag("--thinking", group=_GROUP, off=("--no-thinking",), help="let the model reason first")
+    ] = None
+
+
+def main(argv: Sequence[str]) -> int:
+    chosen = choices.read(ChatOptions, argv, os.environ)
+    if chosen.help or chosen.show_config:
+        print(USAGE + options_help(ChatOptions) if chosen.help else show_config(chosen))
+        return 0
+    options = chosen.options
+    url = (options.url or client.url_of(options.host, options.port)).rstrip("/").removesuffix("/v1")
+    model = _model(url, options)
+    if sys.stdin.isatty():
+        print(f"{model} at {url}; an empty line ends, /new starts over")
+    try:
+        return _converse(url, options)
+    except KeyboardInterrupt:
+        print()
+        return 0
+
+
+def _converse(url: str, options: ChatOptions) -> int:
+    start = [{"role": "system", "content": options.system}] if options.system else []
+    messages = list(start)
+    while True:
+        line = _ask()
+        if not line:
+            return 0
+        if line == "/new":
+            messages = list(start)
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        try:
+            for kind, text in _stream(url, options, messages):
+                answer += text if kind == "content" else ""
+                sys.stdout.write(text if kind == "content" or not sys.stdout.isatty() else f"\x1b[2m{text}\x1b[0m")
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            sys.stdout.write(" …")  # the server stops when the connection closes
+        except exits.Stop as stop:
+            if not sys.stdin.isatty():
+                raise
+            print(f"phalanx: {stop}", file=sys.stderr)
+            messages.pop()
+            continue
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _ask() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def _request(url: str, options: ChatOptions, body: dict[str, Any] | None = None) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if options.api_key:
+        headers["Authorization"] = f"Bearer {options.api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return client.open_url(urllib.request.Request(url, data, headers))
+    except urllib.error.HTTPError as error:
+        try:
+            message = json.load(error)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{error.code} {error.reason}"
+        raise exits.Stop(f"{url}: {message}", exits.ERROR) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        raise exits.Stop(f"no server answers at {url} ({why}); start one with `phalanx serve`", exits.USAGE) from None
+
+
+def _model(url: str, options: ChatOptions) -> str:
+    with _request(f"{url}/v1/models", options) as answer:
+        return json.load(answer)["data"][0]["id"]
+
+
+def _stream(url: str, options: ChatOptions, messages: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
+    """The answer's pieces: ("content" or "reasoning", text)."""
+    body: dict[str, Any] = {"messages": messages, "stream": True}
+    for name in ("temperature", "top_p", "top_k", "max_tokens"):
+        if (value := getattr(options, name)) is not None:
+            body[name] = value
+    if options.thinking is not None:
+        body["enable_thinking"] = options.thinking
+    with _request(f"{url}/v1/chat/completions", options, body) as answer:
+        for line in answer:
+            if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                continue
+            event = json.loads(line[5:])
+            if "error" in event:
+                raise exits.Stop(event["error"]["message"], exits.ERROR)
+            for choice in event["choices"]:
+                delta = choice["delta"]
+                if delta.get("reasoning_content"):
+                    yield "reasoning", delta["reasoning_content"]
+                if delta.get("content"):
+                    yield "content", delta["content"]
