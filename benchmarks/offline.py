@@ -1,0 +1,208 @@
+"""Requests without text or HTTP, measured as vLLM's LLM.generate is measured; one JSON line for each result.
+
+    python benchmarks/offline.py --config llama3-8b --tp 1 [--parts abc] [--reps 3]
+
+(a) decode: B prompts of 128 tokens; ms per token step = (t(256 new) - t(32 new)) / 224
+(b) prefill: one prompt of max_model_len - 1 tokens, 16 of 1024; 1 new token
+(c) mixed: 512 requests, prompt U[64, 1024], output U[64, 512], seed 0
+
+Weights are random unless --load-format says otherwise. `start` ends with the first token. The ranks, the model, the
+scheduler and its step loop are the server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from phalanx.benchmarks import step as bench
+from phalanx.launcher import hosts, member, mpirun
+from phalanx.rank import __main__ as program
+from phalanx.rank import step
+from phalanx.rank.lead.scheduler import Scheduler
+from phalanx.rank.options import JOB_ENV, Job, Options, decode_job, encode_job
+from phalanx.rank.work.team import Team
+
+ASK = "PHALANX_BENCH_OFFLINE"  # what to measure, as JSON, for the ranks
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+CONFIGS: dict[str, dict[str, Any]] = bench.SHAPES | {
+    "tiny": bench.LLAMA | dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+                               num_key_value_heads=4, head_dim=64, vocab_size=32000, max_position_embeddings=8192),
+    "qwen3-8b": QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+                             num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
+}  # fmt: skip
+
+
+class Ask(msgspec.Struct):
+    config: str
+    tp: int
+    parts: str
+    batches: list[int]
+    reps: int
+    n_mixed: int
+    started: float  # time.time() when the program began
+
+
+class OfflineRank(program.Rank):
+    """A rank whose lead makes its own requests."""
+
+    def connect(self) -> None: ...
+
+    def lead(self, team: Team, scheduler: Scheduler) -> int:
+        offline = Offline(msgspec.json.decode(os.environ[ASK], type=Ask), team, scheduler)
+        offline.run(self.options.max_num_seqs)
+        team.start(step.Plan(step=-1, stop=0))
+        return 0
+
+
+class Offline:
+    def __init__(self, ask: Ask, team: Team, scheduler: Scheduler):
+        self.ask, self.scheduler = ask, scheduler
+        self._bench = bench.Bench(team, scheduler, bench.Clock())
+        self._random = random.Random(0)
+        self._vocab = team.runner.model.vocab_size
+        self._names = 0
+
+    def run(self, max_num_seqs: int) -> None:
+        ask = self.ask
+        self.generate([self.prompt(8)], [1])
+        self.say(what="start", seconds=round(time.time() - ask.started, 1), max_num_seqs=max_num_seqs,
+                 max_num_batched_tokens=self.scheduler.token_budget,
+                 num_gpu_blocks=self.scheduler.blocks.count)  # fmt: skip
+        self.generate([self.prompt(128) for _ in range(4)], [16] * 4)  # first-call costs
+        if "a" in ask.parts:
+            for batch in ask.batches:
+                self.decode(batch)
+        if "b" in ask.parts:
+            for batch, length in ((1, self.scheduler.max_model_len - 1), (16, 1024)):
+                if length < self.scheduler.max_model_len:
+                    self.prefill(batch, length)
+        if "c" in ask.parts:
+            self.mixed()
+
+    def say(self, **line: Any) -> None:
+        about = dict(engine="phalanx", version=VERSION, config=self.ask.config, tp=self.ask.tp)
+        print(json.dumps(about | line), flush=True)
+
+    def prompt(self, length: int) -> bytes:
+        return step.pack_u32([self._random.randrange(1000, self._vocab - 1000) for _ in range(length)])
+
+    def generate(self, prompts: list[bytes], outs: list[int]) -> float:
+        """Seconds for the whole list; outs: how many tokens each gets."""
+        before = self.scheduler.counters.output_tokens
+        start = time.perf_counter()
+        for ids, new in zip(prompts, outs, strict=True):
+            self._names += 1
+            self.scheduler.add(step.Request(str(self._names), ids, step.Sampling(max_tokens=new, temperature=0.0)))
+        self._bench.steps()
+        seconds = time.perf_counter() - start
+        assert self.scheduler.counters.output_tokens - before == sum(outs)
+        return seconds
+
+    def decode(self, batch: int) -> None:
+        short, long, length = 32, 256, 128
+
+        def times(new: int, count: int) -> list[float]:
+            return [self.generate([self.prompt(length) for _ in range(batch)], [new] * batch) for _ in range(count)]
+
+        times(8, 1)
+        shorts, longs = times(short, self.ask.reps), times(long, self.ask.reps)
+        ms = (min(longs) - min(shorts)) / (long - short) * 1e3
+        median = (statistics.median(longs) - statistics.median(shorts)) / (long - short) * 1e3
+        self.say(what="decode", batch=batch, prompt=length, new=long, ms_per_token=round(ms, 4),
+                 ms_per_token_median=round(median, 4), tokens_per_s=round(batch / ms * 1e3, 1),
+                 total_s=round(min(longs), 4), short_s=round(min(shorts), 4))  # fmt: skip
+
+    def prefill(self, batch: int, length: int) -> None:
+        times = [
+            self.generate([self.prompt(length) for _ in range(batch)], [1] * batch) for _ in range(self.ask.reps + 1)
+        ]
+        times = times[1:]
+        self.say(what="prefill", batch=batch, prompt=length, best_s=round(min(times), 5),
+                 median_s=round(statistics.median(times), 5),
+                 tokens_per_s=round(batch * length / min(times), 1))  # fmt: skip
+
+    def mixed(self) -> None:
+        r, count = random.Random(0), self.ask.n_mixed
+        lengths = [r.randint(64, 1024) for _ in range(count)]
+        outs = [r.randint(64, 512) for _ in range(count)]
+        lengths = [min(p, self.scheduler.max_model_len - o) for p, o in zip(lengths, outs, strict=True)]
+        prompts = [self.prompt(p) for p in lengths]
+        self.generate(prompts[:32], outs[:32])
+        for rep in range(2 if self.ask.reps > 1 else 1):
+            seconds = self.generate(prompts, outs)
+            total_in, total_out = sum(lengths), sum(outs)
+            self.say(what="mixed", rep=rep, requests=count, prompt_tokens=total_in, output_tokens=total_out,
+                     seconds=round(seconds, 3), output_tokens_per_s=round(total_out / seconds, 1),
+                     total_tokens_per_s=round((total_in + total_out) / seconds, 1),
+                     requests_per_s=round(count / seconds, 2))  # fmt: skip
+
+
+VERSION = "0.1.0"
+
+
+def main() -> None:
+    started = time.time()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=sorted(CONFIGS), default="llama3-8b")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--parts", default="abc", help="which of a, b, c to run")
+    parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="the device's own default unless given")
+    parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--n-mixed", type=int, default=512)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        Path(made, "config.json").write_text(json.dumps(CONFIGS[asked.config]))
+        options = Options(
+            model=made, ranks=asked.tp, tp=asked.tp, dtype=asked.dtype, device=asked.device, prefix_cache=False,
+            load_format=asked.load_format, max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
+        )  # fmt: skip
+        batches = [int(b) for b in asked.batches.split(",")]
+        ask = Ask(asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started)
+        raise SystemExit(start(options, ask))
+
+
+def start(options: Options, ask: Ask) -> int:
+    """Run the ranks, which print the lines; their exit code."""
+    job = Job(options=options, announced_size=options.ranks)
+    environ = dict(os.environ) | {JOB_ENV: encode_job(job), ASK: msgspec.json.encode(ask).decode()}
+    command = [sys.executable, str(Path(__file__).resolve()), "--rank"]
+    if options.ranks > 1:
+        mpi = mpirun.find(os.environ)
+        environ |= mpirun.environment(mpi, options.ranks, os.environ)
+        command = mpirun.command(mpi, options.ranks, command)
+    return subprocess.run(command, env=environ).returncode
+
+
+def rank_main() -> int:
+    """A rank of the benchmark, on the device that the launcher would give it."""
+    job = decode_job(os.environ[JOB_ENV])
+    place = hosts.world(os.environ) or hosts.World(0, 1, 0, 1, "offline.py")
+    job = msgspec.structs.replace(job, device_index=member.device_index(job.options, place), rank=place.rank)
+    os.environ[JOB_ENV] = encode_job(job)
+    return program.main(OfflineRank)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--rank"]:
+        code = rank_main()
+        sys.stdout.flush()
+        os._exit(code)
+    main()

@@ -1,0 +1,258 @@
+"""Every kernel beside its torch reference, its best library equal and the least time its bytes or its arithmetic take.
+
+    python benchmarks/ops.py [--only attention] [--json FILE]
+
+Shapes are Llama-3.1-8B's in bf16. Each call is timed in a CUDA graph that rotates over copies of its inputs which do
+not fit in the cache together, so that weights and keys come from memory as they do in a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from phalanx.kernels import activation, norm, rope, skinny
+from phalanx.kernels.attention import Scores, paged_attention
+from phalanx.kernels.linear import linear
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+BANDWIDTH = 4.52e12  # bytes/s, read-only stream on H200
+FLOPS = 790e12  # bf16, measured on H200
+CACHE = 120e6  # bytes that a rotation must exceed
+BF16 = torch.bfloat16
+SCORES = Scores(128**-0.5)
+
+Call = Callable[[], Any]
+
+
+def measure(calls: list[Call], repeats: int = 20) -> float:
+    """Microseconds of one call, in a graph that goes through all of them at least 16 times."""
+    rounds = max(1, 16 // len(calls))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        graph.capture_end()
+        graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        best = float("inf")
+        for _ in range(repeats):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+    return best * 1e3 / rounds / len(calls)
+
+
+class Table:
+    def __init__(self, only: str):
+        self.only, self.lines = only, list[dict[str, Any]]()
+
+    def add(self, op: str, bytes_: float, versions: dict[str, list[Call]], flops: float = 0.0) -> None:
+        """versions: name → the same call on each copy of the inputs."""
+        if self.only and self.only not in op:
+            return
+        limit = max(bytes_ / BANDWIDTH, flops / FLOPS) * 1e6
+        times: dict[str, float | str] = {}
+        for name, calls in versions.items():
+            try:
+                times[name] = round(measure(calls), 2)
+            except Exception as error:  # one version that fails must not cost the others' numbers
+                times[name] = repr(error)[:60]
+        self.lines.append(dict(what="op", op=op, limit_us=round(limit, 2), **times))
+        print(f"{op:34} limit {limit:8.1f}   " + "   ".join(f"{k} {v}" for k, v in times.items()), flush=True)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=BF16)
+
+
+def copies(bytes_: float) -> int:
+    return max(1, min(24, int(CACHE * 2 / bytes_)))
+
+
+def small(table: Table) -> None:
+    for rows in (1, 64, 256, 8192):
+        norms(table, rows)
+        gates(table, rows)
+        ropes(table, rows)
+
+
+def norms(table: Table, rows: int) -> None:
+    weight, n = randn(4096), rows * 4096 * 2
+    pairs = [(randn(rows, 4096), randn(rows, 4096)) for _ in range(copies(2 * n))]
+    table.add(
+        f"add_rms_norm {rows}x4096", 4 * n,
+        {"ours": [partial(norm.add_rms_norm, a, b, weight, 1e-5) for a, b in pairs],
+         "reference": [partial(norm.add_rms_norm_reference, a, b, weight, 1e-5) for a, b in pairs]},
+    )  # fmt: skip
+
+
+def gates(table: Table, rows: int) -> None:
+    xs = [randn(rows, 28672) for _ in range(copies(rows * 28672 * 2))]
+    table.add(
+        f"silu_mul {rows}x14336", 3 * rows * 14336 * 2,
+        {"ours": [partial(activation.silu_mul, x) for x in xs],
+         "reference": [partial(activation.silu_mul_reference, x) for x in xs]},
+    )  # fmt: skip
+
+
+def ropes(table: Table, rows: int) -> None:
+    turn = rope.Rotation(*torch.rand(2, rows, 1, 128, device="cuda"))
+    cache = randn(2, 640, 16, 8, 128)
+    slots = torch.randperm(640 * 16, device="cuda")[:rows]
+    ys = [randn(rows, 48, 128).split([32, 8, 8], 1) for _ in range(copies(rows * 48 * 256))]
+    rest = turn, None, (cache[0], cache[1]), slots
+    table.add(
+        f"rope_write {rows}x48x128", 2 * rows * 48 * 256,
+        {"ours": [partial(rope.rope_write, y[0], y[1], y[2], *rest) for y in ys],
+         "reference": [partial(rope.rope_write_reference, y[0], y[1], y[2], *rest) for y in ys]},
+    )  # fmt: skip
+
+
+def products(table: Table) -> None:
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
+        weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
+        for rows in (1, 2, 4, 8, 16, 64):
+            product(table, randn(rows, inputs), weights)
+
+
+def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
+    rows, (outputs, inputs) = len(x), weights[0].shape
+    versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
+    if skinny.suits(x, weights[0]):
+        versions["ours"] = [partial(linear, x, w) for w in weights]
+        for high, ahead in ((1, 2), (1, 4), (2, 2), (4, 2)):
+            versions[f"h{high}a{ahead}"] = [partial(skinny.by_tensor_cores, x, w, high, ahead) for w in weights]
+    bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
+    table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
+
+
+def make_rows(query_lens: list[int], kv_lens: list[int]) -> tuple[Any, int]:
+    """A batch whose sequences lie in shuffled blocks, and how many blocks there are."""
+    need = [-(-n // 16) for n in kv_lens]
+    order = torch.randperm(sum(need), device="cuda", dtype=torch.int32)
+    tables = torch.zeros(len(need), max(need), dtype=torch.int32, device="cuda")
+    for i, part in enumerate(order.split(need)):
+        tables[i, : len(part)] = part
+    rows = SimpleNamespace(
+        block_tables=tables,
+        lengths=torch.tensor(kv_lens, dtype=torch.int32, device="cuda"),
+        query_starts=torch.tensor([0, *query_lens]).cumsum(0).to("cuda", torch.int32),
+        num_decodes=sum(n == 1 for n in query_lens),
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        scratch={},
+    )
+    return rows, sum(need)
+
+
+def attentions(table: Table) -> None:
+    for batch, length in ((1, 256), (1, 8192), (16, 256), (64, 256), (64, 2048), (256, 256), (256, 1024)):
+        decode_attention(table, batch, length)
+    for batch, length in ((1, 8192), (16, 1024)):
+        prompt_attention(table, batch, length)
+
+
+def decode_attention(table: Table, batch: int, length: int) -> None:
+    from phalanx.kernels import paged
+
+    rows, blocks = make_rows([1] * batch, [length] * batch)
+    bytes_ = batch * length * 4096
+    caches = [randn(2, blocks, 16, 8, 128) for _ in range(min(4, copies(bytes_)))]
+    q = randn(batch, 32, 128)
+    out = torch.empty_like(q)
+    split = paged.choose_splits(batch * 8, length, 132)
+
+    def decode(c: Tensor, tile: int, stages: int, splits: int, warps: int) -> None:
+        paged.decode(
+            q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, tile=tile, stages=stages, warps=warps
+        )
+
+    versions: dict[str, list[Call]] = {}
+    versions["ours"] = [partial(paged_attention, q, c[0], c[1], rows, SCORES) for c in caches]
+    variants = [(64, 4, split, 4), (32, 4, split, 4), (128, 3, split, 4), (64, 4, split * 2, 4)]
+    for v in variants + [(64, 4, split // 2, 4)] * (split > 1):
+        versions["t{}s{}x{}w{}".format(*v)] = [partial(decode, c, *v) for c in caches]
+    keys = [randn(2, batch, 8, length, 128) for _ in range(min(4, copies(bytes_)))]
+    versions["sdpa, not paged"] = [partial(sdpa, q.view(batch, 32, 1, 128), k[0], k[1], enable_gqa=True) for k in keys]
+    table.add(f"attention decode {batch} x {length}", bytes_, versions)
+
+
+def prompt_attention(table: Table, batch: int, length: int) -> None:
+    from phalanx.kernels import paged
+
+    rows, blocks = make_rows([length] * batch, [length] * batch)
+    keys, values = randn(2, blocks, 16, 8, 128)
+    q = randn(batch * length, 48, 128)[:, :32]
+    out = torch.empty(q.shape, device="cuda", dtype=BF16)
+
+    def prompts(r: int, tile: int, stages: int, warps: int) -> None:
+        paged.prompts(
+            q, keys, values, rows.block_tables, rows.lengths, rows.query_starts, out, *SCORES, 0, batch, length,
+            rows=r, tile=tile, stages=stages, warps=warps,
+        )  # fmt: skip
+
+    versions: dict[str, list[Call]] = {"ours": [partial(paged_attention, q, keys, values, rows, SCORES)]}
+    for v in ((128, 64, 3, 8), (128, 128, 3, 8), (64, 64, 3, 4)):
+        versions["r{}t{}s{}w{}".format(*v)] = [partial(prompts, *v)]
+    x, k = randn(batch, 32, length, 128), randn(batch, 8, length, 128)
+
+    def library(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(x, k, k, is_causal=True, enable_gqa=True)
+
+    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("fa2", SDPBackend.FLASH_ATTENTION)):
+        versions[name] = [partial(library, backend)]
+    table.add(f"attention prompt {batch} x {length}", 0, versions, batch * 2 * 32 * 128 * length**2)
+
+
+def plans(table: Table) -> None:
+    """Seconds that the first call for a new length takes."""
+    if table.only and table.only not in "plans":
+        return
+    for length in (1536, 2560, 3584):
+        x, k = randn(1, 32, length, 128), randn(1, 8, length, 128)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            sdpa(x, k, k, is_causal=True, enable_gqa=True)
+        torch.cuda.synchronize()
+        print(f"cudnn plans for {length} in {time.perf_counter() - start:.3f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="operations whose name contains this")
+    parser.add_argument("--json", help="append raw lines to this file")
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    table = Table(asked.only)
+    with torch.no_grad():
+        for part in (small, products, attentions, plans):
+            part(table)
+    if asked.json:
+        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
+        with open(asked.json, "a") as file:
+            file.writelines(json.dumps(about | line) + "\n" for line in table.lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""The engine without text and HTTP: ms per decode step, prefill tokens/s, and what the host does meanwhile.
+
+    python benchmarks/step.py DIR --np 2
+    python benchmarks/step.py --shape llama-99m --np 2 --batches 1,16
+
+Ranks, model, scheduler and step loop are the server's; only the requests are made here. Weights of a --shape are
+random. The table's host columns are the lead's main thread (schedule, encode, broadcast) and its step thread (prepare,
+launch: from the batch to the sampled ids, which on a CPU is the computation itself), ms per step, medians. `--json`
+appends raw lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from phalanx.launcher import hosts, member, mpirun
+from phalanx.rank import __main__ as program
+from phalanx.rank import step
+from phalanx.rank.lead.scheduler import Scheduler
+from phalanx.rank.options import JOB_ENV, Job, Options, decode_job, encode_job
+from phalanx.rank.work import runner as runner_module
+from phalanx.rank.work.team import Team
+
+ASK = "PHALANX_BENCH_STEP"  # what to measure, as JSON, for the ranks
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-99m": LLAMA | dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+                              num_key_value_heads=4, vocab_size=32000, max_position_embeddings=4096),
+    "llama3-8b": LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                              num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
+    "llama3-70b": LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+                               num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
+}  # fmt: skip
+PARTS = ("schedule", "encode", "broadcast", "prepare", "launch")
+
+
+class Ask(msgspec.Struct):
+    batches: list[int]
+    prompt: int  # tokens before the measured decode steps
+    steps: int
+    prefill: list[tuple[int, int]]  # (sequences, tokens each)
+
+
+class Clock:
+    """Seconds that some calls took, by name; calls are wrapped where they are looked up."""
+
+    def __init__(self) -> None:
+        self.taken: defaultdict[str, list[float]] = defaultdict(list)
+
+    def wrap(self, owner: Any, attribute: str, name: str) -> None:
+        call: Callable[..., Any] = getattr(owner, attribute)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.taken[name].append(time.perf_counter() - start)
+
+        setattr(owner, attribute, timed)
+
+    def medians(self) -> dict[str, float]:
+        """Median ms of each part since the last call."""
+        found = {name: statistics.median(self.taken[name]) * 1e3 if self.taken[name] else 0.0 for name in PARTS}
+        self.taken.clear()
+        return found
+
+
+class BenchRank(program.Rank):
+    """A rank whose lead makes its own requests."""
+
+    def connect(self) -> None: ...
+
+    def lead(self, team: Team, scheduler: Scheduler) -> int:
+        ask = msgspec.json.decode(os.environ[ASK], type=Ask)
+        clock = Clock()
+        clock.wrap(scheduler, "schedule", "schedule")
+        clock.wrap(step, "encode_plan", "encode")
+        clock.wrap(team.control, "publish", "broadcast")
+        clock.wrap(runner_module, "prepare", "prepare")
+        clock.wrap(team.runner, "_execute", "launch")
+        bench = Bench(team, scheduler, clock)
+        bench.run(ask.prefill[0][0], min(64, ask.prefill[0][1]), 4)  # first-call costs
+        cuda = team.runner.device.type == "cuda"
+        device = torch.cuda.get_device_name(team.runner.device) if cuda else platform.processor() or "cpu"
+        for sequences, tokens in ask.prefill:
+            seconds = min(bench.run(sequences, tokens, 1) for _ in range(3))
+            say(
+                what="prefill",
+                device=device,
+                batch=sequences,
+                prompt=tokens,
+                tokens_per_s=round(sequences * tokens / seconds, 1),
+            )
+        for batch in ask.batches:
+            if batch <= self.options.max_num_seqs:
+                say(device=device, **bench.decode(batch, ask.prompt, ask.steps))
+        team.start(step.Plan(step=-1, stop=0))
+        return 0
+
+
+class Bench:
+    def __init__(self, team: Team, scheduler: Scheduler, clock: Clock):
+        self.team, self.scheduler, self.clock = team, scheduler, clock
+        self._random = random.Random(0)
+        self._names = 0
+
+    def add(self, sequences: int, tokens: int, new: int) -> None:
+        vocab = self.team.runner.model.vocab_size
+        for _ in range(sequences):
+            self._names += 1
+            ids = step.pack_u32([self._random.randrange(vocab) for _ in range(tokens)])
+            self.scheduler.add(step.Request(str(self._names), ids, step.Sampling(max_tokens=new, temperature=0.0)))
+
+    def steps(self) -> list[float]:
+        """Run all that was added, one step ahead as the server does; the times at which steps ended."""
+        under_way: list[Any] = []
+        ends = [time.perf_counter()]
+        while not self.scheduler.idle or under_way:
+            planned = self.scheduler.schedule()
+            if planned is not None:
+                under_way.append((planned, self.team.start(planned.plan)))
+            if under_way and (planned is None or len(under_way) == 2):
+                done, result = under_way.pop(0)
+                while self.team.progress() and not result.wait(2e-4):
+                    pass
+                result.wait(None)
+                self.scheduler.update(done, *result.tokens())
+                ends.append(time.perf_counter())
+        return ends
+
+    def run(self, sequences: int, tokens: int, new: int) -> float:
+        self.add(sequences, tokens, new)
+        ends = self.steps()
+        return ends[-1] - ends[0]
+
+    def decode(self, batch: int, prompt: int, steps: int) -> dict[str, Any]:
+        """The steps after the prompts, when all sequences decode."""
+        self.add(batch, prompt, steps + 3)
+        before = self.scheduler.counters.steps
+        ends = self.steps()
+        count = min(steps, self.scheduler.counters.steps - before - 1)
+        times = [(b - a) * 1e3 for a, b in zip(ends[-count - 1 : -1], ends[-count:], strict=True)]
+        for taken in self.clock.taken.values():
+            del taken[:-count]
+        parts = {f"{name}_ms": round(ms, 4) for name, ms in self.clock.medians().items()}
+        ms = statistics.median(times)
+        return dict(what="decode", batch=batch, prompt=prompt, ms_per_step=round(ms, 3),
+                    tokens_per_s=round(batch / ms * 1e3, 1), **parts)  # fmt: skip
+
+
+def say(**line: Any) -> None:
+    print("RESULT " + json.dumps(line), flush=True)
+
+
+def start(options: Options, ask: Ask) -> list[dict[str, Any]]:
+    """Run the ranks; the lines that rank 0 said."""
+    job = Job(options=options, announced_size=1 if options.multithread else options.ranks)
+    environ = dict(os.environ) | {JOB_ENV: encode_job(job), ASK: msgspec.json.encode(ask).decode()}
+    command = [sys.executable, str(Path(__file__).resolve()), "--rank"]
+    if job.announced_size > 1:
+        mpi = mpirun.find(os.environ)
+        environ |= mpirun.environment(mpi, options.ranks, os.environ)
+        command = mpirun.command(mpi, options.ranks, command)
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.ranks)))
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"step.py: the ranks ended with exit code {done.returncode}")
+    return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = []
+    for line in lines:
+        if line["what"] == "prefill":
+            rows.append(f"prefill {line['batch']:>3} x {line['prompt']:<6} {line['tokens_per_s']:>12,.1f} tokens/s")
+    rows.append(f"\n{'batch':>6} {'ms/step':>9} {'tokens/s':>10}   " + " ".join(f"{p:>9}" for p in PARTS) + "   ms")
+    for line in lines:
+        if line["what"] == "decode":
+            parts = " ".join(f"{line[p + '_ms']:>9.3f}" for p in PARTS)
+            rows.append(f"{line['batch']:>6} {line['ms_per_step']:>9.3f} {line['tokens_per_s']:>10,.1f}   {parts}")
+    return "\n".join(rows)
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for a, b in (item.split("x") for item in text.split(","))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="", help="checkpoint directory; none: --shape or the built-in one")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    parser.add_argument("--np", type=int, default=1, help="ranks")
+    parser.add_argument("--tp", type=int, default=0)
+    parser.add_argument("--pp", type=int, default=0)
+    parser.add_argument("--multithread", action="store_true", help="ranks as threads")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--batches", default="1,16,64,256", help="sequences that decode together")
+    parser.add_argument("--prompt", type=int, default=128, help="their prompts' tokens")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps to take the median of")
+    parser.add_argument("--prefill", type=pairs, default=[(1, 1024), (8, 128)], help="SEQUENCESxTOKENS,..")
+    parser.add_argument("--json", help="append raw lines to this file")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        model = asked.model or str(Path(__file__).resolve().parent.parent / "launcher" / "demo")
+        if asked.shape:
+            Path(made, "config.json").write_text(json.dumps(SHAPES[asked.shape]))
+            model = made
+        batches = [int(b) for b in asked.batches.split(",")]
+        options = Options(
+            model=model,
+            ranks=asked.np,
+            tp=asked.tp,
+            pp=asked.pp,
+            multithread=asked.multithread,
+            dtype=asked.dtype,
+            device=asked.device,
+            load_format="dummy" if asked.shape else "auto",
+            prefix_cache=False,
+            max_num_seqs=max(batches),
+        )
+        lines = start(options, Ask(batches, asked.prompt, asked.steps, asked.prefill))
+    print(table(lines))
+    if asked.json:
+        about = {
+            "engine": "phalanx",
+            "model": asked.shape or asked.model or "built-in",
+            **{key: getattr(asked, key) for key in ("np", "tp", "pp", "dtype")},
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "torch": torch.__version__,
+            "date": date.today().isoformat(),
+        }
+        with open(asked.json, "a") as file:
+            file.writelines(json.dumps(about | line) + "\n" for line in lines)
+
+
+def rank_main() -> int:
+    """A rank of the benchmark, on the device that the launcher would give it."""
+    job = decode_job(os.environ[JOB_ENV])
+    place = hosts.world(os.environ) or hosts.World(0, 1, 0, 1, "step.py")
+    job = msgspec.structs.replace(job, device_index=member.device_index(job.options, place), rank=place.rank)
+    os.environ[JOB_ENV] = encode_job(job)
+    return program.main(BenchRank)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--rank"]:
+        code = rank_main()
+        sys.stdout.flush()
+        os._exit(code)
+    main()
