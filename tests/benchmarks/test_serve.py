@@ -1,0 +1,576 @@
+"""benchmarks/serve.py against a small server of its own kind: what it sends, what it measures, what it says."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tornado.httpserver
+import tornado.iostream
+import tornado.netutil
+import tornado.web
+from phalanx.benchmarks import serve
+from phalanx.benchmarks.serving import client, report, workload
+
+ROOT = Path(__file__).parents[2]
+PER_WORD, OVERHEAD = 3, 11  # tokens, as this server counts
+IDS = [7, 900, 901, 902, 903]
+
+
+def count(body):
+    if isinstance(body.get("prompt"), list):
+        return len(body["prompt"])
+    texts = [body["prompt"]] if "prompt" in body else [m["content"] for m in body["messages"]]
+    return OVERHEAD + PER_WORD * sum(len(text.split()) for text in texts)
+
+
+class Models(tornado.web.RequestHandler):
+    def get(self):
+        self.application.state.keys.append(self.request.headers["Authorization"])
+        if self.application.state.models is None:
+            raise tornado.web.HTTPError(404)
+        self.finish(self.application.state.models)
+
+
+class Generate(tornado.web.RequestHandler):
+    """Answers with as many words as asked for, or as the next entry of `state.plan` says."""
+
+    async def post(self):
+        self.state = self.application.state
+        self.body = json.loads(self.request.body)
+        self.chat = "messages" in self.body
+        if not self.body.get("stream"):
+            choice = {"prompt_token_ids": IDS} if self.body.get("return_token_ids") and self.state.tells_ids else {}
+            self.finish({"choices": [choice], "usage": {"prompt_tokens": count(self.body), "completion_tokens": 1}})
+            return
+        self.state.bodies.append(self.body)
+        self.state.active += 1
+        self.state.most_active = max(self.state.most_active, self.state.active)
+        try:
+            with contextlib.suppress(tornado.iostream.StreamClosedError):
+                await self.answer(self.state.plan.pop(0) if self.state.plan else "good")
+        finally:
+            self.state.active -= 1
+
+    async def answer(self, how):
+        if isinstance(how, int):
+            self.set_status(how)
+            self.set_header("Retry-After", "0")
+            self.finish({"error": {"message": f"no\nroom for {len(self.state.bodies)}", "type": "x"}})
+            return
+        self.set_header("Content-Type", "text/event-stream")
+        if how == "hang":
+            await self.flush()
+            await asyncio.sleep(5)
+        await asyncio.sleep(self.state.first)
+        self.write(": keep-alive\n\n")
+        if self.chat:
+            self.event({"delta": {"role": "assistant", "content": ""}})
+        for i in range(self.body["max_tokens"]):
+            if i:
+                await asyncio.sleep(self.state.step)
+            if how == "cut" and i == 1:
+                self.detach().close()
+                return
+            if how != "silent":
+                self.event({"delta": {"content": f" w{i}"}} if self.chat else {"text": f" w{i}"})
+            await self.flush()
+        if how == "error":
+            self.write('data: {"error": {"message": "a rank was lost"}}\n\n')
+            return
+        if how != "endless":
+            self.event({"delta": {}, "text": "", "finish_reason": "length"})
+        if how != "no usage":
+            usage = {
+                "prompt_tokens": count(self.body),
+                "completion_tokens": self.body["max_tokens"],
+                "prompt_tokens_details": {"cached_tokens": 5},
+            }
+            self.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n")
+        self.write("data: what\n\n" if how == "junk" else "data: [DONE]\n\n")
+
+    def event(self, choice):
+        self.write(f"data: {json.dumps({'choices': [{'index': 0, **choice}]})}\n\n")
+
+
+def make_state():
+    return SimpleNamespace(
+        plan=[],
+        bodies=[],
+        keys=[],
+        active=0,
+        most_active=0,
+        first=0.0,
+        step=0.0,
+        tells_ids=True,
+        models={"data": [{"id": "real", "max_model_len": 100_000}]},
+    )
+
+
+@pytest.fixture(scope="module")
+def running():
+    sock = socket.create_server(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    application = tornado.web.Application(
+        [(r"/v1/models", Models), (r"/v1/(?:chat/)?completions", Generate)], log_function=lambda handler: None
+    )
+    ready = threading.Event()
+    held = SimpleNamespace(application=application, port=port)
+
+    async def main():
+        held.stop = asyncio.Event()
+        held.loop = asyncio.get_running_loop()
+        server = tornado.httpserver.HTTPServer(application)
+        sock.setblocking(False)
+        server.add_socket(sock)
+        ready.set()
+        await held.stop.wait()
+        server.stop()
+        await server.close_all_connections()
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    assert ready.wait(5)
+    yield held
+    held.loop.call_soon_threadsafe(held.stop.set)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def server(running):
+    running.application.state = state = make_state()
+    state.port, state.url = running.port, f"http://127.0.0.1:{running.port}"
+    return state
+
+
+@pytest.fixture
+def bench(server, capsys, monkeypatch):
+    """Run it; what it printed, by stream, and its exit code."""
+    monkeypatch.setattr(serve, "FIRST_WAIT", 0.01)
+
+    def run(*flags, port=True):
+        try:
+            code = serve.main([*(("--port", str(server.port)) if port else ()), *map(str, flags)])
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        return SimpleNamespace(code=code, out=printed.out, err=printed.err)
+
+    return run
+
+
+SMALL = ("--batch", 4, "--input-len", 101, "--output-len", 5)
+
+
+def row(out, name):
+    """The numbers of a row of the table."""
+    found = re.search(rf"^{re.escape(name)}  +(.*)$", out, re.M)
+    assert found, out
+    return [float(word) for word in found[1].split()]
+
+
+def test_table(bench, server):
+    server.first, server.step = 0.08, 0.02
+    got = bench(*SMALL)
+    assert got.code == 0 and got.err == ""
+    assert got.out.startswith(f"real at {server.url}/v1/chat/completions; prompts: words of 3.00 tokens, 11 around")
+    assert re.search(r"^4 requests in \d+\.\d\d s, 0 failed, 0 retries$", got.out, re.M)
+    assert "tokens: 404 prompt (20 of them cached), 20 output, 1.00 an event" in got.out
+    assert re.search(r"mean +p50 +p90 +p95 +p99$", got.out, re.M)
+    ttft, tpot, gap, whole = (row(got.out, f"{name} ms") for name in ("TTFT", "TPOT", "inter-token", "end-to-end"))
+    for values, low in ((ttft, 75), (tpot, 18), (gap, 18), (whole, 155)):
+        assert len(values) == 5 and all(low < value < 10 * low for value in values)
+    rates = [float(x) for x in re.findall(r"/s (\d+\.\d+)", got.out)]
+    assert rates[1] == pytest.approx(5 * rates[0], rel=0.01)
+    assert rates[2] == pytest.approx(106 * rates[0], rel=0.01)
+    assert re.search(r"^client: \d+% of a core$", got.out, re.M)
+
+
+def test_what_is_sent_by_default(bench, server):
+    assert bench(*SMALL).code == 0
+    assert len(server.bodies) == 4 and len({b["messages"][0]["content"] for b in server.bodies}) == 4
+    body = server.bodies[0]
+    assert [m["role"] for m in body.pop("messages")] == ["user"]
+    assert body == {
+        "model": "real",
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 5,
+    }
+    assert server.keys == ["Bearer EMPTY"]
+
+
+def test_json_lines(bench, server, tmp_path):
+    path = tmp_path / "run.json"
+    server.plan = [400]
+    got = bench(*SMALL, "--json", path, "--api-key", "secret", "--concurrency", 1)
+    assert got.code == 1 and server.keys == ["Bearer secret"]
+    text = path.read_text()
+    assert "secret" not in text
+    *lines, last = map(json.loads, text.splitlines())
+    assert [line["kind"] for line in lines] == ["request"] * 4 and [line["index"] for line in lines] == [0, 1, 2, 3]
+    assert lines[0]["error"] == "HTTP 400: no room for 1" and "ttft_s" not in lines[0]
+    good = lines[1]
+    assert (good["prompt_tokens"], good["output_tokens"], good["cached_tokens"]) == (101, 5, 5)
+    assert good["finish"] == "length" and good["error"] is None and len(good["gaps_s"]) == 4
+    assert good["tpot_s"] == pytest.approx((good["e2e_s"] - good["ttft_s"]) / 4, abs=1e-5)
+    assert last["kind"] == "summary" and last["host"] == socket.gethostname()
+    assert last["models"] == server.models and last["date"][:2] == "20"
+    assert last["flags"]["input_lens"] == [101] and last["flags"]["seed"] == 0
+    assert (last["requests"], last["failed"], last["output_tokens"]) == (4, 1, 15)
+    assert last["failures"] == {"HTTP 400: no room for 1": 1}
+    assert set(last["ttft_s"]) == {"mean", "p50", "p90", "p95", "p99"}
+    assert last["output_tokens_per_s"] == pytest.approx(15 / last["wall_s"], rel=0.01)
+
+
+@pytest.mark.parametrize("how", [429, 503, 500, "cut", "endless"])
+def test_retries(bench, server, how):
+    server.plan = [how, how]
+    got = bench("--batch", 1, "--input-len", 50, "--output-len", 3, "--print-request-metrics")
+    assert got.code == 0
+    assert "1 requests in" in got.out and "0 failed, 2 retries" in got.out and "length, 2 retries" in got.out
+    assert len(server.bodies) == 3 and server.bodies[0] == server.bodies[2]
+
+
+def test_a_retried_request_is_timed_from_its_first_attempt(bench, server, monkeypatch):
+    monkeypatch.setattr(serve, "FIRST_WAIT", 0.2)
+    server.plan = ["cut"]
+    got = bench("--batch", 1, "--input-len", 50, "--output-len", 3)
+    assert row(got.out, "TTFT ms")[0] > 200
+
+
+@pytest.mark.parametrize(("how", "reason"), [
+    (400, "HTTP 400: no room for 1"),
+    (429, "HTTP 429: no room for 1"),
+    ("cut", "the server closed the connection in the middle of its answer"),
+    ("endless", "the stream ended without a finish_reason"),
+    ("no usage", "the server sent no usage though stream_options.include_usage asked for it"),
+    ("error", "the stream ended with an error: a rank was lost"),
+    ("junk", "an event that is no chunk"),
+    ("hang", "no whole answer within 0.3 s"),
+])  # fmt: skip
+def test_failures(bench, server, how, reason):
+    server.plan = [how]
+    got = bench(
+        "--batch",
+        3,
+        "--input-len",
+        50,
+        "--output-len",
+        3,
+        "--max-retries",
+        0,
+        "--timeout",
+        0.3 if how == "hang" else 10,
+        "--concurrency",
+        1,
+        "--print-request-metrics",
+    )
+    assert got.code == 1
+    assert re.search(r"^3 requests in .* 1 failed, 0 retries$", got.out, re.M)
+    assert re.search(rf"failures:\n +1 × {re.escape(reason)}", got.out)
+    assert f"failed: {reason}" in got.out and "6 output" in got.out
+
+
+def test_failures_that_differ_in_numbers_are_one_line(bench, server):
+    server.plan = [400] * 3
+    got = bench(*SMALL, "--concurrency", 1)
+    assert re.search(r"failures:\n +3 × HTTP 400: no room for 1\n$", got.out)
+
+
+def test_nothing_worked(bench, server):
+    server.plan = [400] * 4
+    got = bench(*SMALL)
+    assert got.code == 1 and re.search(r"^TTFT ms +- +- +- +- +-$", got.out, re.M)
+
+
+def test_an_answer_without_text_ends_its_own_first_token(bench, server):
+    server.plan = ["silent"]
+    server.step = 0.02
+    got = bench("--batch", 1, "--input-len", 50, "--output-len", 3)
+    assert got.code == 0 and row(got.out, "TTFT ms")[0] > 35 and re.search(r"^inter-token ms +- +-", got.out, re.M)
+
+
+def test_warm_up(bench, server):
+    assert bench(*SMALL, "--warmup", 3).code == 0
+    assert len(server.bodies) == 7 and len({json.dumps(b) for b in server.bodies}) == 7
+    server.plan = [400]
+    got = bench(*SMALL, "--warmup", 1)
+    assert got.code == 1 and got.err.endswith("the warm-up failed: HTTP 400: no room for 8\n")
+
+
+def test_concurrency(bench, server):
+    server.step = 0.01
+    assert bench("--batch", 9, "--input-len", 50, "--output-len", 4, "--concurrency", 3).code == 0
+    assert server.most_active == 3
+
+
+def test_lists_of_lengths(bench, server):
+    got = bench("--batch", 12, "--input-lens", "50,101,200", "--output_lens=2,4", "--print-request-metrics")
+    assert got.code == 0
+    rows = re.findall(r"^ +\d+ +\d+\.\d\d +(\d+) +(\d+) ", got.out, re.M)
+    assert {int(prompt) for prompt, _ in rows} == {50, 101, 200} and {output for _, output in rows} == {"2", "4"}
+    assert sorted(int(prompt) for prompt, _ in rows) == sorted(count(b) for b in server.bodies)
+
+
+def test_history_and_sampling(bench, server):
+    got = bench(
+        "--num_prompts",
+        1,
+        "--input_len",
+        101,
+        "--max_tokens",
+        2,
+        "--history-turns",
+        2,
+        "--history-tokens",
+        30,
+        "--history-reasoning-tokens",
+        60,
+        "--thinking",
+        "--ignore-eos",
+        "--temperature",
+        0.5,
+        "--top-p",
+        0.9,
+        "--top-k",
+        40,
+        "--min-p",
+        0.1,
+        "--frequency-penalty",
+        -1,
+        "--presence-penalty",
+        1,
+        "--repetition-penalty",
+        1.1,
+        "--repeat-last-n",
+        64,
+        "--model",
+        "mine",
+    )
+    assert got.code == 0
+    body = server.bodies[0]
+    messages = body.pop("messages")
+    assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert [len(m["content"].split()) for m in messages] == [10, 10, 10, 10, 30]
+    assert len(messages[1]["reasoning_content"].split()) == 20
+    assert body == {
+        "model": "mine",
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "frequency_penalty": -1,
+        "presence_penalty": 1,
+        "repetition_penalty": 1.1,
+        "repeat_last_n": 64,
+        "thinking": True,
+        "chat_template_kwargs": {"enable_thinking": True},
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 2,
+    }
+
+
+def test_token_ids(bench, server):
+    got = bench("--batch", 3, "--input-lens", "17,33", "--output-len", 2, "--token-ids", "--print-request-metrics")
+    assert got.code == 0 and "exact lengths, of 4 token ids (the server's own for a text)" in got.out
+    assert {len(b["prompt"]) for b in server.bodies} == {17, 33}
+    assert {token for b in server.bodies for token in b["prompt"]} == set(IDS[1:])  # the first may be a BOS
+    server.tells_ids = False
+    got = bench(*SMALL, "--token-ids")
+    assert got.code == 0 and "the server told none" in got.out
+
+
+def test_completions(bench, server):
+    got = bench(*SMALL, "--endpoint", "completions", "--base-url", server.url + "/v1/")
+    assert got.code == 0 and {count(b) for b in server.bodies} == {101}
+    assert isinstance(server.bodies[0]["prompt"], str)
+
+
+def test_samples(bench, server):
+    got = bench("--batch", 1, "--input-len", 50, "--output-len", 9, "--print-samples", "--sample-chars", 8)
+    assert "--- request 0: \n w0 w1 w\n" in got.out
+
+
+def test_arrivals_are_a_seeded_poisson_process():
+    def jobs(*flags):
+        return workload.jobs(serve.read([*flags]), "m", workload.Scale(), 400)
+
+    one, same, other = jobs("--request-rate", "20"), jobs("--request-rate", "20"), jobs("--request-rate=20", "--seed=1")
+    assert one == same and all(a.body != b.body for a, b in zip(one, other, strict=True))
+    gaps = [b.due - a.due for a, b in zip(one, one[1:], strict=False)]
+    mean = sum(gaps) / len(gaps)
+    assert one[0].due == 0 and mean == pytest.approx(1 / 20, rel=0.15)
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert deviation == pytest.approx(mean, rel=0.2)  # as of an exponential distribution
+    assert all(job.due == 0 for job in jobs())
+
+
+def test_request_rate(bench, server, tmp_path):
+    path = tmp_path / "run.json"
+    assert bench("--batch", 6, "--input-len", 50, "--output-len", 2, "--request-rate", 20, "--json", path).code == 0
+    *lines, last = map(json.loads, path.read_text().splitlines())
+    assert last["flags"]["concurrency"] == 0
+    assert [line["sent_s"] for line in lines] == pytest.approx([line["due_s"] for line in lines], abs=0.15)
+    server.step = 0.1
+    got = bench("--batch", 4, "--input-len", 50, "--output-len", 2, "--request-rate", 500, "--concurrency", 1)
+    assert re.search(r"^warning: requests were sent up to \d+\.\d\d s after they were due", got.out, re.M)
+
+
+def test_percentiles():
+    assert report.spread([]) == {}
+    assert report.spread([3.0]) == dict.fromkeys(("mean", "p50", "p90", "p95", "p99"), 3.0)
+    found = report.spread([float(x) for x in range(100, -1, -1)])
+    assert found == pytest.approx({"mean": 50, "p50": 50, "p90": 90, "p95": 95, "p99": 99})
+    assert report.spread([1.0, 2.0])["p90"] == pytest.approx(1.9)
+
+
+def test_models(bench, server):
+    server.models = None  # a server without the page
+    assert bench(*SMALL).code == 0 and server.bodies[0]["model"] == "any"
+    server.models = {"data": [{"id": "short", "max_model_len": 64}]}
+    got = bench(*SMALL)
+    assert got.err == "serve.py: note: the model takes 64 tokens, --input-len and --output-len make 106\n"
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--concurency", "3"], "there is no flag --concurency, did you mean --concurrency?"),
+    (["--batches", "3"], "there is no flag --batches, did you mean --batch?"),
+    (["--batch", "0"], "argument --num-prompts/--batch: 0 is less than 1"),
+    (["--batch", "x"], "argument --num-prompts/--batch: invalid integer value: 'x'"),
+    (["--request-rate", "-1"], "argument --request-rate: -1 is not a number from 0 on"),
+    (["--timeout", "soon"], "argument --timeout: invalid number value: 'soon'"),
+    (["--input-lens", "3,,4"], "argument --input-lens: '3,,4' is not a list of lengths such as 128,512,2048"),
+    (["--token-ids", "--endpoint", "chat"], "--token-ids needs --endpoint completions: a chat takes text only"),
+    (["--token-ids", "--history-turns", "1"], "--history-turns and --thinking need --endpoint chat"),
+    (["--base-url", "ftp://x"], "--base-url ftp://x: expected http://HOST:PORT or https://…"),
+    (["--base-url", "http://x:1", "--port", "2"],
+     "--base-url http://x:1 has another port than --port 2: give one of them"),
+    (["--base-url", "http://x:99999"], "--base-url http://x:99999: Port out of range 0-65535"),
+    (["--json", "/nowhere/x"], "--json /nowhere/x: No such file or directory"),
+])  # fmt: skip
+def test_wrong_flags(bench, flags, message):
+    got = bench(*flags, port=False)
+    assert (got.code, got.out, got.err) == (2, "", f"serve.py: {message}\n")
+
+
+@pytest.mark.parametrize(("flags", "url"), [
+    ([], "http://127.0.0.1:2000"),
+    (["--port", "8000"], "http://127.0.0.1:8000"),
+    (["--base-url", "http://host:8000/v1"], "http://host:8000"),
+    (["--base-url", "http://[::1]", "--port", "7"], "http://[::1]:7"),
+    (["--base-url", "https://host/api/v1/"], "https://host/api"),
+])  # fmt: skip
+def test_address(flags, url):
+    assert serve.read(flags).base_url == url
+
+
+def listener(answer):
+    """A port where every connection gets these bytes."""
+    sock = socket.create_server(("127.0.0.1", 0))
+
+    def run():
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = sock.accept()
+                peer.recv(65536)
+                peer.sendall(answer)
+                peer.close()
+
+    threading.Thread(target=run, daemon=True).start()
+    return sock
+
+
+@pytest.mark.parametrize(("answer", "message"), [
+    (b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 39\r\n\r\n" + b'{"error": {"message": "a key is needed"}}'[:39],
+     "HTTP 401: "),
+    (b"HTTP/1.1 401 No\r\nTransfer-Encoding: chunked\r\n\r\n20\r\n"
+     b'{"error":{"message": "no key"}} \r\n0\r\n\r\n', "HTTP 401: no key"),
+    (b"HTTP/1.1 200 OK\r\n\r\n<html>hello</html>", "/v1/models is not JSON"),
+    (b"SSH-2.0-OpenSSH_9\r\n\r\n", "the answer is not HTTP/1.1"),
+    (b"", "the server closed the connection without an answer"),
+])  # fmt: skip
+def test_unusable_servers(bench, answer, message):
+    with listener(answer) as sock:
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        got = bench("--base-url", url, port=False)
+        sock.shutdown(socket.SHUT_RDWR)
+    assert got.code == 1 and got.out == "" and got.err.startswith(f"serve.py: {url}: ") and message in got.err
+    assert got.err.count("\n") == 1
+
+
+def test_no_server(bench):
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    got = bench("--base-url", f"http://localhost:{port}", port=False)
+    assert got.code == 1
+    assert got.err.endswith(f"no connection to localhost port {port}: refused, no server listens there\n")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100, 10_000])
+def test_streams_in_pieces_of_any_size(size):
+    events = [
+        b'data: {"choices":[{"delta":{"content":"\xc3\xa9"}}]}\n\n',
+        b": nothing\n\n",
+        b'data:{"choices":[{"delta":{"reasoning_content":"b"}}]}\r\n\r\n',
+        b'data: {"choices":[{"delta":{"tool_calls":[{}]}, "finish_reason":"stop"}]}\n\ndata: [DONE]\n\n',
+    ]
+    body = b"".join(events)
+    chunks = [body[i : i + 41] for i in range(0, len(body), 41)]
+    wire = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"".join(b"%x;x=y\r\n%s\r\n" % (len(c), c) for c in chunks)
+        + b"0\r\n\r\n"
+    )
+
+    async def read():
+        answer = client.Answer(keep_text=True)
+        exchange = client.Exchange(b"", answer.event)
+        for at in range(0, len(wire), size):
+            piece = wire[at : at + size]
+            exchange.get_buffer(-1)[: len(piece)] = piece
+            exchange.buffer_updated(len(piece))
+        await asyncio.wait_for(exchange.done, 1)
+        return answer
+
+    answer = asyncio.run(read())
+    assert answer.text == ["é", "b"] and len(answer.times) == 3 and answer.finish == "stop" and answer.error is None
+
+
+def test_as_a_script_and_ctrl_c(tmp_path):
+    """It runs from any directory, many streams at once; an interrupted run still reports."""
+    script = [sys.executable, ROOT / "benchmarks/serving/dummy.py", "--p", "0", "--rate", "50"]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as dummy:
+        try:
+            url = dummy.stdout.readline().strip()
+            flags = ["--base-url", url, "--input-len", "32", "--batch", "64", "--concurrency", "64"]
+            command = [sys.executable, ROOT / "benchmarks/serve.py", *flags]
+            done = subprocess.run(
+                [*command, "--output-len", "20"], cwd=tmp_path, capture_output=True, text=True, timeout=20
+            )
+            assert done.returncode == 0, done.stderr
+            assert "64 requests" in done.stdout and "1280 output, 1.00 an event" in done.stdout
+            with subprocess.Popen(
+                [*command, "--output-len", "9999"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+            ) as long:
+                assert long.stdout.readline().startswith("dummy at")
+                time.sleep(0.3)
+                os.kill(long.pid, signal.SIGINT)
+                out = long.communicate(timeout=10)[0]
+            assert long.returncode == 1 and "64 failed" in out and "64 × interrupted" in out
+        finally:
+            dummy.kill()

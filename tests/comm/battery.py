@@ -1,0 +1,105 @@
+"""What every communication backend must do, run on each rank; as a script, on MPI's ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from phalanx.comm import control, mesh
+
+
+def collectives(comm) -> None:
+    n, r = comm.size, comm.rank
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        x = torch.full((3, 2), r + 1).to(dtype)
+        assert comm.all_reduce(x) is x
+        assert x.tolist() == [[n * (n + 1) / 2] * 2] * 3, (dtype, x)
+        gathered = comm.all_gather(torch.full((2,), r).to(dtype))
+        assert gathered.dtype == dtype and gathered.tolist() == [[i, i] for i in range(n)]
+        scattered = comm.reduce_scatter(torch.arange(n).to(dtype)[:, None].repeat(1, 2) + r)
+        assert scattered.tolist() == [n * r + n * (n - 1) / 2] * 2, scattered
+        swapped = comm.all_to_all((torch.arange(n) + 10 * r).to(dtype)[:, None].contiguous())
+        assert swapped[:, 0].tolist() == [10 * i + r for i in range(n)]
+        y = torch.full((4,), r).to(dtype)
+        assert comm.broadcast(y, n - 1) is y and y.tolist() == [n - 1] * 4
+    comm.barrier()
+
+
+def messages(comm) -> None:
+    """Around the ring, in order."""
+    n, r = comm.size, comm.rank
+    if n == 1:
+        return
+    for i in range(5):
+        x = torch.tensor([float(r), float(i)])
+        if r % 2 == 0:
+            comm.send(x, (r + 1) % n)
+        got = comm.recv(torch.empty(2), (r - 1) % n)
+        if r % 2:
+            comm.send(x, (r + 1) % n)
+        assert got.tolist() == [(r - 1) % n, i]
+
+
+def groups(comm) -> None:
+    n, r = comm.size, comm.rank
+    part = comm.split(r % 2, -r)  # reversed order
+    members = sorted((q for q in range(n) if q % 2 == r % 2), reverse=True)
+    assert (part.size, part.rank) == (len(members), members.index(r))
+    assert part.all_gather(torch.tensor([r]))[:, 0].tolist() == members
+    for tp in (d for d in range(1, n + 1) if n % d == 0):
+        grid = mesh.build(comm, tp, n // tp)
+        assert grid.tensor.all_gather(torch.tensor([r]))[:, 0].tolist() == [r // tp * tp + i for i in range(tp)]
+        assert grid.last == (r < tp) and grid.first == (r >= n - tp)
+        assert grid.pipe.all_gather(torch.tensor([r]))[-1].item() == r % tp  # the last stage is rank 0's
+
+
+def texts(comm) -> None:
+    assert control.broadcast_bytes(comm, b"hello" if comm.rank == 0 else b"ignored") == b"hello"
+    assert control.broadcast_bytes(comm, b"") == b""
+    mine = b"x" * comm.rank
+    assert control.gather_bytes(comm, mine) == [b"x" * i for i in range(comm.size)]
+
+
+LENGTHS = (0, 1, 3995, 3996, 3997, 4000, 100_000, 7)
+
+
+def plans(comm, line) -> None:
+    """Bytes of every length arrive in order, in bursts longer than the ring."""
+    for repeat in range(3):
+        for length in LENGTHS:
+            want = bytes((i + repeat) % 251 for i in range(length))
+            if comm.rank == 0:
+                line.publish(want)
+            else:
+                got = line.receive()
+                assert got == want, (length, len(got))
+        if comm.rank == 0 and repeat == 1:
+            time.sleep(0.2)  # longer than QUIET_AFTER: the followers must be woken
+    while comm.rank == 0 and line.progress():
+        time.sleep(1e-4)
+    comm.barrier()
+
+
+def all_of_it(comm, line) -> None:
+    collectives(comm)
+    messages(comm)
+    groups(comm)
+    texts(comm)
+    plans(comm, line)
+
+
+def main() -> None:
+    from phalanx.comm import mpi, watch
+
+    world = mpi.join(int(sys.argv[1]))
+    guard = watch.Watch(world, ["here"] * world.size, timeout=20)
+    all_of_it(world, control.MpiControl(world, guard))
+    guard.stop()
+    world.barrier()
+    print(f"rank {world.rank} of {world.size} is content")
+    mpi.leave()
+
+
+if __name__ == "__main__":
+    main()

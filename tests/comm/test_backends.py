@@ -1,0 +1,68 @@
+import pytest
+from phalanx.comm import control, mesh, threads
+
+from ..ranks import run_ranks
+from . import battery
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_threads(size):
+    threads.run(lambda comm: battery.all_of_it(comm, control.ThreadControl(comm)), size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_mpi(size):
+    done = run_ranks(size, battery.__file__, str(size))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")[:-1]) == [f"rank {r} of {size} is content" for r in range(size)]
+
+
+def test_a_failing_thread_frees_the_others_and_its_error_is_the_one_raised():
+    def one(comm):
+        if comm.rank == 1:
+            raise KeyError("mine")
+        comm.barrier()
+
+    with pytest.raises(KeyError, match="mine"):
+        threads.run(one, 3)
+
+
+def test_a_failing_thread_frees_one_that_waits_for_its_message():
+    import torch
+
+    def one(comm):
+        if comm.rank == 1:
+            raise KeyError("mine")
+        comm.recv(torch.empty(1), 1)
+
+    with pytest.raises(KeyError, match="mine"):
+        threads.run(one, 2)
+
+
+def test_an_mpirun_that_does_not_belong_to_mpi4py_is_noticed():
+    """Announced 4, MPI sees 1: as with srun without PMI."""
+    done = run_ranks(1, battery.__file__, "4")
+    assert done.returncode != 0
+    assert "started as one of 4 ranks, but MPI sees 1" in done.stderr
+    assert "MPI4PY_LIBMPI" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "size, tp, pp, want",
+    [(6, 0, 0, (6, 1)), (6, 3, 0, (3, 2)), (6, 0, 3, (2, 3)), (6, 2, 3, (2, 3)), (1, 0, 0, (1, 1))],
+)
+def test_degrees(size, tp, pp, want):
+    assert mesh.degrees(size, tp, pp) == want
+
+
+@pytest.mark.parametrize(
+    "size, tp, pp, message",
+    [
+        (6, 4, 0, "--tp 4 does not divide the 6 ranks"),
+        (6, 0, 4, "--pp 4 does not divide the 6 ranks"),
+        (6, 2, 2, "--tp 2 times --pp 2 is 4, but there are 6 ranks"),
+    ],
+)
+def test_degrees_that_do_not_fit(size, tp, pp, message):
+    with pytest.raises(ValueError, match=message):
+        mesh.degrees(size, tp, pp)

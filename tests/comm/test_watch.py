@@ -1,0 +1,125 @@
+import socket
+import time
+
+import pytest
+from phalanx.comm import threads
+from phalanx.comm.control import broadcast_bytes
+from phalanx.comm.watch import Watch, _Peer, _Stall
+from phalanx.rank import exits
+
+HOSTS = ["one", "two"]
+
+
+def test_a_rank_that_does_not_connect_is_named():
+    def one(comm):
+        if comm.rank == 0:
+            Watch(comm, HOSTS, timeout=1)
+        else:
+            broadcast_bytes(comm)  # hears where to connect to, and does not
+
+    with pytest.raises(exits.Stop, match="no watchdog connection from rank 1 on two within 1 s") as caught:
+        threads.run(one, 2)
+    assert caught.value.code == 71 and "over TCP" in str(caught.value)
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_what_it_tried():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+
+    def one(comm):
+        if comm.rank == 0:
+            broadcast_bytes(comm, b"t" * 16 + f"{port},127.0.0.1".encode())
+        else:
+            Watch(comm, HOSTS, timeout=1)
+
+    with pytest.raises(exits.Stop) as caught:
+        threads.run(one, 2)
+    want = f"rank 1 on two cannot reach rank 0 on one: tried 127.0.0.1, port {port}; the nodes need TCP between them"
+    assert str(caught.value) == want
+
+
+def test_a_stranger_is_turned_away_and_the_rank_let_in():
+    def one(comm):
+        if comm.rank:
+            data = broadcast_bytes(comm)
+            port = int(data[16:].decode().split(",")[0])
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"x" * 20)
+                assert stranger.recv(1) == b""
+            friend = socket.create_connection(("127.0.0.1", port))
+            friend.sendall(data[:16] + (1).to_bytes(4, "little"))
+            assert friend.recv(1)
+            watch = None
+        else:
+            watch = Watch(comm, ["one", "one"], timeout=5)
+            watch.wake()
+        comm.barrier()
+        if watch:
+            watch.stop()
+
+    threads.run(one, 2)
+
+
+def test_a_wake_up_ends_a_wait():
+    def one(comm):
+        watch = Watch(comm, ["one", "one"], timeout=5)
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(0.1)
+            watch.wake()
+        else:
+            start = time.monotonic()
+            watch.wait(3)
+            assert time.monotonic() - start < 1
+        comm.barrier()
+        watch.stop()
+        comm.barrier()
+
+    threads.run(one, 2)
+
+
+def test_messages_are_read_however_they_are_cut():
+    from phalanx.comm.watch import _STATE
+
+    wire = _STATE.pack(b"a", 0, 5, 4) + _STATE.pack(b"f", 5, 70, 0) + b"error" + _STATE.pack(b"w", 0, 0, 0)
+    left, right = socket.socketpair()
+    peer = _Peer(left, "rank 1")
+    found = [m for byte in wire for m in peer.feed(bytes([byte]))]
+    assert found == [(b"a", 5, 4, ""), (b"f", 70, 0, "error"), (b"w", 0, 0, "")]
+    left.close(), right.close()
+
+
+def test_a_step_is_stalled_only_when_the_same_one_stays_open():
+    stall = _Stall(10)
+    assert not stall.lasts(0, entered=3, finished=2)
+    assert not stall.lasts(9, entered=3, finished=2)
+    assert stall.lasts(11, entered=3, finished=2)
+    assert not stall.lasts(12, entered=4, finished=3)
+    assert not stall.lasts(23, entered=4, finished=4)
+    assert not stall.lasts(40, entered=5, finished=4)
+
+
+def test_a_silent_stranger_does_not_keep_the_ranks_out():
+    def one(comm):
+        watch = None
+        if comm.rank:
+            data = broadcast_bytes(comm)
+            port = int(data[16:].decode().split(",")[0])
+            silent = socket.create_connection(("127.0.0.1", port))
+            time.sleep(0.1)
+            friend = socket.create_connection(("127.0.0.1", port))
+            friend.sendall(data[:16])
+            time.sleep(0.1)
+            friend.sendall((1).to_bytes(4, "little"))
+            assert friend.recv(1)
+            assert silent.recv(1) == b""
+        else:
+            watch = Watch(comm, ["one", "one"], timeout=10)
+            watch.wake()
+        comm.barrier()
+        if watch:
+            watch.stop()
+
+    start = time.monotonic()
+    threads.run(one, 2)
+    assert time.monotonic() - start < 3

@@ -1,0 +1,127 @@
+"""Paged attention against the plainest possible computation: one token, one head, one dot product at a time."""
+
+import random
+
+import pytest
+import torch
+from phalanx.kernels import attention
+from phalanx.kernels.attention import Scores, paged_attention
+
+
+def make_rows(query_lens, kv_lens, block_size, blocks, spare=1):
+    """Block tables in random order; unused entries are 0, and block 0 is nobody's."""
+    free = list(range(1, blocks))
+    random.Random(1).shuffle(free)
+    tables = [[free.pop() for _ in range(-(-n // block_size))] for n in kv_lens]
+    width = max((len(table) for table in tables), default=0) + spare
+
+    class Rows:
+        pass
+
+    rows = Rows()
+    rows.block_tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)
+    rows.block_tables = rows.block_tables.view(len(tables), width)
+    rows.lengths = torch.tensor(kv_lens, dtype=torch.int32)
+    rows.query_starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows.num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    rows.query_lens, rows.kv_lens, rows.scratch = list(query_lens), list(kv_lens), {}
+    return rows
+
+
+def make_caches(rows, block_size, blocks, kv_heads, dim, dtype):
+    """NaN everywhere but in the slots that the sequences use."""
+    caches = torch.full((2, blocks, block_size, kv_heads, dim), float("nan"), dtype=dtype)
+    for table, length in zip(rows.block_tables.tolist(), rows.kv_lens, strict=True):
+        for p in range(length):
+            caches[:, table[p // block_size], p % block_size] = torch.randn(2, kv_heads, dim).to(dtype)
+    return caches[0], caches[1]
+
+
+def plain(q, keys, values, rows, scores):
+    block_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    t = 0
+    for i, (count, length) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
+        table = rows.block_tables[i].tolist()
+        for p in range(length - count, length):
+            first = max(0, p - scores.window + 1) if scores.window else 0
+            seen = [(table[j // block_size], j % block_size) for j in range(first, p + 1)]
+            for h in range(q.shape[1]):
+                k = torch.stack([keys[b, o, h // group] for b, o in seen]).double()
+                v = torch.stack([values[b, o, h // group] for b, o in seen]).double()
+                out[t, h] = torch.softmax(k @ q[t, h].double() * scores.scale, 0) @ v
+            t += 1
+    return out.flatten(1)
+
+
+def check(query_lens, kv_lens, heads=4, kv_heads=2, dim=8, block_size=4, window=0, dtype=torch.float32, bound=2e-6):
+    torch.manual_seed(len(query_lens) + dim)
+    blocks = sum(-(-n // block_size) for n in kv_lens) + 2
+    rows = make_rows(query_lens, kv_lens, block_size, blocks)
+    keys, values = make_caches(rows, block_size, blocks, kv_heads, dim, dtype)
+    whole = torch.randn(sum(query_lens), heads + 3, dim).to(dtype)
+    q = whole[:, :heads]  # strided, as it is when it comes out of the merged projection
+    before = q.clone()
+    scores = Scores(dim**-0.5, window)
+    want = plain(q, keys, values, rows, scores)
+    for _ in range(2):  # the second time from what the first layer left in scratch
+        out = paged_attention(q, keys, values, rows, scores)
+        assert out.shape == (sum(query_lens), heads * dim) and out.dtype == dtype
+        torch.testing.assert_close(out.double(), want, atol=bound, rtol=bound)
+    assert torch.equal(q, before)
+
+
+@pytest.mark.parametrize("kv_lens", [[1], [4], [5], [1, 1, 1], [9, 2, 9, 30, 1], [7] * 6, list(range(20, 0, -1))])
+def test_decoding_rows(kv_lens):
+    check([1] * len(kv_lens), kv_lens)
+
+
+@pytest.mark.parametrize("query_lens, kv_lens", [([7], [7]), ([7], [8]), ([2], [30]), ([5, 1, 3], [5, 9, 40])])
+def test_prompts_and_chunks(query_lens, kv_lens):
+    """A one-token row after a longer one is no decode by its place, and must work all the same."""
+    check(query_lens, kv_lens)
+
+
+def test_mixed():
+    check([1, 1, 1, 6, 1, 12], [33, 2, 17, 6, 5, 20])
+
+
+def test_nothing_at_all():
+    check([], [])
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("dim", [8, 80, 96])
+def test_head_sizes_and_groups(ratio, dim):
+    check([1, 1, 4], [3, 18, 9], heads=2 * ratio, kv_heads=2, dim=dim)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_block_sizes(block_size):
+    check([1, 1, 5], [16, 17, 33], block_size=block_size)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 100])
+def test_sliding_window(window, monkeypatch):
+    monkeypatch.setattr(attention, "PIECE", 5)
+    check([1, 1, 1, 13, 2], [30, 4, 5, 21, 9], window=window)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_narrow_caches_accumulate_in_f32(dtype, bound):
+    check([1, 1, 9], [50, 3, 31], dtype=dtype, bound=bound)
+
+
+def test_random_shapes(monkeypatch):
+    """Small limits, so that groups and pieces split in every way."""
+    monkeypatch.setattr(attention, "SLACK", 4)
+    monkeypatch.setattr(attention, "PIECE", 6)
+    draw = random.Random(7)
+    for _ in range(15):
+        monkeypatch.setattr(attention, "GATHER_BYTES", draw.choice([500, 3000, 20000]))
+        decodes = [1] * draw.randint(0, 6)
+        query_lens = decodes + [draw.randint(2, 20) for _ in range(draw.randint(0, 3))]
+        kv_lens = [n + draw.choice([0, draw.randint(0, 40)]) for n in query_lens]
+        kv_heads = draw.randint(1, 3)
+        window = draw.choice([0, 0, 9])
+        check(query_lens, kv_lens, kv_heads * draw.randint(1, 3), kv_heads, draw.choice([2, 5, 16]), window=window)

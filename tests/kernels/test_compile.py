@@ -1,0 +1,62 @@
+"""The CUDA sources compile for every supported generation, also where no GPU is."""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+from phalanx.kernels import jit
+
+PROGRAMS = [
+    ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512)),
+    ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64)),
+    ("activation", dict(T=torch.float16, V=8)),
+    ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, DIM=128, TURNED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8)),
+    ("rope", dict(T=torch.float32, C=torch.bfloat16, DIM=10, TURNED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1)),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=2, AHEAD=8)),
+    ("gemv", dict(T=torch.float16, I=14336, R=4, OUTS=4, AHEAD=4)),
+    ("skinny", dict(T=torch.bfloat16, I=4096, TILES=2, HIGH=1, AHEAD=4)),
+    ("skinny", dict(T=torch.float16, I=14336, TILES=1, HIGH=2, AHEAD=2)),
+    ("inputs", dict(T=torch.int64)),
+]
+
+
+def compile_program(text: str, arch: str, folder) -> None:
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError):
+        if shutil.which("nvcc") is None:
+            pytest.skip("neither CuPy's NVRTC nor nvcc is installed")
+        source = folder / "program.cu"
+        source.write_text(text)
+        command = ["nvcc", f"-arch={arch}", "-std=c++17", "-cubin", "-o", str(folder / "program.cubin"), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        assert jit.compile_text("program", text, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("source, sizes", PROGRAMS)
+def test_compiles(source, sizes, arch, tmp_path):
+    compile_program(jit.program_text(source, sizes), arch, tmp_path)
+
+
+def test_every_source_is_tried():
+    assert {path.stem for path in jit.SOURCES.glob("*.cu")} == {source for source, _ in PROGRAMS}
+
+
+def test_a_program_is_compiled_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
+    calls = []
+    monkeypatch.setattr(jit, "compile_text", lambda *a: calls.append(a) or b"binary")
+    assert jit.cached("norm", "text", "sm_90") == jit.cached("norm", "text", "sm_90") == b"binary"
+    assert jit.cached("norm", "text", "sm_80") == b"binary" and len(calls) == 2
+
+
+def test_vector_follows_alignment():
+    x = torch.empty(64, dtype=torch.float16)
+    assert jit.vector(x, 64) == 8 and jit.vector(x, 12) == 4 and jit.vector(x, 33) == 1
+    assert jit.vector(x[1:], 64) == 1 and jit.vector(x, 64, most=4) == 2

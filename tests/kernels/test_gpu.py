@@ -1,0 +1,177 @@
+"""Every GPU kernel against its torch reference, on random shapes with NaN in all that must not be read or left."""
+
+import random
+
+import pytest
+import torch
+from phalanx.kernels import activation, attention, jit, linear, norm, rope, skinny
+from phalanx.kernels.attention import Scores
+
+from .test_attention import make_caches, make_rows
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+KINDS = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
+NAN = float("nan")
+
+
+def near(got, want, bound):
+    assert got.shape == want.shape and got.dtype == want.dtype
+    torch.testing.assert_close(got.float().cpu(), want.float().cpu(), atol=bound, rtol=bound)
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Fresh memory holds NaN: what a kernel does not write shows."""
+    torch.manual_seed(0)
+    held = [torch.full((n,), NAN, device="cuda") for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20)]
+    del held
+    yield
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("rows, size", [(0, 64), (1, 1), (3, 33), (17, 64), (5, 4096), (2, 8192), (3, 1000), (2, 5120)])
+def test_norms(rows, size, dtype, bound):
+    x, residual, weight = (torch.randn(s, device="cuda").to(dtype) for s in ((rows, size), (rows, size), (size,)))
+    near(norm.rms_norm(x, weight, 1e-5), norm.rms_norm_reference(x, weight, 1e-5), bound)
+    want = norm.add_rms_norm_reference(x.clone(), residual.clone(), weight, 1e-5)
+    got = norm.add_rms_norm(x, residual, weight, 1e-5)
+    near(got[0], want[0], bound)
+    assert torch.equal(got[1], want[1])
+
+
+def test_norm_of_strided_heads():
+    x, weight = torch.randn(5, 7, 64, device="cuda").half(), torch.randn(64, device="cuda").half()
+    near(norm.rms_norm(x[:, 2:5], weight, 1e-6), norm.rms_norm_reference(x[:, 2:5], weight, 1e-6), 2e-3)
+    wide = torch.randn(6, 100, device="cuda")
+    near(
+        norm.rms_norm(wide[:, 1:34], wide[0, :33], 1e-6),
+        norm.rms_norm_reference(wide[:, 1:34], wide[0, :33], 1e-6),
+        1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("rows, size", [(0, 8), (1, 1), (3, 33), (17, 64), (4, 14336), (3, 1020)])
+def test_silu_mul(rows, size, dtype, bound):
+    x = (torch.randn(rows, 2 * size, device="cuda") * 3).to(dtype)
+    near(activation.silu_mul(x), activation.silu_mul_reference(x), bound)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize(
+    "dim, turned", [(128, 128), (64, 64), (80, 80), (96, 96), (112, 112), (256, 256), (80, 32), (10, 6)]
+)
+@pytest.mark.parametrize("tokens, heads, kv_heads", [(0, 2, 1), (1, 4, 4), (37, 8, 2), (5, 16, 1), (300, 5, 3)])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_rope_write(dim, turned, tokens, heads, kv_heads, with_norms, dtype, bound):
+    angles = torch.rand(tokens, 1, turned // 2, device="cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+    turn = rope.Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    y = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
+    weights = torch.randn(2, dim, device="cuda").to(dtype)
+    norms = rope.HeadNorms(weights[0], weights[1], 1e-6) if with_norms else None
+    block_size, blocks = 16, 19
+    slots = torch.randperm(blocks * block_size, device="cuda")[:tokens]
+    found = []
+    for call in (rope.rope_write_cuda, rope.rope_write_reference):
+        q, k, v = y.clone().view(tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
+        cache = torch.full((2, blocks, block_size, kv_heads, dim), NAN, device="cuda", dtype=dtype)
+        found.append((call(q, k, v, turn, norms, (cache[0], cache[1]), slots), cache))
+    near(found[0][0], found[1][0], bound)
+    torch.testing.assert_close(found[0][1], found[1][1], atol=bound, rtol=bound, equal_nan=True)
+
+
+def test_negative_slots_are_not_written():
+    turn = rope.Rotation(torch.ones(3, 1, 8, device="cuda"), torch.zeros(3, 1, 8, device="cuda"))
+    q, k, v = torch.randn(3, 3, 8, device="cuda").split(1, 1)
+    cache = torch.full((2, 2, 4, 1, 8), NAN, device="cuda")
+    rope.rope_write(q, k, v, turn, None, (cache[0], cache[1]), torch.tensor([-1, 5, -1], device="cuda"))
+    assert cache.isnan().sum() == 2 * 7 * 8 and torch.equal(cache[1, 1, 1], v[1])
+
+
+def check_attention(query_lens, kv_lens, heads, kv_heads, dim, dtype, bound, window=0, block_size=16):
+    blocks = sum(-(-n // block_size) for n in kv_lens) + 2
+    rows = make_rows(query_lens, kv_lens, block_size, blocks)
+    keys, values = (c.cuda() for c in make_caches(rows, block_size, blocks, kv_heads, dim, dtype))
+    for name in ("block_tables", "lengths", "query_starts"):
+        setattr(rows, name, getattr(rows, name).cuda())
+    q = torch.randn(sum(query_lens), heads + 2 * kv_heads, dim, device="cuda").to(dtype)[:, :heads]
+    scores = Scores(dim**-0.5, window)
+    want = attention.paged_attention_reference(q, keys, values, rows, scores)
+    rows.scratch.clear()
+    near(attention.paged_attention_cuda(q, keys, values, rows, scores), want, bound)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256])
+def test_attention_head_sizes(dim, dtype, bound):
+    check_attention([1, 1, 1, 40, 130], [17, 1, 300, 40, 333], 8, 2, dim, dtype, bound)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("window", [0, 1, 24, 1000])
+def test_attention_groups_and_windows(ratio, window):
+    check_attention([1] * 5 + [70, 3], [16, 64, 65, 1, 511, 70, 140], 2 * ratio, 2, 64, torch.float16, 2e-3, window)
+
+
+def test_attention_random_shapes():
+    draw = random.Random(3)
+    for _ in range(20):
+        query_lens = [1] * draw.randint(0, 40) + [draw.randint(2, 200) for _ in range(draw.randint(0, 3))]
+        kv_lens = [n + draw.choice([0, draw.randint(0, 700)]) for n in query_lens]
+        dtype, bound = draw.choice(KINDS)
+        kv_heads, block_size = draw.randint(1, 3), draw.choice([16, 16, 8, 64])
+        heads = kv_heads * draw.choice([1, 4, 7])
+        check_attention(query_lens, kv_lens, heads, kv_heads, 128, dtype, bound, draw.choice([0, 0, 100]), block_size)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS[1:])
+def test_long_prompts(dtype, bound):
+    """Whole prompts that cuDNN takes, among others and alone."""
+    check_attention([1, 60, 2049, 5], [77, 60, 2049, 9], 4, 2, 128, dtype, bound)
+    check_attention([2560], [2560], 4, 1, 64, dtype, bound)
+
+
+def test_empty_decode_rows_give_zeros():
+    rows = make_rows([1, 1, 1], [20, 1, 16], 16, 8)
+    rows.lengths = torch.tensor([20, 0, 16], dtype=torch.int32).cuda()
+    rows.block_tables = rows.block_tables.cuda()
+    cache = torch.randn(2, 8, 16, 2, 64, device="cuda").half()
+    out = attention.paged_attention(torch.randn(3, 4, 64, device="cuda").half(), cache[0], cache[1], rows, Scores(0.1))
+    assert (out[1] == 0).all() and out.isfinite().all() and (out[[0, 2]] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs, inputs", [(64, 512), (192, 4096), (128, 14336), (64, 1536)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 9, 16, 17])
+def test_products_of_a_few_rows(rows, outputs, inputs, dtype):
+    x, weight = (
+        torch.randn(rows, inputs, device="cuda").to(dtype),
+        torch.randn(outputs, inputs, device="cuda").to(dtype),
+    )
+    want = x.double() @ weight.double().T
+    assert skinny.suits(x, weight) == (0 < rows <= skinny.MOST_ROWS)
+    got = linear.linear(x, weight)
+    assert got.shape == want.shape and got.isfinite().all()
+    assert rows == 0 or (got.double() - want).norm() / want.norm() < 4e-3
+    if 0 < rows <= 16:
+        for high, ahead in ((1, 2), (1, 4), (2, 2), (4, 2)):
+            got = skinny.by_tensor_cores(x, weight, high, ahead)
+            assert (got.double() - want).norm() / want.norm() < 4e-3
+
+
+def test_inputs_of_a_decode_step():
+    """Three rows sent, a captured batch of five: the rest is empty and leaves the tables alone."""
+    width, block_size = 7, 16
+    sent = [3, 2, *(4, 0, 2), *(-1, 9, -1), *(17, 0, 31), *(5, 6, 7, 8, 9, 10)]
+    sent = torch.tensor(sent, dtype=torch.int32, device="cuda")
+    last = torch.arange(100, 105, device="cuda")
+    ids, positions, slots = torch.full((3, 5), -7, device="cuda")
+    lengths = torch.full((5,), -7, dtype=torch.int32, device="cuda")
+    tables = torch.full((5, width), -7, dtype=torch.int32, device="cuda")
+    kernel = jit.kernel("inputs", "decode_inputs", torch.int64)
+    kernel((5, 1, 1), 128, sent, last, ids, positions, slots, lengths, tables, width, block_size)
+    assert ids.tolist() == [104, 9, 102, 0, 0] and positions.tolist() == [17, 0, 31, 0, 0]
+    assert slots.tolist() == [6 * 16 + 1, 7 * 16, 10 * 16 + 15, -1, -1] and lengths.tolist() == [18, 1, 32, 0, 0]
+    assert tables[:, :2].tolist() == [[5, 6], [7, 8], [9, 10], [-7, -7], [-7, -7]] and (tables[:, 2:] == -7).all()

@@ -1,0 +1,125 @@
+"""The small operations, on odd sizes, strided inputs and empty batches."""
+
+import math
+
+import pytest
+import torch
+from phalanx.kernels.activation import silu_mul
+from phalanx.kernels.cache import cache_write
+from phalanx.kernels.embedding import embedding
+from phalanx.kernels.linear import PACK_FROM, linear, pack
+from phalanx.kernels.norm import add_rms_norm, rms_norm
+from phalanx.kernels.rope import rope, rotation
+
+SIZES = [(0, 7), (1, 1), (3, 33), (17, 64)]
+NARROW = [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+
+
+@pytest.mark.parametrize("rows, size", SIZES)
+@pytest.mark.parametrize("dtype, bound", NARROW)
+def test_rms_norm(rows, size, dtype, bound):
+    x, weight = (torch.randn(rows, size) * 5).to(dtype), torch.randn(size).to(dtype)
+    before = x.clone()
+    want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    got = rms_norm(x, weight, 1e-5)
+    assert got.dtype == dtype and torch.equal(x, before)
+    torch.testing.assert_close(got.double(), want, atol=bound, rtol=bound)
+
+
+def test_rms_norm_does_not_overflow_f16():
+    x = torch.full((1, 8), 60000.0, dtype=torch.float16)
+    torch.testing.assert_close(rms_norm(x, torch.ones(8, dtype=torch.float16), 1e-5), torch.ones_like(x))
+
+
+def test_rms_norm_of_heads_in_place_in_a_wider_tensor():
+    x = torch.randn(5, 7, 8)
+    torch.testing.assert_close(rms_norm(x[:, 2:4], torch.ones(8), 1e-6), rms_norm(x, torch.ones(8), 1e-6)[:, 2:4])
+
+
+@pytest.mark.parametrize("rows, size", SIZES)
+@pytest.mark.parametrize("dtype, bound", NARROW)
+def test_add_rms_norm(rows, size, dtype, bound):
+    x, residual, weight = (torch.randn(s).to(dtype) for s in ((rows, size), (rows, size), (size,)))
+    total = x + residual
+    want = rms_norm(total, weight, 1e-5)
+    normed, stream = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(stream, total) and torch.equal(normed, want)
+
+
+@pytest.mark.parametrize("rows, size", SIZES)
+@pytest.mark.parametrize("dtype, bound", NARROW)
+def test_silu_mul(rows, size, dtype, bound):
+    x = torch.randn(rows, 2 * size).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    want = gate / (1 + torch.exp(-gate)) * up
+    torch.testing.assert_close(silu_mul(x).double(), want, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dim, rotated", [(8, 8), (10, 10), (16, 4), (6, 2)])
+@pytest.mark.parametrize("rows", [0, 1, 9])
+@pytest.mark.parametrize("dtype, bound", NARROW)
+def test_rope(dim, rotated, rows, dtype, bound):
+    angles = torch.rand(50, rotated // 2) * 2 * math.pi
+    table = torch.stack((angles.cos(), angles.sin()), 1)
+    positions = torch.randint(50, (rows,))
+    wide = torch.randn(rows, 5, dim).to(dtype)
+    x = wide[:, 1:4]  # strided
+    want = x.double()
+    for t in range(rows):
+        for i in range(rotated // 2):
+            c, s = angles[positions[t], i].cos().double(), angles[positions[t], i].sin().double()
+            a, b = x[t, :, i].double(), x[t, :, i + rotated // 2].double()
+            want[t, :, i], want[t, :, i + rotated // 2] = a * c - b * s, b * c + a * s
+    got = rope(x, rotation(table, positions))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+def test_cache_write_touches_its_slots_alone(cache_dtype):
+    blocks, block_size, heads, dim = 5, 3, 2, 4
+    keys, values = (torch.full((blocks, block_size, heads, dim), float("nan"), dtype=cache_dtype) for _ in range(2))
+    wide = torch.randn(6, 3 * heads, dim)
+    k, v = wide[:, heads : 2 * heads], wide[:, 2 * heads :]
+    slots = torch.tensor([14, 0, 7, 8, 3, 12])
+    cache_write(k, v, keys, values, slots)
+    for cache, source in ((keys, k), (values, v)):
+        flat = cache.view(-1, heads, dim)
+        assert torch.equal(flat[slots], source.to(cache_dtype))
+        untouched = [i for i in range(blocks * block_size) if i not in slots.tolist()]
+        assert flat[untouched].isnan().all()
+    cache_write(k[:0], v[:0], keys, values, slots[:0])
+
+
+def test_embedding_of_a_slice_is_zero_elsewhere():
+    table = torch.randn(10, 4)
+    ids = torch.tensor([0, 3, 9, 5, 4, 7])
+    assert torch.equal(embedding(ids, table), table[ids])
+    poisoned = table[4:8].clone()
+    poisoned[0] = float("nan")  # the row that stands in for absent ids
+    got = embedding(ids, poisoned, start=4, whole=False)
+    assert torch.equal(got[[0, 1, 2]], torch.zeros(3, 4))
+    assert got[4].isnan().all() and torch.equal(got[[3, 5]], table[[5, 7]])
+    assert torch.equal(ids, torch.tensor([0, 3, 9, 5, 4, 7]))
+    parts = sum(embedding(ids, table[a : a + 5], a, whole=False) for a in (0, 5))
+    assert torch.equal(parts, table[ids])
+    assert embedding(ids[:0], table, 0, whole=False).shape == (0, 4)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 33])
+@pytest.mark.parametrize("outputs, inputs", [(9, 6), (255, 257), (515, 1001)])
+def test_linear_plain_and_packed(rows, outputs, inputs):
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    packed = pack(weight)
+    assert (packed is weight) == (weight.numel() < PACK_FROM)
+    for form in (weight, packed):
+        for b in (None, bias):
+            got = linear(x, form, b)
+            assert got.is_contiguous() and got.shape == (rows, outputs)
+            want = (x.double() @ weight.double().T + (b.double() if b is not None else 0)).float()
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_only_f32_is_packed():
+    weight = torch.randn(1024, 512, dtype=torch.bfloat16)
+    assert pack(weight) is weight

@@ -1,0 +1,115 @@
+"""Starts the launcher with fake parts, and makes sure that nothing of it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PHALANX = str(HERE / "fake_phalanx.py")
+MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PHALANX_")
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; a zombie has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Launched:
+    """A running launcher; its fake parts write what they see into `place`."""
+
+    def __init__(self, command: list[str], place: Path, **environ: str):
+        self.place = place
+        self.runtime = tempfile.mkdtemp(prefix="run-", dir="/tmp")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(MPI)}
+        self._output = open(place / "output", "w+b")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            env=kept | {"FAKE_DIR": str(place), "TMPDIR": self.runtime} | environ,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [self.process.pid, *self.pids()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._output.close()
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
+    def read(self, name: str) -> list[str]:
+        """The lines of a file that the parts write."""
+        path = self.place / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def output(self) -> str:
+        return (self.place / "output").read_text()
+
+    def pids(self) -> list[int]:
+        names = [path.name for path in self.place.iterdir() if path.name.startswith("rank-")]
+        return [int(line) for name in (*names, "front", "child") for line in self.read(name)]
+
+    def rank(self, rank: int) -> int:
+        return int(self.read(f"rank-{rank}")[-1])
+
+    def front(self) -> int:
+        return int(self.read("front")[-1])
+
+    def until(self, condition, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not in {seconds} s; output:\n{self.output}"
+            time.sleep(0.02)
+
+    def up(self, ranks: int) -> Launched:
+        self.until(lambda: len(self.read("up")) >= ranks and self.read("front-log"))
+        return self
+
+    def end(self, seconds: float = 12) -> int:
+        """The exit code, once the launcher has ended and all of its processes with it."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s; output:\n{self.output}") from None
+        self.gone(0.5)
+        return code
+
+    def gone(self, seconds: float = 10) -> None:
+        """No process is left, and no directory of the job."""
+        deadline = time.monotonic() + seconds
+        while left := [pid for pid in self.pids() if alive(pid)]:
+            assert time.monotonic() < deadline, f"left behind: {left}; output:\n{self.output}"
+            time.sleep(0.05)
+
+    def no_directory(self) -> bool:
+        return not [name for name in os.listdir(self.runtime) if name.startswith("phalanx-")]
+
+
+def serve(place: Path, *argv: str, **environ: str) -> Launched:
+    """`phalanx serve` with fake parts."""
+    return Launched([sys.executable, PHALANX, "serve", "--p", "0", "--device", "cpu", *argv], place, **environ)
+
+
+def under_mpirun(place: Path, mpirun: str, ranks: int, *argv: str, **environ: str) -> Launched:
+    """A user's own mpirun of the same."""
+    command = [mpirun, "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
+    words = [sys.executable, PHALANX, "serve", "--p", "0", "--device", "cpu", *argv]
+    return Launched([*command, *words], place, **ROOT, **environ)

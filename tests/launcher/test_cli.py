@@ -1,0 +1,143 @@
+"""The `phalanx` command: help, verbs, exit codes, and how little it loads."""
+
+import subprocess
+import sys
+
+import pytest
+from phalanx.launcher import choices, cli, member, supervise, usage
+from phalanx.rank.front import config as front_config
+from phalanx.rank.front.jobs import config as jobs_config
+from phalanx.rank.options import JOB_ENV, Options, specs
+
+
+def phalanx(*argv, **more):
+    command = [sys.executable, "-m", "phalanx.launcher.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
+
+
+def test_it_loads_nothing_heavy():
+    code = (
+        "import sys; import phalanx; assert len([m for m in sys.modules if m.startswith('phalanx')]) == 1;"
+        "import phalanx.launcher.cli; phalanx.launcher.cli.main(['serve', '--help']);"
+        "phalanx.launcher.cli.main(['--help']);"
+        "heavy = {'torch', 'mpi4py', 'cupy', 'tornado', 'numpy', 'asyncio', 'yaml', 'tokenizers', 'jinja2'};"
+        "found = heavy & set(sys.modules); assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help(capsys):
+    assert cli.main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    assert cli.main(["serve", "-h"]) == 0
+    serve = capsys.readouterr().out
+    for text in (overview, serve):
+        assert all(len(line) <= 120 for line in text.splitlines())
+        assert all(spec.flag.help in text for spec in specs().values())
+        assert "--show-config" in text and "--config FILE" in text
+    for verb, what in cli.VERBS.items():
+        assert f"  {verb:8} {what}" in overview
+    assert len(serve.splitlines()) < 80
+
+
+def test_help_tells_the_limit_of_open_requests():
+    text = usage.options_help(Options)
+    assert "--queue-size N                 429 beyond this many open sequences plus --max-num-seqs (1024)" in text
+
+
+def test_every_listed_verb_has_help(capsys):
+    for verb in cli.VERBS:
+        assert cli.main([verb, "--help"]) == 0
+        assert f"phalanx {verb}" in capsys.readouterr().out.replace("[serve]", "serve")
+
+
+def test_show_config(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PHALANX_MEM", "512")
+    file = tmp_path / "serve.yaml"
+    file.write_text("api-key: hush\n")
+    assert cli.main(["--p", "2100", "--config", str(file), "--show-config", "--d", "0,1", "--temperature", "0.5"]) == 0
+    lines = {line.split()[0]: line.split(None, 2)[1:] for line in capsys.readouterr().out.splitlines()}
+    assert list(lines) == list(specs())
+    assert lines["port"] == ["2100", "command line (--p)"]
+    assert lines["mem"] == ["512", "environment (PHALANX_MEM)"]
+    assert lines["devices"] == ["0,1", "command line (--d)"]
+    assert lines["temperature"] == ["0.5", "command line (--temperature)"]
+    assert lines["api_key"] == ["(hidden)", f"{file} (api-key)"]
+    assert lines["prefix_cache"] == ["on", "default"]
+    assert lines["model"] == ["-", "default"]
+
+
+def test_show_config_tells_what_is_in_force(capsys, monkeypatch):
+    monkeypatch.setenv("PHALANX_PROT", "3")
+    for argv, ranks, tp, pp in (
+        (["--tp", "2"], "0 → 2", "2", "0 → 1"),
+        (["--d", "0,1", "--pp", "2"], "0 → 2", "0 → 1", "2"),
+        (["--np", "1"], "1", "0 → 1", "0 → 1"),
+    ):
+        assert cli.main([*argv, "--show-config"]) == 0
+        out, err = capsys.readouterr()
+        lines = {line.split()[0]: line.split("  ", 1)[1].strip().partition("  ")[0] for line in out.splitlines()}
+        assert (lines["ranks"], lines["tp"], lines["pp"]) == (ranks, tp, pp)
+        assert err == "phalanx: the environment variable PHALANX_PROT is no option; did you mean PHALANX_PORT?\n"
+    assert cli.main(["--np", "3", "--tp", "2", "--show-config"]) == 2
+    assert capsys.readouterr().err.endswith("phalanx: --tp 2 does not divide the 3 ranks\n")
+
+
+def test_the_programs_own_variables_are_no_stray_options():
+    own = (JOB_ENV, front_config.VARIABLE, jobs_config.VARIABLE, supervise.ORDER_ENV, member.PARENT_ENV)
+    assert len(set(own)) == len(own) and set(own) <= set(choices.INTERNAL)
+    assert choices.read(Options, [], dict.fromkeys(own, "x")).notes == []
+    # Nor is one of them ever proposed.
+    assert choices.read(Options, [], {"PHALANX_ORDERS": "x", "PHALANX_PARENTS": "x"}).notes == []
+
+
+def test_show_config_of_defaults():
+    chosen = choices.read(Options, [], {})
+    assert usage.show_config(chosen).count("default") == len(specs())
+
+
+def test_a_wrong_option_is_one_line_and_code_2():
+    done = phalanx("serve", "--prot", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "phalanx: unknown option --prot; did you mean --port?\n"
+
+
+def test_no_verb_is_serve():
+    done = phalanx("--p", "x")
+    assert (done.returncode, done.stderr) == (2, "phalanx: --p 'x' (command line): a whole number is needed\n")
+
+
+def test_a_word_that_is_no_verb_is_a_model():
+    done = phalanx("srve")
+    assert done.returncode == 2
+    assert "model 'srve': there is no such directory" in done.stderr
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("phalanx 0.")
+
+
+def test_an_old_python_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(cli.sys, "version_info", (3, 10, 4))
+    monkeypatch.setattr(cli.sys, "version", "3.10.4 (main)")
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == "phalanx: Python 3.11 or newer is needed, this is 3.10.4\n"
+
+
+def test_a_closed_pipe_is_no_error():
+    done = subprocess.run(
+        f"set -o pipefail; {sys.executable} -u -m phalanx.launcher.cli --help | true",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_public_face():
+    import phalanx
+
+    assert phalanx.__version__
+    assert phalanx.LLM.__name__ == "LLM" and phalanx.SamplingParams().n == 1
+    with pytest.raises(AttributeError, match="module 'phalanx' has no attribute 'nothing'"):
+        phalanx.nothing  # noqa: B018

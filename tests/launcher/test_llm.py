@@ -1,0 +1,212 @@
+"""The library on two live ranks: answers, errors, and an end however the program ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from phalanx import LLM, SamplingParams
+from phalanx.launcher.llm import JobError
+
+from ..checkpoints import make_checkpoint
+from .jobs import MPI, alive
+
+pytestmark = pytest.mark.timeout(120)
+SMALL = {"device": "cpu", "mem": 64, "dtype": "f32", "max_num_seqs": 16}
+
+
+@pytest.fixture(autouse=True)
+def no_foreign_variables(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(MPI):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("llm") / "ckpt"))
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, np=2, **SMALL) as model:
+        yield model
+
+
+def pids(model: LLM) -> list[int]:
+    return [model._host._process.pid, *model._host._link.ready.pids]
+
+
+def gone(listed: list[int], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, listed)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, listed))
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def test_texts_and_token_ids(llm):
+    text, ids = llm.generate(["The quick brown", [5, 6, 7]], GREEDY)
+    assert len(text.token_ids) == len(ids.token_ids) == 6
+    assert ids.prompt_token_ids == [5, 6, 7]
+    assert (text.finish_reason, text.logprobs) == ("length", None)
+    assert text.usage["completion_tokens"] == 6
+    assert llm.generate("The quick brown", GREEDY)[0].token_ids == text.token_ids
+    assert llm.generate(text.prompt_token_ids, GREEDY)[0].text == text.text
+
+
+def test_one_sampling_for_each_prompt(llm):
+    outs = llm.generate(["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3, ignore_eos=True)])
+    assert len(outs[1].token_ids) == 3 and len(outs[0].token_ids) <= 1
+    with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts: give one, or one for each prompt"):
+        llm.generate(["a"], [GREEDY, GREEDY])
+
+
+def test_several_answers_and_logprobs(llm):
+    params = SamplingParams(n=3, seed=1, max_tokens=4, logprobs=2, ignore_eos=True)
+    (out,) = llm.generate("The quick", params)
+    assert [one.index for one in out.outputs] == [0, 1, 2]
+    assert all(len(one.logprobs) == 4 and len(one.logprobs[0].top) == 2 for one in out.outputs)
+    assert [one.token for one in out.logprobs] == out.token_ids
+    (again,) = llm.generate("The quick", params)
+    assert [one.token_ids for one in again.outputs] == [one.token_ids for one in out.outputs]
+
+
+def test_chat(llm):
+    message = [{"role": "user", "content": "Hello"}]
+    (out,) = llm.chat(message, GREEDY)
+    assert len(out.token_ids) == 6
+    two = llm.chat([message, message], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0))
+    assert [one.token_ids for one in two] == [out.token_ids] * 2
+    assert len(two[0].logprobs) == 6
+
+
+def test_more_prompts_than_run_at_once(llm):
+    outs = llm.generate([[5, 6, index] for index in range(100)], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert [out.prompt_token_ids[2] for out in outs] == list(range(100))
+
+
+def test_from_several_threads(llm):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(llm.generate("x", GREEDY)[0].text)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate("x", SamplingParams(temperature=-1)), "temperature is -1.0: it must be between 0"),
+        (lambda llm: llm.generate("x " * 5000), "the prompt has .* tokens, but this model's context is"),
+        (lambda llm: llm.generate([[10**9]]), "prompt holds token id 1000000000"),
+        (lambda llm: llm.chat([{"role": "nobody", "content": ""}]), "expected one of system"),
+    ],
+)
+def test_wrong_requests(llm, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(llm)
+    assert llm.generate("x", GREEDY)[0].finish_reason == "length"
+
+
+def test_wrong_options(checkpoint, monkeypatch):
+    with pytest.raises(ValueError, match="model '/nowhere': there is no such directory"):
+        LLM("/nowhere")
+    with pytest.raises(ValueError, match=r"LLM has no argument 'nps'; did you mean np\?"):
+        LLM(checkpoint, nps=2)
+    with pytest.raises(ValueError, match="LLM has no argument 'port': it is for `phalanx serve`"):
+        LLM(checkpoint, port=1)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="LLM starts its own ranks: run this program without mpirun"):
+        LLM(checkpoint)
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path, checkpoint):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in os.listdir(checkpoint):
+        if not name.endswith(".safetensors"):
+            os.symlink(f"{checkpoint}/{name}", broken / name)
+    with pytest.raises(JobError, match="the job ended with exit code 3: ") as error:
+        LLM(str(broken), **SMALL)
+    assert error.value.code == 3
+
+
+def test_close(checkpoint):
+    model = LLM(checkpoint, **SMALL)
+    running, directory = pids(model), model._host._directory
+    started = time.monotonic()
+    model.close()
+    assert time.monotonic() - started < 5
+    assert gone(running, 1) and not os.path.exists(directory)
+    model.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        model.generate("x")
+
+
+def test_a_killed_rank_raises(checkpoint):
+    with LLM(checkpoint, np=2, **SMALL) as model:
+        running = pids(model)
+        threading.Timer(0.5, os.kill, (running[2], signal.SIGKILL)).start()
+        with pytest.raises(JobError, match="the job ended with exit code 137") as error:
+            while True:
+                model.generate([[5, 6, 7]] * 64, SamplingParams(max_tokens=50, ignore_eos=True))
+        assert error.value.code == 137
+        assert gone(running)
+
+
+PROGRAM = """
+import sys, time
+from phalanx import LLM, SamplingParams
+model = LLM(sys.argv[1], device="cpu", mem=64, dtype="f32", np=2)
+print(model._host._directory, model._host._process.pid, *model._host._link.ready.pids, flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "number", "code"),
+    [
+        ("pass", None, 0),
+        ("raise SystemExit(3)", None, 3),
+        ("time.sleep(60)", signal.SIGKILL, -9),
+        ("time.sleep(60)", signal.SIGTERM, -15),
+        ("time.sleep(60)", signal.SIGINT, -2),
+        ("while True: model.generate([5, 6], SamplingParams(max_tokens=100, ignore_eos=True))", signal.SIGINT, -2),
+    ],
+    ids=["falls-off", "exits", "killed", "terminated", "ctrl-c", "ctrl-c-in-generate"],
+)
+def test_the_job_ends_with_the_program(checkpoint, then, number, code):
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(then=then), checkpoint],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    running: list[int] = []
+    try:
+        directory, *words = program.stdout.readline().split()
+        running = [int(pid) for pid in words]
+        assert len(running) == 3
+        if number:
+            time.sleep(0.3)
+            program.send_signal(number)
+        program.communicate(timeout=20)
+        assert program.returncode == code
+        assert gone(running)
+        assert not os.path.exists(directory)
+    finally:
+        for pid in [program.pid, *running]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        program.wait()

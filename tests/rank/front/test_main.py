@@ -1,0 +1,248 @@
+"""The process itself: started as the launcher starts it, ended in every way it can end."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from phalanx.rank import exits, step
+from phalanx.rank.front.__main__ import ready_line
+from phalanx.rank.front.config import FrontConfig
+
+pytestmark = pytest.mark.timeout(40)
+
+
+class Process:
+    """A front process and, in the test, the lead's socket."""
+
+    def __init__(self, tmp_path, model_dir, sock=None, **options):
+        self.sock = sock or socket.create_server(("127.0.0.1", 0))
+        self.link = str(tmp_path / "lead")
+        config = {"model_dir": str(model_dir), "link": self.link, "listen_fd": self.sock.fileno(), **options}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx.rank.front"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            pass_fds=[self.sock.fileno()],
+            env={**os.environ, "PHALANX_FRONT": json.dumps(config)},
+        )
+        self.lead = None
+
+    @property
+    def port(self):
+        return self.sock.getsockname()[1]
+
+    def connect(self):
+        until = time.monotonic() + 10
+        while self.lead is None:
+            lead = socket.socket(socket.AF_UNIX)
+            try:
+                lead.connect(self.link)
+                self.lead = lead
+            except OSError:
+                lead.close()
+                assert time.monotonic() < until and self.process.poll() is None, self.process.stdout.read()
+                time.sleep(0.02)
+
+    def ready(self):
+        self.connect()
+        self.send(step.Ready(max_model_len=512, vocab_size=400, kv_tokens=512, block_size=16, max_num_seqs=4, ranks=1))
+        return self.process.stdout.readline(), self.process.stdout.readline()
+
+    def send(self, message):
+        self.lead.sendall(step.frame(message))
+
+    def receive(self):
+        frames, messages = step.Frames(step.ToLead), []
+        while not messages:
+            messages = frames.feed(self.lead.recv(1 << 16))
+        return messages[0]
+
+    def health(self):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def end(self):
+        if self.lead is not None:
+            self.lead.close()
+        self.sock.close()
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start(tmp_path, model_dir):
+    started = []
+
+    def start(**options):
+        started.append(Process(tmp_path, options.pop("model", model_dir), **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.end()
+
+
+def test_loading_then_ready_then_drain(start):
+    front = start(served_model_name="tiny")
+    front.connect()
+    front.send(step.Progress("weights", 3, 10))
+    status, body = front.health()
+    assert (status, body["status"]) == (503, "loading")
+    assert front.ready() == (
+        f"Phalanx is ready: http://127.0.0.1:{front.port}/v1 (model tiny). Try:\n",
+        f"  curl http://127.0.0.1:{front.port}/v1/chat/completions -H 'Content-Type: application/json' "
+        '-d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'\n',
+    )
+    assert front.health()[0] == 200
+    front.process.send_signal(signal.SIGUSR1)
+    assert isinstance(front.receive(), step.Drain)
+    status, body = front.health()
+    assert (status, body["status"]) == (503, "draining")
+    front.lead.close()
+    assert front.process.wait(5) == exits.OK
+
+
+@pytest.mark.parametrize("how, code", [("term", exits.OK), ("eof", exits.RANK_FAILED), ("fatal", exits.MEMORY)])
+def test_ends_within_two_seconds(start, how, code):
+    front = start()
+    front.ready()
+    began = time.monotonic()
+    if how == "term":
+        front.process.terminate()
+    elif how == "eof":
+        front.lead.close()
+    else:
+        front.send(step.Fatal("not enough memory", exits.MEMORY))
+        front.lead.close()
+    assert front.process.wait(5) == code
+    assert time.monotonic() - began < 2
+
+
+def test_environment_is_needed():
+    env = {name: value for name, value in os.environ.items() if name != "PHALANX_FRONT"}
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx.rank.front"], env=env, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == exits.USAGE
+    assert done.stderr == (
+        "phalanx front: PHALANX_FRONT is not set: `phalanx serve` starts this process, it is not started by hand\n"
+    )
+
+
+def test_model_without_tokenizer(start, tmp_path):
+    (tmp_path / "empty").mkdir()
+    front = start(model=tmp_path / "empty")
+    assert front.process.wait(10) == exits.MODEL
+    assert "tokenizer.json is missing" in front.process.stdout.read()
+
+
+def test_open_streams_get_an_error_when_the_process_is_stopped(start):
+    front = start()
+    front.ready()
+    with socket.create_connection(("127.0.0.1", front.port), timeout=10) as client:
+        body = b'{"prompt": "x", "stream": true}'
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        request = front.receive()
+        front.send(step.Deltas([step.Delta(request.id, [70])]))
+        answer = client.recv(1 << 16)
+        front.process.terminate()
+        while part := client.recv(1 << 16):
+            answer += part
+    assert b'data: {"error":{"message":"the server is stopping"' in answer and b"[DONE]" not in answer
+    assert front.process.wait(5) == exits.OK
+
+
+def test_stays_while_restarts_are_expected(start):
+    front = start(restarts_expected=True)
+    front.ready()
+    front.lead.close()
+    front.lead = None
+    front.connect()
+    front.send(step.Progress("weights", 1, 2))
+    until = time.monotonic() + 5
+    while front.health()[1].get("progress") != {"phase": "weights", "done": 1, "total": 2}:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    front.process.terminate()
+    assert front.process.wait(5) == exits.OK
+
+
+def test_ends_with_its_parent(tmp_path, model_dir):
+    """However the parent ends: here by SIGKILL."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        config = {"model_dir": str(model_dir), "link": str(tmp_path / "lead"), "listen_fd": sock.fileno()}
+        parent = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import subprocess, sys, time\n"
+                "child = subprocess.Popen([sys.executable, '-m', 'phalanx.rank.front'], pass_fds=[int(sys.argv[1])],\n"
+                "                         start_new_session=True)\nprint(child.pid, flush=True)\ntime.sleep(30)",
+                str(sock.fileno()),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[sock.fileno()],
+            env={**os.environ, "PHALANX_FRONT": json.dumps(config)},
+        )
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        port = sock.getsockname()[1]
+        with pytest.raises(urllib.error.HTTPError, match="503"):  # it is up
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    ended, _, _ = select.select([child], [], [], 4)
+    os.close(child)
+    assert ended
+
+
+def test_wrong_parent(start):
+    front = start(parent_pid=1)
+    assert front.process.wait(10) == exits.ERROR
+
+
+@pytest.mark.parametrize(
+    "options, chat, expected",
+    [
+        (
+            {"url": "http://node:80/v1", "api_key": "k"},
+            False,
+            "Phalanx is ready: http://node:80/v1 (model m). Try:\n"
+            "  curl http://node:80/v1/completions -H 'Content-Type: application/json' "
+            "-H 'Authorization: Bearer YOUR_API_KEY' "
+            '-d \'{"prompt": "Once upon a time", "max_tokens": 64}\'',
+        ),
+        (
+            {"url": "unix:///run/p"},
+            True,
+            "Phalanx is ready: unix:///run/p (model m). Try:\n  curl --unix-socket /run/p "
+            "http://localhost/v1/chat/completions -H 'Content-Type: application/json' "
+            '-d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
+        ),
+    ],
+)
+def test_ready_line(options, chat, expected):
+    assert ready_line(FrontConfig(model_dir="m", link="l", listen_fd=-1, **options), "m", chat) == expected
+
+
+def test_ready_line_of_a_unix_socket(tmp_path):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "http"))
+        line = ready_line(FrontConfig(model_dir="m", link="l", listen_fd=sock.fileno()), "m", True)
+    assert f"unix:{tmp_path}/http (model m)" in line and f"--unix-socket {tmp_path}/http " in line

@@ -1,0 +1,102 @@
+"""Sessions as the library uses them: a loop in a thread, no HTTP."""
+
+import asyncio
+
+import pytest
+from phalanx.rank import step
+from phalanx.rank.front.config import FrontConfig, SamplingDefaults
+from phalanx.rank.front.errors import ApiError
+from phalanx.rank.front.link import LeadLink
+from phalanx.rank.front.params import resolve_defaults
+from phalanx.rank.front.reply import TextReply
+from phalanx.rank.front.schema import Call, CompletionRequest, Function, Message, convert
+from phalanx.rank.front.session import Sessions, template_messages
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def test_without_http(front):
+    """What LLM.generate does: requests made of fields, all awaited together."""
+
+    async def generate():
+        sessions = front.sessions
+        opened = [
+            await sessions.completion(convert({"prompt": prompt, "seed": 1}, CompletionRequest))
+            for prompt in ("hello", [1, 2, 3])
+        ]
+        replies = [TextReply(session, sessions.text.tokenizer) for session in opened]
+        return await asyncio.gather(*(reply.collect() for reply in replies))
+
+    assert [answer["choices"][0]["text"] for answer in front.call(generate())] == ["hello world"] * 2
+
+
+def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(front):
+    front.lead.per_delta = 100  # all in one
+    front.lead.answer = "hello world, how are you?"
+
+    async def generate():
+        session = await front.sessions.completion(
+            convert({"prompt": "x", "stop": "wor", "logprobs": 0}, CompletionRequest)
+        )
+        updates = [update async for batch in session for update in batch]
+        return session, updates
+
+    session, (update,) = front.call(generate())
+    assert update.content == "hello " and update.finish == "stop"
+    assert len(update.tokens) == len(update.logprobs) == session.completion_tokens
+    assert session.completion_tokens < len(front.lead.encode(front.lead.answer))
+    assert front.lead.aborted == []  # it had ended by itself
+
+
+def test_the_engine_s_error_ends_all_choices(front):
+    front.lead.error = (500, "out of blocks")
+
+    async def generate():
+        session = await front.sessions.completion(convert({"prompt": "x", "n": 2}, CompletionRequest))
+        async for _ in session:
+            pass
+
+    with pytest.raises(ApiError, match="out of blocks"):
+        front.call(generate())
+    assert front.link.open_sequences == 0
+
+
+def test_not_ready(tmp_path, model_dir):
+    async def main():
+        link = LeadLink(str(tmp_path / "lead"))
+        sessions = Sessions(link, FrontConfig(model_dir=str(model_dir), link=link.path, listen_fd=-1))
+        with pytest.raises(ApiError, match="still loading"):
+            await sessions.completion(convert({"prompt": "x"}, CompletionRequest))
+        link.state, link.ready = "ready", step.Ready(64, 400, 64, 16, 4, 1)
+        with pytest.raises(ApiError, match="the tokenizer is still loading"):
+            await sessions.completion(convert({"prompt": "x"}, CompletionRequest))
+        sessions.close()
+
+    asyncio.run(main())
+
+
+def test_a_special_token_as_stop_string_is_matched_by_its_id(front):
+    front.post("completions", prompt="x", stop=["<|turn|>", "<think>"], ignore_eos=True, max_tokens=2)
+    assert front.lead.requests[0].sampling.stop_token_ids == (front.sessions.text.tokenizer.token_id("<|turn|>"),)
+
+
+def test_order_of_defaults():
+    defaults = resolve_defaults(SamplingDefaults(temperature=0.1), {"temperature": 0.2, "top_k": 5, "top_p": None})
+    assert defaults["temperature"] == 0.1 and defaults["top_k"] == 5 and defaults["top_p"] == 1.0
+    assert defaults["max_tokens"] is None
+
+
+def test_messages_for_templates():
+    call = Call(Function("f", '{"a": 1}'), id="1")
+    messages = [
+        Message("developer", "be brief"),
+        Message("assistant", None, tool_calls=[call]),
+        Message("tool", None, tool_call_id="1"),
+    ]
+    rendered = template_messages(messages)
+    assert rendered[0] == {"role": "system", "content": "be brief"}
+    assert rendered[1]["content"] is None and rendered[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert rendered[2] == {"role": "tool", "content": "", "tool_call_id": "1"}
+    assert template_messages(messages, knows_developer=True)[0]["role"] == "developer"
+    broken = Message("assistant", None, tool_calls=[Call(Function("f", "{a"))])
+    assert template_messages([broken])[0]["tool_calls"][0]["function"]["arguments"] == "{a"

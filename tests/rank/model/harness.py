@@ -1,0 +1,157 @@
+"""Runs a checkpoint through the paged cache on threads, and through transformers for comparison."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.comm.base import Comm
+from phalanx.rank.model.base import Model
+from phalanx.rank.model.batch import Batch
+from phalanx.rank.model.load import load
+from torch import Tensor
+
+BLOCK = 4  # tokens: partial blocks are everywhere
+Step = Sequence[tuple[int, int]]  # (sequence, tokens to compute) in batch order, single tokens first
+
+
+def make_batch(parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], block_size: int, caches: Any) -> Batch:
+    """parts: (token ids to compute, tokens computed before, block table) of each sequence."""
+    positions = [[done + i for i in range(len(ids))] for ids, done, _ in parts]
+    paged = zip(positions, parts, strict=True)
+    slots = [t[p // block_size] * block_size + p % block_size for row, (_, _, t) in paged for p in row]
+    query_lens = [len(ids) for ids, _, _ in parts]
+    kv_lens = [len(ids) + done for ids, done, _ in parts]
+    width = max((len(table) for _, _, table in parts), default=1)
+    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(parts))
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    tables = [[*table, *[0] * (width - len(table))] for _, _, table in parts]
+    return Batch(
+        ids=torch.tensor([t for ids, _, _ in parts for t in ids], dtype=torch.int64),
+        positions=torch.tensor([p for row in positions for p in row], dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        block_tables=torch.tensor(tables, dtype=torch.int32).view(len(parts), width),
+        lengths=torch.tensor(kv_lens, dtype=torch.int32),
+        query_starts=starts,
+        sample_at=torch.arange(sum(query_lens)),
+        num_decodes=num_decodes,
+        max_query=max(query_lens, default=0),
+        max_length=max(kv_lens, default=0),
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        caches=caches,
+    )
+
+
+def run_steps(
+    path: Path,
+    sequences: Sequence[Sequence[int]],
+    steps: Sequence[Step] | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    **options: Any,
+) -> list[Tensor]:
+    """Logits [tokens, vocab] of each sequence, computed step by step on threads; by default all in one step."""
+    if steps is None:
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]) > 1)
+        steps = [[(i, len(sequences[i])) for i in order]]
+    results = threads.run(lambda comm: compute(comm, path, sequences, steps, tp, pp, **options), tp * pp)
+    for other in results[1:tp]:  # the last stage's tensor group agrees bit for bit
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    return results[0]
+
+
+def compute(
+    comm: Comm, path: Path, sequences: Sequence[Sequence[int]], steps: Sequence[Step], tp: int, pp: int, **options: Any
+) -> list[Tensor]:
+    """One rank's part of run_steps; the logits on the last stage, which has the first ranks.
+
+    Blocks are handed out in random order from a cache filled with NaN: a read of a slot that was never written shows.
+    """
+    needed = [-(-len(sequence) // BLOCK) for sequence in sequences]
+    blocks = sum(needed) + 2  # block 0, which pads the tables, may be anybody's or nobody's
+    free = list(range(blocks))
+    random.Random(0).shuffle(free)
+    tables = [[free.pop() for _ in range(n)] for n in needed]
+    grid = mesh.build(comm, tp, pp)
+    model = load(path, grid, **options)
+    shape = (2, blocks, BLOCK, model.kv_spec.kv_heads, model.kv_spec.head_dim)
+    nan = [torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(model.kv_spec.layers)]
+    done = [0] * len(sequences)
+    found = [[torch.empty(0, model.vocab_size)] for _ in sequences]
+    for step in steps:
+        parts = [(sequences[i][done[i] : done[i] + n], done[i], tables[i]) for i, n in step]
+        batch = make_batch(parts, BLOCK, [(cache[0], cache[1]) for cache in nan])
+        logits = forward(model, grid, batch)
+        if logits is not None:
+            for (i, _), rows in zip(step, logits.split(batch.query_lens), strict=True):
+                found[i].append(rows)
+        for i, n in step:
+            done[i] += n
+    return [torch.cat(rows) for rows in found]
+
+
+def forward(model: Model, grid: mesh.Mesh, batch: Batch) -> Tensor | None:
+    """One step through all stages; the whole vocabulary's logits on the last stage."""
+    hidden = None
+    if not grid.first:
+        hidden = torch.empty(len(batch.ids), model.hidden_size, dtype=model.dtype)
+        grid.pipe.recv(hidden, grid.pipe.rank - 1)
+    hidden = model(batch, hidden)
+    if not grid.last:
+        grid.pipe.send(hidden, grid.pipe.rank + 1)
+        return None
+    shard = model.logits(hidden[batch.sample_at])
+    assert shard.dtype == torch.float32
+    start, stop = model.vocab_shard
+    assert torch.isfinite(shard[:, : stop - start]).all() and torch.isneginf(shard[:, stop - start :]).all()
+    return grid.tensor.all_gather(shard).permute(1, 0, 2).flatten(1)[:, : model.vocab_size]
+
+
+def reference(path: Path) -> Any:
+    """transformers' model of a checkpoint, in f32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def reference_logits(model: Any, ids: Sequence[int]) -> Tensor:
+    """[tokens, vocab]; the checkpoint must be one whose logits can tell right from wrong."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    assert logits.std() >= 1
+    return logits
+
+
+def tokens(count: int, seed: int = 0, vocab: int = 512) -> list[int]:
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max())
+
+
+def main() -> None:
+    """A rank under mpirun: the arguments of run_steps come from a JSON file, the logits go beside it."""
+    from phalanx.comm import mpi
+
+    torch.set_num_threads(1)
+    file = Path(sys.argv[1])
+    job = json.loads(file.read_text())
+    world = mpi.join(job["tp"] * job["pp"])
+    logits = compute(world, Path(job["path"]), job["sequences"], job["steps"], job["tp"], job["pp"])
+    if world.rank == 0:
+        torch.save(logits, file.with_suffix(".pt"))
+    world.barrier()
+    mpi.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""config.json and generation_config.json, good and bad, as a user meets them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from phalanx.rank import exits
+from phalanx.rank.model.config import check_degrees, read_config, tensor_degrees
+
+from ...checkpoints import make_config, to_old_style
+
+
+def write(directory, config, generation=None):
+    (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(
+            generation if isinstance(generation, str) else json.dumps(generation)
+        )
+    return directory
+
+
+def stop(path):
+    with pytest.raises(exits.Stop) as stopped:
+        read_config(path)
+    assert stopped.value.code == exits.MODEL
+    return str(stopped.value)
+
+
+def test_needs_no_torch():
+    """The launcher and the lead read it before, or without, paying for the import."""
+    code = "import sys, phalanx.rank.model.config; assert not {'torch', 'safetensors'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+def test_both_styles_say_the_same(tmp_path, rope):
+    parameters = {"rope_type": rope, "rope_theta": 5e5}
+    if rope != "default":
+        parameters["factor"] = 4.0
+    config = make_config("llama", rope_parameters=parameters, dtype="bfloat16")
+    new = read_config(write(tmp_path, config))
+    old_config = to_old_style(config)
+    assert "rope_parameters" not in old_config and "dtype" not in old_config
+    old = read_config(write(tmp_path, old_config))
+    assert new.raw["rope_parameters"] == old.raw["rope_parameters"]
+    original = 512 if rope in ("llama3", "yarn") else None
+    assert new.raw["rope_parameters"].get("original_max_position_embeddings") == original
+    assert (new.dtype, new.max_positions) == (old.dtype, old.max_positions) == ("bf16", new.max_positions)
+
+
+def test_the_oldest_style_says_type(tmp_path):
+    config = to_old_style(make_config("llama")) | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read_config(write(tmp_path, config)).raw["rope_parameters"] == {
+        "rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rope, positions",
+    [
+        ({"rope_type": "default"}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 2.5}, 1280),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+    ],
+)
+def test_max_positions_include_scaling(tmp_path, rope, positions):
+    assert read_config(write(tmp_path, make_config("llama", rope_parameters=rope))).max_positions == positions
+
+
+def test_dimensions_and_defaults(tmp_path):
+    config = make_config("llama")
+    for key in ("num_key_value_heads", "head_dim", "dtype", "rope_parameters"):
+        config[key] = None
+    found = read_config(write(tmp_path, config))
+    assert (found.num_heads, found.num_kv_heads, found.head_dim, found.hidden_size) == (12, 12, 4, 48)
+    assert (found.dtype, found.vocab_size, found.num_layers, found.bos_token_id) == ("f32", 512, 4, 0)
+    assert found.raw["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "config_eos, generation, tokens",
+    [
+        (2, None, (2,)),
+        (None, None, ()),
+        ([2, 5], {"eos_token_id": 7, "temperature": 0.5}, (7, 2, 5)),
+        (2, {"eos_token_id": [3, 2]}, (3, 2)),
+    ],
+)
+def test_end_tokens_of_both_files(tmp_path, config_eos, generation, tokens):
+    found = read_config(write(tmp_path, make_config("llama", eos_token_id=config_eos), generation))
+    assert found.eos_token_ids == tokens
+    assert found.generation == (generation or {})
+
+
+def test_missing_and_garbled_files(tmp_path):
+    assert stop(tmp_path / "none") == f"there is no model directory {tmp_path}/none"
+    assert stop(tmp_path) == f"{tmp_path} has no config.json: not a model directory"
+    message = stop(write(tmp_path, '{"model_type": "llama",'))
+    assert message.startswith(f"{tmp_path}/config.json is not valid JSON: ") and "line 1" in message
+    assert stop(write(tmp_path, "[]")) == f"{tmp_path}/config.json holds a JSON list, not an object"
+    message = stop(write(tmp_path, make_config("llama"), "nonsense"))
+    assert message.startswith(f"{tmp_path}/generation_config.json is not valid JSON: ")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "bert"}, "{}: model type 'bert' is not supported; supported are llama, qwen3"),
+        ({"model_type": None}, "{}: model type None is not supported; supported are llama, qwen3"),
+        ({"model_type": "..config"}, "{}: model type '..config' is not supported; supported are llama, qwen3"),
+        ({"hidden_size": None}, "{}/config.json has no hidden_size"),
+        ({"vocab_size": "many"}, "{}/config.json: vocab_size is 'many', not a positive integer"),
+        ({"num_hidden_layers": 0}, "{}/config.json: num_hidden_layers is 0, not a positive integer"),
+        ({"num_key_value_heads": 5}, "{}/config.json: 12 attention heads cannot share 5 key heads evenly"),
+        ({"head_dim": None, "hidden_size": 50}, "{}/config.json: hidden_size 50 is not a multiple of its 12 heads"),
+        ({"dtype": "fp8"}, "{}/config.json: dtype fp8 is not supported; supported are float32, bfloat16, float16"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "{}: quantised weights (gptq) are not supported yet"),
+        ({"rope_parameters": 3}, "{}/config.json: the rope parameters are 3, not an object"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "{}/config.json: rope parameters that differ between layers are not supported yet",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "two"}},
+            "{}/config.json: rope parameter factor is 'two', not a number",
+        ),
+    ],
+)
+def test_wrong_values_are_named(tmp_path, change, message):
+    assert stop(write(tmp_path, make_config("llama") | change)) == message.format(tmp_path)
+
+
+def test_tensor_degrees(tmp_path):
+    assert tensor_degrees(12, 6) == [1, 2, 3, 6, 12]
+    assert tensor_degrees(12, 4) == [1, 2, 4, 12]
+    assert tensor_degrees(12, 1) == [1, 2, 3, 4, 6, 12]
+    assert tensor_degrees(32, 8) == [1, 2, 4, 8, 16, 32]
+    config = read_config(write(tmp_path, make_config("llama")))
+    check_degrees(config, 6, 4)
+    with pytest.raises(exits.Stop) as stopped:
+        check_degrees(config, 4, 1)
+    assert str(stopped.value) == (
+        "--tp 4 does not fit a model of 12 attention heads and 6 key heads; degrees that fit: 1, 2, 3, 6, 12"
+    )
+    assert stopped.value.code == exits.USAGE
+    with pytest.raises(exits.Stop, match="--pp 5 is more stages than the model has layers \\(4\\)"):
+        check_degrees(config, 1, 5)

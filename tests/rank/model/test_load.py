@@ -1,0 +1,274 @@
+"""Reading weights: what each rank reads, and what a user is told about a broken checkpoint."""
+
+import json
+import logging
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.rank import exits
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.layers.shard import even, key_heads, stage_layers
+from phalanx.rank.model.load import choose_dtype, load
+from phalanx.rank.model.weights import safetensors as weights
+from safetensors.torch import load_file, save_file
+
+from ...checkpoints import make_checkpoint, make_config, make_weights
+
+
+def load_on(path, tp=1, pp=1, **options):
+    """The models of all ranks."""
+    return threads.run(lambda comm: load(path, mesh.build(comm, tp, pp), **options), tp * pp)
+
+
+def stop(path, **options):
+    with pytest.raises(exits.Stop) as stopped:
+        load_on(path, **options)
+    assert stopped.value.code == exits.MODEL
+    return str(stopped.value)
+
+
+@pytest.fixture
+def small(tmp_path):
+    return make_checkpoint(tmp_path, num_hidden_layers=2, tokenizer=False)
+
+
+def rewrite(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_spans():
+    assert [(s.start, s.stop, s.width) for s in (even(10, r, 4) for r in range(4))] == [
+        (0, 3, 3), (3, 6, 3), (6, 9, 3), (9, 10, 3),
+    ]  # fmt: skip
+    assert [(s.start, s.stop) for s in (even(5, r, 4) for r in range(4))] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [key_heads(2, r, 6).start for r in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [list(stage_layers(7, s, 3)) for s in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [len(stage_layers(8, s, 3)) for s in range(3)] == [3, 3, 2]
+
+
+def test_what_a_model_tells(small):
+    (model,) = load_on(small)
+    assert (model.hidden_size, model.vocab_size, model.max_model_len) == (48, 512, 512)
+    assert (model.dtype, model.kv_spec, model.vocab_shard) == (torch.float32, (2, 6, 8), (0, 512))
+    total = sum(t.nbytes for t in load_file(small / "model.safetensors").values())
+    assert model.weight_bytes == total
+    models = load_on(small, tp=2, pp=2)  # rank 0 is on the last stage
+    assert [m.kv_spec for m in models] == [(1, 3, 8)] * 4
+    assert [m.vocab_shard for m in models[:2]] == [(0, 256), (256, 512)]
+    assert list(models[0].model.layers) == ["1"] and list(models[2].model.layers) == ["0"]
+    assert models[0].model.embed_tokens is None and models[2].lm_head is None
+    norms = 48 * 4 * 5  # the two norms of each layer and the last: on both ranks of a tensor group
+    assert sum(m.weight_bytes for m in models) == total + norms
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (2, 2)])
+def test_each_rank_reads_its_slices_only(small, monkeypatch, tp, pp):
+    read = []
+    real = weights.safe_open
+
+    class Spy:
+        def __init__(self, *args, **kwargs):
+            self.file = real(*args, **kwargs)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            inner = self.file.get_slice(name)
+
+            class SliceSpy:
+                get_shape, get_dtype = inner.get_shape, inner.get_dtype
+
+                def __getitem__(self, ranges):
+                    data = inner[ranges]
+                    read.append(data.nbytes)
+                    return data
+
+            return SliceSpy()
+
+    monkeypatch.setattr(weights, "safe_open", Spy)
+    total = sum(t.nbytes for t in load_file(small / "model.safetensors").values())
+    models = load_on(small, tp=tp, pp=pp)
+    wanted = sum(part.target.nbytes for model in models for part in model.slices())
+    assert sum(read) == wanted < 1.1 * total
+
+
+def test_tied_weights_are_held_once(tmp_path):
+    path = make_checkpoint(tmp_path, tie_word_embeddings=True, num_hidden_layers=2, tokenizer=False)
+    (model,) = load_on(path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    last, first = load_on(path, pp=2)
+    assert torch.equal(last.lm_head.weight, first.model.embed_tokens.weight)
+
+
+def test_large_matrices_are_packed_in_place_of_the_plain_ones(tmp_path, monkeypatch):
+    from phalanx.kernels import linear
+
+    monkeypatch.setattr(linear, "PACK_FROM", 1000)
+    for tied in (False, True):
+        path = make_checkpoint(tmp_path / str(tied), tie_word_embeddings=tied, num_hidden_layers=2, tokenizer=False)
+        (model,) = load_on(path)
+        assert model.lm_head.weight.is_mkldnn and model.model.layers["1"].mlp.down_proj.weight.is_mkldnn
+        assert not model.model.embed_tokens.weight.is_mkldnn and not model.model.norm.weight.is_mkldnn
+        total = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
+        assert model.weight_bytes == total + tied * 512 * 48 * 4  # a tied head has its own, packed
+
+
+def test_progress_counts_this_ranks_bytes(small):
+    calls = []
+    (model,) = load_on(small, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (model.weight_bytes, model.weight_bytes)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls) and len(calls) > 10
+
+
+@pytest.mark.parametrize("stored, wanted, on_cpu, on_gpu", [
+    ("bfloat16", "auto", "f32", "bf16"),
+    ("float16", "auto", "f32", "f16"),
+    ("float32", "auto", "f32", "bf16"),
+    ("float32", "f16", "f16", "f16"),
+])  # fmt: skip
+def test_dtype(tmp_path, stored, wanted, on_cpu, on_gpu):
+    (tmp_path / "config.json").write_text(json.dumps(make_config("llama", dtype=stored)))
+    config = read_config(tmp_path)
+    assert choose_dtype(wanted, config, torch.device("cpu")) == on_cpu
+    assert choose_dtype(wanted, config, torch.device("cuda")) == on_gpu
+
+
+def test_dtype_is_logged_once_for_all_ranks(small, caplog):
+    with caplog.at_level(logging.INFO, "phalanx"):
+        load_on(small, tp=2, pp=2)
+    assert [r.message for r in caplog.records] == ["computing in f32; the checkpoint is in f32"]
+
+
+def test_max_model_len_caps_and_is_capped(small, caplog):
+    (model,) = load_on(small, max_model_len=100)
+    assert model.max_model_len == 100 and len(model.rope.table) == 100
+    (model,) = load_on(small, max_model_len=1000)
+    assert model.max_model_len == 512
+    assert "the model takes at most 512 tokens; 1000 were asked for" in caplog.text
+
+
+def test_a_missing_tensor(small):
+    rewrite(small, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert stop(small) == f"{small} has no tensor model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_wrong_shape(small):
+    rewrite(small, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(40, 48)}))
+    assert stop(small, tp=2) == (
+        f"{small}/model.safetensors: model.layers.0.self_attn.k_proj.weight is 40 x 48, expected 48 x 48"
+    )
+
+
+def test_a_dtype_that_cannot_be_read(small):
+    rewrite(small, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}))
+    assert stop(small) == (f"{small}/model.safetensors: model.norm.weight has dtype I8; supported are F32, F16, BF16")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -1])
+def test_a_truncated_file(small, keep):
+    file = small / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert stop(small).startswith(f"{file} is damaged or truncated: ")
+
+
+def test_a_git_lfs_pointer(small):
+    (small / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    assert stop(small).endswith("it is a Git LFS pointer; fetch the real file with `git lfs pull`")
+
+
+def test_no_weights_at_all(small):
+    (small / "model.safetensors").unlink()
+    assert stop(small) == f"{small} has neither model.safetensors nor model.safetensors.index.json"
+    (small / "pytorch_model.bin").write_bytes(b"")
+    assert stop(small).endswith("; pytorch_model.bin is of a kind that cannot be read yet")
+
+
+def test_broken_shards(tmp_path):
+    path = make_checkpoint(tmp_path, num_hidden_layers=2, shards=3, tokenizer=False)
+    index = path / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    second = path / "model-00002-of-00003.safetensors"
+
+    wrong = dict(good["weight_map"], **{"model.norm.weight": second.name})
+    if good["weight_map"]["model.norm.weight"] == second.name:
+        wrong["model.norm.weight"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps({"weight_map": wrong}))
+    assert stop(path) == (
+        f"{path}/{wrong['model.norm.weight']} has no tensor model.norm.weight, which {index.name} says is there"
+    )
+    index.write_text(json.dumps(good))
+    contents = second.read_bytes()
+    second.write_bytes(contents[:-1])
+    assert stop(path).startswith(f"{second} is damaged or truncated: ")
+    second.unlink()
+    assert stop(path) == f"{path}: {index.name} names {second.name}, which is missing"
+    index.write_text("{}")
+    assert stop(path) == f"{index} is garbled: KeyError: 'weight_map'"
+    index.write_text("{")
+    assert stop(path).startswith(f"{index} is garbled: JSONDecodeError: ")
+
+
+def test_extra_tensors(small, caplog):
+    harmless = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for i in range(2)}
+    rewrite(small, lambda tensors: tensors.update(harmless))
+    load_on(small, pp=2)
+    assert not caplog.records
+    rewrite(small, lambda tensors: tensors.update({"visual.patch.weight": torch.zeros(4), "visual.b": torch.zeros(1)}))
+    load_on(small, tp=2)
+    (record,) = caplog.records
+    assert record.message.startswith("2 tensors of the checkpoint are not used, the first is visual.")
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"intermediate_size": None}, "has no intermediate_size"),
+    ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', expected float"),
+    ({"attention_bias": 3}, "attention_bias is 3, expected bool"),
+    ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; supported is silu"),
+    ({"rope_parameters": {"rope_type": "longrope"}},
+     "rope type 'longrope' is not supported; supported are default, linear, dynamic, llama3, yarn"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' needs 'low_freq_factor'"),
+    ({"head_dim": 7}, "rope turns pairs of dimensions, but 7 of a head's 7 are odd"),
+])  # fmt: skip
+def test_configs_that_an_architecture_refuses(small, change, message):
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | change))
+    assert message in stop(small)
+
+
+def test_degrees_that_do_not_fit(small):
+    for tp, pp, message in ((4, 1, "--tp 4 does not fit"), (1, 3, "--pp 3 is more stages")):
+        with pytest.raises(exits.Stop, match=message) as stopped:
+            load_on(small, tp=tp, pp=pp)
+        assert stopped.value.code == exits.USAGE
+
+
+def test_dummy_weights_need_no_weight_file(small):
+    (small / "model.safetensors").unlink()
+    (model,) = load_on(small, load_format="dummy")
+    weight = model.model.layers["0"].mlp.down_proj.weight
+    assert abs(float(weight.std()) * 100**0.5 - 1) < 0.1
+    assert len({tuple(row) for row in weight.tolist()}) == 48
+    assert torch.equal(model.model.norm.weight, torch.ones(48))
+
+
+def test_the_helper_makes_the_same_bytes(tmp_path):
+    a, b = (make_checkpoint(tmp_path / name, "qwen3", seed=3) for name in "ab")
+    for file in sorted(a.iterdir()):
+        assert file.read_bytes() == (b / file.name).read_bytes()
+    different = make_weights(make_config("qwen3"), seed=4, gain=1.0)
+    assert not torch.equal(load_file(a / "model.safetensors")["model.norm.weight"], different["model.norm.weight"])
+
+
+def test_the_helpers_tokenizer_loads(tmp_path):
+    from tokenizers import Tokenizer
+
+    path = make_checkpoint(tmp_path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    text = "<|im_start|>user\nGrüße 你好 🙂 the processors<|im_end|>"
+    encoded = tokenizer.encode(text)
+    assert encoded.ids[0] == 1 and encoded.ids[-1] == 2 and max(encoded.ids) < 512
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text

@@ -1,0 +1,39 @@
+"""transformers' greedy continuation, and a check that it is a fair yardstick."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+GAP = 1e-3  # between the two likeliest tokens' logits: far above what the order of additions changes
+
+
+class Reference:
+    def __init__(self, path):
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), vocab]."""
+        return self.model(torch.tensor([tokens])).logits[0]
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int], count: int) -> tuple[list[int], float]:
+        """`count` tokens and the smallest gap between the best and the second-best logit on the way."""
+        cache, tokens, gap = None, list(prompt), float("inf")
+        for _ in range(count):
+            fresh = tokens if cache is None else tokens[-1:]
+            out = self.model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            best = out.logits[0, -1].topk(2)
+            gap = min(gap, float(best.values[0] - best.values[1]))
+            tokens.append(int(best.indices[0]))
+        return tokens[len(prompt) :], gap
+
+    def yardstick(self, prompt: list[int], count: int = 200, distinct: int = 50) -> list[int]:
+        """greedy(), after making sure that equal tokens mean something."""
+        assert self.logits(prompt).std() >= 1
+        tokens, gap = self.greedy(prompt, count)
+        assert gap > GAP, f"two tokens are as likely within {gap}: choose another checkpoint or prompt"
+        assert len(set(tokens)) >= distinct, f"only {len(set(tokens))} different tokens"
+        return tokens

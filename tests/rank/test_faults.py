@@ -1,0 +1,230 @@
+"""A rank that dies, raises, hangs or stops ends the job in time, with one message that names it."""
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from phalanx.comm import threads
+from phalanx.comm.nccl import NcclComm
+from phalanx.comm.watch import LocalWatch
+from phalanx.rank import exits
+from phalanx.rank.__main__ import Rank
+from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
+
+from ..checkpoints import make_checkpoint
+from ..engine import Engine, greedy
+from ..ranks import environment
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("faults") / "ckpt"
+    return make_checkpoint(directory, tokenizer=False, max_position_embeddings=4096)
+
+
+def alive(pids) -> list[int]:
+    """Of these processes, those that still run; a zombie has ended."""
+    stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
+    return [pid for pid, stat in stats.items() if stat.exists() and stat.read_text().split(") ")[1][0] != "Z"]
+
+
+def gone(pids, seconds: float = 10) -> bool:
+    until = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not alive(pids)
+
+
+def work(engine: Engine) -> None:
+    """Put the engine under load: long sequences, the first tokens of which have come."""
+    from phalanx.rank import step
+
+    engine.send(*(step.Request(str(i), step.pack_u32([5, 6, 7 + i]), greedy(400)) for i in range(4)))
+    next(m for m in engine.messages() if isinstance(m, step.Deltas))
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+def test_sigkill_of_a_follower(checkpoint, load):
+    with Engine(checkpoint, 3) as engine:
+        if load:
+            work(engine)
+        os.kill(engine.ready.pids[2], signal.SIGKILL)
+        assert engine.wait(10) == 137
+        assert engine.fatal is not None and engine.fatal.message == f"rank 2 on {HOST} has died"
+        assert engine.fatal.code == 137
+        assert gone(engine.ready.pids)
+        assert engine.log().count("has died") == 1
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+def test_sigkill_of_rank_0(checkpoint, load):
+    with Engine(checkpoint, 2) as engine:
+        if load:
+            work(engine)
+        os.kill(engine.ready.pids[0], signal.SIGKILL)
+        assert engine.wait(10) == 137
+        assert gone(engine.ready.pids)
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+def test_sigkill_of_mpirun(checkpoint, load):
+    with Engine(checkpoint, 2) as engine:
+        if load:
+            work(engine)
+        engine.process.kill()
+        assert engine.wait(10) == -9
+        assert gone(engine.ready.pids)
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
+    with Engine(checkpoint, 3, timeout=4) as engine:
+        if load:
+            work(engine)
+        os.kill(engine.ready.pids[1], signal.SIGSTOP)
+        start = time.monotonic()
+        assert engine.wait(15) == 71
+        assert time.monotonic() - start < 4 + 3
+        assert engine.fatal is not None and engine.fatal.message == f"rank 1 on {HOST} did not answer for 4 s"
+        assert gone(engine.ready.pids)
+
+
+def test_a_stopped_rank_0_is_named_by_rank_1(checkpoint):
+    with Engine(checkpoint, 3, timeout=6) as engine:
+        os.kill(engine.ready.pids[0], signal.SIGSTOP)
+        assert engine.wait(15) == 71
+        assert f"rank 0 on {HOST} did not answer for 6 s" in engine.log()
+        assert gone(engine.ready.pids)
+
+
+def faulty(checkpoint, monkeypatch, fault: str, **options) -> Engine:
+    monkeypatch.setenv("FAULT", fault)
+    return Engine(checkpoint, 2, program=(str(Path(__file__).parent / "faulty.py"),), **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_a_step(checkpoint, monkeypatch, rank):
+    with faulty(checkpoint, monkeypatch, f"step:{rank}:5") as engine:
+        work(engine)
+        assert engine.wait(10) == 70
+        want = f"rank {rank} on {HOST}: ZeroDivisionError: made to fail"
+        assert engine.fatal is not None and engine.fatal.message == want
+        assert engine.log().count(f"phalanx: {want}") == 1
+        assert "Traceback" in engine.log()
+        assert gone(engine.ready.pids)
+
+
+def test_a_rank_that_hangs_in_a_step_is_named(checkpoint, monkeypatch):
+    with faulty(checkpoint, monkeypatch, "hang:1:5", timeout=6) as engine:
+        work(engine)
+        assert engine.wait(15) == 71
+        assert engine.fatal is not None
+        assert engine.fatal.message.startswith(f"step 5 was not finished in 6 s; behind: rank 1 on {HOST}.")
+        assert "--timeout" in engine.fatal.message
+        assert gone(engine.ready.pids)
+
+
+def test_a_rank_that_does_not_join_is_missed(checkpoint, monkeypatch):
+    want = f"rank 0 on {HOST}: the ranks have not all joined within 3 s; is every node of the job up and reachable"
+    with pytest.raises(AssertionError, match=re.escape(want)):
+        faulty(checkpoint, monkeypatch, "join:1:0", timeout=3)
+
+
+def test_an_exception_while_loading(checkpoint, monkeypatch):
+    with pytest.raises(AssertionError, match=f"rank 1 on {HOST}: ZeroDivisionError: made to fail"):
+        faulty(checkpoint, monkeypatch, "load:1:0")
+
+
+def test_the_log_says_what_fits_in_the_cache(checkpoint):
+    with Engine(checkpoint, 2, mem=2) as engine:
+        assert f"KV cache: {engine.ready.kv_tokens} tokens in" in engine.log()
+        assert "2 MiB a rank (--mem 2)" in engine.log()
+        assert engine.ready.kv_tokens == 2 * 1024 * 1024 // (2 * 4 * 3 * 8 * 4) // 16 * 16
+
+
+def test_a_length_that_does_not_fit_is_refused_with_the_numbers(checkpoint):
+    with pytest.raises(AssertionError, match="the KV cache holds 672 tokens, --max-model-len asks for 2000") as error:
+        Engine(checkpoint, 1, mem=1, max_model_len=2000)
+    assert "raise --mem or --kv-fraction, lower --max-model-len, or use more ranks" in str(error.value)
+
+
+def test_what_all_ranks_refuse_is_said_once(checkpoint):
+    with pytest.raises(AssertionError, match="--tp 4 does not fit a model of 12 attention heads") as caught:
+        Engine(checkpoint, 4)
+    assert str(caught.value).count("does not fit") == 1
+
+
+def test_what_can_become_too_long_is_answered_with_an_error(checkpoint):
+    """The front checks lengths; a faulty one must not stop the job."""
+    with Engine(checkpoint, 1, max_model_len=100) as engine:
+        outputs = engine.generate({"long": ([5] * 60, greedy(41)), "fine": ([5] * 60, greedy(40))})
+        assert outputs["long"].finish == "error" and "up to 101 tokens, at most 100 fit" in outputs["long"].error
+        assert len(outputs["fine"].tokens) == 40
+
+
+def alone(**job) -> subprocess.CompletedProcess:
+    """`python -m phalanx.rank` as a lonely process."""
+    job = Job(options=Options(model="nowhere", **job.pop("options", {})), **job)
+    environ = environment(**{JOB_ENV: encode_job(job)})
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx.rank"], env=environ, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_lonely_rank_says_that_its_mpirun_is_not_its_mpi():
+    """As under srun without PMI, or another MPI's mpirun; one of the ranks says it."""
+    done = alone(announced_size=2, rank=0)
+    assert done.returncode == 2
+    assert "phalanx: started as one of 2 ranks, but MPI sees 1" in done.stderr
+    assert "srun --mpi=pmix" in done.stderr and "MPI4PY_LIBMPI" in done.stderr
+    other = alone(announced_size=2, rank=1)
+    assert (other.returncode, other.stderr) == (2, "")
+
+
+def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "phalanx-rank-0.log").mkdir()
+    done = alone(options={"log": True})
+    assert done.returncode == 2
+    assert f"phalanx: --log: {tmp_path}/phalanx-rank-0.log cannot be written (Is a directory)" in done.stderr
+
+
+def test_a_front_that_is_not_there():
+    done = alone(front_socket="/nowhere/lead")
+    assert done.returncode == 70
+    assert "phalanx: the front cannot be reached at /nowhere/lead: " in done.stderr
+
+
+def test_a_front_that_goes_away_ends_the_job(checkpoint):
+    with Engine(checkpoint, 2) as engine:
+        engine.socket.close()
+        assert engine.process.wait(10) == 70
+        assert f"rank 0 on {HOST}: the front has gone, so nobody is left to answer to" in engine.log()
+        assert gone(engine.ready.pids)
+
+
+def test_a_gpu_that_pytorch_does_not_see(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rank = Rank(Job(options=Options(), device_index=1), None, [HOST], LocalWatch())
+    with pytest.raises(exits.Stop, match="GPU 1 was chosen, but PyTorch .* sees none") as caught:
+        rank._device()
+    assert caught.value.code == 2 and "--device cpu" in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is here")
+def test_gpus_without_cupy():
+    def one(comm):
+        return NcclComm(comm)
+
+    with pytest.raises(exits.Stop, match=r"several GPUs need CuPy with NCCL .*phalanx\[gpu\]"):
+        threads.run(one, 2)

@@ -1,0 +1,125 @@
+"""Live ranks produce transformers' tokens, however they are cut and whatever else happens on the way."""
+
+import functools
+import random
+
+import pytest
+import torch
+from phalanx.rank import step
+
+from ..checkpoints import make_checkpoint
+from ..engine import Engine, greedy
+from .reference import Reference
+
+SEEDS = {"llama": 5, "qwen3": 3}  # checkpoints whose greedy text is varied and never close to a tie
+COUNT = 200
+THREADS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+MPI = [(2, 1), (3, 1), (1, 2), (2, 2)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return functools.cache(
+        lambda kind: make_checkpoint(tmp_path_factory.mktemp(kind) / "ckpt", kind, seed=SEEDS[kind], tokenizer=False)
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    reference = functools.cache(lambda kind: Reference(checkpoint(kind)))
+    return functools.cache(lambda kind, i: reference(kind).yardstick(prompt(i), COUNT))
+
+
+@pytest.fixture(scope="module")
+def logits(checkpoint, expected):
+    """transformers' log-probabilities [COUNT, vocab] at every step of the first greedy continuation."""
+
+    def whole(kind):
+        tokens = prompt(0) + expected(kind, 0)
+        return Reference(checkpoint(kind)).logits(tokens)[len(prompt(0)) - 1 : -1].log_softmax(-1)
+
+    return functools.cache(whole)
+
+
+def prompt(i: int, length: int = 60) -> list[int]:
+    r = random.Random(i)
+    return [r.randrange(3, 512) for _ in range(length)]
+
+
+def check(engine: Engine, kind: str, expected, logits) -> None:
+    vocab = logits(kind).shape[-1]
+    requests = {str(i): (prompt(i), greedy(COUNT, logprobs=vocab if i == 0 else -1)) for i in range(2)}
+    outputs = engine.generate(requests)
+    for i in range(2):
+        assert outputs[str(i)].tokens == expected(kind, i)
+        assert outputs[str(i)].finish == "length"
+    assert len(outputs["0"].logprobs) == COUNT
+    for entry, want in zip(outputs["0"].logprobs, logits(kind), strict=True):
+        ids, values = zip(*entry.top, strict=True)
+        assert len(ids) == vocab
+        assert (torch.tensor(values) - want[list(ids)]).abs().max() < 1e-4
+    assert engine.drain() == 0
+
+
+@pytest.mark.parametrize("tp, pp", THREADS)
+@pytest.mark.parametrize("kind", SEEDS)
+def test_threads(checkpoint, expected, logits, kind, tp, pp):
+    with Engine(checkpoint(kind), tp * pp, threads=True, tp=tp, pp=pp) as engine:
+        check(engine, kind, expected, logits)
+
+
+@pytest.mark.parametrize("tp, pp", MPI)
+@pytest.mark.parametrize("kind", SEEDS)
+def test_mpi(checkpoint, expected, logits, kind, tp, pp):
+    with Engine(checkpoint(kind), tp * pp, tp=tp, pp=pp) as engine:
+        assert len(set(engine.ready.pids)) == engine.ready.ranks == tp * pp
+        check(engine, kind, expected, logits)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected, pp):
+    """A budget of 16 for prompts of 60 tokens, and a pool that holds half of what the sequences come to need."""
+    want = {str(i): expected("llama", i) for i in range(3)}
+    options = dict(mem=1, max_num_seqs=8, max_num_batched_tokens=16, max_model_len=400)
+    with Engine(checkpoint("llama"), 2, tp=2 // pp, pp=pp, **options) as engine:
+        assert engine.ready.kv_tokens < 8 * 260
+        requests = {str(i): (prompt(i), greedy(COUNT)) for i in range(3)}
+        others = {f"other-{i}": (prompt(100 + i), greedy(COUNT)) for i in range(5)}
+        outputs = engine.generate(others | requests)
+        assert {i: outputs[i].tokens for i in want} == want
+        stats = engine.rest()
+        assert stats.chunks > 0 and stats.preemptions > 0
+        again = engine.generate({"again": ([*prompt(0), *want["0"][:100]], greedy(50))})["again"]
+        assert again.tokens == want["0"][100:150]
+        again = engine.generate({"more": ([*prompt(0), *want["0"][:100]], greedy(50))})["more"]
+        assert again.tokens == want["0"][100:150] and again.cached == 144
+        stats = engine.rest()
+        assert stats.cached_tokens >= 144 and stats.blocks_used == 0
+        assert engine.drain() == 0
+
+
+def test_64_requests_at_once_get_what_each_has_alone(checkpoint):
+    r = random.Random(7)
+    requests = {}
+    for i in range(64):
+        tokens = prompt(1000 + i, r.randint(1, 80))
+        kind = dict(temperature=0.0) if i % 2 else dict(temperature=0.8, top_p=0.9, top_k=r.choice([0, 40]), seed=i)
+        requests[f"r{i}"] = (tokens, step.Sampling(max_tokens=r.randint(1, 40), **kind))
+    with Engine(checkpoint("qwen3"), 2, max_num_batched_tokens=64) as engine:
+        together = engine.generate(requests)
+        engine.rest()
+        assert engine.stats.chunks > 0
+        for name, request in requests.items():
+            alone = engine.generate({"alone-" + name: request})["alone-" + name]
+            assert alone.tokens == together[name].tokens, name
+        assert engine.drain() == 0
+
+
+def test_a_seeded_request_draws_the_same_whatever_the_ranks(checkpoint):
+    want = None
+    request = {"a": (prompt(1), step.Sampling(max_tokens=60, temperature=1.0, seed=11, logprobs=2))}
+    for ranks, options in ((1, {}), (3, {"threads": True}), (2, {"threads": True, "pp": 2})):
+        with Engine(checkpoint("llama"), ranks, **options) as engine:
+            tokens = engine.generate(request)["a"].tokens
+        want = want or tokens
+        assert tokens == want

@@ -1,0 +1,103 @@
+"""What a plan's work becomes: every tensor of the batch, against one token at a time."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from phalanx.rank.work import graphs
+from phalanx.rank.work.prepare import given_ids, prepare
+from phalanx.rank.work.rows import Rows, Work
+from phalanx.rank.work.upload import Upload
+
+BLOCK = 4
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def make(seed: int) -> tuple[Rows, Work, list[list[int]]]:
+    """Rows in the middle of their lives; of each, all its token ids, those from `known` on only the sampler's."""
+    draw = random.Random(seed)
+    rows = Rows(8, 64, BLOCK)
+    rows.table[:] = np.random.default_rng(seed).permutation(rows.table.size).reshape(rows.table.shape)
+    chosen = draw.sample(range(8), draw.randint(1, 6))
+    tokens: list[list[int]] = [[]] * 8
+    starts, counts, samples = [], [], []
+    for i, row in enumerate(chosen):
+        count = 1 if i < len(chosen) // 2 else draw.randint(2, 20)
+        decodes = count == 1 and draw.random() < 0.7
+        known = draw.randint(count, 40)
+        start = known + draw.randint(0, 3) if decodes else draw.randint(0, known - count)
+        tokens[row] = [draw.randrange(1000) for _ in range(64)]
+        rows.tokens[row], rows.known[row] = np.array(tokens[row][:known]), known
+        starts.append(start)
+        counts.append(count)
+        samples.append(decodes or draw.random() < 0.5)
+    work = Work(
+        np.array(chosen), np.array(starts), np.array(counts), np.array(samples), np.zeros(len(chosen), np.int64)
+    )
+    return rows, work, tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prepare(device):
+    upload = Upload(torch.device(device))
+    for seed in range(60):
+        rows, work, tokens = make(seed)
+        last = torch.full((8,), -7)
+        for row, start, known in zip(work.rows, work.starts, rows.known[work.rows], strict=True):
+            if start >= known:
+                last[row] = tokens[row][start]
+        batch, sampled = prepare(rows, work, last.to(device), [], BLOCK, upload)
+        ids, positions, slots, at = [], [], [], []
+        for row, start, count, samples in zip(work.rows, work.starts, work.counts, work.samples, strict=True):
+            for p in range(start, start + count):
+                ids.append(tokens[row][p])
+                positions.append(p)
+                slots.append(int(rows.table[row, p // BLOCK]) * BLOCK + p % BLOCK)
+            if samples:
+                at.append(len(ids) - 1)
+        assert batch.ids.tolist() == ids and batch.positions.tolist() == positions and batch.slots.tolist() == slots
+        assert batch.sample_at.tolist() == at and sampled.tolist() == work.rows[work.samples].tolist()
+        assert batch.kv_lens == batch.lengths.tolist() == (work.starts + work.counts).tolist()
+        assert batch.query_starts.tolist() == [0, *np.cumsum(work.counts).tolist()]
+        assert batch.block_tables.tolist() == rows.table[work.rows, : -(-max(batch.kv_lens) // BLOCK)].tolist()
+        assert batch.num_decodes == work.singles and batch.query_lens == work.counts.tolist()
+        kinds = {
+            batch.ids: torch.int64,
+            batch.slots: torch.int64,
+            batch.lengths: torch.int32,
+            batch.block_tables: torch.int32,
+        }
+        assert all(tensor.dtype == dtype for tensor, dtype in kinds.items())
+
+
+def test_given_ids_are_negative_where_only_the_sampler_knows():
+    rows = Rows(3, 16, BLOCK)
+    rows.tokens[1], rows.known[1] = np.array([5, 6, 7]), 3
+    work = Work(np.array([0, 1]), np.array([4, 1]), np.array([1, 2]), np.array([True, True]), np.zeros(2, np.int64))
+    assert given_ids(rows, work).tolist() == [-1, 6, 7]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_uploads_do_not_overtake_each_other():
+    """More uploads than there are buffers, each larger than the one before, while the device is busy."""
+    upload = Upload(torch.device("cuda"))
+    busy = torch.randn(4096, 4096, device="cuda")
+    target = torch.zeros(1 << 18, dtype=torch.int32, device="cuda")
+    sent, filled = [], []
+    for i in range(12):
+        busy = busy @ busy
+        sent.append(upload.send([np.full(1000 * i, i), np.full((3, i), i, np.int32)]))
+        upload.fill(target, [np.full(20000 * (i + 1), i, np.int32), np.array([i], np.int32)])
+        filled.append(target[: 20000 * (i + 1) + 1].clone())
+    for i, (a, b) in enumerate(sent):
+        assert a.shape == (1000 * i,) and b.shape == (3, i) and (a == i).all() and (b == i).all()
+        assert (filled[i] == i).all()
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1000])
+def test_captured_sizes_waste_little(most):
+    sizes = graphs.sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, graphs.LARGEST)
+    for n in range(1, sizes[-1] + 1):
+        assert next(s for s in sizes if s >= n) <= max(n + 7, n * 1.25)

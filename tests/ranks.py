@@ -1,0 +1,56 @@
+"""Run a script's function on MPI ranks, with a time limit and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+CLEAN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+
+
+def mpirun() -> str:
+    """The one that belongs to the MPI which mpi4py loads."""
+    chosen = os.environ.get("MPI4PY_LIBMPI")  # set by tests/launcher/test_other_mpi.py
+    beside = Path(chosen).parents[1] / "bin" / "mpirun" if chosen else Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert found, "no mpirun: run `make install`"
+    return found
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours without another job's MPI variables, and with what root and few cores need."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(CLEAN)}
+    return kept | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_plm": "^slurm,rsh",  # one host: Open MPI 4 would look for ssh
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+def run_ranks(
+    size: int, script: Path | str, *arguments: str, timeout: float = 60, **env: str
+) -> subprocess.CompletedProcess:
+    """mpirun of `python script arguments`; its output as text. Kills the whole group when the time is up."""
+    command = [mpirun(), "-np", str(size), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
+    process = subprocess.Popen(
+        [*command, sys.executable, str(script), *arguments],
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"not done in {timeout} s:\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -1,0 +1,140 @@
+"""How a job ends: in order, by signals, and by the loss of any of its processes. Nothing is left behind, ever."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+import urllib.request
+
+import pytest
+
+from .checkpoints import make_checkpoint
+from .server import Server
+
+ARGUMENTS = ("--np", "2", "--device", "cpu", "--mem", "64", "--timeout", "6")
+HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("endings") / "tiny", max_position_embeddings=32768))
+
+
+class Stream:
+    """A client that reads a stream of many tokens, begun before the constructor returns."""
+
+    def __init__(self, server: Server, max_tokens: int = 20000):
+        body = json.dumps(
+            {"prompt": [5, 6, 7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        ).encode()
+        self.answer = urllib.request.urlopen(server.url + "/v1/completions", body, timeout=30)
+        assert self.answer.readline().startswith(b"data: ")
+
+    def rest(self) -> str:
+        """What came until the connection closed, whichever way it did."""
+        found = b""
+        try:
+            while data := self.answer.read1(65536):
+                found += data
+        except (OSError, http.client.HTTPException):
+            pass  # cut off
+        return found.decode(errors="replace")
+
+
+def victim(server: Server, kind: str) -> int:
+    return {"follower": lambda: server.ranks[1], "lead": lambda: server.ranks[0], "front": lambda: server.front,
+            "mpirun": lambda: server.mpirun}[kind]()  # fmt: skip
+
+
+CODES = {"follower": 137, "lead": 137, "front": 70, "mpirun": 137}
+
+
+@pytest.mark.parametrize("when", ["idle", "load", "loading"])
+@pytest.mark.parametrize("kind", CODES)
+def test_sigkill(checkpoint, kind, when):
+    """SIGKILL one process; the job ends with the documented code, its clients get an error, nothing is left."""
+    with Server(checkpoint, *ARGUMENTS, wait=when != "loading") as server:
+        stream = Stream(server) if when == "load" else None
+        if when == "loading":
+            until = time.monotonic() + 30
+            while len(server.ranks) < 2 and time.monotonic() < until:
+                time.sleep(0.02)
+        os.kill(victim(server, kind), signal.SIGKILL)
+        start = time.monotonic()
+        assert server.exit_code() == CODES[kind], server.output
+        assert not server.left(10 - (time.monotonic() - start)), server.output
+        if stream is not None:
+            rest = stream.rest()
+            assert "[DONE]" not in rest
+            if kind != "front":
+                assert '"error"' in rest, rest[-300:]
+        if kind == "follower" and when != "loading":
+            assert f"rank 1 on {HOST} has died" in server.output
+
+
+def test_a_stopped_follower_is_named_to_the_client(checkpoint):
+    with Server(checkpoint, *ARGUMENTS) as server:
+        stream = Stream(server)
+        os.kill(server.ranks[1], signal.SIGSTOP)
+        assert server.exit_code(15) == 71
+        want = f"rank 1 on {HOST} did not answer for 6 s"
+        assert want in server.output and want in stream.rest()
+        assert not server.left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_signal_drains(checkpoint, number):
+    with Server(checkpoint, *ARGUMENTS) as server:
+        stream = Stream(server, 300)
+        server.process.send_signal(number)
+        until = time.monotonic() + 5
+        status = 0
+        while status != 503 and time.monotonic() < until:
+            try:
+                status, body, headers = server.request("/v1/completions", {"prompt": "a", "max_tokens": 1})
+            except OSError:
+                break  # it had drained already
+        rest = stream.rest()
+        assert rest.rstrip().endswith("[DONE]"), rest[-300:]
+        assert server.exit_code() == 0, server.output
+        assert "draining" in server.output
+        assert not server.left()
+
+
+def test_the_second_signal_stops(checkpoint):
+    with Server(checkpoint, *ARGUMENTS) as server:
+        streams = [Stream(server) for _ in range(2)]
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGINT)
+        assert server.exit_code() == 130, server.output
+        assert all("[DONE]" not in stream.rest() for stream in streams)
+        assert not server.left()
+
+
+def test_under_a_users_own_mpirun(checkpoint):
+    """The same program; no supervisor, so rank 0 starts the front. SIGUSR1 to mpirun drains."""
+    from .ranks import mpirun
+
+    command = (mpirun(), "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
+    with Server(checkpoint, "--device", "cpu", "--mem", "64", command=command) as server:
+        stream = Stream(server, 200)
+        server.process.send_signal(signal.SIGUSR1)
+        assert stream.rest().rstrip().endswith("[DONE]")
+        assert server.exit_code() == 0, server.output
+        assert not server.left()
+
+
+def test_a_drain_that_is_asked_for_while_loading_is_not_lost(checkpoint):
+    from .ranks import mpirun
+
+    command = (mpirun(), "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
+    with Server(checkpoint, "--device", "cpu", "--mem", "64", command=command, wait=False) as server:
+        until = time.monotonic() + 30
+        while len(server.ranks) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.exit_code(30) == 0, server.output
+        assert not server.left()

@@ -1,0 +1,32 @@
+"""A server without requests costs next to nothing, all its processes counted."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from .checkpoints import make_checkpoint
+from .server import Server, tree
+
+SECONDS = 10.0
+TICK = 100.0  # of /proc/PID/stat, per second
+
+
+def cpu(pids) -> dict[int, float]:
+    """Seconds of processor time that each process has used."""
+    stats = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids}
+    return {pid: (int(stat[11]) + int(stat[12])) / TICK for pid, stat in stats.items()}
+
+
+@pytest.mark.long
+def test_every_rank_of_an_idle_server_stays_under_one_percent_of_a_core(tmp_path):
+    checkpoint = str(make_checkpoint(tmp_path / "tiny"))
+    with Server(checkpoint, "--np", "4", "--pp", "2", "--device", "cpu", "--mem", "16") as server:
+        assert server.request("/v1/completions", {"prompt": "hello", "max_tokens": 5})[0] == 200
+        assert len(server.ranks) == 4
+        time.sleep(2)
+        before = cpu(server.ranks + [server.front])
+        time.sleep(SECONDS)
+        used = {pid: (seconds - before[pid]) / SECONDS for pid, seconds in cpu(before).items()}
+        lines = tree(server.process.pid)
+        assert all(share < 0.01 for share in used.values()), {lines[pid]: share for pid, share in used.items()}

@@ -1,0 +1,143 @@
+"""The order of the house: a room imports only from rooms further down, relatively, and light rooms stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import phalanx
+import pytest
+
+ROOT = Path(phalanx.__file__).resolve().parent
+
+# From the top. A module belongs to the first room whose name begins its own; equal ranks may import each other.
+ROOMS = (
+    "launcher",
+    "rank.__main__",
+    "rank.front",
+    "rank.lead",
+    "rank.work",
+    "rank.model",
+    "comm",
+    "kernels",
+    "rank.options",
+    "rank.step",
+    "rank.exits",
+)
+# Besides the order: what a room must not import although it stands further down.
+APART = {
+    "rank.front": ("rank.lead", "rank.work", "rank.model", "comm", "kernels"),
+    "launcher": ("rank.__main__", "rank.lead", "rank.work", "rank.model", "comm", "kernels"),
+}
+# The small processes' modules: not even their own room's heavy neighbours.
+DEMO = "launcher.demo"
+
+
+def modules():
+    """Every module of the package's rooms: its name without `phalanx.`, and its file."""
+    for room in ("launcher", "rank", "comm", "kernels"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(name: str, path: Path):
+    """The package's modules that a file imports, by name, with line numbers."""
+    package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, False
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module or "", node.lineno, False
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1]
+            target = [*base, *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                full = ROOT.joinpath(*target, alias.name)
+                is_module = full.is_dir() or full.with_suffix(".py").exists()
+                yield ".".join([*target, alias.name] if is_module else target), node.lineno, True
+
+
+def room(name: str) -> str:
+    return next((one for one in ROOMS if name == one or name.startswith(one + ".")), "")
+
+
+def test_a_room_imports_only_from_rooms_further_down():
+    wrong = []
+    for name, path in modules():
+        here = room(name)
+        for target, line, relative in imports(name, path):
+            there = room(target) if relative else ""
+            if not here or not there or here == there:
+                continue
+            if ROOMS.index(there) < ROOMS.index(here) or there in APART.get(here, ()):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_inside_the_house_are_relative():
+    rooms = {"phalanx", "comm", "kernels", "rank", "launcher"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {target}"
+        for name, path in modules()
+        for target, line, relative in imports(name, path)
+        if not relative and target.split(".")[0] in rooms
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_has_a_room():
+    lost = [name for name, _ in modules() if not room(name) and name not in ("rank",)]
+    assert not lost, lost
+
+
+LIGHT = {
+    "phalanx": ("torch", "mpi4py", "cupy", "tornado", "numpy", "msgspec"),
+    "phalanx.launcher.cli": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers"),
+    "phalanx.launcher.verbs.serve": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers"),
+    "phalanx.launcher.member": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers", "asyncio"),
+    "phalanx.launcher.llm": ("torch", "mpi4py", "cupy", "tornado"),
+    "phalanx.rank.options": ("torch", "mpi4py", "cupy", "tornado", "numpy"),
+    "phalanx.rank.step": ("torch", "mpi4py", "cupy", "tornado", "numpy"),
+}
+
+
+def loaded(module: str) -> set[str]:
+    code = f"import importlib, sys; importlib.import_module({module!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules(module):
+    assert not loaded(module) & set(LIGHT[module])
+
+
+def below(prefix: str) -> list[str]:
+    return ["phalanx." + name for name, _ in modules() if name == prefix or name.startswith(prefix + ".")]
+
+
+@pytest.mark.parametrize("prefix", ["rank.front", "rank.lead"])
+def test_front_and_lead_load_no_torch(prefix):
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
+    names = below(prefix)
+    assert len(names) > 3
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = set(done.stdout.split()) & {"torch", "cupy", *(("mpi4py",) if prefix == "rank.front" else ())}
+    assert not found
+
+
+def test_no_room_under_its_bare_name():
+    """`comm`, `kernels` and `rank` are other people's names: Jupyter's, Hugging Face's."""
+    names = [name for name in below("rank") + below("comm") + below("launcher") if not name.endswith("__main__")]
+    names = [name for name in names if DEMO not in name]
+    code = (
+        "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+        "print(*({'comm', 'kernels', 'rank', 'launcher'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "\n"

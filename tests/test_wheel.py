@@ -1,0 +1,82 @@
+"""The wheel holds what the tree holds, and works from where it is unpacked."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import phalanx
+import pytest
+
+ROOT = Path(phalanx.__file__).resolve().parent
+CODE = ("launcher", "rank", "comm", "kernels")
+DATA = (".json", ".jinja", ".safetensors", ".cu", ".cuh", ".html", ".css", ".js", ".svg")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from what git would have committed: the tracked files and the new ones."""
+    place = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    source = place / "source"
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(place), str(source)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    (found,) = place.glob("*.whl")
+    return found
+
+
+def tree(source: Path) -> set[str]:
+    """What an installed package must have."""
+    names = {"phalanx/__init__.py"}
+    for folder in CODE:
+        for path in (source / folder).rglob("*"):
+            if path.suffix in (".py", *DATA) and path.is_file():
+                names.add(f"phalanx/{path.relative_to(source)}")
+    return names
+
+
+def test_the_wheel_has_what_the_tree_has(wheel):
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = tree(wheel.parent / "source")
+    assert not expected - inside, f"missing; is it in setup.cfg? {sorted(expected - inside)}"
+    extra = {name for name in inside - expected if not name.endswith(".md")}
+    assert not extra, f"not part of the package: {sorted(extra)}"
+    assert not [name for name in inside if name.split("/")[0] != "phalanx"], "a bare top-level package"
+
+
+def test_it_runs_from_the_wheel(wheel, tmp_path):
+    """Only the wheel and the environment's other packages: the editable installation is not seen."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import sys, phalanx; assert phalanx.__file__.startswith(sys.argv[1]), phalanx.__file__;"
+        "from phalanx.launcher.cli import main; sys.exit(main(['--help']))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Options of serve:" in done.stdout
+
+
+def test_the_command_is_an_entry_point(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    (points,) = [name for name in names if name.endswith("entry_points.txt")]
+    assert "phalanx = phalanx.launcher.cli:main" in zipfile.ZipFile(wheel).read(points).decode()
