@@ -82,6 +82,7 @@ class FakeLead:
         self.per_delta = 1
         self.pause = 0.0  # between deltas
         self.hold = False  # accept requests, answer nothing
+        self.most = 1 << 30  # answer so many requests, hold the others
         self.error = None  # (status, message) for every request
         self.top = 0  # extra logprobs entries are made up as token 10, 11, ...
         self.requests = []
@@ -114,18 +115,22 @@ class FakeLead:
             for message in frames.feed(data):
                 if isinstance(message, step.Request):
                     self.requests.append(message)
-                    task = asyncio.ensure_future(self._answer(message))
+                    task = asyncio.ensure_future(self._answer(message, len(self.requests)))
                     self.tasks.add(task)
-                    task.add_done_callback(self.tasks.discard)
+                    task.add_done_callback(self._ended)
                 elif isinstance(message, step.Abort):
                     self.aborted += message.ids
                 else:
                     self.drained = True
-                    if not self.tasks:
-                        self.writer.close()
+                    self._ended(None)
 
-    async def _answer(self, request):
-        while self.hold:
+    def _ended(self, task):
+        self.tasks.discard(task)
+        if self.drained and not self.tasks:
+            self.writer.close()
+
+    async def _answer(self, request, number):
+        while self.hold or number > self.most:
             await asyncio.sleep(0.005)
         if self.error:
             status, message = self.error
@@ -161,8 +166,6 @@ class FakeLead:
                 )
             )
             await asyncio.sleep(self.pause)
-        if self.drained and len(self.tasks) == 1:
-            self.writer.close()
 
 
 class Front:
