@@ -83,7 +83,7 @@ def test_an_output_that_is_there(place, capsys):
         f"{place}/out.jsonl is there already, and not of this input: remove it, or give --overwrite"
     )
     (place / "out.jsonl").write_text('{"custom_id": "a"}\n')
-    assert batch.main(["-i", "in.jsonl", "-o", "out.jsonl"]) == 0
+    assert batch.main(["-i", "in.jsonl", "-o", "out.jsonl", "--load-format", "dummy"]) == 0
     assert capsys.readouterr().err == f"phalanx: {place}/out.jsonl has every answer already: nothing to do\n"
     (place / "out.jsonl").unlink()
     (place / "out.errors.jsonl").write_text("")
