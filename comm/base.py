@@ -41,3 +41,11 @@ class Comm(Protocol):
 
     def split(self, color: int, key: int) -> Comm:
         """The subgroup of the ranks that pass the same color, ordered by key. Collective over this group."""
+
+
+class HostComm(Comm, Protocol):
+    """A group whose tensors are in the host's memory."""
+
+    def all_to_allv(self, x: Tensor, counts: list[int], out: Tensor, out_counts: list[int]) -> Tensor:
+        """x [sum of counts] has counts[i] elements for rank i, one rank after the other; returns out, filled the same
+        way with out_counts[i] elements from rank i. Fewer than 2^31 elements on either side."""

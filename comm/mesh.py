@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .base import Comm
+from .base import Comm, HostComm
 
 
 @dataclass(frozen=True)
 class Mesh:
-    world: Comm  # of the host: its tensors are in CPU memory
+    world: HostComm  # its tensors are in CPU memory
     tensor: Comm  # the ranks that share this stage's layers
     pipe: Comm  # one rank of each stage, the same tensor index; its rank is the stage. Activations go forward on it
     feedback: Comm  # the same ranks as pipe: sampled ids go back from the last stage to the first
@@ -51,7 +51,7 @@ def degrees(size: int, tp: int, pp: int) -> tuple[int, int]:
     return size // pp, pp
 
 
-def build(world: Comm, tp: int, pp: int, carry: Callable[[Comm], Comm] = lambda group: group) -> Mesh:
+def build(world: HostComm, tp: int, pp: int, carry: Callable[[Comm], Comm] = lambda group: group) -> Mesh:
     """Collective over world; tp * pp is the world's size.
 
     carry: what carries a group's tensors, made from the group of the world's kind; NcclComm on GPUs.

@@ -23,7 +23,7 @@ def _buffer(x: Tensor) -> Any:
 
 
 class MpiComm:
-    """The Comm protocol (comm/base.py) over an mpi4py communicator."""
+    """The HostComm protocol (comm/base.py) over an mpi4py communicator."""
 
     def __init__(self, handle: MPI.Intracomm):
         self.handle = handle
@@ -53,6 +53,10 @@ class MpiComm:
     def all_to_all(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         self.handle.Alltoall(_buffer(x), _buffer(out))
+        return out
+
+    def all_to_allv(self, x: Tensor, counts: list[int], out: Tensor, out_counts: list[int]) -> Tensor:
+        self.handle.Alltoallv([_buffer(x), counts], [_buffer(out), out_counts])
         return out
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:

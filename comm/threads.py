@@ -38,7 +38,7 @@ class _Group:
 
 
 class ThreadComm:
-    """The Comm protocol (comm/base.py) among threads. One instance belongs to one thread at a time."""
+    """The HostComm protocol (comm/base.py) among threads. One instance belongs to one thread at a time."""
 
     def __init__(self, group: _Group, rank: int):
         self.group = group
@@ -73,6 +73,10 @@ class ThreadComm:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([part[self.rank] for part in self.exchange(x.clone())])
+
+    def all_to_allv(self, x: Tensor, counts: list[int], out: Tensor, out_counts: list[int]) -> Tensor:
+        mine = x.clone().split(counts)
+        return torch.cat([parts[self.rank] for parts in self.exchange(mine)], out=out)
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         source = self.exchange(x.clone() if self.rank == root else None)[root]
