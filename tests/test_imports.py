@@ -23,6 +23,7 @@ ROOMS = (
     "rank.options",
     "rank.step",
     "rank.exits",
+    "rank.mounts",
 )
 # Besides the order: what a room must not import although it stands further down.
 APART = {

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import msgspec
 
+from ...rank import mounts
+
 CHUNK = 8 << 20  # bytes of one read; O_DIRECT wants multiples of a page
 MOST = 2 << 30  # bytes of all reads
 SECONDS = 4.0
 READERS = 4  # threads: a parallel file system shows its speed only to several readers
-NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs", "9p", "wekafs", "panfs")
 
 
 class Speed(msgspec.Struct, frozen=True):
     bytes: int  # read
     seconds: float
     direct: bool  # past the page cache for sure
-    kind: str  # of file system, as /proc/mounts names it
+    kind: str  # of file system
     total: int  # bytes of all weight files
 
     @property
@@ -57,7 +58,7 @@ def measure(directory: Path, most: int = MOST, seconds: float = SECONDS) -> Spee
         thread.join()
     taken = time.perf_counter() - start
     total = sum(path.stat().st_size for path in files)
-    return Speed(sum(counts), max(taken, 1e-9), all(direct), file_system(directory), total)
+    return Speed(sum(counts), max(taken, 1e-9), all(direct), mounts.kind(directory), total)
 
 
 def _read(file: Path, start: int, stop: int, deadline: float) -> tuple[int, bool]:
@@ -88,16 +89,3 @@ def _read(file: Path, start: int, stop: int, deadline: float) -> tuple[int, bool
         os.close(fd)
         buffer.close()
     return count, direct
-
-
-def file_system(path: Path) -> str:
-    """Its kind: that of the longest mount point above."""
-    best, kind = "", "unknown"
-    with open("/proc/mounts", encoding="utf-8") as mounts:
-        for line in mounts:
-            _, point, name = line.split()[:3]
-            point = point.replace("\\040", " ")
-            inside = str(path.resolve()) == point or str(path.resolve()).startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, name
-    return kind
