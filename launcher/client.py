@@ -20,9 +20,12 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def open_url(request: urllib.request.Request, timeout: float | None = None) -> Any:
-    """urlopen, but no proxy stands between a machine and itself: it would have its own idea of 127.0.0.1."""
+def open_url(request: urllib.request.Request, timeout: float | None = None, direct: bool = False) -> Any:
+    """urlopen, but no proxy stands between a machine and itself: it would have its own idea of 127.0.0.1.
+
+    Nor with `direct`: between the hosts of a cluster.
+    """
     handlers = []
-    if is_loopback(urllib.parse.urlsplit(request.full_url).hostname or ""):
+    if direct or is_loopback(urllib.parse.urlsplit(request.full_url).hostname or ""):
         handlers.append(urllib.request.ProxyHandler({}))
     return urllib.request.build_opener(*handlers).open(request, timeout=timeout)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ..rank.exits import USAGE, Stop
+from ..rank.front import jobfile
 from ..rank.front.config import VARIABLE, FrontConfig, SamplingDefaults
 from ..rank.options import Options
 from . import demo, hosts
@@ -175,6 +176,10 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
         log_level=options.log_level,
         cpus=cpus,
         parent_pid=os.getpid(),
+        idle_exit=options.idle_exit,
+        job_file=str(jobfile.directory() / f"{hosts.hostname()}-{os.getpid()}.json") if listener else "",
+        batch_job=hosts.batch_job(os.environ),
+        end_time=hosts.end_time(os.environ),
     )
 
 

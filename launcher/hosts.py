@@ -103,6 +103,14 @@ def end_time(environ: Mapping[str, str]) -> float:
     return float(_number(environ, "SLURM_JOB_END_TIME") or 0)
 
 
+def batch_job(environ: Mapping[str, str]) -> str:
+    """The batch system's name for this job; "" outside one."""
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        if environ.get(name):
+            return environ[name]
+    return ""
+
+
 def hostname() -> str:
     return socket.gethostname()
 

@@ -188,6 +188,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         float,
         flag("--timeout", group=_RUNNING, metavar="S", low=1, help="seconds until a silent rank is given up"),
     ] = 60.0  # fmt: skip
+    idle_exit: Annotated[
+        float,
+        flag("--idle-exit", group=_RUNNING, metavar="MIN", low=0,
+             help="end the job after so many minutes without a request; 0: never"),
+    ] = 0.0  # fmt: skip
     restarts: Annotated[
         int, flag("--restarts", group=_RUNNING, metavar="N", low=0, help="start failed ranks again, this many times")
     ] = 0

@@ -14,10 +14,12 @@ import msgspec
 
 from ...rank import exits
 from ...rank.options import flag
-from .. import choices, client
+from .. import choices, client, running
 from ..usage import options_help, show_config
 
 USAGE = """phalanx chat [options]: talk to a running server; an empty line or Ctrl-D ends, /new starts over
+
+Without options it finds the server that you have started, on this host or in a job of the cluster.
 """
 _GROUP = "Chat"
 
@@ -25,8 +27,13 @@ _GROUP = "Chat"
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The choices of this verb; the others are the server's."""
 
+    job: Annotated[
+        str,
+        flag("--job", group=_GROUP, metavar="NAME",
+             help="which of your servers: the batch system's job, the host, or a name that a wrong one lists"),
+    ] = ""  # fmt: skip
     url: Annotated[
-        str, flag("--url", group=_GROUP, metavar="URL", help="of the server; none: --host and --port on this machine")
+        str, flag("--url", group=_GROUP, metavar="URL", help="of the server; with --job, the way through a tunnel")
     ] = ""
     host: Annotated[str, flag("--host", "--h", group=_GROUP, metavar="HOST", help="where the server is")] = "127.0.0.1"
     port: Annotated[
@@ -57,18 +64,30 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE + options_help(ChatOptions) if chosen.help else show_config(chosen))
         return 0
     options = chosen.options
-    url = (options.url or client.url_of(options.host, options.port)).rstrip("/").removesuffix("/v1")
-    model = _model(url, options)
+    server = _server(chosen)
+    model = _model(server)
     if sys.stdin.isatty():
-        print(f"{model} at {url}; an empty line ends, /new starts over")
+        print(f"{model} at {server.url}; an empty line ends, /new starts over")
     try:
-        return _converse(url, options)
+        return _converse(server, options)
     except KeyboardInterrupt:
         print()
         return 0
 
 
-def _converse(url: str, options: ChatOptions) -> int:
+def _server(chosen: choices.Chosen[ChatOptions]) -> running.Server:
+    """The one that the options name, else the one that is running, else the one that would be by default."""
+    options = chosen.options
+    url, default = options.url.rstrip("/").removesuffix("/v1"), client.url_of(options.host, options.port)
+    if any(chosen.origins[name] != "default" for name in ("host", "port")):
+        url = url or default
+    found = running.find(options.job, url) if options.job or not url else None
+    if found is None:
+        found = running.Server(url or default, running.key_of(url or default))
+    return msgspec.structs.replace(found, key=options.api_key or found.key)
+
+
+def _converse(server: running.Server, options: ChatOptions) -> int:
     start = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(start)
     while True:
@@ -81,7 +100,7 @@ def _converse(url: str, options: ChatOptions) -> int:
         messages.append({"role": "user", "content": line})
         answer = ""
         try:
-            for kind, text in _stream(url, options, messages):
+            for kind, text in _stream(server, options, messages):
                 answer += text if kind == "content" else ""
                 sys.stdout.write(text if kind == "content" or not sys.stdout.isatty() else f"\x1b[2m{text}\x1b[0m")
                 sys.stdout.flush()
@@ -104,13 +123,14 @@ def _ask() -> str:
         return ""
 
 
-def _request(url: str, options: ChatOptions, body: dict[str, Any] | None = None) -> Any:
+def _request(server: running.Server, path: str, body: dict[str, Any] | None = None) -> Any:
     headers = {"Content-Type": "application/json"}
-    if options.api_key:
-        headers["Authorization"] = f"Bearer {options.api_key}"
+    if server.key:
+        headers["Authorization"] = f"Bearer {server.key}"
     data = None if body is None else json.dumps(body).encode()
+    url = f"{server.url}{path}"
     try:
-        return client.open_url(urllib.request.Request(url, data, headers))
+        return client.open_url(urllib.request.Request(url, data, headers), direct=server.direct)
     except urllib.error.HTTPError as error:
         try:
             message = json.load(error)["error"]["message"]
@@ -119,15 +139,15 @@ def _request(url: str, options: ChatOptions, body: dict[str, Any] | None = None)
         raise exits.Stop(f"{url}: {message}", exits.ERROR) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
-        raise exits.Stop(f"no server answers at {url} ({why}); start one with `phalanx serve`", exits.USAGE) from None
+        raise exits.Stop(f"no server answers at {url} ({why}); {server.remedy}", exits.USAGE) from None
 
 
-def _model(url: str, options: ChatOptions) -> str:
-    with _request(f"{url}/v1/models", options) as answer:
+def _model(server: running.Server) -> str:
+    with _request(server, "/v1/models") as answer:
         return json.load(answer)["data"][0]["id"]
 
 
-def _stream(url: str, options: ChatOptions, messages: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
+def _stream(server: running.Server, options: ChatOptions, messages: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
     """The answer's pieces: ("content" or "reasoning", text)."""
     body: dict[str, Any] = {"messages": messages, "stream": True}
     for name in ("temperature", "top_p", "top_k", "max_tokens"):
@@ -135,7 +155,7 @@ def _stream(url: str, options: ChatOptions, messages: list[dict[str, str]]) -> I
             body[name] = value
     if options.thinking is not None:
         body["enable_thinking"] = options.thinking
-    with _request(f"{url}/v1/chat/completions", options, body) as answer:
+    with _request(server, "/v1/chat/completions", body) as answer:
         for line in answer:
             if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
                 continue

@@ -15,14 +15,19 @@ import resource
 import signal
 import socket
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
 from .. import exits
+from . import jobfile
 from .config import FrontConfig, take
 from .errors import ApiError
 from .link import LeadLink
 
 log = logging.getLogger("phalanx.front")
 PR_SET_PDEATHSIG = 1
+IDLE_LOOK = 1.0  # seconds between two looks at whether anything is running
 LAST_WORDS = 1.5  # seconds for errors to reach the clients at the end; the launcher allows 2
 
 
@@ -86,11 +91,17 @@ class Front:
         self._state = State(sessions, self.config)
         server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd))
         await self.link.listen()
-        greeting = asyncio.ensure_future(self._greet(sessions))
+        write_job_file(self.config)
+        tasks = [asyncio.ensure_future(self._greet(sessions))]
+        if self.config.idle_exit:
+            tasks.append(asyncio.ensure_future(self._watch_idle()))
         try:
             return await self._end
         finally:
-            greeting.cancel()
+            for task in tasks:
+                task.cancel()
+            if self.config.job_file:
+                jobfile.remove(Path(self.config.job_file))
             self.link.close()
             with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
                 os.rmdir(os.path.dirname(self.config.link))
@@ -109,6 +120,18 @@ class Front:
         with contextlib.suppress(ApiError):
             await self.link.wait_ready()
             print(ready_line(self.config, sessions.names[0], sessions.text.template is not None), flush=True)
+
+    async def _watch_idle(self) -> None:
+        """Drain when no request has come for so long. Loading and restarting are no idle time."""
+        limit = 60 * self.config.idle_exit
+        while not self.link.draining:
+            idle = self.link.idle_seconds()
+            if idle >= limit and not self._state.active:  # no request is being read or tokenised either
+                log.warning("no request for %g minutes (--idle-exit): the job ends and gives its allocation back",
+                            self.config.idle_exit)
+                self._drain()
+                return
+            await asyncio.sleep(min(max(0.01, limit - idle), IDLE_LOOK))
 
     def _drain(self) -> None:
         self.link.drain()
@@ -134,12 +157,37 @@ class Front:
             await asyncio.sleep(0.01)
 
 
+def write_job_file(config: FrontConfig) -> None:
+    """Tell this user's other terminals about the server; one that cannot is served all the same."""
+    if not config.job_file:
+        return
+    job = jobfile.JobFile(
+        url=config.url.removesuffix("/v1") or f"unix://{_bound_to(config.listen_fd)}",
+        host=socket.gethostname(),
+        model=config.names()[0],
+        pid=os.getpid(),
+        start=jobfile.start_of(os.getpid()),
+        since=time.time(),
+        key=config.api_key,
+        batch=config.batch_job,
+        end=config.end_time,
+    )
+    try:
+        jobfile.write(Path(config.job_file), job)
+    except OSError as error:
+        log.warning("no job file, so `phalanx chat` needs --url: %s: %s", config.job_file, error.strerror)
+
+
+def _bound_to(fd: int) -> Any:
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        return sock.getsockname()
+
+
 def ready_line(config: FrontConfig, model: str, chat: bool) -> str:
     """Where the server is, and a command to paste."""
     url, option = config.url, ""
     if not url:
-        with socket.socket(fileno=os.dup(config.listen_fd)) as sock:
-            name = sock.getsockname()
+        name = _bound_to(config.listen_fd)
         if isinstance(name, tuple):
             host = "127.0.0.1" if name[0] in ("0.0.0.0", "::") else name[0]
             url = f"http://{f'[{host}]' if ':' in host else host}:{name[1]}/v1"

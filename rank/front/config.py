@@ -43,6 +43,10 @@ class FrontConfig(msgspec.Struct, forbid_unknown_fields=True):
     log_level: str = "info"
     cpus: list[int] = []  # cores to run on; [] keeps the inherited ones
     parent_pid: int = 0  # who must be the parent, checked after PDEATHSIG is set; 0 skips the check
+    idle_exit: float = 0.0  # minutes without a request after which the job drains; 0: never
+    job_file: str = ""  # where to write how this server is found (jobfile.py); "": nowhere
+    batch_job: str = ""  # the batch system's name for the job, for that file
+    end_time: float = 0.0  # when the batch system ends it, Unix time; 0: not known
 
     def names(self) -> list[str]:
         """The model's names; the first one is the real one."""

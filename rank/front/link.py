@@ -98,6 +98,7 @@ class LeadLink:
         self.on_draining: Callable[[], None] = self.drain  # the ranks were asked to; whoever is here says when
         self._ready_event = asyncio.Event()
         self._streams: dict[str, Stream] = {}
+        self._busy_at = 0.0  # on the loop's clock: when something was last running, or could not run
         self._lead: _LeadProtocol | None = None
         self._server: asyncio.Server | None = None
 
@@ -141,6 +142,13 @@ class LeadLink:
     def open_sequences(self) -> int:
         return len(self._streams)
 
+    def idle_seconds(self) -> float:
+        """For how long the ranks have had nothing to do although they could. Who asks does so every second or so."""
+        now = asyncio.get_running_loop().time()
+        if self._streams or self.state != "ready":
+            self._busy_at = now
+        return now - self._busy_at
+
     def submit(self, requests: list[step.Request]) -> Stream:
         """Send requests to the lead. Raises ApiError 503 where there is none that takes them."""
         if self.state != "ready" or self._lead is None:
@@ -148,6 +156,7 @@ class LeadLink:
         stream = Stream(self, [request.id for request in requests])
         for request in requests:
             self._streams[request.id] = stream
+        self._busy_at = asyncio.get_running_loop().time()
         self._lead.transport.write(b"".join([step.frame(request) for request in requests]))
         return stream
 

@@ -3,10 +3,15 @@
 import http.server
 import io
 import json
+import os
+import socket
 import threading
+import time
 
 import pytest
 from phalanx.launcher import cli
+from phalanx.rank.front import jobfile
+from phalanx.rank.front.jobfile import JobFile
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -102,3 +107,99 @@ def test_options_of_the_server_in_a_shared_file_are_passed_over(server, monkeypa
     assert capsys.readouterr().err == ""
     assert cli.main(["chat", "--tmperature", "1"]) == 2
     assert capsys.readouterr().err == "phalanx: unknown option --tmperature; did you mean --temperature?\n"
+
+
+# Found by its job file.
+
+
+@pytest.fixture
+def leave(monkeypatch, tmp_path):
+    """Writes the job file of a server of this process, or of another host."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def write(name, **given):
+        pid = os.getpid()
+        known = {"host": socket.gethostname(), "model": "tiny", "pid": pid, "start": jobfile.start_of(pid)}
+        path = jobfile.directory() / f"{name}.json"
+        jobfile.write(path, JobFile(**{**known, **given}))
+        return path
+
+    return write
+
+
+def talk(monkeypatch, *argv):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    return cli.main(["chat", *argv])
+
+
+def test_the_running_server_is_found(server, leave, monkeypatch, capsys):
+    url = f"http://127.0.0.1:{server.server_port}"
+    leave("here-1", url=url, key="secret")
+    gone = leave("here-2", url="http://127.0.0.1:1", start=1)
+    assert talk(monkeypatch) == 0
+    assert chat(server, monkeypatch, "one\n") == 0  # named by its port
+    assert talk(monkeypatch, "--api-key", "other") == 0
+    assert [key for _, key in server.seen] == ["Bearer secret", "Bearer secret", "Bearer other"]
+    assert not gone.exists()
+    assert talk(monkeypatch, "--job", "here-2") == 2
+    assert capsys.readouterr().err.startswith(
+        "phalanx: --job here-2: no running job of yours has left a file of this name; these are running:\n  here-1  "
+    )
+
+
+def test_one_of_several_is_chosen(server, leave, monkeypatch, capsys):
+    url = f"http://127.0.0.1:{server.server_port}"
+    leave("here-1", url="http://127.0.0.1:1", model="small", since=2.0)
+    leave("here-2", url=url, batch="991.pbs", since=1.0)
+    assert talk(monkeypatch) == 2
+    when = [time.strftime("since %d %b %H:%M", time.localtime(one)) for one in (1.0, 2.0)]
+    assert capsys.readouterr().err.splitlines() == [
+        "phalanx: 2 servers of yours are running; choose one with `phalanx chat --job NAME`:",
+        f"  here-2  job 991.pbs  tiny   {url:22}  {when[0]}",
+        f"  here-1               small  {'http://127.0.0.1:1':{max(22, len(url))}}  {when[1]}",
+    ]
+    for name in ("here-2", "991.pbs", "991", "tiny"):
+        assert talk(monkeypatch, "--job", name) == 0
+    assert len(server.seen) == 4
+
+
+def test_no_job_at_all(leave, monkeypatch, capsys):
+    assert talk(monkeypatch, "--job", "991") == 2
+    assert capsys.readouterr().err == (
+        "phalanx: --job 991: no running job of yours has left a file of this name, nor has any other; "
+        "start one with `phalanx serve`\n"
+    )
+
+
+def test_the_loopback_of_another_host(server, leave, monkeypatch, capsys):
+    leave("node7-5", url="http://127.0.0.1:2000", host="node7", key="k", batch="991")
+    assert talk(monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        "phalanx: job node7-5 listens on node7 for that host only. In another terminal:\n"
+        "  ssh -N -L 2000:127.0.0.1:2000 node7\n"
+        "and here:\n"
+        "  phalanx chat --job node7-5 --url http://127.0.0.1:2000\n"
+        "A server that is started with --h 0.0.0.0 and --api-key-file FILE is reached without ssh\n"
+    )
+    assert talk(monkeypatch, "--job", "991", "--url", f"http://127.0.0.1:{server.server_port}/") == 0
+    assert talk(monkeypatch, "--job", "991", "--p", str(server.server_port)) == 0
+    assert [key for _, key in server.seen] == ["Bearer k", "Bearer k"]
+
+
+def test_a_server_of_another_host(server, leave, monkeypatch, capsys):
+    """It is reached without the proxy, which knows the world outside the cluster."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setattr("phalanx.launcher.client.is_loopback", lambda host: False)
+    path = leave("node7-5", url=f"http://127.0.0.1:{server.server_port}", host="node7")
+    assert talk(monkeypatch) == 0
+    leave("node7-5", url="http://127.0.0.1:1", host="node7")
+    assert talk(monkeypatch) == 2
+    assert capsys.readouterr().err.endswith(f"refused); if job node7-5 on node7 is over, remove {path}\n")
+
+
+def test_a_unix_socket(leave, monkeypatch, capsys):
+    leave("here-1", url="unix:///run/p")
+    assert talk(monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        "phalanx: job here-1 listens on unix:///run/p only: chat reaches a server that was started with --h HOST\n"
+    )

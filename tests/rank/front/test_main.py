@@ -13,6 +13,7 @@ import urllib.request
 
 import pytest
 from phalanx.rank import exits, step
+from phalanx.rank.front import jobfile
 from phalanx.rank.front.__main__ import ready_line
 from phalanx.rank.front.config import FrontConfig
 
@@ -246,3 +247,59 @@ def test_ready_line_of_a_unix_socket(tmp_path):
         sock.bind(str(tmp_path / "http"))
         line = ready_line(FrontConfig(model_dir="m", link="l", listen_fd=sock.fileno()), "m", True)
     assert f"unix:{tmp_path}/http (model m)" in line and f"--unix-socket {tmp_path}/http " in line
+
+
+def test_its_job_file_is_there_while_it_runs(start, tmp_path):
+    path = tmp_path / "state" / "jobs" / "here-1.json"
+    end = time.time() + 3600
+    front = start(job_file=str(path), url="http://node7:2000/v1", api_key="k", batch_job="991", end_time=end)
+    front.connect()
+    (job,) = jobfile.running(path.parent, socket.gethostname()).values()
+    assert (job.url, job.host, job.model) == ("http://node7:2000", socket.gethostname(), "tiny")
+    assert (job.pid, job.key, job.batch, job.end) == (front.process.pid, "k", "991", end)
+    assert abs(job.since - time.time()) < 60
+    front.process.terminate()
+    assert front.process.wait(5) == exits.OK
+    assert not list(path.parent.iterdir())
+
+
+def test_a_server_without_a_place_for_its_job_file(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    front = start(job_file=str(tmp_path / "file" / "jobs" / "x.json"))
+    assert front.process.stdout.readline() == (
+        f"no job file, so `phalanx chat` needs --url: {tmp_path}/file/jobs/x.json: Not a directory\n"
+    )
+    front.ready()
+    assert front.health()[0] == 200
+
+
+def test_idle_exit(start):
+    """Loading and running requests are no idle time, looks at /health are."""
+    front = start(idle_exit=0.025)  # 1.5 s
+    front.connect()
+    time.sleep(2)
+    front.ready()
+    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as client:
+        body = b'{"prompt": "x", "max_tokens": 2}'
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        request = front.receive()
+        assert isinstance(request, step.Request)
+        time.sleep(2.5)
+        assert front.health()[1]["status"] == "ready"
+        ended = time.monotonic()
+        front.send(step.Deltas([step.Delta(request.id, [70, 70], finish="length")]))
+        assert b"200 OK" in client.recv(1 << 16)
+    front.lead.settimeout(0.1)
+    drained = False
+    while not drained:
+        front.health()
+        try:
+            drained = isinstance(front.receive(), step.Drain)
+        except TimeoutError:
+            assert time.monotonic() < ended + 10
+    assert time.monotonic() - ended > 0.4  # since the last look at the running request
+    assert front.process.stdout.readline() == (
+        "no request for 0.025 minutes (--idle-exit): the job ends and gives its allocation back\n"
+    )
+    front.lead.close()
+    assert front.process.wait(5) == exits.OK
