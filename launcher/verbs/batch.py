@@ -24,14 +24,14 @@ from ...rank.front.config import FrontConfig
 from ...rank.front.jobs.config import VARIABLE, BatchConfig
 from ...rank.options import Options, flag
 from .. import choices, front, hosts, member, sbatch, supervise
-from ..resolve import resolve
+from ..resolve import in_force, joined, resolve
 from ..usage import options_help, show_config
 
 USAGE_LINE = """phalanx batch [DIR] -i FILE -o FILE [options]: answer a file of requests in OpenAI's batch format
 Start it again to go on where it was: after exit code 75, and after any kill.
 """
 JOBS = ["-m", "phalanx.rank.front.jobs"]
-SERVER_ONLY = ("host", "port", "api_key", "api_key_file", "queue_size", "access_log")
+SERVER_ONLY = ("host", "port", "api_key", "api_key_file", "queue_size", "access_log", "idle_exit")
 RESERVE = 30.0  # seconds before the end, or a tenth of the time where that is less
 DECIDED = (exits.OK, exits.ERROR, exits.USAGE, exits.MODEL, exits.UNFINISHED)
 _GROUP = "Batch"
@@ -79,12 +79,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         argv, script = sbatch.wanted(argv)
         chosen = choices.read(BatchOptions, argv, os.environ, strict=first)
+        place = joined(chosen.options, place)
         if chosen.help or chosen.show_config or script:
-            if first and script:
-                _refuse(chosen)
-                print(sbatch.script("batch", chosen), end="")
-            elif first:
-                print(USAGE_LINE + options_help(BatchOptions, SERVER_ONLY) if chosen.help else show_config(chosen))
+            if first:
+                _show(chosen, script, place)
             return 0
         if not first:
             assert place is not None
@@ -104,6 +102,17 @@ def main(argv: Sequence[str]) -> int:
     if place is not None:
         member.join(options, place, lambda settings: start(config, settings))
     return run(config, options)
+
+
+def _show(chosen: choices.Chosen[BatchOptions], script: bool, place: hosts.World | None) -> None:
+    """What --help, --sbatch and --show-config print instead of running."""
+    if chosen.help:
+        print(USAGE_LINE + options_help(BatchOptions, SERVER_ONLY))
+    elif script:
+        _refuse(chosen)
+        print(sbatch.script("batch", chosen), end="")
+    else:
+        print(show_config(chosen, in_force(chosen.options, place)))
 
 
 def _plain(options: BatchOptions) -> Options:
