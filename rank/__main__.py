@@ -49,7 +49,7 @@ class Rank:
         self.hosts = hosts
         self.watch = watch
         self.link: FrontLink | None = None
-        self._told = self._logged = time.monotonic()  # when loading's progress was told, and logged
+        self._began = self._told = self._logged = time.monotonic()  # loading: the start, progress told, and logged
 
     def run(self) -> int:
         """Load, then lead or follow until the job ends; the exit code."""
@@ -61,7 +61,14 @@ class Rank:
         options = self.options
         started = time.monotonic()
         model = load_model(
-            options.model, grid, device, options.dtype, options.max_model_len, options.load_format, self._progress
+            options.model,
+            grid,
+            device,
+            options.dtype,
+            options.max_model_len,
+            options.load_format,
+            options.load,
+            self._progress,
         )
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         block_size = options.block_size or BLOCK_SIZE
@@ -184,7 +191,8 @@ class Rank:
         self.link.send(step.Progress("loading weights", done, total))
         if now - self._logged >= LOG_EVERY:
             self._logged = now
-            self._say(f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB on this rank")
+            speed = done / 1e9 / (now - self._began)
+            self._say(f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
 
     def _say(self, text: str) -> None:
         if self.world.rank == 0:

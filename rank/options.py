@@ -62,6 +62,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         str, flag("--load-format", group=_MODEL, choices=("auto", "dummy"), help="dummy: random weights, for measuring")
     ] = "auto"
+    load: Annotated[
+        str,
+        flag("--load", group=_MODEL, choices=("auto", "direct", "striped"),
+             help="striped: each byte is read once a job; auto: if over a network"),
+    ] = "auto"  # fmt: skip
     generation_config: Annotated[
         bool,
         flag("--generation-config", group=_MODEL, off=("--no-generation-config",),

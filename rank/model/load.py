@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
+from ...comm.base import HostComm
+from ...comm.control import broadcast_bytes
 from ...comm.mesh import Mesh
+from .. import mounts
 from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .weights.dummy import Dummy
-from .weights.safetensors import Checkpoint
-from .weights.slicing import Sliced
+from .weights.safetensors import Checkpoint, Listing, read_listing
+from .weights.slicing import Slice, Sliced
+from .weights.striped import Striped
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # Tensors that checkpoints carry and that are computed here, or that a tied head does not read.
 HARMLESS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+
+Progress = Callable[[int, int], None]  # is told bytes done and all bytes
 
 
 def load(
@@ -31,13 +39,15 @@ def load(
     dtype: str = "auto",
     max_model_len: int = 0,
     load_format: str = "auto",
-    progress: Callable[[int, int], None] | None = None,
+    way: str = "auto",
+    progress: Progress = lambda done, total: None,
 ) -> Model:
-    """This rank's part of the model at `path`.
+    """This rank's part of the model at `path`. Collective over the mesh's world.
 
     dtype: auto, f32, bf16 or f16. max_model_len: 0 for as long as the model can. load_format: auto, or dummy for
-    random weights, which needs config.json alone. progress gets the bytes done and all bytes of this rank.
-    Raises Stop in words for the user.
+    random weights, which needs config.json alone. way: direct, each rank reads its own slices; striped, each byte is
+    read by one rank and sent to those that need it; auto chooses. progress gets this rank's bytes or, striped, the
+    job's. Raises Stop in words for the user.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -50,7 +60,10 @@ def load(
     args = module.Args.from_config(config)
     model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks))
     materialise(model, device, DTYPES[chosen])
-    _fill(model, config, load_format, progress, speaks)
+    if load_format == "dummy":
+        _fill(Dummy(), list(model.slices()), progress)
+    else:
+        _read(model, config.path, choose_way(way, config.path, mesh.world), mesh.world, progress, speaks)
     finish(model)
     return model.eval()
 
@@ -93,26 +106,52 @@ def finish(model: Model) -> None:
     model.weight_bytes = sum(held.values())
 
 
-def _fill(
-    model: Model, config: Config, load_format: str, progress: Callable[[int, int], None] | None, speaks: bool
-) -> None:
+def choose_way(way: str, path: Path, world: HostComm) -> str:
+    """auto is striped where any rank has the files from a network file system. Collective over world."""
+    if way != "auto":
+        return way
+    remote = mounts.is_network(mounts.kind(path))
+    return (
+        "striped" if int(world.all_reduce(torch.tensor([remote * (world.size > 1)], dtype=torch.int64))) else "direct"
+    )
+
+
+def _read(model: Model, path: Path, way: str, world: HostComm, progress: Progress, speaks: bool) -> None:
+    striped = way == "striped"
+    listing = _share_listing(path, world) if striped else read_listing(path)
+    checkpoint = Checkpoint(path, listing, model.rename)
     parts = list(model.slices())
-    source: Checkpoint | Dummy
-    if load_format == "dummy":
-        source = Dummy()
-    else:
-        source = Checkpoint(config.path, model.rename)
-        for part in parts:  # all before the first byte is read: a wrong file is told at once
-            source.check(part)
-        if speaks:
-            _tell_unread(model, source)
+    for part in parts:  # all before the first byte is read: a wrong file is told at once
+        checkpoint.check(part)
+    if speaks:
+        _tell_unread(model, checkpoint)
+    started = time.monotonic()
+    if not striped:
+        _fill(checkpoint, parts, progress)
+        return
+    source = Striped(checkpoint, parts, world)
+    source.fill(progress)
+    if speaks:
+        seconds = max(time.monotonic() - started, 1e-9)
+        log.info(
+            "read %.2f GB in %.1f s, %.2f GB/s: each byte once, by one of %d ranks",
+            source.total / 1e9, seconds, source.total / 1e9 / seconds, world.size,
+        )  # fmt: skip
+
+
+def _share_listing(path: Path, world: HostComm) -> Listing:
+    """Rank 0 reads the headers for all."""
+    mine = msgspec.msgpack.encode(read_listing(path)) if world.rank == 0 else b""
+    return msgspec.msgpack.decode(broadcast_bytes(world, mine), type=Listing)
+
+
+def _fill(source: Checkpoint | Dummy, parts: list[Slice], progress: Progress) -> None:
     total = sum(part.target.nbytes for part in parts)
     done = 0
     for part in parts:
         source.fill(part)
         done += part.target.nbytes
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
 
 
 def _tell_unread(model: Model, source: Checkpoint) -> None:

@@ -1,0 +1,264 @@
+"""Loads a checkpoint so that each of its bytes leaves the file system once per job.
+
+The tensors that anybody needs are cut, in the order in which they lie in the files, into one stripe per rank. A rank
+reads its stripe from end to end in large chunks, a few of them ahead, and in every round all ranks send each other what
+the others need of the chunks at hand. All ranks know the headers and every rank's slices, so that both ends of a
+message compute its contents alike and no word is needed beside the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ....comm.base import HostComm
+from ....comm.control import gather_bytes
+from ...exits import MODEL, Stop
+from .safetensors import DTYPES, Checkpoint, Entry
+from .slicing import Slice
+
+CHUNK = 32 << 20  # bytes of one read, at most
+ROUND = 512 << 20  # bytes that a rank may be sent in one round: with many ranks, chunks are smaller
+READERS = 2  # reads of a rank under way at once: network file systems are slow to answer, not slow to send
+ALIGN = 16  # bytes: where a message's parts begin, so that they can be seen as elements
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Piece(NamedTuple):
+    """Rows first to last of a tensor; they begin `offset` bytes into their chunk."""
+
+    tensor: str
+    first: int
+    last: int
+    offset: int
+
+
+class Chunk(NamedTuple):
+    """`size` bytes of a file from `start` on, all of them pieces of tensors."""
+
+    file: str
+    start: int
+    size: int
+    pieces: list[Piece]
+
+
+class Move(NamedTuple):
+    """Rows first to last of a piece's tensor go to the `place`-th slice that the receiver has of it."""
+
+    piece: Piece
+    place: int
+    first: int
+    last: int
+    ranges: Ranges  # of all axes after the rows
+
+
+def rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor as rows of at least one element: a vector has rows of one."""
+    return tuple(shape) if len(shape) > 1 else (math.prod(shape), 1)
+
+
+def cut(tensors: Sequence[tuple[str, str, Entry]], stripes: int, most: int = CHUNK) -> list[list[Chunk]]:
+    """Tensors (name, file, entry), in the files' order, as equal stripes of chunks of at most `most` bytes.
+
+    Cuts lie between rows, so that stripes differ by a row, and a chunk has one row however long that is.
+    """
+    total = sum(entry.stop - entry.start for _, _, entry in tensors)
+    found: list[list[Chunk]] = [[] for _ in range(stripes)]
+    stripe = done = 0
+    for name, file, entry in tensors:
+        count = rows(entry.shape)[0]
+        width = (entry.stop - entry.start) // max(1, count)
+        first = 0
+        while width and first < count:
+            limit = total * (stripe + 1) // stripes
+            if done >= limit:
+                stripe += 1
+                continue
+            start = entry.start + first * width
+            chunk = found[stripe][-1] if found[stripe] else None
+            if chunk is None or (chunk.file, chunk.start + chunk.size) != (file, start) or chunk.size + width > most:
+                chunk = Chunk(file, start, 0, [])
+                found[stripe].append(chunk)
+            fit = max(1, (most - chunk.size) // width)
+            take = min(count - first, fit, -(-(limit - done) // width))
+            chunk.pieces.append(Piece(name, first, first + take, chunk.size))
+            found[stripe][-1] = chunk._replace(size=chunk.size + take * width)
+            first += take
+            done += take * width
+    return found
+
+
+def moves(chunk: Chunk, wanted: dict[str, list[Ranges]]) -> Iterator[Move]:
+    """What of a chunk goes to a rank that wants these slices, in the order in which it is sent."""
+    for piece in chunk.pieces:
+        for place, ranges in enumerate(wanted.get(piece.tensor, ())):
+            first, last = max(piece.first, ranges[0][0]), min(piece.last, ranges[0][1])
+            if first < last:
+                yield Move(piece, place, first, last, ranges[1:])
+
+
+class Striped:
+    """One rank's part in loading `parts`. Collective over world: made and filled by all ranks."""
+
+    def __init__(self, checkpoint: Checkpoint, parts: Sequence[Slice], world: HostComm):
+        self._path = checkpoint.path
+        self._world = world
+        self._targets: dict[str, list[Tensor]] = {}
+        mine: dict[str, list[Ranges]] = {}
+        for part in parts:
+            if part.target.numel():  # a rank whose share of an axis is padding alone wants nothing of it
+                vector = len(part.shape) == 1
+                self._targets.setdefault(part.tensor, []).append(part.target[:, None] if vector else part.target)
+                mine.setdefault(part.tensor, []).append((*part.ranges, (0, 1)) if vector else part.ranges)
+        kind = dict[str, list[Ranges]]
+        self._wanted = [
+            msgspec.msgpack.decode(text, type=kind) for text in gather_bytes(world, msgspec.msgpack.encode(mine))
+        ]
+        needed = [(name, *checkpoint.find(name)) for name in dict.fromkeys(n for one in self._wanted for n in one)]
+        needed.sort(key=lambda one: (one[1], one[2].start))
+        self._entries = {name: entry for name, _, entry in needed}
+        # The last stage has the first ranks: dealt from the end, many bytes are where they are needed already.
+        self._stripes = cut(needed, world.size, min(CHUNK, ROUND // world.size))[::-1]
+        self.total = sum(chunk.size for stripe in self._stripes for chunk in stripe)
+        self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, progress: Callable[[int, int], None]) -> None:
+        """Read and exchange everything. progress gets the bytes that all ranks have read so far, and all there are."""
+        mine = self._stripes[self._world.rank]
+        done = 0
+        with Reader(self._path, mine) as reader:
+            for turn in range(max(map(len, self._stripes))):
+                chunks = [stripe[turn] if turn < len(stripe) else None for stripe in self._stripes]
+                own = chunks[self._world.rank]
+                self._exchange(chunks, reader.next() if own is not None else self._outbox[:0])
+                done += sum(chunk.size for chunk in chunks if chunk is not None)
+                progress(done, self.total)
+
+    def _exchange(self, chunks: list[Chunk | None], data: Tensor) -> None:
+        """One round: `data` [bytes] is this rank's chunk; chunks are those of all ranks."""
+        me = self._world.rank
+        own = chunks[me]
+        for move in moves(own, self._wanted[me]) if own is not None else ():
+            self._put(move, self._see(data, move))
+        if self._world.size == 1:
+            return
+        out = [list(moves(own, wanted)) if own is not None and r != me else [] for r, wanted in enumerate(self._wanted)]
+        into = [list(moves(c, self._wanted[me])) if c is not None and r != me else [] for r, c in enumerate(chunks)]
+        out_bytes, in_bytes = [[sum(map(self._room, one)) for one in side] for side in (out, into)]
+        self._outbox, self._inbox = _grown(self._outbox, sum(out_bytes)), _grown(self._inbox, sum(in_bytes))
+        at = 0
+        for move in (move for one in out for move in one):
+            seen = self._see(data, move)
+            self._outbox[at : at + seen.numel()].view(seen.shape).copy_(seen)
+            at += self._room(move)
+        inbox = self._inbox[: sum(in_bytes)]
+        self._world.all_to_allv(self._outbox[:at], out_bytes, inbox, in_bytes)
+        at = 0
+        for move in (move for one in into for move in one):
+            self._put(move, inbox[at : at + math.prod(self._shape(move))].view(self._shape(move)))
+            at += self._room(move)
+
+    def _shape(self, move: Move) -> tuple[int, ...]:
+        """Of a move's bytes: as its elements, the last axis longer."""
+        size = DTYPES[self._entries[move.piece.tensor].dtype].itemsize
+        inner = [stop - start for start, stop in move.ranges]
+        return (move.last - move.first, *inner[:-1], inner[-1] * size)
+
+    def _room(self, move: Move) -> int:
+        """Bytes that a move takes in a message."""
+        return -(-math.prod(self._shape(move)) // ALIGN) * ALIGN
+
+    def _see(self, data: Tensor, move: Move) -> Tensor:
+        """A view [rows, ..., bytes] of what moves, in the chunk's bytes."""
+        entry = self._entries[move.piece.tensor]
+        size = DTYPES[entry.dtype].itemsize
+        piece, inner = move.piece, rows(entry.shape)[1:]
+        width = math.prod(inner) * size
+        whole = data[piece.offset : piece.offset + (piece.last - piece.first) * width]
+        seen = whole.view(piece.last - piece.first, *inner[:-1], inner[-1] * size)
+        ranges = [(move.first - piece.first, move.last - piece.first), *move.ranges[:-1]]
+        ranges.append((move.ranges[-1][0] * size, move.ranges[-1][1] * size))
+        return seen[tuple(slice(start, stop) for start, stop in ranges)]
+
+    def _put(self, move: Move, data: Tensor) -> None:
+        """Copy bytes [rows, ..., bytes] to where they belong, as what they are."""
+        dtype = DTYPES[self._entries[move.piece.tensor].dtype]
+        if data.storage_offset() % dtype.itemsize:  # a header of odd length, which old files have
+            data = data.clone()
+        name = move.piece.tensor
+        top = self._wanted[self._world.rank][name][move.place][0][0]
+        target = self._targets[name][move.place]
+        target[move.first - top : move.last - top].copy_(data.view(dtype))
+
+
+class Reader:
+    """Reads chunks in order, READERS of them ahead, in threads of its own. A context manager."""
+
+    def __init__(self, path: Path, chunks: Sequence[Chunk]):
+        self._path = path
+        self._chunks = iter(chunks)
+        self._files: dict[str, int] = {}
+        longest = max((chunk.size for chunk in chunks), default=0)
+        count = min(len(chunks), READERS + 1)  # one is with the caller
+        self._buffers = deque(torch.empty(longest, dtype=torch.uint8) for _ in range(count))
+        self._pool = ThreadPoolExecutor(READERS, "reader")
+        self._ahead: deque[Future[Tensor]] = deque()
+        for _ in range(READERS):
+            self._begin()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for fd in self._files.values():
+            os.close(fd)
+
+    def next(self) -> Tensor:
+        """The next chunk's bytes; they may be overwritten by the call after."""
+        self._begin()
+        return self._ahead.popleft().result()
+
+    def _begin(self) -> None:
+        chunk = next(self._chunks, None)
+        if chunk is None:
+            return
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        self._ahead.append(self._pool.submit(self._read, self._open(chunk.file), chunk, buffer[: chunk.size]))
+
+    def _open(self, file: str) -> int:
+        if file not in self._files:
+            try:
+                self._files[file] = os.open(self._path / file, os.O_RDONLY)
+            except OSError as error:
+                raise Stop(f"{self._path / file} cannot be read: {error.strerror}", MODEL) from None
+        return self._files[file]
+
+    def _read(self, fd: int, chunk: Chunk, into: Tensor) -> Tensor:
+        memory = memoryview(into.numpy().data)
+        done = 0
+        while done < chunk.size:
+            at = chunk.start + done
+            try:
+                got = os.preadv(fd, [memory[done:]], at)
+            except OSError as error:
+                raise Stop(f"{self._path / chunk.file} cannot be read at byte {at}: {error.strerror}", MODEL) from None
+            if not got:
+                raise Stop(f"{self._path / chunk.file} ends at byte {at}, though it was longer a moment ago", MODEL)
+            done += got
+        return into
+
+
+def _grown(buffer: Tensor, size: int) -> Tensor:
+    return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8)

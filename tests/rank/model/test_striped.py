@@ -1,0 +1,244 @@
+"""Striped loading: the same weights as direct loading, and each byte read once."""
+
+import errno
+import json
+import logging
+import os
+import threading
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.rank import exits, mounts
+from phalanx.rank.model.load import load
+from phalanx.rank.model.weights import striped
+from phalanx.rank.model.weights.safetensors import Entry, read_listing
+from safetensors.torch import load_file, save_file
+
+ODD = {"vocab_size": 509, "intermediate_size": 97}  # prime: no degree divides them, so the last rank is padded
+
+
+def load_on(path, tp=1, pp=1, **options):
+    return threads.run(lambda comm: load(path, mesh.build(comm, tp, pp), **options), tp * pp)
+
+
+def same(path, tp, pp, **options):
+    striped_ones, direct_ones = (load_on(path, tp, pp, way=way, **options) for way in ("striped", "direct"))
+    for a, b in zip(striped_ones, direct_ones, strict=True):
+        mine, theirs = dict(a.named_parameters()), dict(b.named_parameters())
+        assert list(mine) == list(theirs)
+        for name in mine:
+            assert mine[name].dtype == theirs[name].dtype and torch.equal(mine[name], theirs[name]), name
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Many rounds, and chunks that end within tensors."""
+    monkeypatch.setattr(striped, "CHUNK", 3001)
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3)])
+@pytest.mark.parametrize("made", [
+    {**ODD},
+    {**ODD, "tie_word_embeddings": True, "dtype": "bfloat16"},
+    {"model_type": "qwen3", "shards": 3, "attention_bias": True, "dtype": "float16"},
+], ids=["untied", "tied-bf16", "shards-biases"])  # fmt: skip
+def test_the_same_bits_as_direct_loading(checkpoint, small_chunks, tp, pp, made):
+    same(checkpoint(num_hidden_layers=3, **made), tp, pp)
+
+
+def test_chunks_as_they_are(checkpoint):
+    same(checkpoint(num_hidden_layers=3, **ODD), 2, 1, dtype="bf16")
+
+
+def test_more_ranks_than_key_heads(checkpoint, small_chunks):
+    """The same rows for several ranks."""
+    same(checkpoint(num_key_value_heads=2), 6, 1)
+
+
+def test_a_header_of_odd_length(checkpoint, small_chunks, tmp_path):
+    """Its tensors lie at odd addresses; files of today are padded to eight bytes."""
+    whole = (checkpoint(**ODD) / "model.safetensors").read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = whole[8 : 8 + length].rstrip()
+    header += b" " * (len(header) % 2 == 0)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
+    (tmp_path / "config.json").write_bytes((checkpoint(**ODD) / "config.json").read_bytes())
+    assert all(entry.start % 2 for entry in read_listing(tmp_path).headers["model.safetensors"].values())
+    same(tmp_path, 2, 2)
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (2, 2), (3, 1)])
+def test_each_byte_is_read_once_and_each_rank_reads_its_share(checkpoint, small_chunks, monkeypatch, tp, pp):
+    path = checkpoint(num_hidden_layers=3, shards=3, **ODD)
+    reads, real = [], os.preadv
+    lock = threading.Lock()
+
+    def spy(fd, buffers, offset):
+        got = real(fd, buffers, offset)
+        with lock:
+            reads.append((os.readlink(f"/proc/self/fd/{fd}"), offset, got))
+        return got
+
+    monkeypatch.setattr(striped.os, "preadv", spy)
+    shares = []
+    monkeypatch.setattr(striped, "Reader", counted(shares))
+    load_on(path, tp, pp, way="striped")
+    files = {str(f): f.stat().st_size for f in path.glob("*.safetensors")}
+    headers = {str(path / f): min(e.start for e in one.values()) for f, one in read_listing(path).headers.items()}
+    for file, size in files.items():
+        at = headers[file]
+        for _, offset, got in sorted(one for one in reads if one[0] == file):
+            assert offset == at  # no gap and no overlap
+            at += got
+        assert at == size
+    total = sum(files.values()) - sum(headers.values())
+    assert sum(shares) == total
+    assert max(shares) - min(shares) < 1000  # a few rows
+
+
+def counted(shares):
+    class Counted(striped.Reader):
+        def __init__(self, path, chunks):
+            super().__init__(path, chunks)
+            shares.append(sum(chunk.size for chunk in chunks))
+
+    return Counted
+
+
+def test_tensors_that_nobody_needs_are_not_read(checkpoint, small_chunks, tmp_path, monkeypatch):
+    path = checkpoint(num_hidden_layers=3, **ODD)
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    tensors = load_file(path / "model.safetensors")
+    needed = sum(t.nbytes for t in tensors.values())
+    save_file({**tensors, "model.layers.1.extra": torch.zeros(5000)}, tmp_path / "model.safetensors")
+    shares = []
+    monkeypatch.setattr(striped, "Reader", counted(shares))
+    load_on(tmp_path, 2, way="striped")
+    assert sum(shares) == needed
+    same(tmp_path, 2, 1)
+
+
+def test_progress_counts_the_jobs_bytes_on_every_rank(checkpoint, small_chunks, caplog):
+    path = checkpoint(num_hidden_layers=3, **ODD)
+    calls = []
+    with caplog.at_level(logging.INFO, "phalanx"):
+        load_on(path, 2, way="striped", progress=lambda done, total: calls.append((done, total)))
+    total = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
+    assert calls[-1] == (total, total) and calls.count((total, total)) == 2
+    assert sorted(calls)[::2] == sorted(calls)[1::2] and len(calls) > 20
+    (said,) = (r.message for r in caplog.records if r.message.startswith("read "))
+    assert said.startswith(f"read {total / 1e9:.2f} GB in ") and said.endswith(
+        "GB/s: each byte once, by one of 2 ranks"
+    )
+
+
+def entry(start, *shape):
+    return Entry("F32", shape, start, start + 4 * torch.Size(shape).numel())
+
+
+def test_stripes_are_equal_to_a_row_and_chunks_no_longer_than_asked():
+    tensors = [("a", "x", entry(80, 10, 100)), ("b", "x", entry(4080, 500)), ("c", "y", entry(10, 3, 2000))]
+    stripes = striped.cut(tensors, 4, 2048)
+    sizes = [sum(chunk.size for chunk in stripe) for stripe in stripes]
+    assert sum(sizes) == 4000 + 2000 + 24000
+    # 30000 bytes: 7500 each, but a row of c has 8000, and whoever begins it reads it.
+    assert sizes == [14000, 8000, 8000, 0]
+    assert stripes[0][-1] == striped.Chunk("y", 10, 8000, [striped.Piece("c", 0, 1, 0)])
+    assert [chunk.size for chunk in stripes[0]] == [2000, 2048, 1952, 8000]
+    assert stripes[0][1].pieces == [striped.Piece("a", 5, 10, 0), striped.Piece("b", 0, 12, 2000)]
+
+
+def test_many_ranks_read_smaller_chunks(checkpoint, monkeypatch):
+    monkeypatch.setattr(striped, "ROUND", 8000)
+    sizes = []
+
+    def cut(tensors, stripes, most, real=striped.cut):
+        sizes.append(most)
+        return real(tensors, stripes, most)
+
+    monkeypatch.setattr(striped, "cut", cut)
+    load_on(checkpoint(**ODD), 2, way="striped")
+    assert sizes == [4000, 4000]
+
+
+@pytest.mark.parametrize("kind, ranks, way", [
+    ("ext4", 2, "direct"), ("lustre", 2, "striped"), ("nfs4", 1, "direct"), ("fuse.juicefs", 2, "striped"),
+])  # fmt: skip
+def test_network_file_systems_are_read_in_stripes(checkpoint, monkeypatch, caplog, kind, ranks, way):
+    monkeypatch.setattr(mounts, "kind", lambda path: kind)
+    with caplog.at_level(logging.INFO, "phalanx"):
+        load_on(checkpoint(**ODD), ranks)
+    assert ("each byte once" in caplog.text) == (way == "striped")
+
+
+def stop(path, **options):
+    with pytest.raises(exits.Stop) as stopped:
+        load_on(path, 2, way="striped", **options)
+    assert stopped.value.code == exits.MODEL
+    return str(stopped.value)
+
+
+def test_files_that_are_wrong_before_the_first_read(checkpoint, tmp_path):
+    path = checkpoint(num_hidden_layers=2, shards=2)
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    second = tmp_path / "model-00002-of-00002.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1])
+    assert stop(tmp_path) == (
+        f"{second} is damaged or truncated: its header tells of {len(whole)} bytes, the file has {len(whole) - 1}"
+    )
+    second.write_bytes((10**12).to_bytes(8, "little") + whole[8:])
+    assert stop(tmp_path) == (
+        f"{second} is damaged or truncated: a header of {10**12} bytes does not fit into a file of {len(whole)}"
+    )
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__")
+    for change, said in (
+        ({"shape": [7]}, f"bytes for {name}, F32 of shape [7]"),
+        ({"shape": None}, "its header lacks something (TypeError("),
+        ({"data_offsets": [0]}, "not enough values to unpack"),
+    ):
+        text = json.dumps(header | {name: header[name] | change}).encode()
+        second.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+        message = stop(tmp_path)
+        assert message.startswith(f"{second} is damaged or truncated: ") and said in message
+    second.unlink()
+    assert stop(tmp_path) == f"{tmp_path}: model.safetensors.index.json names {second.name}, which is missing"
+
+
+def test_files_that_fail_while_they_are_read(checkpoint, monkeypatch):
+    path = checkpoint(**ODD)
+    file = path / "model.safetensors"
+    real = os.preadv
+    begin = min(e.start for e in read_listing(path).headers["model.safetensors"].values())
+
+    def short(fd, buffers, offset):
+        return real(fd, buffers, offset) if offset == begin else 0
+
+    monkeypatch.setattr(striped.os, "preadv", short)
+    message = stop(path)
+    assert message.startswith(f"{file} ends at byte ") and message.endswith(", though it was longer a moment ago")
+
+    def fail(fd, buffers, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(striped.os, "preadv", fail)
+    assert stop(path).startswith(f"{file} cannot be read at byte ") and stop(path).endswith(": Input/output error")
+
+    def refuse(name, flags, *more, real=os.open):
+        if str(name).endswith(".safetensors"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(name, flags, *more)
+
+    monkeypatch.setattr(striped.os, "open", refuse)
+    assert stop(path) == f"{file} cannot be read: Stale file handle"
+
+
+def test_partial_reads_go_on(checkpoint, small_chunks, monkeypatch):
+    path = checkpoint(**ODD)
+    real = os.preadv
+    monkeypatch.setattr(striped.os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:700]], offset))
+    same(path, 2, 1)
