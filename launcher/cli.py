@@ -15,6 +15,7 @@ VERBS = {
     "chat": "talk to a running server in the terminal",
     "doctor": "look at ranks, MPI, devices, links, disks and versions, and say what to do",
     "fit": "what a model needs on a cluster and how fast it would be, before the allocation",
+    "pull": "fetch a model from the Hugging Face hub, before a job without network",
     "hostfile": "write the current Slurm, PBS or LSF allocation as a file for mpirun",
 }
 

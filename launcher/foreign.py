@@ -26,7 +26,7 @@ def _refuse(text: str) -> Foreign:
 _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
 _QUANT = _refuse("quantised weights are not supported yet; use the model's bf16, f16 or f32 directory")
 _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
-_HUB = _refuse("models are read from directories; download the model first and name its directory")
+_HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
 _TOOLS = _refuse("tool servers are not supported yet")
 _EXPERTS = _refuse("mixture-of-experts models are not supported yet")
@@ -69,6 +69,7 @@ FOREIGN: dict[str, Foreign] = {
     # vLLM
     "--kv-cache-dtype": _KV_DTYPE,
     "--quantization": _QUANT,
+    "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),
     "--trust-remote-code": _note("no code of the checkpoint is run"),
     "--enforce-eager": _note("graphs are used where they are faster and change no result"),
     "--enable-chunked-prefill": _note("it is always on"),

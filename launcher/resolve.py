@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import msgspec
 
 from ..rank.exits import MODEL, USAGE, Stop
 from ..rank.options import Options
-from . import hosts
+from . import hosts, hub
 from .demo import DIRECTORY as DEMO
 from .hosts import World
 
@@ -32,8 +31,13 @@ def resolve(options: Options, place: World | None) -> Options:
     _check_devices(options, numbers["ranks"], place)
     if options.mem and options.kv_fraction:
         raise Stop("--mem and --kv-fraction both size the KV cache: give one of them", USAGE)
-    api_key = _api_key(options)
-    return msgspec.structs.replace(options, model=model_directory(options), api_key=api_key, api_key_file="", **numbers)
+    api_key, model = _api_key(options), model_directory(options)
+    name = options.served_model_name
+    if options.model and not name and not Path(options.model).expanduser().is_dir():
+        name = options.model  # an id: the directory in the cache is named by a commit, which tells clients nothing
+    return msgspec.structs.replace(
+        options, model=model, served_model_name=name, api_key=api_key, api_key_file="", **numbers
+    )
 
 
 def in_force(options: Options, place: World | None) -> dict[str, int]:
@@ -106,7 +110,7 @@ def _api_key(options: Options) -> str:
 
 
 def model_directory(options: Options) -> str:
-    """The absolute path of the model's directory, made sure of as far as a launcher can."""
+    """The absolute path of the model's directory, made sure of as far as a launcher can. A model's id is fetched."""
     if not options.model:
         return str(built_in(with_weights=options.load_format != "dummy"))
     path = Path(options.model).expanduser()
@@ -114,12 +118,8 @@ def model_directory(options: Options) -> str:
         what = "GGUF files are not supported yet" if path.suffix == ".gguf" else "it is a file"
         raise Stop(f"model {options.model!r}: {what}; a directory with config.json and safetensors is needed", USAGE)
     if not path.is_dir():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", options.model):
-            raise Stop(
-                f"model {options.model!r}: there is no such directory. If it is a Hugging Face id: models are not "
-                f"downloaded yet; `hf download {options.model} --local-dir DIR` does it, then give DIR",
-                USAGE,
-            )
+        if hub.is_id(options.model):
+            return hub.model(options.model)
         raise Stop(f"model {options.model!r}: there is no such directory on {hosts.hostname()}", USAGE)
     if not (path / "config.json").is_file():
         raise Stop(f"model {options.model!r}: the directory has no config.json", MODEL)

@@ -120,8 +120,13 @@ def test_model_directories(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
     assert resolved(model=tmp_path.name).model == model
     assert refusal(model="/nowhere")[0].startswith("model '/nowhere': there is no such directory on ")
-    message, code = refusal(model="meta-llama/Llama-3.1-8B")
-    assert "`hf download meta-llama/Llama-3.1-8B --local-dir DIR`" in message and code == 2
+    monkeypatch.setattr("phalanx.launcher.hub.model", lambda id: f"/cache/{id}/0123abcd")
+    by_id = resolved(model="meta-llama/Llama-3.1-8B")
+    assert (by_id.model, by_id.served_model_name) == (
+        "/cache/meta-llama/Llama-3.1-8B/0123abcd", "meta-llama/Llama-3.1-8B",
+    )  # fmt: skip
+    assert resolved(model="a/b", served_model_name="mine").served_model_name == "mine"
+    assert resolved(model=model).served_model_name == ""
     file = tmp_path / "model.gguf"
     file.touch()
     assert "GGUF files are not supported yet" in refusal(model=str(file))[0]

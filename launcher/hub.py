@@ -1,0 +1,154 @@
+"""Models by their Hugging Face id: in the cache that Hugging Face's own tools use, or fetched into it.
+
+HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to those tools.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..rank.exits import ERROR, MODEL, STOPPED, USAGE, Stop
+from . import hosts
+from .process import say
+
+# What serving needs; some models come with the same weights once more, in other formats.
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+UNWANTED = ("consolidated*", "*/*")
+ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def is_id(text: str) -> bool:
+    """Whether it may be an id, such as Qwen/Qwen3-0.6B. A directory of that name goes first."""
+    return ID.fullmatch(text) is not None
+
+
+def model(id: str) -> str:
+    """The directory of a model, which is fetched only if the cache does not have all of it. Raises Stop."""
+    return _cached(id) or fetch(id)
+
+
+def fetch(id: str, revision: str = "", to: str = "") -> str:
+    """Bring a model here: into the cache, or the directory `to`. What is there already is not fetched again.
+
+    Returns its directory; raises Stop with what to do.
+    """
+    import huggingface_hub as hub  # here: it takes half a second, and most models are directories
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        found = hub.HfApi().model_info(id, revision=revision or None, files_metadata=True, timeout=20)
+        names = _chosen(id, [one.rfilename for one in found.siblings or []])
+        sizes = {one.rfilename: one.size or 0 for one in found.siblings or []}
+        place = to or str(_cache())
+        total = sum(sizes[name] for name in names)
+        say(f"fetching {id} ({len(names)} files, {_size(total)}) into {place}")
+        _check_room(id, place, total)
+        path = hub.snapshot_download(id, revision=revision or None, allow_patterns=names, local_dir=to or None)
+    except Stop:
+        raise
+    except KeyboardInterrupt:
+        raise Stop(f"fetching {id} was interrupted; the same command goes on where it was", STOPPED) from None
+    except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
+        raise _explained(id, revision, error) from None
+    assert isinstance(path, str)
+    return str(Path(path).resolve())
+
+
+def _cached(id: str) -> str:
+    """Its directory in the cache if it is complete there, without a look at the network."""
+    import huggingface_hub as hub
+
+    try:
+        path = Path(str(hub.snapshot_download(id, local_files_only=True)))
+    except Exception:  # not there, or not whole, or no valid id: fetching says which
+        return ""
+    return str(path.resolve()) if _is_complete(path) else ""
+
+
+def _is_complete(path: Path) -> bool:
+    """A fetch that was interrupted leaves a directory too. Files appear in it when they are whole."""
+    index = path / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return all((path / name).is_file() for name in ("config.json", "tokenizer.json", *shards))
+
+
+def _chosen(id: str, names: list[str]) -> list[str]:
+    """The files to fetch. Raises Stop if the model is in a format that is not served."""
+
+    def matches(name: str, patterns: tuple[str, ...]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    chosen = [name for name in names if matches(name, WANTED) and not matches(name, UNWANTED)]
+    for needed, pattern in (("config.json", "config.json"), ("safetensors", "*.safetensors")):
+        if not fnmatch.filter(chosen, pattern):
+            kinds = sorted({os.path.splitext(name)[1] for name in names if "." in name[1:]})
+            raise Stop(f"model {id!r} has no {needed}, which is needed; it has {', '.join(kinds) or 'no files'}", MODEL)
+    return chosen
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _check_room(id: str, place: str, total: int) -> None:
+    """Before hours of fetching: whether it fits, unless a part of it is there already."""
+    target = Path(place).expanduser().absolute()
+    parts = [target] if target != _cache().absolute() else [target / f"models--{id.replace('/', '--')}"]
+    there = sum(file.stat().st_size for part in parts for file in part.rglob("*") if not file.is_symlink())
+    while not target.exists():
+        target = target.parent
+    free = shutil.disk_usage(target).free
+    if total - there > free:
+        raise Stop(
+            f"model {id!r}: {_size(total - there)} are to be fetched, but {place} has {_size(free)} free; HF_HOME or "
+            "`phalanx pull --to DIR` chooses another place",
+            ERROR,
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _explained(id: str, revision: str, error: Any) -> Stop:
+    from huggingface_hub import constants, errors
+
+    what, where = f"model {id!r}", constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError):
+        return Stop(f"{what}: accept its conditions at {where}/{id}, and set HF_TOKEN to a token of yours", USAGE)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return Stop(f"{what} has no revision {revision!r} at {where}", USAGE)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return Stop(
+            f"{what}: there is no such directory on {hosts.hostname()}, and no such model at {where}; a private one "
+            "needs HF_TOKEN",
+            USAGE,
+        )
+    if isinstance(error, errors.HFValidationError):
+        return Stop(f"{what}: there is no such directory on {hosts.hostname()}, and it is no valid id", USAGE)
+    why = " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return Stop(f"{what}: {error.filename}: {error.strerror}", ERROR)
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if status:
+        return Stop(f"{what}: {where} answered {status} ({why})", ERROR)
+    return Stop(
+        f"{what}: there is no such directory on {hosts.hostname()}, it is not complete in {_cache()}, and {where} does "
+        f"not answer ({why}). Where compute nodes have no network, run `phalanx pull {id}` on the login node first, "
+        "with the same HF_HOME",
+        ERROR,
+    )

@@ -1,0 +1,176 @@
+"""`phalanx pull` and `--m ID` with a hub on this machine: what is fetched, what is not fetched twice, what is said."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from phalanx.launcher import cli, hub, mpirun
+from phalanx.rank.exits import Stop
+
+from ..checkpoints import make_checkpoint
+from .fake_hub import COMMIT, Hub
+from .jobs import ROOT, Launched
+
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"x" * 1000,
+    "README.md": b"a model",
+    "pytorch_model.bin": b"the same once more",
+    "consolidated.safetensors": b"the same once more",
+    "onnx/model.safetensors": b"the same once more",
+}
+WANTED = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.fixture
+def server():
+    found = Hub(dict(FILES))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """`phalanx` with the hub and a cache of its own."""
+
+    def call(*argv, **environ):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PHALANX_"))}
+        given = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **environ}
+        command = [sys.executable, "-m", "phalanx.launcher.cli", *argv]
+        return subprocess.run(command, env=kept | given, capture_output=True, text=True, timeout=60)
+
+    return call
+
+
+def fetched(server) -> list[str]:
+    return sorted(line.rpartition("/")[2] for line in server.seen if line.startswith("GET /org/tiny/resolve"))
+
+
+def test_into_the_cache(server, run, tmp_path):
+    done = run("pull", "org/tiny")
+    cache = tmp_path / "hf" / "hub"
+    assert (done.returncode, done.stdout) == (0, f"{cache}/models--org--tiny/snapshots/{COMMIT}\n")
+    assert done.stderr.splitlines() == [
+        f"phalanx: fetching org/tiny (4 files, 0.0 MB) into {cache}",
+        "phalanx: complete; serve it with: phalanx serve org/tiny",
+    ]
+    assert sorted(os.listdir(done.stdout.strip())) == WANTED
+    assert Path(done.stdout.strip(), "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    server.seen.clear()
+    again = run("pull", "org/tiny")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert not fetched(server)
+
+
+def test_into_a_directory(server, run, tmp_path):
+    """What broke off goes on where it was."""
+    server.files["model.safetensors"] = os.urandom(24 << 20)
+    server.cut.add("model.safetensors")
+    server.token = "t"
+    done = run("pull", "org/tiny", "--to", str(tmp_path / "to"), "--revision", "main", HF_TOKEN="t")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/to\n"), done.stderr
+    assert f"complete; serve it with: phalanx serve {tmp_path}/to\n" in done.stderr
+    assert (tmp_path / "to" / "model.safetensors").read_bytes() == server.files["model.safetensors"]
+    assert [line.rpartition(" ")[2] for line in server.seen if "Range" in line or "bytes=" in line] == [
+        f"bytes={10 << 20}-"  # of what had come, whole chunks are kept
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "setting", "code", "message"),
+    [
+        (["other/model"], {}, 2, "no such model at {url}; a private one needs HF_TOKEN"),
+        (["org/tiny"], {"token": "t"}, 2, "accept its conditions at {url}/org/tiny, and set HF_TOKEN to a"),
+        (["org/tiny", "--revision", "v9"], {}, 2, "model 'org/tiny' has no revision 'v9' at {url}"),
+        (["org/tiny"], {"status": 403}, 1, "model 'org/tiny': {url} answered 403 ("),
+        (["org/tiny"], {"files": {"config.json": b"", "a.gguf": b""}}, 3,
+         "model 'org/tiny' has no safetensors, which is needed; it has .gguf, .json"),
+        (["org/tiny"], {"files": {}}, 3, "model 'org/tiny' has no config.json, which is needed; it has no files"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fetched(server, run, argv, setting, code, message):
+    for name, value in setting.items():
+        setattr(server, name, value)
+    if argv == ["other/model"]:
+        server.status, server.error = 404, "RepoNotFound"
+    done = run("pull", *argv)
+    assert done.returncode == code
+    assert message.format(url=server.url) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_network(run, tmp_path):
+    for verb in (["pull"], ["serve", "--device", "cpu", "--m"]):
+        done = run(*verb, "org/tiny", HF_ENDPOINT="http://127.0.0.1:1")
+        assert done.returncode == 1
+        assert f"it is not complete in {tmp_path}/hf/hub, and http://127.0.0.1:1 does not answer (" in done.stderr
+        assert (
+            "Where compute nodes have no network, run `phalanx pull org/tiny` on the login node first, with the same "
+            "HF_HOME\n" in done.stderr
+        )
+
+
+def test_what_is_no_id(capsys):
+    assert cli.main(["pull"]) == 2
+    assert cli.main(["pull", "tiny"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "phalanx: an id is needed: phalanx pull ORGANISATION/NAME, such as Qwen/Qwen3-0.6B",
+        "phalanx: 'tiny' is no id: phalanx pull ORGANISATION/NAME, such as Qwen/Qwen3-0.6B",
+    ]
+    assert not hub.is_id("/org/name") and not hub.is_id("./name") and not hub.is_id("a/b/c") and hub.is_id("a-b/c_d.e")
+
+
+def test_a_fetch_that_was_interrupted_is_not_taken(tmp_path):
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert not hub._is_complete(tmp_path)
+        (tmp_path / name).write_text("{}")
+    assert hub._is_complete(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    (tmp_path / "model-1.safetensors").write_text("")
+    assert not hub._is_complete(tmp_path)
+    (tmp_path / "model-2.safetensors").write_text("")
+    assert hub._is_complete(tmp_path)
+    index.write_text("{")
+    assert not hub._is_complete(tmp_path)
+
+
+def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 2_000_000_000))
+    (tmp_path / "part").write_bytes(b"x" * 1000)
+    hub._check_room("org/tiny", str(tmp_path), 2_000_001_000)
+    with pytest.raises(Stop) as stop:
+        hub._check_room("org/tiny", str(tmp_path / "new"), 3_500_000_000)
+    assert (str(stop.value), stop.value.code) == (
+        f"model 'org/tiny': 3.5 GB are to be fetched, but {tmp_path}/new has 2.0 GB free; HF_HOME or "
+        "`phalanx pull --to DIR` chooses another place",
+        1,
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["supervised", pytest.param("mpirun", marks=pytest.mark.long)])
+def test_serve_by_id(how, server, tmp_path):
+    """Fetched once, before the ranks are started, and then served under its id without a look at the network."""
+    checkpoint = make_checkpoint(tmp_path / "ckpt")
+    server.files = {path.name: path.read_bytes() for path in Path(checkpoint).iterdir()}
+    environ = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **ROOT}
+    command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", "--m", "org/tiny", "--idle-exit", "0.01"]
+    command += ["--p", "0", "--device", "cpu", "--mem", "64", "--dtype", "f32"]
+    if how == "mpirun":
+        command = mpirun.command(mpirun.find(os.environ), 2, command)
+    with Launched(command, tmp_path, **environ) as job:
+        assert job.process.wait(60) == 0, job.output
+        assert "(model org/tiny)" in job.output
+        assert len(fetched(server)) == len(set(fetched(server)))
+    if how == "supervised":
+        server.seen.clear()
+        with Launched([*command, "--served-model-name", "mine"], tmp_path, **environ) as job:
+            assert job.process.wait(60) == 0, job.output
+            assert "(model mine)" in job.output
+        assert not server.seen
