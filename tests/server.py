@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import http.client
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from .processes import Started, wait
 from .ranks import CLEAN
 
 PHALANX = str(Path(sys.executable).parent / "phalanx")
-
-
-def tree(pid: int) -> dict[int, str]:
-    """All living descendants of a process and itself, with their command lines."""
-    parents, lines = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                state, parent = (entry / "stat").read_text().rpartition(") ")[2].split()[:2]
-                if state != "Z":
-                    parents[int(entry.name)] = int(parent)
-                    lines[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
-    found = {pid}
-    while more := {p for p, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {p: lines[p] for p in sorted(found) if p in lines}
 
 
 class Server:
@@ -54,7 +37,7 @@ class Server:
         )
         self.lines: list[str] = []
         self.url = ""
-        self.started: dict[int, str] = {}
+        self.started = Started(self.process.pid)
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -80,12 +63,15 @@ class Server:
         if not self._ready.wait(seconds) or self.process.poll() is not None:
             self.close()
             raise AssertionError(f"not ready:\n{self.output}")
-        self.started = tree(self.process.pid)
+        self.started.look()
+
+    def wait_ranks(self, count: int, seconds: float = 30) -> None:
+        """Until so many ranks run here, loaded or not."""
+        assert not wait(lambda: len(self.ranks) < count, seconds), self.output
 
     def pids(self, kind: str) -> list[int]:
         """Of the running processes, those whose command line ends with or contains `kind`."""
-        self.started |= tree(self.process.pid)
-        return [p for p, line in tree(self.process.pid).items() if re.search(kind, line)]
+        return [p for p, line in self.started.look().items() if re.search(kind, line)]
 
     @property
     def ranks(self) -> list[int]:
@@ -102,24 +88,14 @@ class Server:
 
     def exit_code(self, seconds: float = 15) -> int:
         """Wait for the job's end; the code that the user's shell sees."""
-        self.started |= tree(self.process.pid)
+        self.started.look()
         code = self.process.wait(seconds)
         self._reader.join(5)
         return code
 
     def left(self, seconds: float = 10) -> dict[int, str]:
         """What still runs of all that was started, after waiting for it to end."""
-        until = time.monotonic() + seconds
-        while (rest := self._living()) and time.monotonic() < until:
-            time.sleep(0.05)
-        return rest
-
-    def _living(self) -> dict[int, str]:
-        now = {}
-        for pid, line in self.started.items():
-            if tree(pid).get(pid) == line:
-                now[pid] = line
-        return now
+        return self.started.left(seconds)
 
     def request(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
         """Status, decoded body and headers."""
@@ -146,11 +122,27 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        self.started |= tree(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.started.kill()
         self.process.wait()
-        for pid in self._living():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         self._reader.join(5)
+
+
+class Stream:
+    """A client that reads a stream of many tokens, begun before the constructor returns."""
+
+    def __init__(self, server: Server, max_tokens: int = 20000):
+        body = json.dumps(
+            {"prompt": [5, 6, 7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        ).encode()
+        self.answer = urllib.request.urlopen(server.url + "/v1/completions", body, timeout=30)
+        assert self.answer.readline().startswith(b"data: ")
+
+    def rest(self) -> str:
+        """What came until the connection closed, whichever way it did."""
+        found = b""
+        try:
+            while data := self.answer.read1(65536):
+                found += data
+        except (OSError, http.client.HTTPException):
+            pass  # cut off
+        return found.decode(errors="replace")

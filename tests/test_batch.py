@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from .checkpoints import make_checkpoint
+from .processes import Started, kill, wait
 from .ranks import CLEAN, mpirun
-from .server import PHALANX, tree
+from .server import PHALANX
 
 RANKS = ("--device", "cpu", "--mem", "64", "--timeout", "20")
 
@@ -44,7 +45,7 @@ class Job:
             [*command, PHALANX, "batch", *arguments], cwd=place, env=environ, stdin=stdin or subprocess.DEVNULL,
             stdout=self._file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        self.started: dict[int, str] = {}
+        self.started = Started(self.process.pid)
 
     @property
     def output(self) -> str:
@@ -55,44 +56,33 @@ class Job:
         while not condition():
             assert time.monotonic() < deadline and self.process.poll() is None, self.output
             time.sleep(0.02)
-        self.started |= tree(self.process.pid)
+        self.started.look()
 
     def end(self, seconds: float = 60) -> int:
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.output
-            self.started |= tree(self.process.pid)
+            self.started.look()
             time.sleep(0.02)
         return self.process.returncode
 
     def left(self, seconds: float = 10) -> list[str]:
         """What still runs of all that was started, and what is left of its directory."""
-        deadline = time.monotonic() + seconds
-        while (rest := self._rest()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return rest
+        return wait(self._rest, seconds)
 
     def _rest(self) -> list[str]:
-        found = list(self._living().values())
+        found = list(self.started.living().values())
         return found if self.all_killed else found + [name for name in os.listdir(self.runtime) if name != "t"]
 
-    def _living(self) -> dict[int, str]:
-        return {pid: line for pid, line in self.started.items() if tree(pid).get(pid) == line}
-
     def pid(self, kind: str) -> int:
-        return next(pid for pid, line in tree(self.process.pid).items() if line.endswith(kind))
+        return next(pid for pid, line in self.started.look().items() if line.endswith(kind))
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.started |= tree(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.started.kill()
         self.process.wait()
-        for pid in self._living():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         self._file.close()
         shutil.rmtree(self.runtime)
 
@@ -232,11 +222,9 @@ def test_killed_ten_times(checkpoint, tmp_path):
             time.sleep(dice.random() * 0.3)
             if job.process.poll() is not None:
                 break  # it had come to its end
-            victims = list(tree(job.process.pid))
+            victims = list(job.started.look())
             job.all_killed = dice.random() < 0.5
-            for pid in victims if job.all_killed else [dice.choice(victims)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(victims if job.all_killed else [dice.choice(victims)])
             killed += 1
             job.end()
             assert not job.left(15), job.output

@@ -1,17 +1,14 @@
 """How a job ends: in order, by signals, and by the loss of any of its processes. Nothing is left behind, ever."""
 
-import http.client
-import json
 import os
 import signal
 import socket
 import time
-import urllib.request
 
 import pytest
 
 from .checkpoints import make_checkpoint
-from .server import Server
+from .server import Server, Stream
 
 ARGUMENTS = ("--np", "2", "--device", "cpu", "--mem", "64", "--timeout", "6")
 HOST = socket.gethostname()
@@ -22,33 +19,12 @@ def checkpoint(tmp_path_factory):
     return str(make_checkpoint(tmp_path_factory.mktemp("endings") / "tiny", max_position_embeddings=32768))
 
 
-class Stream:
-    """A client that reads a stream of many tokens, begun before the constructor returns."""
-
-    def __init__(self, server: Server, max_tokens: int = 20000):
-        body = json.dumps(
-            {"prompt": [5, 6, 7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
-        ).encode()
-        self.answer = urllib.request.urlopen(server.url + "/v1/completions", body, timeout=30)
-        assert self.answer.readline().startswith(b"data: ")
-
-    def rest(self) -> str:
-        """What came until the connection closed, whichever way it did."""
-        found = b""
-        try:
-            while data := self.answer.read1(65536):
-                found += data
-        except (OSError, http.client.HTTPException):
-            pass  # cut off
-        return found.decode(errors="replace")
-
-
 def victim(server: Server, kind: str) -> int:
     return {"follower": lambda: server.ranks[1], "lead": lambda: server.ranks[0], "front": lambda: server.front,
-            "mpirun": lambda: server.mpirun}[kind]()  # fmt: skip
+            "mpirun": lambda: server.mpirun, "launcher": lambda: server.process.pid}[kind]()  # fmt: skip
 
 
-CODES = {"follower": 137, "lead": 137, "front": 70, "mpirun": 137}
+CODES = {"follower": 137, "lead": 137, "front": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
 
 
 @pytest.mark.parametrize("when", ["idle", "load", "loading"])
@@ -58,9 +34,7 @@ def test_sigkill(checkpoint, kind, when):
     with Server(checkpoint, *ARGUMENTS, wait=when != "loading") as server:
         stream = Stream(server) if when == "load" else None
         if when == "loading":
-            until = time.monotonic() + 30
-            while len(server.ranks) < 2 and time.monotonic() < until:
-                time.sleep(0.02)
+            server.wait_ranks(2)
         os.kill(victim(server, kind), signal.SIGKILL)
         start = time.monotonic()
         assert server.exit_code() == CODES[kind], server.output
@@ -68,10 +42,11 @@ def test_sigkill(checkpoint, kind, when):
         if stream is not None:
             rest = stream.rest()
             assert "[DONE]" not in rest
-            if kind != "front":
+            if kind not in ("front", "launcher"):
                 assert '"error"' in rest, rest[-300:]
         if kind == "follower" and when != "loading":
             assert f"rank 1 on {HOST} has died" in server.output
+        assert when != "loading" or "Phalanx is ready" not in server.output
 
 
 def test_a_stopped_follower_is_named_to_the_client(checkpoint):
@@ -87,15 +62,13 @@ def test_a_stopped_follower_is_named_to_the_client(checkpoint):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_drains(checkpoint, number):
     with Server(checkpoint, *ARGUMENTS) as server:
-        stream = Stream(server, 300)
+        stream = Stream(server, 1000)
         server.process.send_signal(number)
         until = time.monotonic() + 5
-        status = 0
-        while status != 503 and time.monotonic() < until:
-            try:
-                status, body, headers = server.request("/v1/completions", {"prompt": "a", "max_tokens": 1})
-            except OSError:
-                break  # it had drained already
+        status = 200
+        while status == 200 and time.monotonic() < until:
+            status, body, _ = server.request("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert status == 503, body
         rest = stream.rest()
         assert rest.rstrip().endswith("[DONE]"), rest[-300:]
         assert server.exit_code() == 0, server.output
@@ -111,6 +84,36 @@ def test_the_second_signal_stops(checkpoint):
         server.process.send_signal(signal.SIGINT)
         assert server.exit_code() == 130, server.output
         assert all("[DONE]" not in stream.rest() for stream in streams)
+        assert not server.left()
+
+
+def test_ctrl_c_while_loading(checkpoint):
+    with Server(checkpoint, *ARGUMENTS, wait=False) as server:
+        server.wait_ranks(2)
+        server.process.send_signal(signal.SIGINT)
+        assert server.exit_code(6) == 0
+        assert "phalanx: ending: no request was accepted yet" in server.output
+        assert not server.left()
+
+
+def test_restarts(checkpoint):
+    """The port stays open: 503 with Retry-After while the ranks come back, then answers again."""
+    ask = ("/v1/completions", {"prompt": "a", "max_tokens": 2})
+    with Server(checkpoint, *ARGUMENTS, "--restarts", "1") as server:
+        front, stream = server.front, Stream(server)
+        os.kill(server.ranks[1], signal.SIGKILL)
+        assert '"error"' in stream.rest()
+        until = time.monotonic() + 30
+        seen = []
+        while (not seen or seen[-1] != 200) and time.monotonic() < until:
+            status, body, headers = server.request(*ask)
+            assert status == 200 or "Retry-After" in headers, body
+            seen.append(status)
+        assert set(seen) == {503, 200} and seen[-1] == 200
+        assert "starting the ranks again (0 restarts left)" in server.output
+        assert server.front == front and len(server.ranks) == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0, server.output
         assert not server.left()
 
 
@@ -132,9 +135,7 @@ def test_a_drain_that_is_asked_for_while_loading_is_not_lost(checkpoint):
 
     command = (mpirun(), "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
     with Server(checkpoint, "--device", "cpu", "--mem", "64", command=command, wait=False) as server:
-        until = time.monotonic() + 30
-        while len(server.ranks) < 2 and time.monotonic() < until:
-            time.sleep(0.02)
+        server.wait_ranks(2)
         server.process.send_signal(signal.SIGUSR1)
         assert server.exit_code(30) == 0, server.output
         assert not server.left()

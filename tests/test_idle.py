@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from .checkpoints import make_checkpoint
-from .server import Server, tree
+from .processes import tree
+from .server import Server
 
 SECONDS = 10.0
 TICK = 100.0  # of /proc/PID/stat, per second

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from ..processes import kill, table, wait
+
 HERE = Path(__file__).resolve().parent
 PHALANX = str(HERE / "fake_phalanx.py")
 MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PHALANX_")
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; a zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Launched:
@@ -47,9 +39,7 @@ class Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in [self.process.pid, *self.pids()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill([self.process.pid, *self.pids()])
         self.process.wait()
         self._output.close()
         shutil.rmtree(self.runtime, ignore_errors=True)
@@ -94,10 +84,8 @@ class Launched:
 
     def gone(self, seconds: float = 10) -> None:
         """No process is left, and no directory of the job."""
-        deadline = time.monotonic() + seconds
-        while left := [pid for pid in self.pids() if alive(pid)]:
-            assert time.monotonic() < deadline, f"left behind: {left}; output:\n{self.output}"
-            time.sleep(0.05)
+        left = wait(lambda: set(self.pids()) & table().keys(), seconds)
+        assert not left, f"left behind: {left}; output:\n{self.output}"
 
     def no_directory(self) -> bool:
         return not [name for name in os.listdir(self.runtime) if name.startswith("phalanx-")]

@@ -1,6 +1,5 @@
 """The library on two live ranks: answers, errors, and an end however the program ends."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +12,8 @@ from phalanx import LLM, SamplingParams
 from phalanx.launcher.llm import JobError
 
 from ..checkpoints import make_checkpoint
-from .jobs import MPI, alive
+from ..processes import gone, kill
+from .jobs import MPI
 
 pytestmark = pytest.mark.timeout(120)
 SMALL = {"device": "cpu", "mem": 64, "dtype": "f32", "max_num_seqs": 16}
@@ -39,13 +39,6 @@ def llm(checkpoint):
 
 def pids(model: LLM) -> list[int]:
     return [model._host._process.pid, *model._host._link.ready.pids]
-
-
-def gone(listed: list[int], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(map(alive, listed)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(alive, listed))
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -206,7 +199,5 @@ def test_the_job_ends_with_the_program(checkpoint, then, number, code):
         assert gone(running)
         assert not os.path.exists(directory)
     finally:
-        for pid in [program.pid, *running]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill([program.pid, *running])
         program.wait()

@@ -8,7 +8,8 @@ import time
 import pytest
 from phalanx.launcher import supervise
 
-from .jobs import alive, serve
+from ..processes import table
+from .jobs import serve
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -244,6 +245,4 @@ def test_exit_code():
 
 
 def parent_of(pid: int) -> int:
-    assert alive(pid)
-    with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
+    return table()[pid].parent

@@ -21,6 +21,7 @@ from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
+from ..processes import gone
 from ..ranks import environment
 
 HOST = socket.gethostname()
@@ -30,19 +31,6 @@ HOST = socket.gethostname()
 def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("faults") / "ckpt"
     return make_checkpoint(directory, tokenizer=False, max_position_embeddings=4096)
-
-
-def alive(pids) -> list[int]:
-    """Of these processes, those that still run; a zombie has ended."""
-    stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
-    return [pid for pid, stat in stats.items() if stat.exists() and stat.read_text().split(") ")[1][0] != "Z"]
-
-
-def gone(pids, seconds: float = 10) -> bool:
-    until = time.monotonic() + seconds
-    while alive(pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not alive(pids)
 
 
 def work(engine: Engine) -> None:
