@@ -46,7 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str,
         flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
-             help="directory with safetensors, or a Hugging Face id; none: the built-in model"),
+             help="directory with safetensors, or a hub id; none: the built-in model"),
     ] = ""  # fmt: skip
     served_model_name: Annotated[
         str, flag("--served-model-name", group=_MODEL, metavar="NAME", help="the name that clients see")
