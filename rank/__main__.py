@@ -9,11 +9,13 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from .. import __version__
 from ..comm import control, mesh, threads
 from ..comm.watch import LocalWatch, Watch
 from . import exits, step
@@ -21,6 +23,7 @@ from .lead.blocks import Blocks
 from .lead.link import FrontLink
 from .lead.loop import Lead
 from .lead.scheduler import Scheduler
+from .model import fingerprint
 from .model.base import Model
 from .model.load import load as load_model
 from .options import JOB_ENV, Job, Options, decode_job
@@ -56,9 +59,10 @@ class Rank:
         if self.world.rank == 0:
             self.connect()
         self._say(f"rank 0 of {self.world.size} on {self.hosts[0]}" + (f", {self.job.bound}" if self.job.bound else ""))
+        options = self.options
+        fingerprint.check(self.world, self.hosts, Path(options.model), options.load_format != "dummy")
         device = self._device()
         grid = self._mesh(device)
-        options = self.options
         started = time.monotonic()
         model = load_model(
             options.model,
@@ -199,6 +203,17 @@ class Rank:
             log.info(text)
 
 
+def meet(world: Any) -> list[str]:
+    """Every rank's host. Raises Stop where a rank has another Phalanx, which need not speak our protocol."""
+    mine = f"{socket.gethostname()}\n{__version__}".encode()
+    words = [text.decode().split("\n") for text in control.gather_bytes(world, mine)]
+    for rank, (host, version) in enumerate(words):
+        if version != words[0][1]:
+            text = f"rank {rank} on {host} has Phalanx {version}, rank 0 on {words[0][0]} has {words[0][1]}; all nodes "
+            raise exits.Stop(text + "need the same" if world.rank == rank else "", exits.USAGE)
+    return [host for host, _ in words]
+
+
 def share_job(job: Job, world: Any) -> Job:
     """Rank 0's options win: the other nodes do not have our environment or files."""
     options = control.broadcast_bytes(world, msgspec.json.encode(job.options))
@@ -236,12 +251,15 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
         if job.rank == 0:
             print(f"phalanx: {error}", file=sys.stderr, flush=True)
         os._exit(exits.USAGE)
-    job = share_job(job, world)
-    hosts = [h.decode() for h in control.gather_bytes(world, socket.gethostname().encode())]
     try:
+        hosts = meet(world)
+        job = share_job(job, world)
         watch = Watch(world, hosts, job.options.timeout)
     except exits.Stop as stop:
-        print(f"phalanx: {stop}", file=sys.stderr, flush=True)
+        if str(stop):
+            print(f"phalanx: {stop}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1)  # another rank speaks; mpirun would end it with this one
         os._exit(stop.code)
     alarm.cancel()  # from here on the watch sees who is missing
     try:

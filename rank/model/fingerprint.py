@@ -1,0 +1,81 @@
+"""Whether all ranks see the same model: compared when they have joined, before anything is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from ...comm.base import HostComm
+from ...comm.control import gather_bytes
+from ..exits import MODEL, Stop
+from .weights.safetensors import weight_files
+
+MISSING = -1  # the size of a file that is not there
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    config: str = ""  # SHA-256 of config.json
+    files: dict[str, int] = {}  # weight file → bytes
+    problem: str = ""  # why there is no model here
+
+
+def take(path: Path, weights: bool) -> Fingerprint:
+    """What this rank sees at `path`; weights: whether the weight files count."""
+    if not path.is_dir():
+        return Fingerprint(problem=f"there is no model directory {path}")
+    try:
+        config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
+        names = dict.fromkeys(weight_files(path).values()) if weights else {}
+    except OSError as error:
+        return Fingerprint(problem=f"{error.filename} cannot be read: {error.strerror}")
+    except Stop as stop:
+        return Fingerprint(problem=str(stop))
+    return Fingerprint(config, {name: _size(path / name) for name in names})
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return MISSING
+
+
+def check(world: HostComm, hosts: list[str], path: Path, weights: bool) -> None:
+    """Collective over world. Raises Stop on the first rank that sees another model than rank 0, or none.
+
+    The other ranks do not return then: they wait for the end of the job, so that one message is said.
+    """
+    texts = gather_bytes(world, msgspec.json.encode(take(path, weights)))
+    prints = [msgspec.json.decode(text, type=Fingerprint) for text in texts]
+    if prints[0].problem:
+        _stop(world, 0, prints[0].problem)
+    others = [rank for rank, one in enumerate(prints) if one != prints[0]]
+    if others:
+        more = f" ({len(others) - 1} more ranks differ)" if len(others) > 1 else ""
+        text = difference(path, prints[others[0]], prints[0], f"rank 0 on {hosts[0]}")
+        _stop(world, others[0], f"{text}{more}; all nodes have to see the same model")
+
+
+def difference(path: Path, mine: Fingerprint, first: Fingerprint, there: str) -> str:
+    """What is told of a rank that sees another model than `there`, with another fingerprint."""
+    if mine.problem:
+        return f"{mine.problem}, but {there} sees it"
+    if mine.config != first.config:
+        return f"{path}/config.json differs from what {there} sees"
+    name = next(n for n in first.files | mine.files if mine.files.get(n) != first.files.get(n))
+    here, theirs = (one.files.get(name, MISSING) for one in (mine, first))
+    return f"{path / name} {_bytes(here)} here; for {there} it {_bytes(theirs)}"
+
+
+def _bytes(size: int) -> str:
+    return "is missing" if size == MISSING else f"has {size} bytes"
+
+
+def _stop(world: HostComm, speaker: int, text: str) -> NoReturn:
+    if world.rank == speaker:
+        raise Stop(text, MODEL)
+    world.barrier()  # never passed: the speaker ends the job
+    raise AssertionError("the job went on without the rank that has to end it")
