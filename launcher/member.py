@@ -6,6 +6,7 @@ own mpirun or srun `phalanx serve` comes here with the options, and rank 0 start
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -30,6 +31,8 @@ RANK = ["-m", "phalanx.rank"]
 Jobs = Callable[[FrontConfig], "subprocess.Popen[bytes]"]
 FRONT_PATIENCE = 30.0  # seconds for the front to open its socket
 KEEPER_PATIENCE = 3.0  # seconds that the front may outlive rank 0
+MPIRUN_PATIENCE = 15.0  # seconds that mpirun may outlive rank 0
+MPIRUNS = ("mpirun", "prterun", "orterun", "mpiexec")
 
 
 def main() -> int:
@@ -142,15 +145,18 @@ def _start_front(options: Options, jobs: Jobs | None) -> str:
     hold_drain()
     if listener is not None:
         listener.socket.close()
-    rank = process.pidfd(os.getpid())
+    rank, manager = process.pidfd(os.getpid()), os.getppid()
+    parent = process.pidfd(manager)
     if os.fork() == 0:
         code = 1
         try:
             keep(child, rank, directory, listener)
+            outlive(manager, parent)
             code = 0
         finally:
             os._exit(code)
     os.close(rank)
+    os.close(parent)
     assert child.stdout is not None
     child.stdout.close()
     _await_socket(link, child)
@@ -188,6 +194,26 @@ def keep(child: subprocess.Popen[bytes], rank: int, directory: str, listener: fr
     if listener is not None:
         front.unlink(listener)
     front.remove(directory)
+
+
+def outlive(mpirun: int, ended: int) -> None:
+    """End mpirun, if it is one, where it does not end after rank 0: it waits for a node that was cut off or stands
+    still until TCP gives up, which takes a quarter of an hour. `ended` is its pidfd.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 2)  # it may be waiting for us to let go of its pipe
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{mpirun}/comm") as file:
+            name = file.read().strip()
+        if name not in MPIRUNS or select.select([ended], [], [], MPIRUN_PATIENCE)[0]:
+            return
+        family = [mpirun, *process.children(mpirun)]  # its ssh clients would wait as long
+        text = f"phalanx: {name} waits for a node that does not answer; it is ended {MPIRUN_PATIENCE:g} s after rank 0"
+        with contextlib.suppress(OSError):
+            process.write(os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_APPEND), f"{text}\n".encode())
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ def _pidfd_open(pid: int) -> int:
     return fd
 
 
-def children() -> list[int]:
-    """Direct children of this process, adopted ones included."""
+def children(parent: int | str = "self") -> list[int]:
+    """Direct children of a process, this one if none is named, adopted ones included."""
     found: list[int] = []
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
+    for task in os.listdir(f"/proc/{parent}/task"):
+        with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children") as file:
             found += [int(pid) for pid in file.read().split()]
     return found
 

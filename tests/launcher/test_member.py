@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -12,6 +13,7 @@ from phalanx.launcher.hosts import World
 from phalanx.rank.exits import Stop
 from phalanx.rank.options import Options
 
+from ..processes import gone, kill
 from .jobs import PHALANX, ROOT, Launched, under_mpirun
 from .test_supervise import parent_of
 
@@ -110,6 +112,30 @@ def test_a_front_that_hangs_does_not_hold_mpirun_up(tmp_path, program):
         os.kill(job.rank(1), signal.SIGKILL)
         assert job.process.wait(10) == 137
         job.gone(10 - (time.monotonic() - started))
+
+
+@pytest.mark.parametrize("name", ["mpirun", "sh"])
+def test_a_mpirun_that_does_not_end_after_rank_0_is_ended(tmp_path, name):
+    """As Open MPI's does when a node was cut off; what else starts ranks is left alone."""
+    program = tmp_path / name
+    program.write_text("#!/bin/sh\nsleep 60 & echo $!; wait\n")
+    program.chmod(0o755)
+    keeper = (
+        "import os, sys; from phalanx.launcher import member, process; member.MPIRUN_PATIENCE = 0.2; "
+        "pid = int(sys.argv[1]); member.outlive(pid, process.pidfd(pid))"
+    )
+    with (
+        open(tmp_path / "stderr", "w+") as stderr,
+        subprocess.Popen([str(program)], stdout=subprocess.PIPE, stderr=stderr, text=True) as job,
+    ):
+        try:
+            family = [job.pid, int(job.stdout.readline())]
+            subprocess.run([sys.executable, "-c", keeper, str(job.pid)], timeout=20, check=True)
+            assert gone(family, 1) is (name == "mpirun")
+            want = "phalanx: mpirun waits for a node that does not answer; it is ended 0.2 s after rank 0\n"
+            assert (tmp_path / "stderr").read_text() == (want if name == "mpirun" else "")
+        finally:
+            kill(family)
 
 
 @pytest.mark.parametrize(
