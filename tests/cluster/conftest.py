@@ -1,0 +1,14 @@
+"""Rehearsals of what a cluster does to a job. All are long."""
+
+import pytest
+
+from .hosts import Hosts, missing
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory):
+    """Two hosts, node0 and node1, with two slots each."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts

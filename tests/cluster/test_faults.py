@@ -1,0 +1,148 @@
+"""What goes wrong on the far one of two hosts ends the job on both: named, in time, with nothing left."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from ..batch import Job, answers, finished, requests
+from ..checkpoints import make_checkpoint
+from ..processes import gone
+from .hosts import HostsServer
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+
+TIMEOUT = 6
+ARGUMENTS = ("--device", "cpu", "--mem", "64", "--timeout", str(TIMEOUT))
+MPIRUN_PATIENCE = 15  # seconds that a mpirun which waits for a lost node is given by rank 0's host
+RANK = r"-m phalanx\.rank"  # and the front
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    place = tmp_path_factory.mktemp("faults") / "tiny"
+    return make_checkpoint(place, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=32768)
+
+
+def said(server: HostsServer, words: str, seconds: float) -> None:
+    """Wait for a message of the job."""
+    deadline = time.monotonic() + seconds
+    while words not in server.output:
+        assert time.monotonic() < deadline, server.output
+        time.sleep(0.02)
+
+
+def test_a_rank_is_lost_on_the_far_host(hosts, checkpoint):
+    with HostsServer(hosts, str(checkpoint), *ARGUMENTS) as server:
+        stream = server.stream()
+        os.kill(max(hosts.far.processes(RANK)), signal.SIGKILL)
+        assert server.exit_code(10) == 137, server.output
+        found = [line for line in server.lines if "has died" in line]
+        assert found in (["phalanx: rank 3 on node1 has died\n"], ["phalanx: rank 2 on node1 has died\n"])
+        assert '"error"' in stream.rest()
+        assert not hosts.left()
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+def test_the_far_host_is_cut_off(hosts, checkpoint, load):
+    """Nobody is told, so mpirun waits for the far host without end; the job does not."""
+    with HostsServer(hosts, str(checkpoint), *ARGUMENTS) as server:
+        stream = server.stream() if load else None
+        hosts.cable("down")
+        start = time.monotonic()
+        said(server, f"did not answer for {TIMEOUT} s", TIMEOUT + 3)
+        (line,) = [line for line in server.lines if "did not answer" in line]
+        assert line.startswith("phalanx: rank ") and "on node1" in line and "on node0" not in line
+        if stream is not None:
+            assert "on node1 did not answer" in stream.rest()
+        # The ranks end on both hosts, each by its own watch.
+        assert not hosts.left(TIMEOUT + 5 - (time.monotonic() - start), RANK)
+        assert server.exit_code(MPIRUN_PATIENCE + 5) in (137, -signal.SIGKILL), server.output
+        assert "waits for a node that does not answer; it is ended 15 s after rank 0" in server.output
+        assert not hosts.near.processes()
+        hosts.cable("up")
+        assert not hosts.left(30)
+
+
+def test_the_far_host_stands_still(hosts, checkpoint):
+    """Its connections stay open. When it goes on, what runs there finds that the job is over."""
+    with HostsServer(hosts, str(checkpoint), *ARGUMENTS) as server:
+        stream = server.stream()
+        stopped = hosts.far.stand_still()
+        said(server, f"did not answer for {TIMEOUT} s", TIMEOUT + 3)
+        assert "on node1 did not answer" in stream.rest()
+        assert server.exit_code(MPIRUN_PATIENCE + 10) in (137, -signal.SIGKILL), server.output
+        assert not hosts.near.processes()
+        hosts.far.go_on()
+        assert gone(set(stopped) - {hosts.far.pid}), hosts.far.processes()
+
+
+def test_a_batch_job_whose_far_host_is_cut_off_goes_on_where_it_was(hosts, checkpoint, tmp_path):
+    names = requests(tmp_path / "in.jsonl", 60)
+    command = (str(checkpoint), *ARGUMENTS, "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "16")
+    journal = tmp_path / "out.jsonl.journal"
+    try:
+        with Job(tmp_path, *command, command=hosts.mpirun()) as job:
+            job.until(lambda: finished(journal) > 10)
+            hosts.cable("down")
+            assert job.end(TIMEOUT + MPIRUN_PATIENCE + 10) in (137, -signal.SIGKILL), job.output
+            assert "on node1 did not answer" in job.output
+        assert 10 < finished(journal) < 60 and not (tmp_path / "out.jsonl").exists()
+        hosts.clear()
+        with Job(tmp_path, *command, command=hosts.mpirun()) as job:
+            assert job.end(90) == 0, job.output
+            assert "going on after" in job.output
+        assert sorted(answers(tmp_path / "out.jsonl")) == sorted(names)
+    finally:
+        hosts.clear()
+
+
+def damage(kind: str, directory) -> str:
+    """Spoil a checkpoint; what the message says of it."""
+    file = directory / "model.safetensors"
+    data = file.read_bytes()
+    if kind == "truncated":
+        file.write_bytes(data[:-1000])
+    elif kind == "corrupted":
+        file.write_bytes(data[:8] + b"\0" * 64 + data[72:])
+    return f"{file} is damaged or truncated"
+
+
+@pytest.mark.parametrize("kind", ["truncated", "corrupted"])
+def test_damaged_weights(hosts, checkpoint, tmp_path, kind):
+    """As all hosts see them: one rank says it."""
+    shutil.copytree(checkpoint, tmp_path / "bad")
+    words = damage(kind, tmp_path / "bad")
+    with HostsServer(hosts, str(tmp_path / "bad"), *ARGUMENTS, wait=False) as server:
+        assert server.exit_code(40) == 3, server.output
+        assert server.output.count(words) == 1 and "phalanx: rank 0 on node0: " in server.output, server.output
+        assert not hosts.left()
+
+
+@pytest.mark.parametrize("kind", ["truncated", "corrupted"])
+def test_damaged_weights_on_the_far_host(hosts, checkpoint, tmp_path, kind):
+    """Where each host has a copy of its own."""
+    for name in ("model", "bad"):
+        shutil.copytree(checkpoint, tmp_path / name)
+    damage(kind, tmp_path / "bad")
+    mounted = hosts.far.run("mount", "--bind", str(tmp_path / "bad"), str(tmp_path / "model"))
+    assert mounted.returncode == 0, mounted.stderr
+    try:
+        with HostsServer(hosts, str(tmp_path / "model"), *ARGUMENTS, wait=False) as server:
+            assert server.exit_code(40) == 3, server.output
+            assert "on node1" in server.output and "model.safetensors" in server.output, server.output
+            assert not hosts.left()
+    finally:
+        hosts.far.run("umount", str(tmp_path / "model"))
+
+
+def test_a_shard_is_missing(hosts, tmp_path):
+    make_checkpoint(tmp_path / "tiny", num_attention_heads=8, num_key_value_heads=4, shards=3)
+    (tmp_path / "tiny" / "model-00002-of-00003.safetensors").unlink()
+    with HostsServer(hosts, str(tmp_path / "tiny"), *ARGUMENTS, wait=False) as server:
+        assert server.exit_code(40) == 3, server.output
+        want = "model.safetensors.index.json names model-00002-of-00003.safetensors, which is missing"
+        assert server.output.count(want) == 1 and "phalanx: rank 0 on node0: " in server.output, server.output
+        assert not hosts.left()
