@@ -55,13 +55,14 @@ class Start(msgspec.Struct):
     mpich: bool = False
 
 
-def plan(options: Options, link: str) -> Start:
-    """One rank, or ranks that are threads, need no mpirun."""
+def plan(options: Options, link: str, columns: int = 0) -> Start:
+    """One rank, or ranks that are threads, need no mpirun. columns: of the terminal that their bars may use."""
     single = options.multithread or options.ranks == 1
     job = Job(
         options=member.without_key(options),
         announced_size=1 if single else options.ranks,
         front_socket=link,
+        columns=columns,
         supervised=True,
     )
     environ = dict(os.environ) | {JOB_ENV: encode_job(job)}

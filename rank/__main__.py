@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from . import exits, step
 from .lead.blocks import Blocks
 from .lead.link import FrontLink
 from .lead.loop import Lead
+from .lead.progress import Progress
 from .lead.scheduler import Scheduler
 from .model import fingerprint
 from .model.base import Model
 from .model.load import load as load_model
+from .model.weights.stage import stage
 from .options import JOB_ENV, Job, Options, decode_job
 from .work import cache
 from .work.measure import step_memory
@@ -39,8 +42,6 @@ log = logging.getLogger("phalanx")
 BLOCK_SIZE = 16
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step; a CPU's steps must stay short for the streams that run beside
 
-PROGRESS_EVERY, LOG_EVERY = 0.2, 3.0  # seconds between words about loading, to the front and in the log
-
 
 class Rank:
     """One rank's way through the job; in a job of threads there are several in this process."""
@@ -52,7 +53,6 @@ class Rank:
         self.hosts = hosts
         self.watch = watch
         self.link: FrontLink | None = None
-        self._began = self._told = self._logged = time.monotonic()  # loading: the start, progress told, and logged
 
     def run(self) -> int:
         """Load, then lead or follow until the job ends; the exit code."""
@@ -63,16 +63,18 @@ class Rank:
         fingerprint.check(self.world, self.hosts, Path(options.model), options.load_format != "dummy")
         device = self._device()
         grid = self._mesh(device)
+        staged = options.stage and options.load_format != "dummy"
+        directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
         model = load_model(
-            options.model,
+            directory,
             grid,
             device,
             options.dtype,
             options.max_model_len,
             options.load_format,
             options.load,
-            self._progress,
+            self._progress("loading weights"),
         )
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         block_size = options.block_size or BLOCK_SIZE
@@ -150,6 +152,19 @@ class Rank:
 
         return mesh.build(self.world, *degrees, carry=NcclComm)
 
+    def _stage(self) -> Path:
+        """The model's copy on this node."""
+        started = time.monotonic()
+        place = Path(self.options.stage).expanduser().absolute()
+        directory, copied = stage(Path(self.options.model), place, self._progress("staging weights"))
+        if copied:  # on each node, whichever rank it was
+            here = f"rank {self.world.rank} on {self.hosts[self.world.rank]}"
+            gb, seconds = copied / 1e9, time.monotonic() - started
+            log.info("%s staged %.2f GB in %s in %.1f s, %.2f GB/s", here, gb, directory, seconds, gb / seconds)
+        else:
+            self._say(f"loading the copy in {directory}")
+        return directory
+
     def _on_term(self, *_: object) -> None:
         self.watch.stop()
         if self.link is not None:
@@ -186,17 +201,11 @@ class Rank:
         assert isinstance(self.watch, Watch)
         return control.MpiControl(self.world, self.watch)
 
-    def _progress(self, done: int, total: int) -> None:
-        """Rank 0 tells the front a few times a second, and the log every few seconds."""
-        now = time.monotonic()
-        if self.link is None or (now - self._told < PROGRESS_EVERY and done < total):
-            return
-        self._told = now
-        self.link.send(step.Progress("loading weights", done, total))
-        if now - self._logged >= LOG_EVERY:
-            self._logged = now
-            speed = done / 1e9 / (now - self._began)
-            self._say(f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
+    def _progress(self, phase: str) -> Callable[[int, int], None]:
+        """Told of bytes done and all bytes; rank 0 tells others."""
+        if self.link is None:
+            return lambda done, total: None
+        return Progress(phase, self.link.send, self.job.columns).look
 
     def _say(self, text: str) -> None:
         if self.world.rank == 0:

@@ -67,6 +67,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--load", group=_MODEL, choices=("auto", "direct", "striped"),
              help="striped: each byte is read once a job; auto: if over a network"),
     ] = "auto"  # fmt: skip
+    stage: Annotated[
+        str, flag("--stage", group=_MODEL, metavar="DIR", help="copy the weights there on each node, and load the copy")
+    ] = ""
     generation_config: Annotated[
         bool,
         flag("--generation-config", group=_MODEL, off=("--no-generation-config",),
@@ -251,6 +254,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     device_index: int = -1  # of the GPU on this node; -1: the CPU, or the local rank's
     cpus: tuple[int, ...] = ()  # what this process is bound to
     bound: str = ""  # the same in words, for the log
+    columns: int = 0  # of the terminal that rank 0's stderr ends on; 0: none
     supervised: bool = False  # the launcher outlives the ranks: it holds the port and the front
 
 

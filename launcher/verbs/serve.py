@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -22,10 +23,12 @@ def main(argv: Sequence[str]) -> int:
     hosts.refuse_lonely_srun(os.environ)
     place = hosts.world(os.environ)
     first = place is None or place.rank == 0
+    shown = False  # all that is wanted is to be printed: no rank joins MPI
     try:
         argv, script = sbatch.wanted(argv)
         chosen = choices.read(Options, argv, os.environ, strict=first)
         place = joined(chosen.options, place)
+        shown = chosen.help or chosen.show_config or script
         if script and not chosen.help:
             print(sbatch.script("serve", chosen), end="")
             return 0
@@ -43,8 +46,11 @@ def main(argv: Sequence[str]) -> int:
         elif chosen.show_config:
             return 0
     except choices.Stop as stop:
-        # Every rank meets the same error; rank 0 tells it.
-        raise stop if first else choices.Stop("", stop.code) from None
+        if not first:
+            raise choices.Stop("", stop.code) from None  # rank 0 tells it
+        if place is None or shown or getattr(stop, "everywhere", False):
+            raise
+        member.give_up(stop, place)
     if place is not None:
         member.join(options if first else chosen.options, place)
     return serve(options)
@@ -58,7 +64,8 @@ def serve(options: Options) -> int:
         front.warn(listener, options)
         directory = front.job_directory()
         link = os.path.join(directory, "lead")
-        start = supervise.plan(options, link)
+        columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
+        start = supervise.plan(options, link, columns)
         _announce(options, listener.url)
         child = front.start(front.config(options, link, listener, []), os.environ)
         job = supervise.Supervisor(start, child, options.restarts, serving=lambda: _serving(listener, link))

@@ -168,3 +168,20 @@ def test_striped_ranks_answer_as_direct_ones(checkpoint):
             tokens.append({name: out.tokens for name, out in engine.generate(requests).items()})
             assert ("each byte once, by one of 2 ranks" in engine.log()) == (way == "striped")
     assert tokens[0] == tokens[1]
+
+
+def test_a_staged_model_is_loaded_from_the_node(checkpoint, tmp_path):
+    request = {"a": ([5, 6, 7], greedy(20))}
+    with Engine(checkpoint, 2, stage=str(tmp_path / "scratch")) as engine:
+        tokens = engine.generate(request)["a"].tokens
+        (copied,) = (tmp_path / "scratch").iterdir()
+        assert engine.log().count(" staged ") == 1 and f" GB in {copied} in " in engine.log()
+    with Engine(checkpoint, stage=str(tmp_path / "scratch")) as engine:
+        assert f"loading the copy in {copied}" in engine.log() and len(tokens) == 20
+        assert " staged " not in engine.log()
+
+
+def test_a_place_that_cannot_be_staged_to(checkpoint):
+    assert refused(checkpoint, stage="/proc/scratch").endswith(
+        f" on {HOST}: --stage /proc/scratch: /proc/scratch: No such file or directory"
+    )

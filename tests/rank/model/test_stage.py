@@ -1,0 +1,162 @@
+"""Copies of a model on a node: made once, whole or not at all, and in words where that fails."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from phalanx.comm import mesh, threads
+from phalanx.rank import exits
+from phalanx.rank.model.load import load
+from phalanx.rank.model.weights import stage as module
+from phalanx.rank.model.weights.stage import stage
+
+from ...checkpoints import make_checkpoint
+
+FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"} | {
+    f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_checkpoint(tmp_path / "model", shards=3, num_hidden_layers=2)
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    return tmp_path / "made" / "scratch"
+
+
+def contents(directory):
+    return {f.name: f.read_bytes() for f in directory.iterdir() if f.name != ".lock"}
+
+
+def stop(*arguments):
+    with pytest.raises(exits.Stop) as stopped:
+        stage(*arguments)
+    assert stopped.value.code == exits.USAGE
+    return str(stopped.value)
+
+
+def test_what_ranks_read_is_copied_once(source, scratch, monkeypatch):
+    calls = []
+    target, copied = stage(source, scratch, lambda done, total: calls.append((done, total)))
+    assert target.parent == scratch and target.name.startswith("model-") and target.stat().st_mode & 0o777 == 0o700
+    assert set(contents(target)) == FILES  # the tokenizer is the front's, which reads the original
+    assert all((source / name).read_bytes() == data for name, data in contents(target).items())
+    assert copied == sum((source / name).stat().st_size for name in FILES) and calls[-1] == (copied, copied)
+    monkeypatch.setattr(module, "_Copy", None)
+    assert stage(source, scratch) == (target, 0)
+    (model,) = threads.run(lambda comm: load(target, mesh.build(comm, 1, 1)), 1)
+    assert model.weight_bytes > 0
+
+
+def test_another_directory_of_the_same_name_has_another_copy(source, scratch, tmp_path):
+    other = Path(shutil.copytree(source, tmp_path / "elsewhere" / "model"))
+    assert stage(source, scratch)[0] != stage(other, scratch)[0]
+
+
+def test_what_has_changed_is_copied_again_and_what_is_gone_goes(source, scratch):
+    target, _ = stage(source, scratch)
+    second = source / "model-00002-of-00003.safetensors"
+    second.write_bytes(second.read_bytes())  # the same bytes, but who knows
+    (target / "model.safetensors").write_bytes(b"of an older checkpoint")
+    (target / "model-00003-of-00003.safetensors.part").write_bytes(b"interrupted")
+    assert stage(source, scratch) == (target, second.stat().st_size)
+    assert set(contents(target)) == FILES
+
+
+def test_the_ranks_of_a_node_copy_once_together(source, scratch):
+    found = threads.run(lambda comm: stage(source, scratch), 4)
+    assert len({target for target, _ in found}) == 1
+    assert sorted(copied > 0 for _, copied in found) == [False, False, False, True]
+
+
+KILLED = r"""
+import os, sys, time
+from pathlib import Path
+from phalanx.rank.model.weights import stage
+real = os.readv
+def slow(fd, buffers):
+    os.write(1, b"reading\n")
+    time.sleep(1000)
+stage.os.readv = slow
+stage.stage(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_copy_is_no_copy(source, scratch):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(scratch)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"reading\n"
+    waited = []
+    waiter = threading.Thread(target=lambda: waited.append(stage(source, scratch)))
+    waiter.start()
+    time.sleep(0.3)
+    assert not waited  # it holds the lock
+    process.kill()
+    process.communicate()
+    waiter.join(20)
+    ((target, copied),) = waited
+    assert copied > 0 and set(contents(target)) == FILES
+
+
+def test_no_space(source, scratch, monkeypatch):
+    real = shutil.disk_usage
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    needed = sum((source / name).stat().st_size for name in FILES)
+    assert stop(source, scratch) == (
+        f"--stage {scratch}: {needed / 1e9:.2f} GB are to be copied, 0.00 GB are free; "
+        "free some, or load without --stage"
+    )
+    monkeypatch.undo()
+
+    def full(fd, data, real=os.write):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "write", full)
+    message = stop(source, scratch)
+    assert message.startswith(f"--stage {scratch}: No space left on device while ")
+    (target,) = scratch.iterdir()
+    assert not contents(target)
+
+
+def test_a_file_that_cannot_be_read(source, scratch, monkeypatch):
+    def fail(fd, buffers):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(module.os, "readv", fail)
+    assert stop(source, scratch) == f"--stage {scratch}: config.json cannot be copied: Input/output error"
+
+
+def test_places_that_will_not_do(source, tmp_path, scratch):
+    (tmp_path / "file").write_text("")
+    assert stop(source, tmp_path / "file" / "deep") == (
+        f"--stage {tmp_path}/file/deep: {tmp_path}/file/deep: Not a directory"
+    )
+    target, _ = stage(source, scratch)
+    shutil.rmtree(target)
+    target.symlink_to(source)
+    assert stop(source, scratch) == (
+        f"--stage {scratch}: {target} is not ours; give a directory that only you write to"
+    )
+
+
+def test_an_index_that_leads_out_of_the_directory(source, scratch):
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
+    assert stop(source, scratch) == (
+        f"{source}: ../../secret.safetensors, which the index names, is in another directory: it cannot be staged"
+    )
+
+
+def test_another_users_copy_is_not_trusted(source, scratch, monkeypatch):
+    target, _ = stage(source, scratch)
+    monkeypatch.setattr(module.os, "getuid", lambda: 12345)
+    assert stop(source, scratch).startswith(f"--stage {scratch}: {target} is not ours; ")
