@@ -154,6 +154,8 @@ class Rank:
 
     def _stage(self) -> Path:
         """The model's copy on this node."""
+        if self.job.local_rank:
+            time.sleep(0.2)  # the node's first rank gets the lock: rank 0, where it is, shows how far it is
         started = time.monotonic()
         place = Path(self.options.stage).expanduser().absolute()
         directory, copied = stage(Path(self.options.model), place, self._progress("staging weights"))

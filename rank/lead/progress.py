@@ -20,7 +20,7 @@ log = logging.getLogger("phalanx")
 
 
 class Progress:
-    """One phase: `look` is told bytes done and all bytes. A phase of less than a moment is not shown.
+    """One phase: `look` is told bytes done and all bytes, first when it begins. One of less than a moment is not shown.
 
     columns: the width of the terminal that stderr ends on, 0 where it is none.
     """
@@ -29,11 +29,13 @@ class Progress:
         self._phase = phase
         self._send = send
         self._columns = columns
-        self._start = self._told = self._logged = time.monotonic()
+        self._start = self._told = self._logged = 0.0
         self._bar: Any = None
 
     def look(self, done: int, total: int) -> None:
         now = time.monotonic()
+        if not self._start:
+            self._start = self._told = self._logged = now
         if now - self._told < TELL_EVERY and done < total:
             return
         self._told = now

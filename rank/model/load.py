@@ -148,6 +148,7 @@ def _share_listing(path: Path, world: HostComm) -> Listing:
 def _fill(source: Checkpoint | Dummy, parts: list[Slice], progress: Progress) -> None:
     total = sum(part.target.nbytes for part in parts)
     done = 0
+    progress(done, total)
     for part in parts:
         source.fill(part)
         done += part.target.nbytes

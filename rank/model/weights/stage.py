@@ -102,6 +102,7 @@ class _Copy:
 
     def run(self, names: list[str], total: int, progress: Callable[[int, int], None]) -> None:
         """Raises what the first failing copy raised, when all have ended."""
+        progress(0, total)
         with ThreadPoolExecutor(COPIES, "stage") as pool:
             left = [pool.submit(self._one, name) for name in names]
             under_way = set(left)

@@ -136,6 +136,7 @@ class Striped:
         """Read and exchange everything. progress gets the bytes that all ranks have read so far, and all there are."""
         mine = self._stripes[self._world.rank]
         done = 0
+        progress(done, self.total)
         with Reader(self._path, mine) as reader:
             for turn in range(max(map(len, self._stripes))):
                 chunks = [stripe[turn] if turn < len(stripe) else None for stripe in self._stripes]

@@ -29,8 +29,8 @@ def test_the_front_is_told_and_the_log_every_few_seconds(clock, caplog):
     with caplog.at_level(logging.INFO, "phalanx"):
         for done in range(11):
             told.look(done * GB, 10 * GB)
-    assert sent == [step.Progress("loading weights", done * GB, 10 * GB) for done in range(11)]
-    assert [r.message for r in caplog.records] == ["loading weights: 5.00 of 10.00 GB, 1.67 GB/s"]
+    assert sent == [step.Progress("loading weights", done * GB, 10 * GB) for done in range(1, 11)]
+    assert [r.message for r in caplog.records] == ["loading weights: 6.00 of 10.00 GB, 2.00 GB/s"]
 
 
 def test_not_at_every_step_but_of_the_end(monkeypatch):
@@ -46,7 +46,7 @@ def test_a_bar_on_a_terminal(clock, monkeypatch, caplog):
     shown = io.StringIO()
     monkeypatch.setattr(progress.sys, "stderr", shown)
     told = Progress("loading weights", lambda _: None, 70)
-    for done in (2, 4, 10):
+    for done in (0, 4, 10):
         told.look(done * GB, 10 * GB)
     lines = shown.getvalue().split("\r")
     assert any(" 40%|" in line and "4.00GB of 10.0GB, " in line and "GB/s, " in line for line in lines), lines
@@ -57,5 +57,7 @@ def test_a_bar_on_a_terminal(clock, monkeypatch, caplog):
 def test_what_is_done_at_once_shows_no_bar(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(progress.sys, "stderr", shown)
-    Progress("loading weights", lambda _: None, 70).look(5, 5)
+    told = Progress("loading weights", lambda _: None, 70)
+    told.look(0, 5)
+    told.look(5, 5)
     assert shown.getvalue() == ""
