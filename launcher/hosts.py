@@ -62,6 +62,11 @@ def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
     return size if "SLURM_STEP_ID" not in environ else 1
 
 
+def ends_together(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher ends all ranks when one of them ends with an error before MPI_Init."""
+    return "OMPI_COMM_WORLD_RANK" in environ
+
+
 def refuse_lonely_srun(environ: Mapping[str, str]) -> None:
     """srun without PMI starts N processes that know nothing of each other: each would become a server of its own."""
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1

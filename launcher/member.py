@@ -28,6 +28,7 @@ from .hosts import World
 PARENT_ENV = "PHALANX_PARENT"
 KEY_ENV = "PHALANX_API_KEY"
 RANK = ["-m", "phalanx.rank"]
+ABORT = ["-c", "import sys; from mpi4py import MPI; MPI.COMM_WORLD.Abort(int(sys.argv[1]))"]
 Jobs = Callable[[FrontConfig], "subprocess.Popen[bytes]"]
 FRONT_PATIENCE = 30.0  # seconds for the front to open its socket
 KEEPER_PATIENCE = 3.0  # seconds that the front may outlive rank 0
@@ -63,11 +64,27 @@ def join(options: Options, place: World, jobs: Jobs | None = None) -> NoReturn:
     process.die_with(os.getppid())
     process.ignore((signal.SIGUSR1, signal.SIGUSR2))
     link = ""
-    if place.rank == 0:
-        link = _start_front(options, jobs)
-    else:
-        hold_drain()
-    become(Job(options=options, announced_size=place.size, front_socket=link), place)
+    try:
+        if place.rank == 0:
+            link = _start_front(options, jobs)
+        else:
+            hold_drain()
+        become(Job(options=options, announced_size=place.size, front_socket=link), place)
+    except Stop as stop:
+        give_up(stop, place)
+
+
+def give_up(stop: Stop, place: World) -> NoReturn:
+    """End the whole job because of an error that this rank alone has met; the others wait for it in MPI_Init.
+
+    Open MPI's mpirun ends them when one ends with a code. srun and MPICH's hydra let them wait for ever: there this
+    process joins them and aborts, which also hands the code on.
+    """
+    if place.size == 1 or hosts.ends_together(os.environ):
+        raise stop
+    if str(stop):
+        process.say(str(stop))
+    os.execve(sys.executable, [sys.executable, *ABORT, str(stop.code)], os.environ)
 
 
 def hold_drain() -> None:

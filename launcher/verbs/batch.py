@@ -76,11 +76,13 @@ def main(argv: Sequence[str]) -> int:
     hosts.refuse_lonely_srun(os.environ)
     place = hosts.world(os.environ)
     first = place is None or place.rank == 0
+    shown = False  # all that is wanted is to be printed: no rank joins MPI
     try:
         argv, script = sbatch.wanted(argv)
         chosen = choices.read(BatchOptions, argv, os.environ, strict=first)
         place = joined(chosen.options, place)
-        if chosen.help or chosen.show_config or script:
+        shown = chosen.help or chosen.show_config or script
+        if shown:
             if first:
                 _show(chosen, script, place)
             return 0
@@ -95,8 +97,11 @@ def main(argv: Sequence[str]) -> int:
         if _is_done(config):
             return exits.OK
     except Stop as stop:
-        # Every rank meets the same error; rank 0 tells it.
-        raise stop if first else Stop("", stop.code) from None
+        if not first:
+            raise Stop("", stop.code) from None  # rank 0 tells it
+        if place is None or shown or getattr(stop, "everywhere", False):
+            raise
+        member.give_up(stop, place)
     gpus = measured(options, options.ranks if place is None else place.local_size)
     config = msgspec.structs.replace(config, gpus=gpus)
     if place is not None:

@@ -1,0 +1,86 @@
+"""A rank that cannot start must not leave the others in MPI_Init: srun and MPICH's hydra would let them wait there."""
+
+import pytest
+from phalanx.launcher import cli, hosts, member
+from phalanx.launcher.hosts import World
+from phalanx.rank.exits import Stop
+
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+class Aborted(Exception):
+    pass
+
+
+@pytest.fixture
+def under(monkeypatch):
+    """The environment of a launcher; what would be executed raises Aborted with its command line."""
+    for name in [*HYDRA, "OMPI_COMM_WORLD_RANK"]:
+        monkeypatch.delenv(name, raising=False)
+
+    def execve(program, words, environ):
+        raise Aborted(words)
+
+    monkeypatch.setattr(member.os, "execve", execve)
+
+    def set_(**environ):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+
+    return set_
+
+
+def aborts(call, *args) -> list[str]:
+    with pytest.raises(Aborted) as aborted:
+        call(*args)
+    (words,) = aborted.value.args
+    return words
+
+
+def test_it_joins_the_others_and_aborts(under, capsys):
+    words = aborts(member.give_up, Stop("no port", 2), World(0, 2, 0, 2, "srun"))
+    assert words[1:] == [*member.ABORT, "2"] and "MPI.COMM_WORLD.Abort(int(sys.argv[1]))" in words[2]
+    assert capsys.readouterr().err == "phalanx: no port\n"
+    aborts(member.give_up, Stop("", 3), World(1, 2, 1, 2, "srun"))
+    assert capsys.readouterr().err == ""
+
+
+def test_where_nobody_waits(under):
+    with pytest.raises(Stop):
+        member.give_up(Stop("no port", 2), World(0, 1, 0, 1, "srun"))
+    under(OMPI_COMM_WORLD_RANK="0")  # its mpirun ends them
+    with pytest.raises(Stop):
+        member.give_up(Stop("no port", 2), World(0, 2, 0, 2, "mpirun"))
+    assert hosts.ends_together({"OMPI_COMM_WORLD_RANK": "1"}) and not hosts.ends_together(HYDRA)
+
+
+@pytest.mark.parametrize("verb", [["serve"], ["batch", "-i", __file__, "-o", "/tmp/x"]])
+def test_what_rank_0_alone_sees(under, verb, monkeypatch, capsys):
+    under(**HYDRA)
+    assert aborts(cli.main, [*verb, "/no/such/model"])[-1] == "2"
+    assert "model '/no/such/model': there is no such directory on " in capsys.readouterr().err
+    monkeypatch.setenv("PHALANX_DTYPE", "f99")
+    assert aborts(cli.main, verb)[-1] == "2"
+    assert "PHALANX_DTYPE 'f99' (environment)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["serve", "batch"])
+def test_what_every_rank_sees_or_none_joins(under, verb, capsys):
+    under(**HYDRA)
+    assert cli.main([verb, "--frob"]) == 2
+    assert cli.main([verb, "--show-config", "--np", "3"]) == 2
+    assert "--np 3, but mpirun started 2 ranks" in capsys.readouterr().err
+
+
+def test_a_rank_that_cannot_begin(under, monkeypatch, capsys):
+    """Here the first without a device."""
+    under(**HYDRA)
+    monkeypatch.setattr(member.process, "die_with", lambda _: None)
+    monkeypatch.setattr(member.process, "ignore", lambda _: None)
+    monkeypatch.setattr(member, "hold_drain", lambda: None)
+    monkeypatch.setattr(member.hosts, "gpus", lambda: 1)
+    from phalanx.rank.options import Options
+
+    words = aborts(member.join, Options(devices=(0,)), World(1, 2, 1, 2, "srun"))
+    assert words[-1] == "2"
+    assert "--d lists 1 devices, but " in capsys.readouterr().err
