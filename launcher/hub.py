@@ -29,9 +29,19 @@ def is_id(text: str) -> bool:
     return ID.fullmatch(text) is not None
 
 
-def model(id: str) -> str:
-    """The directory of a model, which is fetched only if the cache does not have all of it. Raises Stop."""
-    return _cached(id) or fetch(id)
+def model(id: str, waiting: bool = False) -> str:
+    """The directory of a model, which is fetched only if the cache does not have all of it. Raises Stop.
+
+    Nothing is fetched while the other ranks of a running MPI job are `waiting`, for --timeout at most.
+    """
+    path = _cached(id)
+    if waiting and not path:
+        raise Stop(
+            f"model {id!r}: there is no such directory on {hosts.hostname()}, and it is not complete in {_cache()}; "
+            f"run `phalanx pull {id}` before the job, where there is a network, with the same HF_HOME",
+            USAGE,
+        )
+    return path or fetch(id)
 
 
 def fetch(id: str, revision: str = "", to: str = "") -> str:

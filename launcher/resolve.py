@@ -31,7 +31,7 @@ def resolve(options: Options, place: World | None) -> Options:
     _check_devices(options, numbers["ranks"], place)
     if options.mem and options.kv_fraction:
         raise Stop("--mem and --kv-fraction both size the KV cache: give one of them", USAGE)
-    api_key, model = _api_key(options), model_directory(options)
+    api_key, model = _api_key(options), model_directory(options, place)
     name = options.served_model_name
     if options.model and not name and not Path(options.model).expanduser().is_dir():
         name = options.model  # an id: the directory in the cache is named by a commit, which tells clients nothing
@@ -109,7 +109,7 @@ def _api_key(options: Options) -> str:
     return key
 
 
-def model_directory(options: Options) -> str:
+def model_directory(options: Options, place: World | None = None) -> str:
     """The absolute path of the model's directory, made sure of as far as a launcher can. A model's id is fetched."""
     if not options.model:
         return str(built_in(with_weights=options.load_format != "dummy"))
@@ -119,7 +119,7 @@ def model_directory(options: Options) -> str:
         raise Stop(f"model {options.model!r}: {what}; a directory with config.json and safetensors is needed", USAGE)
     if not path.is_dir():
         if hub.is_id(options.model):
-            return hub.model(options.model)
+            return hub.model(options.model, waiting=place is not None and place.size > 1)
         raise Stop(f"model {options.model!r}: there is no such directory on {hosts.hostname()}", USAGE)
     if not (path / "config.json").is_file():
         raise Stop(f"model {options.model!r}: the directory has no config.json", MODEL)

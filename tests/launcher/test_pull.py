@@ -154,23 +154,27 @@ def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["supervised", pytest.param("mpirun", marks=pytest.mark.long)])
-def test_serve_by_id(how, server, tmp_path):
+def test_serve_by_id(server, tmp_path):
     """Fetched once, before the ranks are started, and then served under its id without a look at the network."""
     checkpoint = make_checkpoint(tmp_path / "ckpt")
     server.files = {path.name: path.read_bytes() for path in Path(checkpoint).iterdir()}
     environ = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **ROOT}
     command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", "--m", "org/tiny", "--idle-exit", "0.01"]
     command += ["--p", "0", "--device", "cpu", "--mem", "64", "--dtype", "f32"]
-    if how == "mpirun":
-        command = mpirun.command(mpirun.find(os.environ), 2, command)
+    under_mpirun = mpirun.command(mpirun.find(os.environ), 2, command)
+    with Launched(under_mpirun, tmp_path, **environ) as job:
+        assert job.process.wait(30) == 2  # the other ranks would wait for it
+        assert (
+            f"it is not complete in {tmp_path}/hf/hub; run `phalanx pull org/tiny` before the job, where there is a "
+            "network, with the same HF_HOME" in job.output
+        )
+        assert not fetched(server)
     with Launched(command, tmp_path, **environ) as job:
         assert job.process.wait(60) == 0, job.output
         assert "(model org/tiny)" in job.output
-        assert len(fetched(server)) == len(set(fetched(server)))
-    if how == "supervised":
-        server.seen.clear()
-        with Launched([*command, "--served-model-name", "mine"], tmp_path, **environ) as job:
-            assert job.process.wait(60) == 0, job.output
-            assert "(model mine)" in job.output
-        assert not server.seen
+        assert fetched(server) and len(fetched(server)) == len(set(fetched(server)))
+    server.seen.clear()
+    with Launched([*under_mpirun, "--served-model-name", "mine"], tmp_path, **environ) as job:
+        assert job.process.wait(60) == 0, job.output
+        assert "(model mine)" in job.output
+    assert not server.seen

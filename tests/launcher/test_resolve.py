@@ -120,7 +120,7 @@ def test_model_directories(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
     assert resolved(model=tmp_path.name).model == model
     assert refusal(model="/nowhere")[0].startswith("model '/nowhere': there is no such directory on ")
-    monkeypatch.setattr("phalanx.launcher.hub.model", lambda id: f"/cache/{id}/0123abcd")
+    monkeypatch.setattr("phalanx.launcher.hub.model", lambda id, waiting: f"/cache/{id}/0123abcd")
     by_id = resolved(model="meta-llama/Llama-3.1-8B")
     assert (by_id.model, by_id.served_model_name) == (
         "/cache/meta-llama/Llama-3.1-8B/0123abcd", "meta-llama/Llama-3.1-8B",
