@@ -220,10 +220,11 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        for fd in self._files.values():
-            os.close(fd)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)  # a read that hangs must not keep an error back
+        if kind is None:
+            for fd in self._files.values():
+                os.close(fd)
 
     def next(self) -> Tensor:
         """The next chunk's bytes; they may be overwritten by the call after."""
