@@ -74,6 +74,12 @@ def join(options: Options, place: World, jobs: Jobs | None = None) -> NoReturn:
         give_up(stop, place)
 
 
+def finish(options: Options, place: World) -> NoReturn:
+    """Rank 0 has nothing to do. The other ranks wait to hear that: they do not see its files."""
+    process.die_with(os.getppid())
+    become(Job(options=options, announced_size=place.size, over=True), place)
+
+
 def give_up(stop: Stop, place: World) -> NoReturn:
     """End the whole job because of an error that this rank alone has met; the others wait for it in MPI_Init.
 

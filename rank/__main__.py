@@ -29,7 +29,7 @@ from .model import fingerprint
 from .model.base import Model
 from .model.load import load as load_model
 from .model.weights.stage import stage
-from .options import JOB_ENV, Job, Options, decode_job
+from .options import JOB_ENV, Job, Options, decode_job, encode_job
 from .work import cache
 from .work.measure import step_memory
 from .work.rows import Rows
@@ -227,8 +227,8 @@ def meet(world: Any) -> list[str]:
 
 def share_job(job: Job, world: Any) -> Job:
     """Rank 0's options win: the other nodes do not have our environment or files."""
-    options = control.broadcast_bytes(world, msgspec.json.encode(job.options))
-    return msgspec.structs.replace(job, options=msgspec.json.decode(options, type=Options))
+    first = decode_job(control.broadcast_bytes(world, encode_job(job).encode()).decode())
+    return msgspec.structs.replace(job, options=first.options, over=first.over)
 
 
 def run_threads(job: Job, make: type[Rank] = Rank) -> int:
@@ -265,6 +265,9 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
     try:
         hosts = meet(world)
         job = share_job(job, world)
+        if job.over:
+            mpi.leave()
+            return exits.OK
         watch = Watch(world, hosts, job.options.timeout)
     except exits.Stop as stop:
         if str(stop):

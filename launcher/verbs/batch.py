@@ -95,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
         config = configure(chosen.options, place)
         options = resolve(_plain(chosen.options), place)
         if _is_done(config):
+            if place is not None and place.size > 1:
+                member.finish(options, place)
             return exits.OK
     except Stop as stop:
         if not first:

@@ -1,9 +1,15 @@
 """A rank that cannot start must not leave the others in MPI_Init: srun and MPICH's hydra would let them wait there."""
 
+import os
+import sys
+
 import pytest
-from phalanx.launcher import cli, hosts, member
+from phalanx.launcher import cli, hosts, member, mpirun
 from phalanx.launcher.hosts import World
 from phalanx.rank.exits import Stop
+from phalanx.rank.options import Options
+
+from .jobs import ROOT, Launched
 
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
@@ -79,8 +85,17 @@ def test_a_rank_that_cannot_begin(under, monkeypatch, capsys):
     monkeypatch.setattr(member.process, "ignore", lambda _: None)
     monkeypatch.setattr(member, "hold_drain", lambda: None)
     monkeypatch.setattr(member.hosts, "gpus", lambda: 1)
-    from phalanx.rank.options import Options
-
     words = aborts(member.join, Options(devices=(0,)), World(1, 2, 1, 2, "srun"))
     assert words[-1] == "2"
     assert "--d lists 1 devices, but " in capsys.readouterr().err
+
+
+def test_a_batch_job_that_is_done_ends_on_all_ranks(tmp_path):
+    """Rank 0 alone sees that; with code 0, or a script would requeue it."""
+    (tmp_path / "in.jsonl").write_text("")
+    (tmp_path / "out.jsonl").write_text("")
+    batch = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--device", "cpu"]
+    command = [sys.executable, "-m", "phalanx.launcher.cli", *batch, "--load-format", "dummy"]
+    with Launched(mpirun.command(mpirun.find(os.environ), 2, command), tmp_path, **ROOT) as job:
+        assert job.end(40) == 0
+        assert job.output == f"phalanx: {tmp_path}/out.jsonl has every answer already: nothing to do\n"
