@@ -1,8 +1,7 @@
 #!/bin/bash
 # Serve a model from two nodes with eight GPUs each:  MODEL=/path/to/model bsub < hostfiles/lsf.sh
 #
-# The server runs on the first node of the job. From the login node:
-#   ssh -L 2000:127.0.0.1:2000 FIRST_NODE        then http://127.0.0.1:2000/v1
+# The server runs on the first node of the job; on the login node `phalanx chat` finds it and says how to reach it.
 #BSUB -J phalanx
 #BSUB -n 16
 #BSUB -R "span[ptile=8]"
@@ -18,20 +17,16 @@
 hosts=phalanx-hosts-$LSB_JOBID
 phalanx hostfile --slots 8 --mpi openmpi -o "$hosts" || exit
 
+# SIGUSR1 drains: open requests are finished, new ones refused. mpirun passes it on to the ranks.
+trap 'asked=1; kill -USR1 $job' USR1
 # Open MPI starts the other node's ranks through LSF where it was built for it, through ssh elsewhere. With MPICH:
 #   mpirun -np 16 -f "$hosts" phalanx serve …
 mpirun -np 16 -hostfile "$hosts" --bind-to none --map-by slot \
     phalanx serve --w "$MODEL" --d 0,1,2,3,4,5,6,7 --p 2000 &
-server=$!
-
-# The first SIGUSR1 drains: open requests are finished, new ones refused. mpirun passes it on to the ranks.
-trap 'kill -USR1 $server' USR1
-wait $server
+job=$!
+wait $job
 code=$?
-# `wait` also returns when the signal comes; the second one waits for the end.
-if kill -0 $server 2>/dev/null; then
-    wait $server
-    code=$?
-fi
+# `wait` also returns when the signal comes; then it waits for the end.
+while [ -n "$asked" ]; do asked=; wait $job; code=$?; done
 rm -f "$hosts"
 exit $code  # docs/exit-codes.md

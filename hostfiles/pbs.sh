@@ -1,8 +1,7 @@
 #!/bin/bash
 # Serve a model from two nodes with eight GPUs each:  qsub -v MODEL=/path/to/model hostfiles/pbs.sh
 #
-# The server runs on the first node of the job. From the login node:
-#   ssh -L 2000:127.0.0.1:2000 FIRST_NODE        then http://127.0.0.1:2000/v1
+# The server runs on the first node of the job; on the login node `phalanx chat` finds it and says how to reach it.
 #PBS -N phalanx
 #PBS -l select=2:ncpus=64:mpiprocs=8:ngpus=8
 #PBS -l place=excl
@@ -19,14 +18,20 @@ phalanx hostfile --slots 8 --mpi openmpi -o "$hosts" || exit
 #   mpirun -np 16 -f "$hosts" phalanx serve …
 mpirun -np 16 -hostfile "$hosts" --bind-to none --map-by slot \
     phalanx serve --w "$MODEL" --d 0,1,2,3,4,5,6,7 --p 2000 &
-server=$!
+job=$!
 
-# PBS ends a job whose time is over with SIGTERM, which leaves no time to finish anything. So two minutes earlier the
-# script drains by itself: open requests are finished, new ones refused. mpirun passes SIGUSR1 on to the ranks.
-(sleep $((4 * 3600 - 120)) && kill -USR1 $server) &
+# PBS ends a job whose time is over with SIGTERM, which leaves no time to finish anything. So two minutes before the end
+# of the walltime above, the script drains by itself: open requests are finished, new ones refused. mpirun passes
+# SIGUSR1 on to the ranks.
+sleep $((4 * 3600 - 120)) &
 clock=$!
-wait $server
+wait -n  # for the one that ends first
+if kill -0 $job 2>/dev/null; then
+    kill -USR1 $job
+else
+    kill $clock
+fi
+wait $job
 code=$?
-kill $clock 2>/dev/null
 rm -f "$hosts"
 exit $code  # docs/exit-codes.md

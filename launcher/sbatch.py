@@ -26,6 +26,7 @@ _HEAD = """\
 """
 
 _SERVE = """\
+# On the login node `phalanx chat` finds this server, also through its job's number: phalanx chat --job NUMBER.
 # Two minutes before the time is over this script, B, gets SIGUSR1.
 #SBATCH --signal=B:USR1@120
 {key}

@@ -1,0 +1,134 @@
+"""hostfiles/: the scripts for Slurm, PBS and LSF run as they are, with stand-ins for what the cluster has."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import phalanx
+import pytest
+from phalanx.launcher import choices, sbatch
+from phalanx.rank.options import Options
+
+HOSTFILES = Path(phalanx.__file__).resolve().parent / "hostfiles"
+SCRIPTS = sorted(path.name for path in HOSTFILES.iterdir() if path.suffix in (".sh", ".sbatch"))
+
+# The job: notes its arguments, and ends with $CODE; with $WAITS only when it is asked to, after a moment.
+JOB = """#!/bin/bash
+trap 'echo usr1 >> told; sleep 0.3; exit $CODE' USR1
+echo "$(basename "$0") $*" >> told
+touch started
+while [ -n "$WAITS" ]; do sleep 0.02; done
+exit "$CODE"
+"""
+PHALANX = '#!/bin/bash\necho "phalanx $*" >> told\ntouch "${@: -1}"\nexit "${HOSTFILE_CODE:-0}"\n'
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A directory with the stand-ins; starts a script there."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in {"srun": JOB, "mpirun": JOB, "phalanx": PHALANX}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    jobs = []
+
+    def start(script, **environ):
+        given = {"PATH": f"{tools}:{os.environ['PATH']}", "MODEL": "/m o d e l", "CODE": "0", "WAITS": ""}
+        given |= {"PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "42.pbs", "LSB_JOBID": "42", "SLURM_JOB_ID": "42"}
+        script = script if isinstance(script, Path) else HOSTFILES / script
+        job = subprocess.Popen(
+            ["bash", str(script)], cwd=tmp_path, env=os.environ | given | environ, start_new_session=True
+        )
+        jobs.append(job)
+        return job
+
+    yield start
+    for job in jobs:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def told(place: Path) -> list[str]:
+    return (place / "told").read_text().splitlines()
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_every_script_is_one_for_bash():
+    assert SCRIPTS == ["lsf.sh", "pbs.sh", "slurm-batch.sh", "slurm.sbatch"]
+    for name in SCRIPTS:
+        done = subprocess.run(["bash", "-n", HOSTFILES / name], capture_output=True, text=True, timeout=20)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_shellcheck(tmp_path):
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck is not installed; make install-test does that")
+    argv = ["/a 'b", "--np", "4", "--d", "0,1", "--temperature", "0.5"]
+    (tmp_path / "printed").write_text(sbatch.script("serve", choices.read(Options, argv, {})))
+    files = [*(HOSTFILES / name for name in SCRIPTS), tmp_path / "printed"]
+    done = subprocess.run([program, *files], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_example_for_slurm_is_what_sbatch_prints():
+    text = (HOSTFILES / "slurm.sbatch").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("srun "))
+    words = shlex.split(line.removesuffix("&"))[4:]
+    assert sbatch.script("serve", choices.read(Options, [*words, "--np", "16"], {})) == text
+
+
+@pytest.mark.parametrize("name", ["pbs.sh", "lsf.sh"])
+def test_the_allocation_becomes_a_hostfile(name, cluster, tmp_path):
+    """Its code is the job's, and neither the file nor the clock stays behind."""
+    began = time.monotonic()
+    assert cluster(name, CODE="71").wait(10) == 71
+    hosts = f"phalanx-hosts-42{'.pbs' if name == 'pbs.sh' else ''}"
+    assert told(tmp_path) == [
+        f"phalanx hostfile --slots 8 --mpi openmpi -o {hosts}",
+        f"mpirun -np 16 -hostfile {hosts} --bind-to none --map-by slot "
+        "phalanx serve --w /m o d e l --d 0,1,2,3,4,5,6,7 --p 2000",
+    ]
+    assert not (tmp_path / hosts).exists()
+    assert time.monotonic() - began < 9
+    (tmp_path / "told").unlink()
+    assert cluster(name, HOSTFILE_CODE="2").wait(10) == 2  # no allocation: nothing is started
+    assert len(told(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm-batch.sh", "lsf.sh"])
+def test_a_warning_drains_however_often_it_comes(name, cluster, tmp_path):
+    job = cluster(name, CODE="0", WAITS="1")
+    until((tmp_path / "started").exists)
+    time.sleep(0.2)  # until the script waits
+    job.send_signal(signal.SIGUSR1)
+    time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(10) == 0
+    assert "usr1" in told(tmp_path)
+
+
+def test_pbs_drains_by_the_clock(cluster, tmp_path):
+    """PBS sends no warning: the script's own clock does, here a short one."""
+    text = (HOSTFILES / "pbs.sh").read_text()
+    hours = int(re.search(r"walltime=0(\d):00:00", text)[1])
+    assert f"sleep $(({hours} * 3600 - 120)) &" in text, "the clock is that of the walltime"
+    script = tmp_path / "pbs.sh"
+    script.write_text(text.replace(f"$(({hours} * 3600 - 120))", "0.3"))
+    assert cluster(script, CODE="0", WAITS="1").wait(10) == 0
+    assert told(tmp_path)[-1] == "usr1"
