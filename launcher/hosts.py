@@ -11,9 +11,20 @@ import msgspec
 from ..rank.exits import USAGE, Stop
 
 # Variables that tell a process that it belongs to an MPI job: a process that must not join is started without them.
-_MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "MPI_LOCAL", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_")
+_MPI_PREFIXES = (
+    "OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "MPI_LOCAL", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_", "JSM_",
+)  # fmt: skip
 _STEP_PREFIXES = ("SLURM_STEP", "SLURM_PMI", "SLURM_MPI")
 _STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "SLURM_GTIDS")
+
+# Inside an mpirun that Slurm's srun has carried to the nodes, SLURM_LOCALID counts its daemons: it is asked last.
+_LOCAL_RANK = (
+    "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "JSM_NAMESPACE_LOCAL_RANK",
+    "SLURM_LOCALID",
+)  # fmt: skip
+_LOCAL_SIZE = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_SIZE",
+)  # fmt: skip
 
 
 class World(msgspec.Struct, frozen=True):
@@ -34,16 +45,21 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def world(environ: Mapping[str, str]) -> World | None:
-    """Where MPI's own launcher put this process; None when no MPI launcher started it."""
-    rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID")
+    """Where MPI's own launcher put this process; None when no MPI launcher started it.
+
+    OMPI_*: Open MPI 4 and 5. PMI_* and MPI_LOCAL*: MPICH, Intel MPI. PMIX_RANK or PMI_* with SLURM_*: srun. PALS_*:
+    Cray's mpiexec. JSM_*: LSF's jsrun.
+    """
+    rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "JSM_NAMESPACE_RANK")
     size = _number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    launcher = "srun" if "SLURM_STEP_ID" in environ and "OMPI_COMM_WORLD_RANK" not in environ else "mpirun"
+    own = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ  # of an mpirun, also inside a step
+    launcher = "srun" if "SLURM_STEP_ID" in environ and not own else "mpirun"
     if size is None:
-        size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PALS_SIZE")
+        size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PALS_SIZE", "JSM_NAMESPACE_SIZE")
     if rank is None or size is None:
         return None
-    local_rank = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "PALS_LOCAL_RANKID")
-    local_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
+    local_rank = _number(environ, *_LOCAL_RANK)
+    local_size = _number(environ, *_LOCAL_SIZE)
     if local_size is None:
         local_size = _slurm_local_size(environ, size)
     return World(rank, size, rank if local_rank is None else local_rank, local_size, launcher)

@@ -34,6 +34,59 @@ def test_world(environ, expected):
     assert hosts.world(environ) == expected
 
 
+# The second of two ranks on the second of two nodes, rank 3 of 4, as each launcher tells it. Seen with Open MPI 5.0.11,
+# MPICH 5.0.2, Intel MPI 2021.19 and Slurm 22.05; PALS and jsrun after their manuals.
+IN_A_STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+}  # fmt: skip
+CARRIED = {  # mpirun's own daemons, one for each node, are the tasks of a step
+    **IN_A_STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}  # fmt: skip
+SECOND = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "OMPI_UNIVERSE_SIZE": "4", "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "prterun-node0-16299@1",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "11", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+LAUNCHERS = {
+    "Open MPI": SECOND,
+    "Open MPI through srun": {**CARRIED, **SECOND},
+    "Open MPI through PBS": {**SECOND, "PBS_JOBID": "7.pbs", "PBS_NODEFILE": "/x", "PBS_NODENUM": "1"},
+    "Open MPI through LSF": {**SECOND, "LSB_JOBID": "7", "LSB_MCPU_HOSTS": "node0 2 node1 2", "LSF_PM_TASKID": "2"},
+    "MPICH, Intel MPI": {**HYDRA, "HYDI_CONTROL_FD": "7", "PMI_HOSTNAME": "node1"},
+    "MPICH through srun": {**CARRIED, **HYDRA},
+    "srun --mpi=pmix": {**IN_A_STEP, "PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.7.0"},
+    "srun --mpi=pmi2": {**IN_A_STEP, "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "13", "PMI_JOBID": "7.0"},
+    "srun --mpi=cray_shasta": {**IN_A_STEP, "PALS_RANKID": "3", "PALS_NODEID": "1", "PMI_CONTROL_PORT": "20480"},
+    "Cray's mpiexec": {
+        "PALS_RANKID": "3", "PALS_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PBS_JOBID": "7.pbs",
+    },
+    "Cray's mpiexec with PMI": {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+    "jsrun": {
+        "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1",
+        "JSM_NAMESPACE_LOCAL_SIZE": "2", "PMIX_RANK": "3", "LSB_JOBID": "7",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_every_launcher(name):
+    launcher = "srun" if name.startswith("srun") else "mpirun"
+    assert hosts.world(LAUNCHERS[name]) == World(3, 4, 1, 2, launcher)
+    left = hosts.without_mpi(LAUNCHERS[name])
+    assert hosts.world(left | {"SLURM_NTASKS": "4"}) is None, "a process that must not join would"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [({"SLURM_JOB_ID": "7"}, "7"), ({"PBS_JOBID": "7.pbs"}, "7.pbs"), ({"LSB_JOBID": "7"}, "7"), ({}, "")],
+)
+def test_batch_job(environ, expected):
+    assert hosts.batch_job(environ) == expected
+
+
 @pytest.mark.parametrize(("counts", "node", "expected"), [("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("2", 0, 2)])
 def test_slurms_task_counts(counts, node, expected):
     environ = {**STEP, "PMIX_RANK": "0", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}
