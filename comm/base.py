@@ -34,6 +34,10 @@ class Comm(Protocol):
 
     def send(self, x: Tensor, to: int) -> None: ...
 
+    def post(self, x: Tensor, to: int) -> None:
+        """As `send`, but nothing waits for the receiver: for what flows against the tensors' direction, where a send
+        that waits could meet another that waits for this rank. x must not be changed afterwards."""
+
     def recv(self, x: Tensor, source: int) -> Tensor:
         """Fill x from `source`; returns x."""
 
@@ -49,3 +53,5 @@ class HostComm(Comm, Protocol):
     def all_to_allv(self, x: Tensor, counts: list[int], out: Tensor, out_counts: list[int]) -> Tensor:
         """x [sum of counts] has counts[i] elements for rank i, one rank after the other; returns out, filled the same
         way with out_counts[i] elements from rank i. Fewer than 2^31 elements on either side."""
+
+    def split(self, color: int, key: int) -> HostComm: ...

@@ -1,8 +1,8 @@
-"""Tensor and pipeline groups out of one world.
+"""Replicas, and tensor and pipeline groups in each, out of one world.
 
-Rank r has tensor index r % tp, so that a tensor group's ranks are neighbours, which mpirun places on one node. Stages
-are numbered by layers: the first stage holds the embedding, the last stage the head, and the *last* stage is the one
-with rank 0, so that scheduling, sampling and text stay together.
+Replicas are runs of tp * pp ranks. Rank r has tensor index r % tp, so that a tensor group's ranks are neighbours, which
+mpirun places on one node. Stages are numbered by layers: the first stage holds the embedding, the last stage the head,
+and the *last* stage is the one with rank 0, so that scheduling, sampling and text stay together.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .base import Comm, HostComm
 @dataclass(frozen=True)
 class Mesh:
     world: HostComm  # its tensors are in CPU memory
+    replica: int  # which copy of the model this rank has a part of
     tensor: Comm  # the ranks that share this stage's layers
     pipe: Comm  # one rank of each stage, the same tensor index; its rank is the stage. Activations go forward on it
     feedback: Comm  # the same ranks as pipe: sampled ids go back from the last stage to the first
@@ -37,26 +38,24 @@ class Mesh:
         return self.pipe.rank == self.pipe.size - 1
 
 
-def degrees(size: int, tp: int, pp: int) -> tuple[int, int]:
-    """The tensor and pipeline degree for `size` ranks; 0 means not given. Raises ValueError in words for the user."""
-    if tp and pp and tp * pp != size:
-        raise ValueError(f"--tp {tp} times --pp {pp} is {tp * pp}, but there are {size} ranks")
-    if tp:
-        if size % tp:
-            raise ValueError(f"--tp {tp} does not divide the {size} ranks")
-        return tp, size // tp
-    pp = pp or 1
-    if size % pp:
-        raise ValueError(f"--pp {pp} does not divide the {size} ranks")
-    return size // pp, pp
-
-
 def build(world: HostComm, tp: int, pp: int, carry: Callable[[Comm], Comm] = lambda group: group) -> Mesh:
-    """Collective over world; tp * pp is the world's size.
+    """Collective over world, whose size is a multiple of tp * pp.
 
     carry: what carries a group's tensors, made from the group of the world's kind; NcclComm on GPUs.
     """
-    stage = pp - 1 - world.rank // tp
-    index = world.rank % tp
-    tensor, pipe, feedback = world.split(stage, index), world.split(index, stage), world.split(index, stage)
-    return Mesh(world, carry(tensor), carry(pipe), carry(feedback))
+    replica, place = divmod(world.rank, tp * pp)
+    stage = pp - 1 - place // tp
+    index = place % tp
+    tensor = world.split(replica * pp + stage, index)
+    pipe, feedback = world.split(replica * tp + index, stage), world.split(replica * tp + index, stage)
+    return Mesh(world, replica, carry(tensor), carry(pipe), carry(feedback))
+
+
+def lines(world: HostComm, replicas: int) -> list[HostComm]:
+    """For each replica the group of rank 0 and the replica's ranks, in the world's order.
+
+    Rank 0 is in all of them, other ranks in their own replica's; what they get for the others means nothing.
+    Collective over world.
+    """
+    size = world.size // replicas
+    return [world.split(int(world.rank == 0 or world.rank // size == i), world.rank) for i in range(replicas)]

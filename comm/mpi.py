@@ -27,6 +27,7 @@ class MpiComm:
 
     def __init__(self, handle: MPI.Intracomm):
         self.handle = handle
+        self._posted: list[tuple[Any, Tensor]] = []  # requests, and what they send until it is on its way
         self.rank = handle.Get_rank()
         self.size = handle.Get_size()
 
@@ -67,6 +68,10 @@ class MpiComm:
     def send(self, x: Tensor, to: int) -> None:
         self.handle.Send(_buffer(x), to)
 
+    def post(self, x: Tensor, to: int) -> None:
+        self._posted = [(request, kept) for request, kept in self._posted if not request.Test()]
+        self._posted.append((self.handle.Isend(_buffer(x), to), x))
+
     def recv(self, x: Tensor, source: int) -> Tensor:
         self.handle.Recv(_buffer(x), source)
         return x
@@ -78,6 +83,27 @@ class MpiComm:
         part = self.handle.Split(color, key)
         assert isinstance(part, MPI.Intracomm)
         return MpiComm(part)
+
+
+class MpiMail:
+    """Bytes from rank 1 of a group to its rank 0, in order, on a communicator of their own."""
+
+    def __init__(self, group: MpiComm):
+        self._handle = group.handle.Dup()
+
+    def post(self, data: bytes) -> None:
+        """May wait until rank 0 looks."""
+        self._handle.Send([data, MPI.BYTE], 0)
+
+    def collect(self) -> list[bytes]:
+        """Rank 0: what has arrived."""
+        found = []
+        status = MPI.Status()
+        while (message := self._handle.Improbe(1, status=status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([data, MPI.BYTE])
+            found.append(bytes(data))
+        return found
 
 
 def join(announced_size: int) -> MpiComm:

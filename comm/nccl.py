@@ -32,6 +32,7 @@ class NcclComm:
         self.rank = host.rank
         self.size = host.size
         self._nccl = None
+        self._aside: torch.cuda.Stream | None = None  # where `post` waits for the receiver
         if self.size > 1:
             nccl = _nccl()
             mine = bytes(b & 0xFF for b in nccl.get_unique_id()) if self.rank == 0 else b""
@@ -101,6 +102,14 @@ class NcclComm:
     def send(self, x: Tensor, to: int) -> None:
         assert self._nccl is not None
         self._nccl.send(x.data_ptr(), x.numel(), self._kinds[x.dtype], to, self._stream())
+
+    def post(self, x: Tensor, to: int) -> None:
+        if self._aside is None:
+            self._aside = torch.cuda.Stream()
+        self._aside.wait_stream(torch.cuda.current_stream())
+        x.record_stream(self._aside)
+        with torch.cuda.stream(self._aside):
+            self.send(x, to)
 
     def recv(self, x: Tensor, source: int) -> Tensor:
         assert self._nccl is not None

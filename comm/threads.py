@@ -85,6 +85,8 @@ class ThreadComm:
     def send(self, x: Tensor, to: int) -> None:
         self.group.mail[self.rank, to].put(x.clone())
 
+    post = send  # nobody waits here anyway
+
     def recv(self, x: Tensor, source: int) -> Tensor:
         value = self.group.mail[source, self.rank].get()
         if value is PeerFailed:
@@ -103,6 +105,23 @@ class ThreadComm:
             self.group.children.append(group)
         groups = self.exchange(group)
         return ThreadComm(groups[members[0][1]], rank)
+
+
+class ThreadMail:
+    """Bytes from rank 1 of a group to its rank 0, in order."""
+
+    def __init__(self, group: ThreadComm):
+        self._box = group.exchange(queue.SimpleQueue[bytes]() if group.rank == 0 else None)[0]
+
+    def post(self, data: bytes) -> None:
+        self._box.put(data)
+
+    def collect(self) -> list[bytes]:
+        """Rank 0: what has arrived."""
+        found = []
+        while not self._box.empty():
+            found.append(self._box.get())
+        return found
 
 
 def run(function: Callable[[ThreadComm], Any], size: int) -> list[Any]:

@@ -55,6 +55,9 @@ class LocalWatch:
         time.sleep(seconds)
         return False
 
+    def divide(self, replicas: int) -> None:
+        """The ranks execute steps in so many groups of neighbours, each at its own pace."""
+
     def stop(self) -> None:
         """The job ends in order: connections that close are no failure from now on."""
         self._stopping = True
@@ -94,6 +97,7 @@ class Watch(LocalWatch):
     def __init__(self, world: Comm, hosts: list[str], timeout: float):
         super().__init__(world.rank)
         self._hosts = hosts
+        self._stalls = [_Stall(range(world.size), timeout)]
         self._timeout = timeout
         self._period = min(0.5, timeout / 8)
         self._event = threading.Event()
@@ -187,6 +191,10 @@ class Watch(LocalWatch):
         """Rank 0: get every other rank to look for a plan now."""
         self._send_all(_WAKE)
 
+    def divide(self, replicas: int) -> None:
+        size = len(self._hosts) // replicas
+        self._stalls = [_Stall(range(i * size, (i + 1) * size), self._timeout) for i in range(replicas)]
+
     def wait(self, seconds: float) -> bool:
         """Sleep for so long, or until woken: True then."""
         woken = self._event.wait(seconds)
@@ -224,7 +232,6 @@ class Watch(LocalWatch):
             peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             selector.register(peer.connection, selectors.EVENT_READ, peer)
         due = time.monotonic()
-        stalled = _Stall(self._timeout)
         while True:
             for key, _ in selector.select(max(0.0, due - time.monotonic())):
                 if not self._read(key.data):
@@ -238,7 +245,7 @@ class Watch(LocalWatch):
             if late > self._timeout / 2:
                 for peer in self._peers.values():
                     peer.heard = now
-            self._judge(now, stalled)
+            self._judge(now)
 
     def _read(self, peer: _Peer) -> bool:
         """Take what the peer sent; False when its connection has closed."""
@@ -272,7 +279,7 @@ class Watch(LocalWatch):
             self.end(exits.RANK_KILLED)
         self._give_up(f"{peer.name} has died", exits.RANK_KILLED)
 
-    def _judge(self, now: float, stall: _Stall) -> None:
+    def _judge(self, now: float) -> None:
         if self._stopping:
             return
         silent = [p for p in self._peers.values() if not p.leaving and now - p.heard > self._timeout]
@@ -282,13 +289,21 @@ class Watch(LocalWatch):
         if silent:
             time.sleep(1)
             self.end(exits.RANK_STUCK)
-        if self.rank == 0 and stall.lasts(now, self.entered, self.finished):
-            behind = [p.name for p in self._peers.values() if p.entered < self.entered]
-            behind = behind or [p.name for p in self._peers.values() if p.finished < self.entered]
-            names = ", ".join(behind) or self._name(0)
+        if self.rank == 0:
+            self._judge_steps(now)
+
+    def _judge_steps(self, now: float) -> None:
+        steps = {0: (self.entered, self.finished)} | {r: (p.entered, p.finished) for r, p in self._peers.items()}
+        for stall in self._stalls:
+            if not stall.lasts(now, steps):
+                continue
+            newest = max(steps[r][0] for r in stall.ranks)
+            behind = [r for r in stall.ranks if steps[r][0] < newest]
+            behind = behind or [r for r in stall.ranks if r and steps[r][1] < newest] or [0]
             self._give_up(
-                f"step {self.entered} was not finished in {self._timeout:g} s; behind: {names}. If the step is only "
-                "slow, raise --timeout or lower --max-num-batched-tokens",
+                f"step {newest} was not finished in {self._timeout:g} s; behind: "
+                f"{', '.join(self._name(r) for r in behind)}. If the step is only slow, raise --timeout or lower "
+                "--max-num-batched-tokens",
                 exits.RANK_STUCK,
             )
 
@@ -320,16 +335,20 @@ class _Peer:
 
 
 class _Stall:
-    """How long the newest entered step has been unfinished."""
+    """How long nothing has moved among ranks that have a step to finish."""
 
-    def __init__(self, timeout: float):
+    def __init__(self, ranks: range, timeout: float):
+        self.ranks = ranks
         self._timeout = timeout
-        self._step = -1
+        self._seen: list[tuple[int, int]] = []
         self._since = 0.0
 
-    def lasts(self, now: float, entered: int, finished: int) -> bool:
-        if entered == finished or entered != self._step:
-            self._step, self._since = entered, now
+    def lasts(self, now: float, steps: dict[int, tuple[int, int]]) -> bool:
+        """`steps` has what each rank has entered and finished."""
+        seen = [steps[rank] for rank in self.ranks if rank in steps]
+        done = all(finished == seen[0][0] for _, finished in seen)
+        if done or seen != self._seen:
+            self._seen, self._since = seen, now
             return False
         return now - self._since > self._timeout
 

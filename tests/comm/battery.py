@@ -43,6 +43,11 @@ def messages(comm) -> None:
         if r % 2:
             comm.send(x, (r + 1) % n)
         assert got.tolist() == [(r - 1) % n, i]
+    large = [torch.full((100_000,), float(i)) for i in range(3)]  # beyond what any backend sends before it is taken
+    for x in large:
+        comm.post(x, (r + 1) % n)
+    for i in range(3):
+        assert comm.recv(torch.empty(100_000), (r - 1) % n).unique().tolist() == [i]
 
 
 def groups(comm) -> None:
@@ -51,11 +56,19 @@ def groups(comm) -> None:
     members = sorted((q for q in range(n) if q % 2 == r % 2), reverse=True)
     assert (part.size, part.rank) == (len(members), members.index(r))
     assert part.all_gather(torch.tensor([r]))[:, 0].tolist() == members
-    for tp in (d for d in range(1, n + 1) if n % d == 0):
-        grid = mesh.build(comm, tp, n // tp)
+    for tp, pp in ((tp, pp) for tp in range(1, n + 1) for pp in range(1, n + 1) if n % (tp * pp) == 0):
+        grid = mesh.build(comm, tp, pp)
+        size, place = tp * pp, r % (tp * pp)
+        first = r - place
+        assert grid.replica == r // size
         assert grid.tensor.all_gather(torch.tensor([r]))[:, 0].tolist() == [r // tp * tp + i for i in range(tp)]
-        assert grid.last == (r < tp) and grid.first == (r >= n - tp)
-        assert grid.pipe.all_gather(torch.tensor([r]))[-1].item() == r % tp  # the last stage is rank 0's
+        assert grid.last == (place < tp) and grid.first == (place >= size - tp)
+        stages = grid.pipe.all_gather(torch.tensor([r]))[:, 0].tolist()
+        assert stages == [first + place % tp + tp * (pp - 1 - i) for i in range(pp)]  # the last one is rank 0's
+        for i, line in enumerate(mesh.lines(comm, n // size)):
+            members = line.all_gather(torch.tensor([r]))[:, 0].tolist()
+            if r == 0 or i == grid.replica:
+                assert members == ([0] if i else []) + list(range(i * size, (i + 1) * size))
 
 
 def texts(comm) -> None:

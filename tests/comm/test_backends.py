@@ -1,5 +1,5 @@
 import pytest
-from phalanx.comm import control, mesh, threads
+from phalanx.comm import control, threads
 
 from ..ranks import run_ranks
 from . import battery
@@ -45,24 +45,3 @@ def test_an_mpirun_that_does_not_belong_to_mpi4py_is_noticed():
     assert done.returncode != 0
     assert "started as one of 4 ranks, but MPI sees 1" in done.stderr
     assert "MPI4PY_LIBMPI" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "size, tp, pp, want",
-    [(6, 0, 0, (6, 1)), (6, 3, 0, (3, 2)), (6, 0, 3, (2, 3)), (6, 2, 3, (2, 3)), (1, 0, 0, (1, 1))],
-)
-def test_degrees(size, tp, pp, want):
-    assert mesh.degrees(size, tp, pp) == want
-
-
-@pytest.mark.parametrize(
-    "size, tp, pp, message",
-    [
-        (6, 4, 0, "--tp 4 does not divide the 6 ranks"),
-        (6, 0, 4, "--pp 4 does not divide the 6 ranks"),
-        (6, 2, 2, "--tp 2 times --pp 2 is 4, but there are 6 ranks"),
-    ],
-)
-def test_degrees_that_do_not_fit(size, tp, pp, message):
-    with pytest.raises(ValueError, match=message):
-        mesh.degrees(size, tp, pp)

@@ -90,13 +90,23 @@ def test_messages_are_read_however_they_are_cut():
 
 
 def test_a_step_is_stalled_only_when_the_same_one_stays_open():
-    stall = _Stall(10)
-    assert not stall.lasts(0, entered=3, finished=2)
-    assert not stall.lasts(9, entered=3, finished=2)
-    assert stall.lasts(11, entered=3, finished=2)
-    assert not stall.lasts(12, entered=4, finished=3)
-    assert not stall.lasts(23, entered=4, finished=4)
-    assert not stall.lasts(40, entered=5, finished=4)
+    stall = _Stall(range(2), 10)
+    assert not stall.lasts(0, {0: (3, 2), 1: (3, 2)})
+    assert not stall.lasts(9, {0: (3, 2), 1: (3, 2)})
+    assert stall.lasts(11, {0: (3, 2), 1: (3, 2)})
+    assert not stall.lasts(12, {0: (4, 3), 1: (3, 2)})
+    assert not stall.lasts(21, {0: (4, 3), 1: (4, 3)}), "the other one has moved"
+    assert stall.lasts(32, {0: (4, 3), 1: (4, 3)})
+    assert not stall.lasts(33, {0: (4, 4), 1: (4, 4)})
+    assert not stall.lasts(50, {0: (5, 4), 1: (4, 4)})
+
+
+def test_each_replica_is_judged_by_its_own_steps():
+    busy, stuck = _Stall(range(2), 10), _Stall(range(2, 4), 10)
+    for now in range(13):
+        steps = {0: (now + 1, now), 1: (now + 1, now), 2: (7, 6), 3: (7, 7)}
+        assert not busy.lasts(now, steps)
+        assert stuck.lasts(now, steps) == (now > 10)
 
 
 def test_a_silent_stranger_does_not_keep_the_ranks_out():
