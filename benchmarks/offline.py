@@ -29,9 +29,9 @@ from phalanx.benchmarks import step as bench
 from phalanx.launcher import hosts, member, mpirun
 from phalanx.rank import __main__ as program
 from phalanx.rank import step
-from phalanx.rank.lead.scheduler import Scheduler
+from phalanx.rank.lead.replica import Replica
+from phalanx.rank.model.base import Model
 from phalanx.rank.options import JOB_ENV, Job, Options, decode_job, encode_job
-from phalanx.rank.work.team import Team
 
 ASK = "PHALANX_BENCH_OFFLINE"  # what to measure, as JSON, for the ranks
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
@@ -58,19 +58,20 @@ class OfflineRank(program.Rank):
 
     def connect(self) -> None: ...
 
-    def lead(self, team: Team, scheduler: Scheduler) -> int:
-        offline = Offline(msgspec.json.decode(os.environ[ASK], type=Ask), team, scheduler)
+    def lead(self, replicas: list[Replica], model: Model) -> int:
+        (replica,) = replicas
+        offline = Offline(msgspec.json.decode(os.environ[ASK], type=Ask), replica, model.vocab_size)
         offline.run(self.options.max_num_seqs)
-        team.start(step.Plan(step=-1, stop=0))
+        replica.ranks.start(step.Plan(step=-1, stop=0))
         return 0
 
 
 class Offline:
-    def __init__(self, ask: Ask, team: Team, scheduler: Scheduler):
-        self.ask, self.scheduler = ask, scheduler
-        self._bench = bench.Bench(team, scheduler, bench.Clock())
+    def __init__(self, ask: Ask, replica: Replica, vocab_size: int):
+        self.ask, self.scheduler = ask, replica.scheduler
+        self._bench = bench.Bench(replica, vocab_size, bench.Clock())
         self._random = random.Random(0)
-        self._vocab = team.runner.model.vocab_size
+        self._vocab = vocab_size
         self._names = 0
 
     def run(self, max_num_seqs: int) -> None:

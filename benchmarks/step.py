@@ -3,10 +3,10 @@
     python benchmarks/step.py DIR --np 2
     python benchmarks/step.py --shape llama-99m --np 2 --batches 1,16
 
-Ranks, model, scheduler and step loop are the server's; only the requests are made here. Weights of a --shape are
-random. The table's host columns are the lead's main thread (schedule, encode, broadcast) and its step thread (prepare,
-launch: from the batch to the sampled ids, which on a CPU is the computation itself), ms per step, medians. `--json`
-appends raw lines.
+Ranks, model and scheduler are the server's; only the requests are made here. Weights of a --shape are random. The
+table's host columns are the lead's main thread (schedule, encode, broadcast) and its step thread (prepare; launch: from
+the batch to the sampled ids, which on a CPU is the computation itself), ms per step, medians. `--json` appends raw
+lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ import torch
 from phalanx.launcher import hosts, member, mpirun
 from phalanx.rank import __main__ as program
 from phalanx.rank import step
-from phalanx.rank.lead.scheduler import Scheduler
+from phalanx.rank.lead.replica import Replica
+from phalanx.rank.model.base import Model
 from phalanx.rank.options import JOB_ENV, Job, Options, decode_job, encode_job
 from phalanx.rank.work import runner as runner_module
 from phalanx.rank.work.team import Team
@@ -78,6 +79,7 @@ class Clock:
     def medians(self) -> dict[str, float]:
         """Median ms of each part since the last call."""
         found = {name: statistics.median(self.taken[name]) * 1e3 if self.taken[name] else 0.0 for name in PARTS}
+        found["launch"] -= found["prepare"]  # which is timed inside it
         self.taken.clear()
         return found
 
@@ -87,15 +89,18 @@ class BenchRank(program.Rank):
 
     def connect(self) -> None: ...
 
-    def lead(self, team: Team, scheduler: Scheduler) -> int:
+    def lead(self, replicas: list[Replica], model: Model) -> int:
         ask = msgspec.json.decode(os.environ[ASK], type=Ask)
+        (replica,) = replicas
+        team = replica.ranks
+        assert isinstance(team, Team)
         clock = Clock()
-        clock.wrap(scheduler, "schedule", "schedule")
+        clock.wrap(replica.scheduler, "schedule", "schedule")
         clock.wrap(step, "encode_plan", "encode")
         clock.wrap(team.control, "publish", "broadcast")
         clock.wrap(runner_module, "prepare", "prepare")
         clock.wrap(team.runner, "_execute", "launch")
-        bench = Bench(team, scheduler, clock)
+        bench = Bench(replica, model.vocab_size, clock)
         bench.run(ask.prefill[0][0], min(64, ask.prefill[0][1]), 4)  # first-call costs
         cuda = team.runner.device.type == "cuda"
         device = torch.cuda.get_device_name(team.runner.device) if cuda else platform.processor() or "cpu"
@@ -116,32 +121,24 @@ class BenchRank(program.Rank):
 
 
 class Bench:
-    def __init__(self, team: Team, scheduler: Scheduler, clock: Clock):
-        self.team, self.scheduler, self.clock = team, scheduler, clock
+    def __init__(self, replica: Replica, vocab_size: int, clock: Clock):
+        self.replica, self.scheduler, self.vocab_size, self.clock = replica, replica.scheduler, vocab_size, clock
         self._random = random.Random(0)
         self._names = 0
 
     def add(self, sequences: int, tokens: int, new: int) -> None:
-        vocab = self.team.runner.model.vocab_size
         for _ in range(sequences):
             self._names += 1
-            ids = step.pack_u32([self._random.randrange(vocab) for _ in range(tokens)])
+            ids = step.pack_u32([self._random.randrange(self.vocab_size) for _ in range(tokens)])
             self.scheduler.add(step.Request(str(self._names), ids, step.Sampling(max_tokens=new, temperature=0.0)))
 
     def steps(self) -> list[float]:
         """Run all that was added, one step ahead as the server does; the times at which steps ended."""
-        under_way: list[Any] = []
         ends = [time.perf_counter()]
-        while not self.scheduler.idle or under_way:
-            planned = self.scheduler.schedule()
-            if planned is not None:
-                under_way.append((planned, self.team.start(planned.plan)))
-            if under_way and (planned is None or len(under_way) == 2):
-                done, result = under_way.pop(0)
-                while self.team.progress() and not result.wait(2e-4):
-                    pass
-                result.wait(None)
-                self.scheduler.update(done, *result.tokens())
+        while not self.replica.idle:
+            if not self.replica.plan():
+                self.replica.wait_pushing()
+                self.replica.finish()
                 ends.append(time.perf_counter())
         return ends
 
@@ -155,12 +152,12 @@ class Bench:
         self.add(batch, prompt, steps + 3)
         before = self.scheduler.counters.steps
         ends = self.steps()
-        count = min(steps, self.scheduler.counters.steps - before - 1)
+        count = min(steps * min(self.scheduler.stages, batch), self.scheduler.counters.steps - before - 1)
         times = [(b - a) * 1e3 for a, b in zip(ends[-count - 1 : -1], ends[-count:], strict=True)]
         for taken in self.clock.taken.values():
             del taken[:-count]
         parts = {f"{name}_ms": round(ms, 4) for name, ms in self.clock.medians().items()}
-        ms = statistics.median(times)
+        ms = statistics.median(times) * min(self.scheduler.stages, batch)  # stages compute a part of the batch each
         return dict(what="decode", batch=batch, prompt=prompt, ms_per_step=round(ms, 3),
                     tokens_per_s=round(batch / ms * 1e3, 1), **parts)  # fmt: skip
 

@@ -30,7 +30,6 @@ _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
 _TOOLS = _refuse("tool servers are not supported yet")
 _EXPERTS = _refuse("mixture-of-experts models are not supported yet")
-_REPLICAS = _refuse("data-parallel replicas are not supported yet; --tp and --pp spread one copy over the ranks")
 
 FOREIGN: dict[str, Foreign] = {
     # candle-vLLM, both generations
@@ -79,8 +78,6 @@ FOREIGN: dict[str, Foreign] = {
     "--distributed-executor-backend": _note("ranks are MPI processes", takes_value=True),
     "--seed": _refuse("each request sends its own seed"),
     "--tokenizer": _refuse("the tokenizer is read from the model's directory"),
-    "--data-parallel-size": _REPLICAS,
-    "--dp": _REPLICAS,
     "--enable-expert-parallel": _EXPERTS,
     "--ep": _EXPERTS,
     "--nnodes": _NODES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ..rank.exits import MODEL, USAGE, Stop
-from ..rank.options import Options
+from ..rank.options import Options, degrees
 from . import hosts, hub
 from .demo import DIRECTORY as DEMO
 from .hosts import World
@@ -22,11 +23,11 @@ def joined(options: Options, place: World | None) -> World | None:
     Who asks there for several ranks, or for restarts, wants them to be started here.
     """
     alone = place is not None and place.size == 1
-    return None if alone and (max(options.ranks, options.tp, options.pp) > 1 or options.restarts) else place
+    return None if alone and (max(options.ranks, options.tp, options.pp, options.dp) > 1 or options.restarts) else place
 
 
 def resolve(options: Options, place: World | None) -> Options:
-    """Options with model, ranks, tp and pp as they will be used. Raises Stop where they contradict each other."""
+    """Options with model, ranks, tp, pp and dp as they will be used. Raises Stop where they contradict each other."""
     numbers = in_force(options, place)
     _check_devices(options, numbers["ranks"], place)
     if options.mem and options.kv_fraction:
@@ -45,8 +46,11 @@ def in_force(options: Options, place: World | None) -> dict[str, int]:
     if place is not None:
         _check_under_mpi(options, place)
     ranks = place.size if place is not None else _ranks(options)
-    tp, pp = _degrees(options, ranks)
-    return {"ranks": ranks, "tp": tp, "pp": pp}
+    try:
+        tp, pp, dp = degrees(ranks, options.tp, options.pp, options.dp)
+    except ValueError as error:
+        raise Stop(str(error), USAGE) from None
+    return {"ranks": ranks, "tp": tp, "pp": pp, "dp": dp}
 
 
 def _check_under_mpi(options: Options, place: World) -> None:
@@ -63,25 +67,8 @@ def _check_under_mpi(options: Options, place: World) -> None:
 
 
 def _ranks(options: Options) -> int:
-    return (
-        options.ranks
-        or max(1, options.tp) * max(1, options.pp) * (1 if options.tp or options.pp else 0)
-        or max(1, len(options.devices))
-    )
-
-
-def _degrees(options: Options, ranks: int) -> tuple[int, int]:
-    tp, pp = options.tp, options.pp
-    if not tp and not pp:
-        return ranks, 1
-    for name, degree in (("--tp", tp), ("--pp", pp)):
-        if degree and ranks % degree:
-            raise Stop(f"{name} {degree} does not divide the {ranks} ranks", USAGE)
-    tp = tp or ranks // pp
-    pp = pp or ranks // tp
-    if tp * pp != ranks:
-        raise Stop(f"--tp {tp} times --pp {pp} is {tp * pp}, but there are {ranks} ranks", USAGE)
-    return tp, pp
+    given = [degree for degree in (options.tp, options.pp, options.dp) if degree]
+    return options.ranks or (math.prod(given) if given else max(1, len(options.devices)))
 
 
 def _check_devices(options: Options, ranks: int, place: World | None) -> None:

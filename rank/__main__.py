@@ -24,18 +24,19 @@ from .lead.blocks import Blocks
 from .lead.link import FrontLink
 from .lead.loop import Lead
 from .lead.progress import Progress
+from .lead.replica import Ranks, Replica
 from .lead.scheduler import Scheduler
 from .model import fingerprint
 from .model.base import Model
 from .model.load import load as load_model
 from .model.weights.stage import stage
-from .options import JOB_ENV, Job, Options, decode_job, encode_job
+from .options import JOB_ENV, Job, Options, decode_job, degrees, encode_job
 from .work import cache
 from .work.measure import step_memory
 from .work.rows import Rows
-from .work.runner import Runner, follow
+from .work.runner import Runner
 from .work.sampler import Sampler
-from .work.team import Team
+from .work.team import FarTeam, Mail, Reporter, Team, follow
 
 log = logging.getLogger("phalanx")
 
@@ -62,7 +63,37 @@ class Rank:
         options = self.options
         fingerprint.check(self.world, self.hosts, Path(options.model), options.load_format != "dummy")
         device = self._device()
-        grid = self._mesh(device)
+        replicas, grid = self._mesh(device)
+        self.watch.divide(replicas)
+        model = self._load(grid, device)
+        block_size = options.block_size or BLOCK_SIZE
+        sampler = Sampler(options.max_num_seqs, model.vocab_size, device)
+        budget = max(options.max_num_batched_tokens or TOKEN_BUDGET[device.type], options.max_num_seqs)
+        peak = 0
+        if device.type == "cuda" and not options.mem:
+            peak = step_memory(model, grid, sampler, budget, options.max_num_seqs, block_size)
+            self._say(f"a step of {budget} tokens takes {peak / cache.MIB:.0f} MiB beside weights and cache")
+        blocks, max_model_len = self._size_cache(model, block_size, device, peak)
+        spec = model.kv_spec
+        caches = cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)
+        rows = Rows(options.max_num_seqs, max_model_len, block_size)
+        runner = Runner(model, grid, rows, sampler, caches, self.watch)
+        lines = self._open_lines(replicas)
+        self.world.barrier()
+        if self.world.rank:
+            plans, mail = lines[grid.replica]
+            reports = grid.replica and self.world.rank % (self.world.size // replicas) == 0
+            code = follow(runner, plans, Reporter(mail, self.watch) if reports else None)
+        else:
+            pools = [Blocks(blocks, block_size, options.prefix_cache) for _ in lines]
+            teams: list[Ranks] = [Team(lines[0][0], runner), *(FarTeam(*line) for line in lines[1:])]
+            schedulers = [Scheduler(pool, options.max_num_seqs, budget, max_model_len, grid.stages) for pool in pools]
+            code = self.lead([Replica(*pair) for pair in zip(schedulers, teams, strict=True)], model)
+        self.watch.stop()
+        return code
+
+    def _load(self, grid: mesh.Mesh, device: torch.device) -> Model:
+        options = self.options
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
@@ -77,52 +108,33 @@ class Rank:
             self._progress("loading weights"),
         )
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
-        block_size = options.block_size or BLOCK_SIZE
-        sampler = Sampler(options.max_num_seqs, model.vocab_size, device)
-        budget = max(options.max_num_batched_tokens or TOKEN_BUDGET[device.type], options.max_num_seqs)
-        peak = 0
-        if device.type == "cuda" and not options.mem:
-            peak = step_memory(model, grid, sampler, budget, options.max_num_seqs, block_size)
-            self._say(f"a step of {budget} tokens takes {peak / cache.MIB:.0f} MiB beside weights and cache")
-        blocks, max_model_len = self._size_cache(model, block_size, device, peak)
-        spec = model.kv_spec
-        caches = cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)
-        rows = Rows(options.max_num_seqs, max_model_len, block_size)
-        runner = Runner(model, grid, rows, sampler, caches, self.watch)
-        plans = self._open_control()
-        self.world.barrier()
-        if self.world.rank:
-            code = follow(runner, plans.receive)
-        else:
-            pool = Blocks(blocks, block_size, options.prefix_cache)
-            code = self.lead(Team(plans, runner), Scheduler(pool, options.max_num_seqs, budget, max_model_len))
-        self.watch.stop()
-        return code
+        return model
 
     def connect(self) -> None:
         """Rank 0: reach the front, which passes on how loading goes."""
         self.link = FrontLink(self.job.front_socket)
         self.watch.on_failure = self.link.fail
 
-    def lead(self, team: Team, scheduler: Scheduler) -> int:
+    def lead(self, replicas: list[Replica], model: Model) -> int:
         """Rank 0: serve the front until it drains."""
         assert self.link is not None
         if threading.current_thread() is threading.main_thread():
             self.link.catch_signals()
             signal.signal(signal.SIGTERM, self._on_term)
+        one = replicas[0].scheduler
         self.link.send(
             step.Ready(
-                max_model_len=scheduler.max_model_len,
-                vocab_size=team.runner.model.vocab_size,
-                kv_tokens=scheduler.blocks.count * scheduler.blocks.size,
-                block_size=scheduler.blocks.size,
-                max_num_seqs=self.options.max_num_seqs,
+                max_model_len=one.max_model_len,
+                vocab_size=model.vocab_size,
+                kv_tokens=one.blocks.count * one.blocks.size * len(replicas),
+                block_size=one.blocks.size,
+                max_num_seqs=self.options.max_num_seqs * len(replicas),
                 ranks=self.world.size,
                 pids=self._pids,
                 hosts=self.hosts,
             )
         )
-        code = Lead(scheduler, team, self.link).run()
+        code = Lead(replicas, self.link).run()
         self.link.close()
         return code
 
@@ -141,16 +153,18 @@ class Rank:
         torch.cuda.set_device(device)
         return device
 
-    def _mesh(self, device: torch.device) -> mesh.Mesh:
+    def _mesh(self, device: torch.device) -> tuple[int, mesh.Mesh]:
+        """The number of replicas, and this rank's place among them."""
+        options = self.options
         try:
-            degrees = mesh.degrees(self.world.size, self.options.tp, self.options.pp)
+            tp, pp, replicas = degrees(self.world.size, options.tp, options.pp, options.dp)
         except ValueError as error:
             raise exits.Stop(str(error), exits.USAGE) from None
         if device.type == "cpu":
-            return mesh.build(self.world, *degrees)
+            return replicas, mesh.build(self.world, tp, pp)
         from ..comm.nccl import NcclComm
 
-        return mesh.build(self.world, *degrees, carry=NcclComm)
+        return replicas, mesh.build(self.world, tp, pp, carry=NcclComm)
 
     def _stage(self) -> Path:
         """The model's copy on this node."""
@@ -195,13 +209,17 @@ class Rank:
         )
         return blocks, max_model_len
 
-    def _open_control(self) -> control.Control:
+    def _open_lines(self, replicas: int) -> list[tuple[control.Control, Mail]]:
+        """For each replica the way of its plans, and the way back; rank 0 has use for all, others for their own."""
+        groups: list[Any] = mesh.lines(self.world, replicas)
         if isinstance(self.world, threads.ThreadComm):
             self._pids = [os.getpid()]
-            return control.ThreadControl(self.world)
+            return [(control.ThreadControl(group), threads.ThreadMail(group)) for group in groups]
+        from ..comm.mpi import MpiMail
+
         self._pids = [int(p) for p in control.gather_bytes(self.world, str(os.getpid()).encode())]
         assert isinstance(self.watch, Watch)
-        return control.MpiControl(self.world, self.watch)
+        return [(control.MpiControl(group, self.watch), MpiMail(group)) for group in groups]
 
     def _progress(self, phase: str) -> Callable[[int, int], None]:
         """Told of bytes done and all bytes; rank 0 tells others."""

@@ -7,6 +7,7 @@ reads the sources; ranks and front only receive an `Options`.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Annotated, get_args, get_type_hints
 
@@ -134,6 +135,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--pp", "--pipeline-parallel-size", group=_RANKS, metavar="N", low=0,
              help="stages of layers; 0: 1, or ranks / tp"),
     ] = 0  # fmt: skip
+    dp: Annotated[
+        int,
+        flag("--dp", "--data-parallel-size", group=_RANKS, metavar="N", low=0,
+             help="copies of the model, each on tp * pp ranks"),
+    ] = 0  # fmt: skip
     multithread: Annotated[
         bool,
         flag("--multithread", group=_RANKS, off=("--no-multithread",),
@@ -212,6 +218,24 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
 
 
+def degrees(size: int, tp: int, pp: int, dp: int) -> tuple[int, int, int]:
+    """The tensor, pipeline and data degrees of `size` ranks; 0 means not given. Raises ValueError in words for users.
+
+    One copy of the model, unless more are asked for; tp takes the ranks that are left, or pp does where tp is given.
+    """
+    given = [(name, n) for name, n in (("--tp", tp), ("--pp", pp), ("--dp", dp)) if n]
+    for name, degree in given:
+        if size % degree:
+            raise ValueError(f"{name} {degree} does not divide the {size} ranks")
+    product = math.prod(n for _, n in given)
+    if size % product or (tp and pp and product != size):
+        words = " times ".join(f"{name} {n}" for name, n in given)
+        more = f"; --dp {size // product} serves as many copies" if not dp and size % product == 0 else ""
+        raise ValueError(f"{words} is {product}, but there are {size} ranks{more}")
+    left = size // product
+    return tp or left, pp or (left if tp else 1), dp or 1
+
+
 class Spec(msgspec.Struct, frozen=True):
     """One option as the sources see it."""
 
@@ -245,7 +269,7 @@ def specs(options: type[msgspec.Struct] = Options) -> dict[str, Spec]:
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What the per-rank launcher tells `python -m phalanx.rank`, as JSON in the environment variable PHALANX_JOB."""
 
-    options: Options  # rank 0's win; `ranks`, `tp` and `pp` are resolved
+    options: Options  # rank 0's win; `ranks`, `tp`, `pp` and `dp` are resolved
     rank: int = 0  # as announced by whatever started us; MPI's own word counts
     announced_size: int = 1  # to be compared with Get_size()
     local_rank: int = 0

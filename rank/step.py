@@ -4,7 +4,8 @@ Two wires use these types and nothing else:
 
 * front <-> lead, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
   `ToLead` in one direction and `ToFront` in the other;
-* lead -> every rank, a broadcast of one `Plan` for each step.
+* lead -> every rank of a replica, a broadcast of one `Plan` for each step; of replicas without rank 0 an `Outcome`
+  comes back for each.
 
 Token ids, block ids and rows travel as packed little-endian integers inside msgpack `bin` fields: a plan for 256
 decoding sequences has to fit in one eager MPI message (4000 bytes).
@@ -185,16 +186,32 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     stop: int = -1  # >= 0: end the program with this exit code
 
 
-_plan_encoder = msgspec.msgpack.Encoder()
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What a step of a replica without rank 0 has sampled."""
+
+    ids: bytes  # u32, in the plan's order
+    logprobs: dict[int, TokenLogprob] = {}  # by index into ids, of those that want them
+
+
+_encoder = msgspec.msgpack.Encoder()
 _plan_decoder = msgspec.msgpack.Decoder(Plan)
+_outcome_decoder = msgspec.msgpack.Decoder(Outcome)
 
 
 def encode_plan(plan: Plan) -> bytes:
-    return _plan_encoder.encode(plan)
+    return _encoder.encode(plan)
 
 
 def decode_plan(data) -> Plan:
     return _plan_decoder.decode(data)
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    return _encoder.encode(outcome)
+
+
+def decode_outcome(data) -> Outcome:
+    return _outcome_decoder.decode(data)
 
 
 class Frames:
@@ -228,5 +245,5 @@ class Frames:
 
 def frame(message) -> bytes:
     """One message as a frame."""
-    body = _plan_encoder.encode(message)
+    body = _encoder.encode(message)
     return FRAME.pack(len(body)) + body

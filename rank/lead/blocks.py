@@ -30,6 +30,12 @@ def root(salt: str) -> Hash:
     return hashlib.blake2b(salt.encode(), digest_size=16).digest()
 
 
+def extend_chain(hashes: list[Hash], tokens: Sequence[int], size: int, salt: str) -> None:
+    """Add the hashes of the full blocks of `tokens` that `hashes` does not have yet."""
+    for i in range(len(hashes), len(tokens) // size):
+        hashes.append(chain(hashes[-1] if hashes else root(salt), tokens[i * size : (i + 1) * size]))
+
+
 class Blocks:
     def __init__(self, count: int, size: int, prefix_cache: bool = True):
         self.count = count

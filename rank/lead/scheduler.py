@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from .. import step
-from .blocks import Blocks
+from .blocks import Blocks, Hash
 from .sequence import Sequence
 
 
@@ -60,8 +60,9 @@ class Scheduler:
     to its end once those that go later have been preempted, and it is never preempted itself.
     """
 
-    def __init__(self, blocks: Blocks, max_num_seqs: int, token_budget: int, max_model_len: int):
+    def __init__(self, blocks: Blocks, max_num_seqs: int, token_budget: int, max_model_len: int, stages: int = 1):
         self.blocks = blocks
+        self.stages = stages
         self.max_model_len = max_model_len
         self.token_budget = token_budget
         self.counters = Counters()
@@ -70,19 +71,26 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._rows = list(range(max_num_seqs))  # a heap: low rows first
         self._freed: list[int] = []  # rows to announce with the next plan
+        self.backlog = 0  # tokens that all sequences have to compute, as far as that is known
         self._step = 0
         self._arrivals = 0
 
     # -- requests
 
-    def add(self, request: step.Request) -> None:
-        """Raises ValueError for a sequence that can become longer than max_model_len: it might never be admitted."""
+    def add(self, request: step.Request, hashes: Iterable[Hash] = (), expected: int = 0) -> None:
+        """hashes: of the prompt's full blocks, where they are known already. expected: how many of the prompt's tokens
+        will probably be in the prefix cache.
+
+        Raises ValueError for a sequence that can become longer than max_model_len: it might never be admitted.
+        """
         length = len(request.tokens) // 4 + request.sampling.max_tokens
         if length > self.max_model_len or request.id in self._by_id:
             raise ValueError(f"{request.id}: up to {length} tokens, at most {self.max_model_len} fit, or a used id")
         self._arrivals += 1
-        sequence = Sequence(request, self._arrivals)
+        sequence = Sequence(request, self._arrivals, list(hashes))
         self._by_id[sequence.id] = sequence
+        sequence.expected = expected
+        self.backlog += sequence.remaining - expected
         bisect.insort(self.waiting, sequence, key=_order)
 
     def abort(self, ids: Iterable[str]) -> None:
@@ -96,6 +104,11 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self._by_id
+
+    @property
+    def open(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._by_id)
 
     # -- planning
 
@@ -111,17 +124,36 @@ class Scheduler:
     def _schedule_running(self, draft: _Draft, budget: int) -> int:
         """Spend the budget in order, one token kept back for each decoding sequence, so that a long prompt cannot
         stall the others; returns what is left."""
-        reserved = sum(s.remaining == 1 for s in self.running)
+        turn = self._turn()
+        reserved = len(turn)
         for sequence in list(self.running):
             if sequence.row < 0 or sequence.ends_by_length:  # preempted just now; or only its result is awaited
                 continue
             if sequence.remaining == 1:
+                if sequence.id not in turn:
+                    continue
                 reserved -= 1
             count = min(sequence.remaining, budget - reserved)
             if count > 0 and self._grow(sequence, count, draft):
                 self._work(sequence, count, draft)
                 budget -= count
         return budget - reserved
+
+    def _turn(self) -> set[str]:
+        """The decoding sequences of the next step.
+
+        With one stage all of them. With more, a sequence's next token can be computed only once the last stage has
+        sampled this one, so each is in one of `stages` steps, as many in each: while the last stage computes one part
+        of them, the first computes another. Where there is no other work, waiting has no use and all may go.
+        """
+        decoding = [s for s in self.running if s.remaining == 1 and not s.ends_by_length]
+        if self.stages > 1:
+            most = -(-len(decoding) // self.stages)
+            due = [s for s in decoding if not s.in_flight or self._step + 1 - s.sampled_at >= self.stages]
+            if not due and all(s.remaining <= 1 for s in self.running):
+                due = [s for s in decoding if s.in_flight < 2]  # more would only be wasted when it ends
+            decoding = due[:most]
+        return {s.id for s in decoding}
 
     def _grow(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
         """Give it the blocks for `count` more tokens, preempting those that go later; False if it was itself preempted.
@@ -144,6 +176,7 @@ class Scheduler:
         """Take its row and blocks; it waits and is computed again later, from what the prefix cache still holds."""
         self.running.remove(sequence)
         self._leave_row(sequence)
+        self.backlog += sequence.num_computed
         sequence.num_computed = 0
         bisect.insort(self.waiting, sequence, key=_order)
         self.counters.preemptions += 1
@@ -169,6 +202,8 @@ class Scheduler:
             sequence.blocks = hits + self.blocks.take(needed)
             sequence.row = heapq.heappop(self._rows)
             sequence.num_computed = computed
+            self.backlog += sequence.expected - computed
+            sequence.expected = 0
             sequence.published = len(hits)
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = computed
@@ -192,7 +227,10 @@ class Scheduler:
     def _work(self, sequence: Sequence, count: int, draft: _Draft) -> None:
         sequence.num_computed += count
         samples = sequence.num_computed == sequence.length
-        sequence.in_flight += samples
+        self.backlog += samples - count
+        if samples:
+            sequence.in_flight += 1
+            sequence.sampled_at = self._step + 1
         self.counters.chunks += not samples
         draft.work.append(_Work(sequence, count, samples))
         self._publish(sequence)
@@ -270,6 +308,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         del self._by_id[sequence.id]
+        self.backlog -= sequence.remaining - sequence.expected
         sequence.finished = True
         if sequence.row >= 0:
             self.running.remove(sequence)
@@ -292,6 +331,8 @@ class Scheduler:
         rows = [s.row for s in self.running]
         if len(set(rows)) != len(rows) or set(rows) & set(self._rows):
             raise RuntimeError(f"row accounting is broken: {sorted(rows)}")
+        if self.backlog != sum(s.remaining - s.expected for s in self._by_id.values()):
+            raise RuntimeError(f"the backlog of {self.backlog} tokens is not what the sequences have to compute")
 
     def stats(self) -> step.Stats:
         return step.Stats(

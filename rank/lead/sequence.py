@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..step import Request, unpack_u32
-from .blocks import Hash, chain, root
+from .blocks import Hash, extend_chain
 
 
 class Sequence:
@@ -13,7 +13,7 @@ class Sequence:
     has been read back. Only `tokens` are known here.
     """
 
-    def __init__(self, request: Request, arrival: int):
+    def __init__(self, request: Request, arrival: int, hashes: list[Hash]):
         self.id = request.id
         self.sampling = request.sampling
         self.order = (request.priority, arrival)  # who goes first
@@ -24,8 +24,10 @@ class Sequence:
         self.blocks: list[int] = []
         self.num_computed = 0
         self.in_flight = 0  # sampled tokens whose ids have not arrived
-        self.hashes: list[Hash] = []  # of the known tokens' full blocks
+        self.sampled_at = 0  # the step that sampled its newest token
+        self.hashes = hashes  # of the known tokens' full blocks, as far as anybody asked
         self.published = 0  # leading blocks that were offered to the prefix cache
+        self.expected = 0  # tokens that it will probably find in the prefix cache; 0 from its admission on
         self.cached_tokens = -1  # of the prompt; -1 until first admitted
         self.reported = False  # its first delta has gone out
         self.finished = False
@@ -50,6 +52,4 @@ class Sequence:
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash the known tokens' full blocks that are not hashed yet."""
-        for i in range(len(self.hashes), len(self.tokens) // block_size):
-            parent = self.hashes[-1] if self.hashes else root(self.salt)
-            self.hashes.append(chain(parent, self.tokens[i * block_size : (i + 1) * block_size]))
+        extend_chain(self.hashes, self.tokens, block_size, self.salt)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,12 +49,18 @@ class Result:
         self._ready.set()
 
     def wait(self, seconds: float | None) -> bool:
-        """True once the step is computed, or on a GPU queued; `tokens` waits for the rest."""
-        return self._ready.wait(seconds)
+        """True once the step is computed and its ids are on the host."""
+        if not self._ready.wait(seconds):
+            return False
+        if self._copied is None or self._copied.query():
+            return True
+        if seconds is None:
+            self._copied.synchronize()
+            return True
+        time.sleep(seconds)
+        return self._copied.query()
 
     def tokens(self) -> tuple[list[int], dict[int, step.TokenLogprob]]:
-        if self._copied is not None:
-            self._copied.synchronize()
         ids = [] if self._ids is None else self._ids.tolist()
         logprobs = {
             i: step.TokenLogprob(ids[i], float(chosen), list(zip(top_ids.tolist(), values.tolist(), strict=True)))
@@ -80,8 +88,8 @@ class Runner:
         self.device = sampler.device
         self.block_size = caches[0][0].shape[1]
         self._last = torch.zeros(len(rows.length), dtype=torch.int64, device=self.device)  # newest token of each row
-        # First stage: rows whose ids the last stage still owes, on the device.
-        self._awaited = torch.zeros(0, dtype=torch.int64, device=self.device)
+        # First stage: rows whose ids the last stage still owes, a step each, on the host and on the device.
+        self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
         self._upload = Upload(self.device)
         self._graphs: Graphs | None = None
         self._queue: queue.SimpleQueue[tuple[step.Plan, Result] | None] = queue.SimpleQueue()
@@ -108,7 +116,7 @@ class Runner:
                 self.watch.entered = plan.step
                 result.set(*self._execute(plan))
                 self.watch.finished = plan.step
-            self._receive_ids()
+            self._receive_ids(len(self._awaited))
             if self._graphs is not None:
                 self._graphs.close()
         except BaseException as error:
@@ -129,7 +137,7 @@ class Runner:
                 self.sampler.leave(row)
             for new in plan.new:
                 self.sampler.enter(new)
-        self._receive_ids()
+        self._receive_ids(self._owed(work.rows))
         if self._graphs is not None and self._graphs.suits(work):
             return self._sample(*self._graphs.replay(work), work)
         batch, sampled_rows = prepare(self.rows, work, self._last, self.caches, self.block_size, self._upload)
@@ -141,8 +149,8 @@ class Runner:
         hidden = self.model.forward(batch, hidden)
         if not self.mesh.last:
             pipe.send(hidden, pipe.rank + 1)
-            if self.mesh.first:
-                self._awaited = sampled_rows
+            if self.mesh.first and len(sampled_rows):
+                self._awaited.append((work.sampled_rows, sampled_rows))
             return None, {}
         if not work.samples.any():
             return None, {}
@@ -166,23 +174,18 @@ class Runner:
         self.mesh.tensor.broadcast(ids, 0)
         self._last[sampled_rows] = ids
         if not self.mesh.first:
-            self.mesh.feedback.send(ids, 0)
+            self.mesh.feedback.post(ids, 0)
         return ids, explained
 
-    def _receive_ids(self) -> None:
-        """First of several stages: the ids of the step before, as late as they are needed."""
-        rows, self._awaited = self._awaited, self._awaited[:0]
-        if len(rows):
+    def _owed(self, rows: np.ndarray) -> int:
+        """First of several stages: how many steps' ids have to be here before these rows can be computed."""
+        owed = [i + 1 for i, (awaited, _) in enumerate(self._awaited) if np.isin(rows, awaited).any()]
+        return owed[-1] if owed else 0
+
+    def _receive_ids(self, steps: int) -> None:
+        """The ids of the oldest steps that the last stage owes: as late as they are needed, so that no stage idles."""
+        for _ in range(steps):
+            _, rows = self._awaited.popleft()
             ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
             self.mesh.feedback.recv(ids, self.mesh.stages - 1)
             self._last[rows] = ids
-
-
-def follow(runner: Runner, receive: Callable[[], bytes]) -> int:
-    """Every rank but the lead: execute plans until one says stop; its exit code."""
-    while True:
-        plan = step.decode_plan(receive())
-        if plan.stop >= 0:
-            runner.finish()
-            return plan.stop
-        runner.start(plan)

@@ -1,13 +1,36 @@
-"""All ranks as the lead's step loop sees them: a plan goes out to the others and begins here."""
+"""The ranks of a replica as the lead's step loop sees them: a plan goes out to them, and its outcome comes back.
+
+Rank 0 is the first rank of the first replica and computes with it. Of every other replica the first rank, the one that
+samples, reports to rank 0 over the group that the replica's plans come by.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
 from ...comm.control import Control
+from ...comm.watch import LocalWatch
 from .. import step
 from .runner import Result, Runner
 
+LOOK = 1e-4  # seconds between looks for a report that is waited for
+
+
+class Mail(Protocol):
+    """Bytes from a replica's first rank to rank 0; comm/mpi.py and comm/threads.py have it."""
+
+    def post(self, data: bytes) -> None: ...
+
+    def collect(self) -> list[bytes]: ...
+
 
 class Team:
+    """The replica that rank 0 belongs to."""
+
     def __init__(self, control: Control, runner: Runner):
         self.control = control
         self.runner = runner
@@ -23,3 +46,92 @@ class Team:
 
     def progress(self) -> bool:
         return self.control.progress()
+
+
+class FarTeam:
+    """Another replica: nothing of it is computed in this process."""
+
+    def __init__(self, control: Control, mail: Mail):
+        self.control = control
+        self.mail = mail
+        self._open: deque[FarResult] = deque()  # in the order of their plans, in which the reports come
+
+    def start(self, plan: step.Plan) -> FarResult:
+        self.control.publish(step.encode_plan(plan))
+        result = FarResult(self)
+        if plan.stop < 0:
+            self._open.append(result)
+        else:
+            while self.control.progress():
+                pass
+        return result
+
+    def progress(self) -> bool:
+        return self.control.progress()
+
+    def collect(self) -> None:
+        for data in self.mail.collect():
+            self._open.popleft().outcome = step.decode_outcome(data)
+
+
+class FarResult:
+    def __init__(self, team: FarTeam):
+        self._team = team
+        self.outcome: step.Outcome | None = None
+
+    def wait(self, seconds: float | None) -> bool:
+        until = None if seconds is None else time.monotonic() + seconds
+        while self.outcome is None:
+            self._team.progress()
+            self._team.collect()
+            if self.outcome is None:
+                if until is not None and time.monotonic() >= until:
+                    return False
+                time.sleep(LOOK)
+        return True
+
+    def tokens(self) -> tuple[list[int], dict[int, step.TokenLogprob]]:
+        assert self.outcome is not None
+        return step.unpack_u32(self.outcome.ids).tolist(), self.outcome.logprobs
+
+
+class Reporter:
+    """First rank of another replica: a thread that waits for results, in order, and tells rank 0."""
+
+    def __init__(self, mail: Mail, watch: LocalWatch):
+        self._mail = mail
+        self._watch = watch
+        self._results: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._report, name="report", daemon=True)
+        self._thread.start()
+
+    def add(self, result: Result) -> None:
+        self._results.put(result)
+
+    def finish(self) -> None:
+        """Report what is still to come, then end."""
+        self._results.put(None)
+        self._thread.join()
+
+    def _report(self) -> None:
+        try:
+            while (result := self._results.get()) is not None:
+                result.wait(None)
+                ids, logprobs = result.tokens()
+                self._mail.post(step.encode_outcome(step.Outcome(step.pack_u32(ids), logprobs)))
+        except BaseException as error:
+            self._watch.fail(error)
+
+
+def follow(runner: Runner, control: Control, reporter: Reporter | None) -> int:
+    """Every rank but rank 0: execute plans until one says stop; its exit code."""
+    while True:
+        plan = step.decode_plan(control.receive())
+        if plan.stop >= 0:
+            runner.finish()
+            if reporter is not None:
+                reporter.finish()
+            return plan.stop
+        result = runner.start(plan)
+        if reporter is not None:
+            reporter.add(result)

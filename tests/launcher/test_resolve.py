@@ -34,24 +34,27 @@ def refusal(place=None, **fields):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, (1, 1, 1)),
-        ({"ranks": 3}, (3, 3, 1)),
-        ({"devices": (0, 1)}, (2, 2, 1)),
-        ({"tp": 2}, (2, 2, 1)),
-        ({"pp": 2}, (2, 1, 2)),
-        ({"tp": 2, "pp": 3}, (6, 2, 3)),
-        ({"ranks": 6, "pp": 3}, (6, 2, 3)),
-        ({"ranks": 6, "tp": 3}, (6, 3, 2)),
+        ({}, (1, 1, 1, 1)),
+        ({"ranks": 3}, (3, 3, 1, 1)),
+        ({"devices": (0, 1)}, (2, 2, 1, 1)),
+        ({"tp": 2}, (2, 2, 1, 1)),
+        ({"pp": 2}, (2, 1, 2, 1)),
+        ({"dp": 2}, (2, 1, 1, 2)),
+        ({"tp": 2, "pp": 3}, (6, 2, 3, 1)),
+        ({"tp": 2, "dp": 3}, (6, 2, 1, 3)),
+        ({"devices": (0, 1, 2, 3), "ranks": 4, "dp": 2}, (4, 2, 1, 2)),
+        ({"ranks": 6, "pp": 3}, (6, 2, 3, 1)),
+        ({"ranks": 6, "tp": 3}, (6, 3, 2, 1)),
     ],
 )
 def test_ranks_and_how_they_divide(fields, expected, model):
     options = resolved(model=model, **fields)
-    assert (options.ranks, options.tp, options.pp) == expected
+    assert (options.ranks, options.tp, options.pp, options.dp) == expected
 
 
 def test_alone_in_a_job():
     shell, job = World(0, 1, 0, 1, "srun"), World(0, 2, 0, 2, "srun")
-    for fields in ({"ranks": 2}, {"tp": 2}, {"restarts": 1}, {"pp": 2}):
+    for fields in ({"ranks": 2}, {"tp": 2}, {"restarts": 1}, {"pp": 2}, {"dp": 2}):
         assert resolve.joined(Options(**fields), shell) is None
         assert resolve.joined(Options(**fields), job) is job
     for fields in ({}, {"ranks": 1}, {"devices": (0, 1)}):
@@ -69,7 +72,7 @@ def test_under_mpi_the_job_has_the_ranks_that_were_started(model):
     [
         ({"ranks": 4, "tp": 3}, "--tp 3 does not divide the 4 ranks"),
         ({"ranks": 4, "pp": 3}, "--pp 3 does not divide the 4 ranks"),
-        ({"ranks": 8, "tp": 2, "pp": 2}, "--tp 2 times --pp 2 is 4, but there are 8 ranks"),
+        ({"ranks": 6, "tp": 2, "pp": 2}, "--tp 2 times --pp 2 is 4, but there are 6 ranks"),
         ({"mem": 1, "kv_fraction": 0.5}, "--mem and --kv-fraction both size the KV cache: give one of them"),
         ({"devices": (0, 1), "ranks": 4}, "--d 0,1 lists 2 devices for 4 ranks on this node"),
         ({"api_key": "a", "api_key_file": "b"}, "--api-key and --api-key-file are both given: give one of them"),

@@ -122,6 +122,16 @@ def test_a_rank_that_hangs_in_a_step_is_named(checkpoint, monkeypatch):
         assert gone(engine.ready.pids)
 
 
+@pytest.mark.long
+def test_a_rank_of_another_replica_that_hangs_is_named(checkpoint, monkeypatch):
+    with faulty(checkpoint, monkeypatch, "hang:2:5", ranks=4, dp=2, timeout=6) as engine:
+        work(engine)
+        assert engine.wait(15) == 71
+        assert engine.fatal is not None
+        assert engine.fatal.message.startswith(f"step 5 was not finished in 6 s; behind: rank 2 on {HOST}")
+        assert gone(engine.ready.pids)
+
+
 def test_a_rank_that_does_not_join_is_missed(checkpoint, monkeypatch):
     want = f"rank 0 on {HOST}: the ranks have not all joined within 3 s; is every node of the job up and reachable"
     with pytest.raises(AssertionError, match=re.escape(want)):

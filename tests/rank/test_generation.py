@@ -76,6 +76,19 @@ def test_mpi(checkpoint, expected, logits, kind, tp, pp):
         check(engine, kind, expected, logits)
 
 
+@pytest.mark.parametrize("threads", [True, False])
+def test_replicas(checkpoint, expected, logits, threads):
+    """Two copies of two ranks: each gets a half of the requests, and log-probabilities find their way as well."""
+    with Engine(checkpoint("llama"), 4, threads=threads, dp=2, pp=2) as engine:
+        assert engine.ready.kv_tokens == 2 * (engine.ready.kv_tokens // 32) * 16
+        requests = {str(i): (prompt(i), greedy(COUNT)) for i in range(2)}
+        outputs = engine.generate(requests)
+        assert all(outputs[str(i)].tokens == expected("llama", i) for i in range(2))
+        stats = engine.rest()
+        assert stats.steps > 1.5 * COUNT, "one replica has done all of it"
+        check(engine, "llama", expected, logits)
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected, pp):
     """A budget of 16 for prompts of 60 tokens, and a pool that holds half of what the sequences come to need."""

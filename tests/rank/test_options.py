@@ -5,7 +5,7 @@ import pytest
 from phalanx.launcher.choices import UsageError, from_keywords, read
 from phalanx.launcher.cli import VERBS
 from phalanx.launcher.foreign import FOREIGN
-from phalanx.rank.options import GROUPS, Job, Options, decode_job, encode_job, specs
+from phalanx.rank.options import GROUPS, Job, Options, decode_job, degrees, encode_job, specs
 
 TABLE = specs()
 SAMPLES = {str: "word", int: "7", float: "0.5", tuple: "2,0,1"}
@@ -259,3 +259,39 @@ def test_a_job_survives_the_environment():
     with pytest.raises(AttributeError):
         job.options.port = 1  # type: ignore[misc]
     assert msgspec.structs.replace(job.options, port=1).port == 1
+
+
+@pytest.mark.parametrize(
+    "size, tp, pp, dp, want",
+    [
+        (6, 0, 0, 0, (6, 1, 1)),
+        (6, 3, 0, 0, (3, 2, 1)),
+        (6, 0, 3, 0, (2, 3, 1)),
+        (6, 2, 3, 0, (2, 3, 1)),
+        (1, 0, 0, 0, (1, 1, 1)),
+        (6, 0, 0, 2, (3, 1, 2)),
+        (12, 2, 0, 3, (2, 2, 3)),
+        (12, 0, 2, 3, (2, 2, 3)),
+        (12, 2, 2, 3, (2, 2, 3)),
+    ],
+)
+def test_degrees(size, tp, pp, dp, want):
+    assert degrees(size, tp, pp, dp) == want
+
+
+@pytest.mark.parametrize(
+    "size, tp, pp, dp, message",
+    [
+        (6, 4, 0, 0, "--tp 4 does not divide the 6 ranks"),
+        (6, 0, 4, 0, "--pp 4 does not divide the 6 ranks"),
+        (6, 0, 0, 4, "--dp 4 does not divide the 6 ranks"),
+        (6, 2, 2, 0, "--tp 2 times --pp 2 is 4, but there are 6 ranks"),
+        (8, 2, 2, 0, "--tp 2 times --pp 2 is 4, but there are 8 ranks; --dp 2 serves as many copies"),
+        (8, 2, 1, 2, "--tp 2 times --pp 1 times --dp 2 is 4, but there are 8 ranks"),
+        (6, 2, 0, 2, "--tp 2 times --dp 2 is 4, but there are 6 ranks"),
+    ],
+)
+def test_degrees_that_do_not_fit(size, tp, pp, dp, message):
+    with pytest.raises(ValueError) as error:
+        degrees(size, tp, pp, dp)
+    assert str(error.value) == message

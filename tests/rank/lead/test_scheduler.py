@@ -161,6 +161,7 @@ def test_any_load_gives_each_sequence_the_tokens_it_has_alone(seed):
         budget=max(seats, r.randint(1, 40)),
         prefix_cache=r.random() < 0.8,
         max_model_len=longest,
+        stages=r.choice([1, 1, 2, 3]),
     )
     stems = [[r.randrange(50) for _ in range(r.randint(1, longest // 2))] for _ in range(3)]
     want, aborted = {}, set()
@@ -205,3 +206,41 @@ def test_the_wire_256_decoding_sequences_that_cross_a_block_border_together_fit_
     assert crossings >= 3
     assert max(sizes) <= 4096, max(sizes)
     assert max(sizes) <= 4000 - 4, "it goes in one eager message"
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pipeline_stages_compute_different_sequences_as_many_each(stages):
+    engine = Engine(blocks=400, max_num_seqs=24, budget=1000, stages=stages)
+    for i in range(20):
+        engine.scheduler.add(request(str(i), [i, 1, 2], 60))
+    for _ in range(30):
+        engine.step()
+    planned = engine.ranks.plans[-12:]
+    rows = [set(step.unpack_u16(plan.rows)) for plan in planned]
+    for i in range(len(rows) - stages + 1):
+        assert len(set.union(*rows[i : i + stages])) == sum(map(len, rows[i : i + stages])) == 20
+        assert max(map(len, rows[i : i + stages])) == -(-20 // stages)
+    engine.run()
+    assert all(engine.tokens[str(i)] == alone([i, 1, 2], 60) for i in range(20))
+
+
+def test_one_sequence_does_not_wait_for_its_turn():
+    """With nothing else to do it is planned ahead as on one stage, but not so far that its end wastes more rows."""
+    engine = Engine(stages=4)
+    engine.scheduler.add(request("a", [1, 2, 3], 30))
+    while not engine.tokens.get("a"):
+        engine.step()
+    assert len(engine.ranks.plans) == 2
+    engine.run()
+    assert engine.tokens["a"] == alone([1, 2, 3], 30)
+    assert len(engine.ranks.plans) == 30
+
+
+def test_a_prompt_goes_through_the_stages_without_gaps():
+    engine = Engine(blocks=64, budget=8, stages=2, max_model_len=200)
+    engine.scheduler.add(request("a", range(40), 5))
+    engine.scheduler.add(request("b", range(40, 44), 5))
+    engine.run()
+    counts = [step.unpack_u32(plan.counts).tolist() for plan in engine.ranks.plans[:5]]
+    assert [sum(c) for c in counts] == [8] * 5
+    assert engine.tokens == {"a": alone(range(40), 5), "b": alone(range(40, 44), 5)}

@@ -9,6 +9,9 @@ import hashlib
 
 import numpy as np
 from phalanx.rank import step
+from phalanx.rank.lead.blocks import Blocks
+from phalanx.rank.lead.replica import Replica
+from phalanx.rank.lead.scheduler import Scheduler
 from phalanx.rank.work.rows import Rows
 
 VOCAB = 50
@@ -84,35 +87,32 @@ def request(name: str, prompt, max_tokens: int = 10, priority: int = 0, salt: st
 
 
 class Engine:
-    """A scheduler and toy ranks, stepped by hand with the loop's depth of two."""
+    """A scheduler and toy ranks, stepped by hand as the loop does."""
 
-    def __init__(self, blocks=32, block_size=4, max_num_seqs=8, budget=16, prefix_cache=True, max_model_len=100):
-        from phalanx.rank.lead.blocks import Blocks
-        from phalanx.rank.lead.scheduler import Scheduler
-
-        self.scheduler = Scheduler(Blocks(blocks, block_size, prefix_cache), max_num_seqs, budget, max_model_len)
+    def __init__(
+        self, blocks=32, block_size=4, max_num_seqs=8, budget=16, prefix_cache=True, max_model_len=100, stages=1
+    ):
+        pool = Blocks(blocks, block_size, prefix_cache)
+        self.scheduler = Scheduler(pool, max_num_seqs, budget, max_model_len, stages)
         self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len)
-        self.under_way = []
+        self.replica = Replica(self.scheduler, self.ranks)
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
         self.cached: dict[str, int] = {}
 
     def step(self) -> bool:
         """One turn of the loop; False when nothing was left to do."""
-        planned = self.scheduler.schedule()
-        if planned is not None:
-            self.under_way.append((planned, self.ranks.start(planned.plan)))
+        more = self.replica.plan()
         self.scheduler.check()
-        if self.under_way and (planned is None or len(self.under_way) == 2):
-            done, result = self.under_way.pop(0)
-            for delta in self.scheduler.update(done, *result.tokens()):
+        if not more and self.replica.busy:
+            for delta in self.replica.finish():
                 self.tokens.setdefault(delta.id, []).extend(delta.tokens)
                 self.cached.setdefault(delta.id, delta.cached_tokens)
                 if delta.finish:
                     assert delta.id not in self.finish
                     self.finish[delta.id] = delta.finish
             self.scheduler.check()
-        return bool(self.under_way) or not self.scheduler.idle
+        return not self.replica.idle
 
     def run(self, most: int = 10_000) -> None:
         for _ in range(most):
