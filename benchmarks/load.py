@@ -35,6 +35,7 @@ from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import striped
 from phalanx.rank.model.weights.safetensors import DTYPES, Checkpoint, read_listing
 from phalanx.rank.model.weights.slicing import Slice
+from phalanx.rank.options import degrees
 from safetensors.torch import save_file
 
 PAGE = 4096
@@ -118,7 +119,7 @@ def one_load(asked: argparse.Namespace, path: Path, world: mpi.MpiComm, way: str
         world.barrier()
         drop(files)
     Asked.bytes = 0
-    grid = mesh.build(world, *mesh.degrees(world.size, asked.tp, asked.pp))
+    grid = mesh.build(world, *degrees(world.size, asked.tp, asked.pp, dp=1)[:2])
     world.barrier()
     start, before = time.perf_counter(), fetched()
     model: Model = load(path, grid, dtype=asked.dtype, way=way)

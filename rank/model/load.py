@@ -52,7 +52,7 @@ def load(
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
     device = torch.device(device)
-    speaks = mesh.last and mesh.tensor.rank == 0  # one rank tells for all
+    speaks = mesh.world.rank == 0  # one rank tells for all
     chosen = choose_dtype(dtype, config, device)
     if speaks:
         log.info("computing in %s; the checkpoint is in %s", chosen, config.dtype)
