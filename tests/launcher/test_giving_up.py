@@ -90,6 +90,13 @@ def test_a_rank_that_cannot_begin(under, monkeypatch, capsys):
     assert "--d lists 1 devices, but " in capsys.readouterr().err
 
 
+def test_a_job_without_its_model_ends_at_once(tmp_path):
+    command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", "/no/such/model", "--device", "cpu", "--p", "0"]
+    with Launched(mpirun.command(mpirun.find(os.environ), 2, command), tmp_path, **ROOT) as job:
+        assert job.end(30) == 2  # --timeout is a minute
+        assert job.output.count("phalanx: model '/no/such/model': there is no such directory on ") == 1
+
+
 def test_a_batch_job_that_is_done_ends_on_all_ranks(tmp_path):
     """Rank 0 alone sees that; with code 0, or a script would requeue it."""
     (tmp_path / "in.jsonl").write_text("")

@@ -21,6 +21,8 @@ MPIS = {
             "test_supervise.py",
             "test_member.py",
             "test_llm.py",
+            "test_giving_up.py",
+            "test_leaving.py",
             "../test_endings.py",
             "../rank/test_faults.py",
             "../comm/test_backends.py",
@@ -30,7 +32,7 @@ MPIS = {
     "mpich": (
         "mpich",
         "libmpi.so.12",
-        ["test_supervise.py", "test_llm.py"],
+        ["test_supervise.py", "test_llm.py", "test_giving_up.py", "test_leaving.py"],
         "not exit_codes_of_ranks and not is_named and not test_restarts",
     ),
 }
