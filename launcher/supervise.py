@@ -135,6 +135,8 @@ class Supervisor:
             now = self._selector.get_map().get(key.fd)
             if now is not None and now.data is key.data:  # not gone by what came before it in this turn
                 key.data(key.fileobj)
+            if self._code is not None:
+                return  # what else has ended follows from that
         if time.monotonic() >= self._deadline:
             self._deadline = float("inf")
             self._at_deadline()
@@ -156,8 +158,9 @@ class Supervisor:
             preexec_fn=process.tie_to_parent(),
         )
         self._watch_process(self._ranks.pid, self._ranks_gone)
-        self._copy(self._ranks.stdout, 1)
-        self._copy(self._ranks.stderr, 2, self._noise if self._start.through_mpirun else None)
+        noise = self._noise if self._start.through_mpirun else None
+        self._copy(self._ranks.stdout, 1, noise if self._start.mpich else None)  # which is where hydra speaks
+        self._copy(self._ranks.stderr, 2, None if self._start.mpich else noise)
 
     def _watch_process(self, pid: int, gone: Callable[[], None]) -> None:
         fd = process.pidfd(pid)

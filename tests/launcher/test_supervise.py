@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -246,3 +248,25 @@ def test_exit_code():
 
 def parent_of(pid: int) -> int:
     return table()[pid].parent
+
+
+BOTH_ENDS = """
+import os, subprocess, sys, time
+from phalanx.launcher import supervise
+code = "import os, sys, time; time.sleep({}); {}"
+front, ranks = sys.argv[1:]
+front = subprocess.Popen([sys.executable, "-c", code.format(front, "sys.exit(70)")], stdout=subprocess.PIPE)
+ranks = [sys.executable, "-c", code.format(ranks, "os.kill(os.getpid(), 9)")]
+job = supervise.Supervisor(supervise.Start(ranks, dict(os.environ), False), front)
+select = job._selector.select
+job._selector.select = lambda timeout=None: time.sleep(0.5) or select(timeout)
+sys.exit(job.run())
+"""
+
+
+@pytest.mark.parametrize("seconds", [("0", "0.2"), ("0.2", "0")], ids=["front-first", "ranks-first"])
+def test_both_ends_seen_at_once(seconds):
+    """The ranks' code counts."""
+    done = subprocess.run([sys.executable, "-c", BOTH_ENDS, *seconds], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 137, done.stderr
+    assert done.stderr == "phalanx: the job ended with exit code 137: a rank or mpirun was killed\n"
