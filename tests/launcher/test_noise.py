@@ -8,6 +8,16 @@ KILLED = RULE + b"prterun noticed that process rank 1 with PID 5867 on node vm e
 KILLED_4 = RULE + b"mpirun noticed that process rank 0 with PID 0 on node a.b exited on signal 11 (x).\n" + RULE
 CODE = RULE + b"prterun detected that one or more processes exited with non-zero status,\nthus\n\n  code: 71\n" + RULE
 ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n" + RULE
+HYDRA = (
+    b"=" * 83 + b"\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 17635 RUNNING AT vm\n"
+    b"=   EXIT CODE: %d\n=   CLEANING UP REMAINING PROCESSES\n=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES\n"
+    + b"=" * 83 + b"\n"
+)  # fmt: skip
+TAIL = (
+    b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+    b"This typically refers to a problem with your application.\n"
+    b"Please see the FAQ page for debugging suggestions\n"
+)
 OTHER = RULE + b"There are not enough slots available in the system\n" + RULE
 
 
@@ -23,6 +33,9 @@ def through(data: bytes, size: int) -> tuple[bytes, str]:
     [
         (b"a\n" + KILLED + b"b\n", b"a\nb\n", "rank 1 on vm was ended by signal 9"),
         (KILLED_4 + CODE + ABORT + b"b", b"b", "rank 0 on a.b was ended by signal 11"),
+        (b"a\n" + HYDRA % 9 + TAIL + b"b\n", b"a\nb\n", "a rank on vm was ended by signal 9"),
+        (HYDRA % 71 + b"b\n" + TAIL, b"b\n", ""),
+        (TAIL + b"= a\n=\n", TAIL + b"= a\n=\n", ""),
         (b"a\n" + OTHER + CODE, b"a\n" + OTHER, ""),
         (b"- a list\n--\n---- b\n", b"- a list\n--\n---- b\n", ""),
         (b"a\nmpirun: Forwarding signal 10 to job\nb\n", b"a\nb\n", ""),
