@@ -6,14 +6,16 @@ JSON, then the tensors, whose `data_offsets` count from the header's end.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable
+import math
+import mmap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...exits import MODEL, Stop
@@ -22,6 +24,9 @@ from .slicing import Slice
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+POPULATE_READ = 22  # madvise: fault pages in, and fail where reading them would raise SIGBUS; Linux 5.14
+
+Ranges = tuple[tuple[int, int], ...]
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -31,6 +36,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return (self.stop - self.start) // max(1, rows(self.shape)[0])
 
 
 class Listing(msgspec.Struct):
@@ -47,7 +57,7 @@ class Checkpoint:
         self.path = path
         self.listing = listing
         self.names = {rename(name): name for name in listing.files}
-        self._open: dict[str, Any] = {}
+        self._maps: dict[str, mmap.mmap] = {}
 
     def find(self, wanted: str) -> tuple[str, Entry]:
         """A tensor, as the model spells it: its file and what the header says. Raises Stop where it is not there."""
@@ -75,16 +85,64 @@ class Checkpoint:
         """Copy the slice into its target, converting to the target's dtype on its device. The file is mapped."""
         if part.target.numel() == 0:  # a rank whose share of the axis is padding alone
             return
-        file, _ = self.find(part.tensor)
-        name = self.names[part.tensor]
+        file, entry = self.find(part.tensor)
+        ranges = part.ranges if len(part.shape) > 1 else (*part.ranges, (0, 1))
+        (first, last), width = ranges[0], entry.width
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.path / file, framework="pt")
-            tensor = self._open[file].get_slice(name)
-            data: Tensor = tensor[tuple(slice(start, stop) for start, stop in part.ranges)]
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise Stop(f"{self.path / file}: {name} cannot be read: {error}", MODEL) from None
-        part.target.copy_(data)
+            mapped = self._map(file)
+            _fetch(mapped, entry.start + first * width, entry.start + last * width)
+        except OSError as error:
+            raise Stop(f"{self.path / file}: {self.names[part.tensor]} cannot be read: {_why(error)}", MODEL) from None
+        data = torch.frombuffer(mapped, dtype=torch.uint8)[entry.start : entry.stop]
+        part.target.copy_(elements(window(data, entry, 0, ranges), entry).view(part.target.shape))
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            with (self.path / file).open("rb") as opened:
+                # A private copy, which torch may see as writable; nothing is written, so nothing is copied.
+                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
+
+
+def _fetch(mapped: mmap.mmap, start: int, stop: int) -> None:
+    """Get bytes into memory before they are touched, where an error would end the process without a word."""
+    begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > len(mapped):  # it became shorter after its header was read
+        raise OSError(errno.EFAULT, "")
+    try:
+        mapped.madvise(POPULATE_READ, begin, stop - begin)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older kernel
+            raise
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.EFAULT:
+        return "the file has become shorter, or its file system fails"
+    return str(error.strerror)
+
+
+def rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor as rows of at least one element: a vector has rows of one."""
+    return tuple(shape) if len(shape) > 1 else (math.prod(shape), 1)
+
+
+def window(data: Tensor, entry: Entry, first: int, ranges: Ranges) -> Tensor:
+    """A view [rows, ..., bytes] of `ranges` of a tensor in bytes, which hold whole rows of it from `first` on."""
+    size = DTYPES[entry.dtype].itemsize
+    inner = rows(entry.shape)[1:]
+    whole = data.view(-1, *inner[:-1], inner[-1] * size)
+    (top, bottom), *middle, (left, right) = ranges
+    cut = [(top - first, bottom - first), *middle, (left * size, right * size)]
+    return whole[tuple(slice(start, stop) for start, stop in cut)]
+
+
+def elements(data: Tensor, entry: Entry) -> Tensor:
+    """Bytes [..., bytes] as what they are."""
+    dtype = DTYPES[entry.dtype]
+    if data.storage_offset() % dtype.itemsize:  # a header of odd length, which old files have
+        data = data.clone(memory_format=torch.contiguous_format)
+    return data.view(dtype)
 
 
 def weight_files(path: Path) -> dict[str, str]:

@@ -23,15 +23,13 @@ from torch import Tensor
 from ....comm.base import HostComm
 from ....comm.control import gather_bytes
 from ...exits import MODEL, Stop
-from .safetensors import DTYPES, Checkpoint, Entry
+from .safetensors import DTYPES, Checkpoint, Entry, Ranges, elements, rows, window
 from .slicing import Slice
 
 CHUNK = 32 << 20  # bytes of one read, at most
 ROUND = 512 << 20  # bytes that a rank may be sent in one round: with many ranks, chunks are smaller
 READERS = 2  # reads of a rank under way at once: network file systems are slow to answer, not slow to send
 ALIGN = 16  # bytes: where a message's parts begin, so that they can be seen as elements
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 class Piece(NamedTuple):
@@ -62,11 +60,6 @@ class Move(NamedTuple):
     ranges: Ranges  # of all axes after the rows
 
 
-def rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a tensor as rows of at least one element: a vector has rows of one."""
-    return tuple(shape) if len(shape) > 1 else (math.prod(shape), 1)
-
-
 def cut(tensors: Sequence[tuple[str, str, Entry]], stripes: int, most: int = CHUNK) -> list[list[Chunk]]:
     """Tensors (name, file, entry), in the files' order, as equal stripes of chunks of at most `most` bytes.
 
@@ -76,8 +69,7 @@ def cut(tensors: Sequence[tuple[str, str, Entry]], stripes: int, most: int = CHU
     found: list[list[Chunk]] = [[] for _ in range(stripes)]
     stripe = done = 0
     for name, file, entry in tensors:
-        count = rows(entry.shape)[0]
-        width = (entry.stop - entry.start) // max(1, count)
+        count, width = rows(entry.shape)[0], entry.width
         first = 0
         while width and first < count:
             limit = total * (stripe + 1) // stripes
@@ -181,25 +173,16 @@ class Striped:
 
     def _see(self, data: Tensor, move: Move) -> Tensor:
         """A view [rows, ..., bytes] of what moves, in the chunk's bytes."""
-        entry = self._entries[move.piece.tensor]
-        size = DTYPES[entry.dtype].itemsize
-        piece, inner = move.piece, rows(entry.shape)[1:]
-        width = math.prod(inner) * size
-        whole = data[piece.offset : piece.offset + (piece.last - piece.first) * width]
-        seen = whole.view(piece.last - piece.first, *inner[:-1], inner[-1] * size)
-        ranges = [(move.first - piece.first, move.last - piece.first), *move.ranges[:-1]]
-        ranges.append((move.ranges[-1][0] * size, move.ranges[-1][1] * size))
-        return seen[tuple(slice(start, stop) for start, stop in ranges)]
+        piece, entry = move.piece, self._entries[move.piece.tensor]
+        whole = data[piece.offset : piece.offset + (piece.last - piece.first) * entry.width]
+        return window(whole, entry, piece.first, ((move.first, move.last), *move.ranges))
 
     def _put(self, move: Move, data: Tensor) -> None:
         """Copy bytes [rows, ..., bytes] to where they belong, as what they are."""
-        dtype = DTYPES[self._entries[move.piece.tensor].dtype]
-        if data.storage_offset() % dtype.itemsize:  # a header of odd length, which old files have
-            data = data.clone()
         name = move.piece.tensor
         top = self._wanted[self._world.rank][name][move.place][0][0]
         target = self._targets[name][move.place]
-        target[move.first - top : move.last - top].copy_(data.view(dtype))
+        target[move.first - top : move.last - top].copy_(elements(data, self._entries[name]))
 
 
 class Reader:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import platform
 
 import pytest
 import torch
@@ -67,29 +69,13 @@ def test_what_a_model_tells(small):
 @pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (2, 2)])
 def test_each_rank_reads_its_slices_only(small, monkeypatch, tp, pp):
     read = []
-    real = weights.safe_open
 
-    class Spy:
-        def __init__(self, *args, **kwargs):
-            self.file = real(*args, **kwargs)
+    def window(*arguments, real=weights.window):
+        seen = real(*arguments)
+        read.append(seen.nbytes)
+        return seen
 
-        def keys(self):
-            return self.file.keys()
-
-        def get_slice(self, name):
-            inner = self.file.get_slice(name)
-
-            class SliceSpy:
-                get_shape, get_dtype = inner.get_shape, inner.get_dtype
-
-                def __getitem__(self, ranges):
-                    data = inner[ranges]
-                    read.append(data.nbytes)
-                    return data
-
-            return SliceSpy()
-
-    monkeypatch.setattr(weights, "safe_open", Spy)
+    monkeypatch.setattr(weights, "window", window)
     total = sum(t.nbytes for t in load_file(small / "model.safetensors").values())
     models = load_on(small, tp=tp, pp=pp)
     wanted = sum(part.target.nbytes for model in models for part in model.slices())
@@ -173,6 +159,41 @@ def test_a_truncated_file(small, keep):
     file = small / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     assert stop(small).startswith(f"{file} is damaged or truncated: ")
+
+
+KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+
+
+@pytest.mark.skipif(KERNEL < (5, 14), reason="the kernel ends the process")
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_file_that_becomes_shorter_while_it_is_read(small, mapped):
+    (model,) = load_on(small)
+    parts = list(model.slices())
+    checkpoint = weights.Checkpoint(small, weights.read_listing(small))
+    file = small / "model.safetensors"
+    if mapped:
+        checkpoint.fill(parts[0])
+    os.truncate(file, 4096)
+    with pytest.raises(exits.Stop) as stopped:
+        for part in parts:
+            checkpoint.fill(part)
+    assert str(stopped.value).startswith(f"{file}: model.") and stopped.value.code == exits.MODEL
+    assert str(stopped.value).endswith("cannot be read: the file has become shorter, or its file system fails")
+
+
+def test_a_kernel_that_cannot_fetch_pages(small, monkeypatch):
+    (model,) = load_on(small)
+    monkeypatch.setattr(weights, "POPULATE_READ", 9999)
+    (again,) = load_on(small)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_file_that_is_gone_when_it_is_read(small):
+    (model,) = load_on(small)
+    checkpoint = weights.Checkpoint(small, weights.read_listing(small))
+    (small / "model.safetensors").unlink()
+    with pytest.raises(exits.Stop, match="model.embed_tokens.weight cannot be read: No such file or directory"):
+        checkpoint.fill(next(iter(model.slices())))
 
 
 def test_a_git_lfs_pointer(small):
