@@ -45,7 +45,7 @@ def in_force(options: Options, place: World | None) -> dict[str, int]:
     """The numbers that replace what was chosen, for --show-config. Raises Stop where they contradict each other."""
     if place is not None:
         _check_under_mpi(options, place)
-    ranks = place.size if place is not None else _ranks(options)
+    ranks = place.size if place is not None else ranks_of(options)
     try:
         tp, pp, dp = degrees(ranks, options.tp, options.pp, options.dp)
     except ValueError as error:
@@ -66,7 +66,8 @@ def _check_under_mpi(options: Options, place: World) -> None:
         raise Stop(f"--multithread puts all ranks into one process, but {place.launcher} started {place.size}", USAGE)
 
 
-def _ranks(options: Options) -> int:
+def ranks_of(options: Options) -> int:
+    """How many ranks are wanted, where nobody has started them yet."""
     given = [degree for degree in (options.tp, options.pp, options.dp) if degree]
     return options.ranks or (math.prod(given) if given else max(1, len(options.devices)))
 

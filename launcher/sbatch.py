@@ -9,6 +9,7 @@ from typing import Any
 from ..rank.exits import USAGE, Stop
 from ..rank.options import Options, Spec, specs
 from .choices import Chosen
+from .resolve import ranks_of
 
 FLAG = "--sbatch"
 # What a user's srun decides, or refuses.
@@ -76,9 +77,8 @@ def wanted(argv: Sequence[str]) -> tuple[list[str], bool]:
 def script(verb: str, chosen: Chosen[Any]) -> str:
     """The script for what was chosen on the command line, in the environment and in a file."""
     options: Options = chosen.options
-    per_node = len(options.devices) or options.ranks or 1
-    ranks = options.ranks or max(per_node, max(1, options.tp) * max(1, options.pp))
-    per_node = min(per_node, ranks)
+    ranks = ranks_of(options)
+    per_node = min(len(options.devices) or ranks, ranks)  # without --d a node takes them all
     if ranks % per_node:
         raise Stop(f"{FLAG}: {ranks} ranks do not divide into nodes of {per_node} (--d)", USAGE)
     key = ""

@@ -132,3 +132,43 @@ def test_pbs_drains_by_the_clock(cluster, tmp_path):
     script.write_text(text.replace(f"$(({hours} * 3600 - 120))", "0.3"))
     assert cluster(script, CODE="0", WAITS="1").wait(10) == 0
     assert told(tmp_path)[-1] == "usr1"
+
+
+def test_the_containers_definition():
+    """Apptainer is not needed to see that its parts are scripts, and that make knows what it is asked."""
+    text = (HOSTFILES / "apptainer.def").read_text()
+    head, *parts = re.split(r"^%(\w+)\n", text, flags=re.MULTILINE)
+    assert [line.split(":")[0] for line in head.splitlines() if not line.startswith("#") and line] == [
+        "Bootstrap", "From",
+    ]  # fmt: skip
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(sections) == ["arguments", "files", "post", "environment", "runscript", "test"]
+    arguments = dict(line.strip().split("=") for line in sections["arguments"].split())
+    script = re.sub(r"{{ (\w+) }}", lambda found: arguments[found[1]], sections["post"])
+    for name, code in {**sections, "post": script}.items():
+        if name not in ("arguments", "files"):
+            done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=20)
+            assert (done.returncode, done.stderr) == (0, ""), name
+    makefile = (HOSTFILES.parent / "Makefile").read_text()
+    for line in re.findall(r"make (install .*)", script):
+        target, *variables = line.split()
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+        assert all(f"{one.split('=')[0]} " in makefile for one in variables)
+    for command in re.findall(r"phalanx (serve [^\n]*)", head):
+        choices.read(Options, shlex.split(command)[1:], {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "nodes", "tasks"),
+    [
+        ((), 1, 1),
+        (("--np", "4"), 1, 4),
+        (("--tp", "4"), 1, 4),
+        (("--tp", "4", "--pp", "2", "--dp", "2", "--d", "0,1,2,3"), 4, 4),
+        (("--d", "0,1,2,3"), 1, 4),
+        (("--tp", "2", "--d", "0,1,2,3"), 1, 2),
+    ],
+)
+def test_nodes_and_tasks(argv, nodes, tasks):
+    text = sbatch.script("serve", choices.read(Options, argv, {}))
+    assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node={tasks}\n#SBATCH --gpus-per-node={tasks}\n" in text
