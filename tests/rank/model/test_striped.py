@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 ODD = {"vocab_size": 509, "intermediate_size": 97}  # prime: no degree divides them, so the last rank is padded
 
 
-def load_on(path, tp=1, pp=1, **options):
-    return threads.run(lambda comm: load(path, mesh.build(comm, tp, pp), **options), tp * pp)
+def load_on(path, tp=1, pp=1, replicas=1, **options):
+    return threads.run(lambda comm: load(path, mesh.build(comm, tp, pp), **options), tp * pp * replicas)
 
 
-def same(path, tp, pp, **options):
-    striped_ones, direct_ones = (load_on(path, tp, pp, way=way, **options) for way in ("striped", "direct"))
+def same(path, tp, pp, replicas=1, **options):
+    striped_ones, direct_ones = (load_on(path, tp, pp, replicas, way=way, **options) for way in ("striped", "direct"))
     for a, b in zip(striped_ones, direct_ones, strict=True):
         mine, theirs = dict(a.named_parameters()), dict(b.named_parameters())
         assert list(mine) == list(theirs)
@@ -49,6 +49,16 @@ def test_the_same_bits_as_direct_loading(checkpoint, small_chunks, tp, pp, made)
 
 def test_chunks_as_they_are(checkpoint):
     same(checkpoint(num_hidden_layers=3, **ODD), 2, 1, dtype="bf16")
+
+
+def test_replicas_share_what_is_read(checkpoint, small_chunks, monkeypatch):
+    path = checkpoint(num_hidden_layers=3, **ODD)
+    same(path, 2, 1, replicas=2)
+    shares = []
+    monkeypatch.setattr(striped, "Reader", counted(shares))
+    load_on(path, 2, 1, replicas=2, way="striped")
+    total = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
+    assert len(shares) == 4 and sum(shares) == total
 
 
 def test_more_ranks_than_key_heads(checkpoint, small_chunks):
