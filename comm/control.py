@@ -71,14 +71,13 @@ class MpiControl:
         self._kept: list[Any] = [None] * _RING  # overflow bytes, alive until they are sent
         self._next = 0
         self._last = 0.0
-        self.sent_bytes = 0  # of the latest message, for tests and benchmarks
 
     def publish(self, data: bytes) -> None:
         slot, self._next = self._next, (self._next + 1) % _RING
         while not self._done(slot):
             time.sleep(SLEEP_SHORTEST)
         head = self._buffers[slot]
-        head[:_LENGTH].view("<u4")[0] = self.sent_bytes = len(data)
+        head[:_LENGTH].view("<u4")[0] = len(data)
         inline = data[: HEAD - _LENGTH]
         head[_LENGTH : _LENGTH + len(inline)] = np.frombuffer(inline, np.uint8)
         now = time.monotonic()

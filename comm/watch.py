@@ -113,7 +113,7 @@ class Watch(LocalWatch):
 
     def _accept_all(self, world: Comm) -> None:
         one_host = len(set(self._hosts)) == 1
-        listener = socket.create_server(("127.0.0.1" if one_host else "0.0.0.0", 0), backlog=world.size)
+        listener = _listener(one_host, world.size)
         token = secrets.token_bytes(_TOKEN)
         addresses = ["127.0.0.1"] if one_host else _addresses()
         text = ",".join([str(listener.getsockname()[1]), *addresses])
@@ -353,7 +353,18 @@ class _Stall:
         return now - self._since > self._timeout
 
 
+def _listener(one_host: bool, backlog: int) -> socket.socket:
+    """On loopback if nobody comes from elsewhere, otherwise on every address of both families."""
+    if one_host:
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
 def _addresses() -> list[str]:
-    """This host's IPv4 addresses, loopback left out."""
-    found = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
-    return [a for a in found if not a.startswith("127.")]
+    """This host's addresses, those that lead nowhere else left out; IPv4 first."""
+    every = [a for nic in psutil.net_if_addrs().values() for a in nic]
+    old = [a.address for a in every if a.family == socket.AF_INET and not a.address.startswith("127.")]
+    new = [a.address for a in every if a.family == socket.AF_INET6 and "%" not in a.address and a.address != "::1"]
+    return old + (new if socket.has_dualstack_ipv6() else [])

@@ -41,7 +41,9 @@ from .work.team import FarTeam, Mail, Reporter, Team, follow
 log = logging.getLogger("phalanx")
 
 BLOCK_SIZE = 16
-TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step; a CPU's steps must stay short for the streams that run beside
+TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step
+# A CPU's steps must stay short, for the streams that run beside and for --timeout: about ten seconds of a slow one.
+CPU_STEP = 1e12  # additions and multiplications of a rank
 
 
 class Rank:
@@ -68,7 +70,7 @@ class Rank:
         model = self._load(grid, device)
         block_size = options.block_size or BLOCK_SIZE
         sampler = Sampler(options.max_num_seqs, model.vocab_size, device)
-        budget = max(options.max_num_batched_tokens or TOKEN_BUDGET[device.type], options.max_num_seqs)
+        budget = options.max_num_batched_tokens or self._token_budget(model, device)
         peak = 0
         if device.type == "cuda" and not options.mem:
             peak = step_memory(model, grid, sampler, budget, options.max_num_seqs, block_size)
@@ -137,6 +139,14 @@ class Rank:
         code = Lead(replicas, self.link).run()
         self.link.close()
         return code
+
+    def _token_budget(self, model: Model, device: torch.device) -> int:
+        budget = TOKEN_BUDGET[device.type]
+        if device.type == "cpu":
+            weights = model.weight_bytes / model.dtype.itemsize
+            slowest = torch.tensor([min(budget, int(CPU_STEP / (2 * weights)))])
+            budget = max(1, int(self.world.all_gather(slowest).min()))
+        return budget
 
     def _device(self) -> torch.device:
         """What the launcher chose, as this process sees it: a rank that was given one GPU has it as number 0."""

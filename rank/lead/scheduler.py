@@ -126,6 +126,7 @@ class Scheduler:
         stall the others; returns what is left."""
         turn = self._turn()
         reserved = len(turn)
+        budget = max(budget, reserved + 1)  # more sequences than budget: all go on, and prompts get through
         for sequence in list(self.running):
             if sequence.row < 0 or sequence.ends_by_length:  # preempted just now; or only its result is awaited
                 continue

@@ -113,12 +113,6 @@ class Model(nn.Module):
         kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
         self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
 
-    @property
-    def vocab_shard(self) -> tuple[int, int]:
-        """The range of token ids whose logits this rank computes; only on the last stage."""
-        assert self.lm_head is not None
-        return self.lm_head.vocab.start, self.lm_head.vocab.stop
-
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group.
 
@@ -134,7 +128,7 @@ class Model(nn.Module):
         return x if residual is None else residual.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows [S, hidden] of the last stage's forward → f32 [S, width]: token ids from vocab_shard[0] on.
+        """Rows [S, hidden] of the last stage's forward → f32 [S, width]: token ids from lm_head.vocab.start on.
 
         Each rank of the tensor group has the same width; what lies past the vocabulary is -inf. The group's logits in
         rank order, cut to vocab_size, are the whole.

@@ -32,9 +32,6 @@ class Config:
     vocab_size: int
     max_positions: int  # the longest sequence the model can take, rope scaling included
     dtype: str  # of the checkpoint: f32, bf16 or f16
-    eos_token_ids: tuple[int, ...]  # of generation_config.json and config.json
-    bos_token_id: int | None
-    generation: dict[str, Any]  # generation_config.json as it is: temperature, top_p, ...
     raw: dict[str, Any]  # config.json, brought to the newer form
 
 
@@ -43,8 +40,7 @@ def read_config(path: str | Path) -> Config:
     path = Path(path)
     if not path.is_dir():
         raise Stop(f"there is no model directory {path}", MODEL)
-    raw = _read_json(path / "config.json", required=True)
-    generation = _read_json(path / "generation_config.json", required=False)
+    raw = _read_json(path / "config.json")
     model_type = raw.get("model_type")
     if model_type not in supported():
         raise Stop(f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL)
@@ -70,9 +66,6 @@ def read_config(path: str | Path) -> Config:
         vocab_size=_integer(raw, "vocab_size", path),
         max_positions=_max_positions(raw, path),
         dtype=raw["dtype"],
-        eos_token_ids=_eos(generation, raw),
-        bos_token_id=raw.get("bos_token_id"),
-        generation=generation,
         raw=raw,
     )
 
@@ -95,13 +88,11 @@ def check_degrees(config: Config, tp: int, pp: int) -> None:
         raise Stop(f"--pp {pp} is more stages than the model has layers ({config.num_layers})", USAGE)
 
 
-def _read_json(path: Path, required: bool) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if required:
-            raise Stop(f"{path.parent} has no {path.name}: not a model directory", MODEL) from None
-        return {}
+        raise Stop(f"{path.parent} has no {path.name}: not a model directory", MODEL) from None
     except OSError as error:
         raise Stop(f"{path} cannot be read: {error.strerror}", MODEL) from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
@@ -161,14 +152,3 @@ def _max_positions(raw: dict[str, Any], path: Path) -> int:
         # Some checkpoints give the stretched length in max_position_embeddings, some the original one.
         return max(positions, int(rope["original_max_position_embeddings"] * factor))
     return positions
-
-
-def _eos(generation: dict[str, Any], raw: dict[str, Any]) -> tuple[int, ...]:
-    """Both files' end tokens: each is known to lack some that the other has."""
-    found: dict[int, None] = {}
-    for source in (generation, raw):
-        value = source.get("eos_token_id")
-        for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int):
-                found[token] = None
-    return tuple(found)

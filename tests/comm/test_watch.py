@@ -1,10 +1,11 @@
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 from phalanx.comm import threads
 from phalanx.comm.control import broadcast_bytes
-from phalanx.comm.watch import Watch, _Peer, _Stall
+from phalanx.comm.watch import Watch, _addresses, _listener, _Peer, _Stall
 from phalanx.rank import exits
 
 HOSTS = ["one", "two"]
@@ -133,3 +134,28 @@ def test_a_silent_stranger_does_not_keep_the_ranks_out():
     start = time.monotonic()
     threads.run(one, 2)
     assert time.monotonic() - start < 3
+
+
+def test_ranks_on_other_hosts_are_heard_on_both_families():
+    with _listener(one_host=False, backlog=1) as listener:
+        port = listener.getsockname()[1]
+        for address in ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]:
+            with socket.create_connection((address, port), timeout=5):
+                listener.accept()[0].close()
+    with _listener(one_host=True, backlog=1) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_addresses_that_lead_nowhere_are_not_told(monkeypatch):
+    nic = {
+        "lo": [address(socket.AF_INET, "127.0.0.1"), address(socket.AF_INET6, "::1")],
+        "ib0": [address(socket.AF_INET6, "fd00::7"), address(socket.AF_INET6, "fe80::1%ib0")],
+        "eth0": [address(socket.AF_INET, "10.0.0.7"), address(socket.AF_PACKET, "02:00:00:00:00:01")],
+    }
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: nic)
+    assert _addresses()[0] == "10.0.0.7"
+    assert _addresses()[1:] == (["fd00::7"] if socket.has_dualstack_ipv6() else [])
+
+
+def address(family, text):
+    return SimpleNamespace(family=family, address=text)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +32,17 @@ class Reference:
             gap = min(gap, float(best.values[0] - best.values[1]))
             tokens.append(int(best.indices[0]))
         return tokens[len(prompt) :], gap
+
+    def fair(self, prompts: Iterable[list[int]], count: int, length: int) -> list[int]:
+        """The indices of the first `count` prompts that are a yardstick."""
+        found: list[int] = []
+        for i, prompt in enumerate(prompts):
+            with contextlib.suppress(AssertionError):
+                self.yardstick(prompt, length)
+                found.append(i)
+            if len(found) == count:
+                return found
+        raise AssertionError(f"only the prompts {found} are a yardstick")
 
     def yardstick(self, prompt: list[int], count: int = 200, distinct: int = 50) -> list[int]:
         """greedy(), after making sure that equal tokens mean something."""

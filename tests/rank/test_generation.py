@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from phalanx.launcher.resolve import built_in
 from phalanx.rank import step
 
 from ..checkpoints import make_checkpoint
@@ -12,6 +13,7 @@ from ..engine import Engine, greedy
 from .reference import Reference
 
 SEEDS = {"llama": 5, "qwen3": 3}  # checkpoints whose greedy text is varied and never close to a tie
+KINDS = [*SEEDS, pytest.param("built-in", marks=pytest.mark.long)]
 COUNT = 200
 THREADS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 MPI = [(2, 1), (3, 1), (1, 2), (2, 2)]
@@ -19,24 +21,41 @@ MPI = [(2, 1), (3, 1), (1, 2), (2, 2)]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return functools.cache(
-        lambda kind: make_checkpoint(tmp_path_factory.mktemp(kind) / "ckpt", kind, seed=SEEDS[kind], tokenizer=False)
-    )
+    def make(kind):
+        if kind not in SEEDS:
+            return built_in()
+        return make_checkpoint(tmp_path_factory.mktemp(kind) / "ckpt", kind, seed=SEEDS[kind], tokenizer=False)
+
+    return functools.cache(make)
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint):
-    reference = functools.cache(lambda kind: Reference(checkpoint(kind)))
-    return functools.cache(lambda kind, i: reference(kind).yardstick(prompt(i), COUNT))
+def reference(checkpoint):
+    return functools.cache(lambda kind: Reference(checkpoint(kind)))
 
 
 @pytest.fixture(scope="module")
-def logits(checkpoint, expected):
+def prompts(reference):
+    """Two prompts whose greedy continuations are a fair yardstick."""
+
+    def choose(kind):
+        return [0, 1] if kind in SEEDS else reference(kind).fair(map(prompt, range(40)), 2, COUNT)
+
+    return functools.cache(choose)
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompts):
+    return functools.cache(lambda kind, i: reference(kind).yardstick(prompt(prompts(kind)[i]), COUNT))
+
+
+@pytest.fixture(scope="module")
+def logits(reference, prompts, expected):
     """transformers' log-probabilities [COUNT, vocab] at every step of the first greedy continuation."""
 
     def whole(kind):
-        tokens = prompt(0) + expected(kind, 0)
-        return Reference(checkpoint(kind)).logits(tokens)[len(prompt(0)) - 1 : -1].log_softmax(-1)
+        start = prompt(prompts(kind)[0])
+        return reference(kind).logits(start + expected(kind, 0))[len(start) - 1 : -1].log_softmax(-1)
 
     return functools.cache(whole)
 
@@ -46,9 +65,10 @@ def prompt(i: int, length: int = 60) -> list[int]:
     return [r.randrange(3, 512) for _ in range(length)]
 
 
-def check(engine: Engine, kind: str, expected, logits) -> None:
-    vocab = logits(kind).shape[-1]
-    requests = {str(i): (prompt(i), greedy(COUNT, logprobs=vocab if i == 0 else -1)) for i in range(2)}
+def check(engine: Engine, kind: str, prompts, expected, logits) -> None:
+    shown = min(512, logits(kind).shape[-1])
+    chosen = [prompt(i) for i in prompts(kind)]
+    requests = {str(i): (p, greedy(COUNT, logprobs=shown if i == 0 else -1)) for i, p in enumerate(chosen)}
     outputs = engine.generate(requests)
     for i in range(2):
         assert outputs[str(i)].tokens == expected(kind, i)
@@ -56,28 +76,28 @@ def check(engine: Engine, kind: str, expected, logits) -> None:
     assert len(outputs["0"].logprobs) == COUNT
     for entry, want in zip(outputs["0"].logprobs, logits(kind), strict=True):
         ids, values = zip(*entry.top, strict=True)
-        assert len(ids) == vocab
+        assert len(ids) == shown
         assert (torch.tensor(values) - want[list(ids)]).abs().max() < 1e-4
     assert engine.drain() == 0
 
 
 @pytest.mark.parametrize("tp, pp", THREADS)
-@pytest.mark.parametrize("kind", SEEDS)
-def test_threads(checkpoint, expected, logits, kind, tp, pp):
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads(checkpoint, prompts, expected, logits, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, threads=True, tp=tp, pp=pp) as engine:
-        check(engine, kind, expected, logits)
+        check(engine, kind, prompts, expected, logits)
 
 
 @pytest.mark.parametrize("tp, pp", MPI)
-@pytest.mark.parametrize("kind", SEEDS)
-def test_mpi(checkpoint, expected, logits, kind, tp, pp):
+@pytest.mark.parametrize("kind", KINDS)
+def test_mpi(checkpoint, prompts, expected, logits, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, tp=tp, pp=pp) as engine:
         assert len(set(engine.ready.pids)) == engine.ready.ranks == tp * pp
-        check(engine, kind, expected, logits)
+        check(engine, kind, prompts, expected, logits)
 
 
 @pytest.mark.parametrize("threads", [True, False])
-def test_replicas(checkpoint, expected, logits, threads):
+def test_replicas(checkpoint, prompts, expected, logits, threads):
     """Two copies of two ranks: each gets a half of the requests, and log-probabilities find their way as well."""
     with Engine(checkpoint("llama"), 4, threads=threads, dp=2, pp=2) as engine:
         assert engine.ready.kv_tokens == 2 * (engine.ready.kv_tokens // 32) * 16
@@ -86,7 +106,7 @@ def test_replicas(checkpoint, expected, logits, threads):
         assert all(outputs[str(i)].tokens == expected("llama", i) for i in range(2))
         stats = engine.rest()
         assert stats.steps > 1.5 * COUNT, "one replica has done all of it"
-        check(engine, "llama", expected, logits)
+        check(engine, "llama", prompts, expected, logits)
 
 
 @pytest.mark.parametrize("pp", [1, 2])

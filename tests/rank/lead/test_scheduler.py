@@ -158,7 +158,7 @@ def test_any_load_gives_each_sequence_the_tokens_it_has_alone(seed):
         blocks=-(-longest // size) + r.randint(0, 20),
         block_size=size,
         max_num_seqs=seats,
-        budget=max(seats, r.randint(1, 40)),
+        budget=r.randint(1, 40),
         prefix_cache=r.random() < 0.8,
         max_model_len=longest,
         stages=r.choice([1, 1, 2, 3]),
@@ -244,3 +244,12 @@ def test_a_prompt_goes_through_the_stages_without_gaps():
     counts = [step.unpack_u32(plan.counts).tolist() for plan in engine.ranks.plans[:5]]
     assert [sum(c) for c in counts] == [8] * 5
     assert engine.tokens == {"a": alone(range(40), 5), "b": alone(range(40, 44), 5)}
+
+
+def test_a_budget_below_the_number_of_sequences_stalls_none_of_them():
+    engine = Engine(blocks=100, max_num_seqs=20, budget=4)
+    for i in range(12):
+        engine.scheduler.add(request(str(i), [i, 1, 2], 30))
+    engine.run()
+    assert all(engine.tokens[str(i)] == alone([i, 1, 2], 30) for i in range(12))
+    assert len(engine.ranks.plans) < 60, "all of them decode in each step"

@@ -109,8 +109,8 @@ def forward(model: Model, grid: mesh.Mesh, batch: Batch) -> Tensor | None:
         return None
     shard = model.logits(hidden[batch.sample_at])
     assert shard.dtype == torch.float32
-    start, stop = model.vocab_shard
-    assert torch.isfinite(shard[:, : stop - start]).all() and torch.isneginf(shard[:, stop - start :]).all()
+    width = model.lm_head.vocab.stop - model.lm_head.vocab.start
+    assert torch.isfinite(shard[:, :width]).all() and torch.isneginf(shard[:, width:]).all()
     return grid.tensor.all_gather(shard).permute(1, 0, 2).flatten(1)[:, : model.vocab_size]
 
 

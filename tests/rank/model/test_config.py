@@ -1,4 +1,4 @@
-"""config.json and generation_config.json, good and bad, as a user meets them."""
+"""config.json, good and bad, as a user meets it."""
 
 import json
 import subprocess
@@ -11,12 +11,8 @@ from phalanx.rank.model.config import check_degrees, read_config, tensor_degrees
 from ...checkpoints import make_config, to_old_style
 
 
-def write(directory, config, generation=None):
+def write(directory, config):
     (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    if generation is not None:
-        (directory / "generation_config.json").write_text(
-            generation if isinstance(generation, str) else json.dumps(generation)
-        )
     return directory
 
 
@@ -78,23 +74,8 @@ def test_dimensions_and_defaults(tmp_path):
         config[key] = None
     found = read_config(write(tmp_path, config))
     assert (found.num_heads, found.num_kv_heads, found.head_dim, found.hidden_size) == (12, 12, 4, 48)
-    assert (found.dtype, found.vocab_size, found.num_layers, found.bos_token_id) == ("f32", 512, 4, 0)
+    assert (found.dtype, found.vocab_size, found.num_layers) == ("f32", 512, 4)
     assert found.raw["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
-
-
-@pytest.mark.parametrize(
-    "config_eos, generation, tokens",
-    [
-        (2, None, (2,)),
-        (None, None, ()),
-        ([2, 5], {"eos_token_id": 7, "temperature": 0.5}, (7, 2, 5)),
-        (2, {"eos_token_id": [3, 2]}, (3, 2)),
-    ],
-)
-def test_end_tokens_of_both_files(tmp_path, config_eos, generation, tokens):
-    found = read_config(write(tmp_path, make_config("llama", eos_token_id=config_eos), generation))
-    assert found.eos_token_ids == tokens
-    assert found.generation == (generation or {})
 
 
 def test_missing_and_garbled_files(tmp_path):
@@ -103,8 +84,6 @@ def test_missing_and_garbled_files(tmp_path):
     message = stop(write(tmp_path, '{"model_type": "llama",'))
     assert message.startswith(f"{tmp_path}/config.json is not valid JSON: ") and "line 1" in message
     assert stop(write(tmp_path, "[]")) == f"{tmp_path}/config.json holds a JSON list, not an object"
-    message = stop(write(tmp_path, make_config("llama"), "nonsense"))
-    assert message.startswith(f"{tmp_path}/generation_config.json is not valid JSON: ")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from phalanx.launcher.resolve import built_in
 from phalanx.rank.exits import Stop
 
 from ...ranks import run_ranks
@@ -18,6 +19,14 @@ GRIDS = [(1, 1), (2, 1), (3, 1), (6, 1), (12, 1), (1, 2), (1, 3), (2, 2)]
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_every_grid(checkpoint, expected, model_type, tp, pp):
     path = checkpoint(model_type)
+    ids = tokens(70)
+    (logits,) = run_steps(path, [ids], tp=tp, pp=pp)
+    assert distance(logits, expected(path, ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+def test_the_built_in_model(expected, tp, pp):
+    path = built_in()
     ids = tokens(70)
     (logits,) = run_steps(path, [ids], tp=tp, pp=pp)
     assert distance(logits, expected(path, ids)) < TOLERANCE
