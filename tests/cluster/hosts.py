@@ -91,6 +91,7 @@ class Host:
         )  # fmt: skip
         assert self._init.stdout is not None
         assert self._init.stdout.readline() == b"booted\n", Path(self._log.name).read_text()
+        self.kept = {self.pid}  # what is not of a job: sshd, and what a test adds
         self._network = os.stat(f"/proc/{self.pid}/ns/net").st_ino
 
     @property
@@ -140,26 +141,26 @@ class Host:
         return result[0]
 
     def processes(self, pattern: str = "") -> dict[int, str]:
-        """What runs on this host beside its sshd, in the order of their pids."""
+        """What runs on this host beside what is kept, in the order of their pids."""
         found = {}
         for pid, one in sorted(table().items()):
             try:
                 here = os.stat(f"/proc/{pid}/ns/net").st_ino == self._network
             except OSError:
                 continue  # it has just ended
-            if here and pid != self.pid and re.search(pattern, one.line):
+            if here and pid not in self.kept and re.search(pattern, one.line):
                 found[pid] = one.line
         return found
 
     def stand_still(self) -> list[int]:
         """Stop all that runs here, as a node does that has a kernel's or a hypervisor's trouble."""
-        stopped = [self.pid, *self.processes()]
+        stopped = [*self.kept, *self.processes()]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         return stopped
 
     def go_on(self) -> None:
-        for pid in (self.pid, *self.processes()):
+        for pid in (*self.kept, *self.processes()):
             os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
@@ -251,11 +252,11 @@ OWN = {"TMPDIR": "/run/tmp", "XDG_RUNTIME_DIR": "/run/tmp"}
 
 
 class HostsServer(Server):
-    """`mpirun … phalanx serve` over both hosts, asked from the first one."""
+    """`mpirun … phalanx serve` over both hosts, or started by another command, asked from the first one."""
 
-    def __init__(self, hosts: Hosts, *arguments: str, wait: bool = True):
+    def __init__(self, hosts: Hosts, *arguments: str, command: tuple[str, ...] = (), wait: bool = True, **env: str):
         self.hosts = hosts
-        super().__init__(*arguments, command=hosts.mpirun(), wait=wait, **OWN)
+        super().__init__(*arguments, command=command or hosts.mpirun(), wait=wait, **OWN | env)
 
     def request(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
         return self.hosts.near.inside(lambda: Server.request(self, path, body, **headers))
