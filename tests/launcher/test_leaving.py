@@ -21,7 +21,7 @@ def checkpoint(tmp_path_factory):
     return str(make_checkpoint(tmp_path_factory.mktemp("leaving") / "ckpt"))
 
 
-@pytest.mark.parametrize("how", ["supervised", "mpirun"])
+@pytest.mark.parametrize("how", ["supervised", pytest.param("mpirun", marks=pytest.mark.long)])
 def test_idle_exit(how, checkpoint, tmp_path):
     command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", checkpoint, *OPTIONS, "--api-key", "secret"]
     if how == "mpirun":

@@ -153,6 +153,22 @@ def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
     )
 
 
+def test_nothing_is_fetched_while_ranks_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "_cached", lambda id: "/cache/x" if id == "org/here" else "")
+    monkeypatch.setattr(hub, "_cache", lambda: tmp_path)
+    monkeypatch.setattr(hub, "fetch", lambda id: f"/fetched/{id}")
+    assert hub.model("org/here", waiting=True) == hub.model("org/here") == "/cache/x"
+    assert hub.model("org/tiny") == "/fetched/org/tiny"
+    with pytest.raises(Stop) as stop:
+        hub.model("org/tiny", waiting=True)
+    assert (str(stop.value).partition(", and ")[2], stop.value.code) == (
+        f"it is not complete in {tmp_path}; run `phalanx pull org/tiny` before the job, where there is a network, with "
+        "the same HF_HOME",
+        2,
+    )
+
+
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_serve_by_id(server, tmp_path):
     """Fetched once, before the ranks are started, and then served under its id without a look at the network."""
