@@ -49,6 +49,7 @@ def main() -> int:
     try:
         become(job, place)
     except Stop as stop:
+        give_up(stop, place)
         if str(stop):
             process.say(str(stop))
         else:
@@ -72,6 +73,7 @@ def join(options: Options, place: World, jobs: Jobs | None = None) -> NoReturn:
         become(Job(options=options, announced_size=place.size, front_socket=link), place)
     except Stop as stop:
         give_up(stop, place)
+        raise
 
 
 def finish(options: Options, place: World) -> NoReturn:
@@ -80,14 +82,14 @@ def finish(options: Options, place: World) -> NoReturn:
     become(Job(options=options, announced_size=place.size, over=True), place)
 
 
-def give_up(stop: Stop, place: World) -> NoReturn:
+def give_up(stop: Stop, place: World) -> None:
     """End the whole job because of an error that this rank alone has met; the others wait for it in MPI_Init.
 
-    Open MPI's mpirun ends them when one ends with a code. srun and MPICH's hydra let them wait for ever: there this
-    process joins them and aborts, which also hands the code on.
+    Open MPI's mpirun ends them when one ends with a code, so here it returns. srun and MPICH's hydra let them wait for
+    ever: there this process joins them and aborts, which also hands the code on.
     """
     if place.size == 1 or hosts.ends_together(os.environ):
-        raise stop
+        return
     if str(stop):
         process.say(str(stop))
     os.execve(sys.executable, [sys.executable, *ABORT, str(stop.code)], os.environ)

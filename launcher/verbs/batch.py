@@ -101,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
     except Stop as stop:
         if not first:
             raise Stop("", stop.code) from None  # rank 0 tells it
-        if place is None or shown or getattr(stop, "everywhere", False):
-            raise
-        member.give_up(stop, place)
+        if place is not None and not shown and not getattr(stop, "everywhere", False):
+            member.give_up(stop, place)
+        raise
     gpus = measured(options, options.ranks if place is None else place.local_size)
     config = msgspec.structs.replace(config, gpus=gpus)
     if place is not None:

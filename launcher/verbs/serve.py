@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
     except choices.Stop as stop:
         if not first:
             raise choices.Stop("", stop.code) from None  # rank 0 tells it
-        if place is None or shown or getattr(stop, "everywhere", False):
-            raise
-        member.give_up(stop, place)
+        if place is not None and not shown and not getattr(stop, "everywhere", False):
+            member.give_up(stop, place)
+        raise
     if place is not None:
         member.join(options if first else chosen.options, place)
     return serve(options)

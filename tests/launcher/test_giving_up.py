@@ -7,7 +7,7 @@ import pytest
 from phalanx.launcher import cli, hosts, member, mpirun
 from phalanx.launcher.hosts import World
 from phalanx.rank.exits import Stop
-from phalanx.rank.options import Options
+from phalanx.rank.options import Job, Options, encode_job
 
 from .jobs import ROOT, Launched
 
@@ -52,11 +52,9 @@ def test_it_joins_the_others_and_aborts(under, capsys):
 
 
 def test_where_nobody_waits(under):
-    with pytest.raises(Stop):
-        member.give_up(Stop("no port", 2), World(0, 1, 0, 1, "srun"))
+    member.give_up(Stop("no port", 2), World(0, 1, 0, 1, "srun"))
     under(OMPI_COMM_WORLD_RANK="0")  # its mpirun ends them
-    with pytest.raises(Stop):
-        member.give_up(Stop("no port", 2), World(0, 2, 0, 2, "mpirun"))
+    member.give_up(Stop("no port", 2), World(0, 2, 0, 2, "mpirun"))
     assert hosts.ends_together({"OMPI_COMM_WORLD_RANK": "1"}) and not hosts.ends_together(HYDRA)
 
 
@@ -88,6 +86,8 @@ def test_a_rank_that_cannot_begin(under, monkeypatch, capsys):
     words = aborts(member.join, Options(devices=(0,)), World(1, 2, 1, 2, "srun"))
     assert words[-1] == "2"
     assert "--d lists 1 devices, but " in capsys.readouterr().err
+    under(PMI_RANK="1", MPI_LOCALRANKID="1", PHALANX_JOB=encode_job(Job(options=Options(devices=(0,)))))
+    assert aborts(member.main)[-1] == "2"  # a supervised one under hydra
 
 
 def test_a_job_without_its_model_ends_at_once(tmp_path):
