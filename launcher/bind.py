@@ -1,12 +1,15 @@
 """Gives a rank its cores before torch is imported: torch keeps the thread count and the affinity that it saw first.
 
-CPU ranks of a host share the cores evenly. A rank with a GPU gets the cores of the GPU's NUMA node, or of the node
-that MAP_NUMA_NODE names for its local rank. A node of -1 means: not bound, and the log says so.
+CPU ranks of a host share the cores evenly, and their memory comes from where they first touch it. A rank with a GPU
+gets the cores of the GPU's NUMA node, or of the node that MAP_NUMA_NODE names for its local rank, and memory of that
+node as long as it has some. A node of -1 means: not bound, and the log says so.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +28,7 @@ class Share(msgspec.Struct, frozen=True):
     cpus: tuple[int, ...]
     threads: int  # that the rank's arithmetic should use
     words: str
+    node: int = -1  # whose memory is preferred
 
 
 def cpu_list(text: str) -> list[int]:
@@ -154,7 +158,7 @@ def on_node(node: int, source: str, place: World, cpus: list[int]) -> Share:
         why = "means that none is known" if node < 0 else "has no core that this job may use"
         return Share((), threads, f"not bound: NUMA node {node} ({source}) {why}")
     return Share(
-        tuple(mine), min(threads, len(by_core(mine))), f"cpus {cpu_words(mine)} of NUMA node {node} ({source})"
+        tuple(mine), min(threads, len(by_core(mine))), f"cpus {cpu_words(mine)} of NUMA node {node} ({source})", node
     )
 
 
@@ -169,8 +173,43 @@ def choose(place: World, gpu: int, environ: Mapping[str, str]) -> Share:
     return share_of(place, cpus, sorted(os.sched_getaffinity(0)), quota())
 
 
-def apply(share: Share, environ: dict[str, str]) -> None:
-    """Bind this process, and with it what it execs, and tell torch how many threads to make."""
+def apply(share: Share, environ: dict[str, str]) -> str:
+    """Bind this process, and with it what it execs, and tell torch how many threads to make; what was done in words."""
     if share.cpus:
         os.sched_setaffinity(0, share.cpus)
     environ.setdefault("OMP_NUM_THREADS", str(share.threads))
+    if share.node < 0:
+        return share.words
+    why = prefer_memory(share.node)
+    return f"{share.words}, " + (f"memory not bound: {why}" if why else memory_words())
+
+
+# set_mempolicy(2), get_mempolicy(2). Preferred, not bound: what does not fit on the node spills over to others, where a
+# binding would end the job. In containers without CAP_SYS_NICE the calls are often forbidden.
+_SYSCALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_PREFERRED = 1
+_NODES = 1024  # bits of a mask: the most that Linux is built for
+
+
+def prefer_memory(node: int) -> str:
+    """Let this process's memory come from a NUMA node while it has some, also after exec; why not, or ""."""
+    if platform.machine() not in _SYSCALLS:
+        return f"not known how on {platform.machine()}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    mask = (ctypes.c_ulong * (_NODES // 64))()
+    mask[node // 64] = 1 << node % 64
+    done = libc.syscall(_SYSCALLS[platform.machine()][0], _PREFERRED, mask, ctypes.c_ulong(_NODES))
+    return "" if done == 0 else os.strerror(ctypes.get_errno())
+
+
+def memory_words() -> str:
+    """Which node's memory this process prefers; "" for that of the core which touches it first."""
+    if platform.machine() not in _SYSCALLS:
+        return ""
+    libc = ctypes.CDLL(None, use_errno=True)
+    mode, mask = ctypes.c_int(), (ctypes.c_ulong * (_NODES // 64))()
+    call = _SYSCALLS[platform.machine()][1]
+    if libc.syscall(call, ctypes.byref(mode), mask, ctypes.c_ulong(_NODES), None, ctypes.c_ulong(0)):
+        return ""
+    nodes = [i for i in range(_NODES) if mask[i // 64] >> i % 64 & 1]
+    return f"memory of node {cpu_words(nodes)} first" if mode.value == _PREFERRED and nodes else ""

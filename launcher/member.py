@@ -106,7 +106,7 @@ def become(job: Job, place: World) -> NoReturn:
     share = bind.choose(place, gpu, os.environ)
     environ = dict(os.environ)
     environ.pop(KEY_ENV, None)
-    bind.apply(share, environ)
+    bound = bind.apply(share, environ)
     job = msgspec.structs.replace(
         job,
         options=without_key(job.options),
@@ -116,7 +116,7 @@ def become(job: Job, place: World) -> NoReturn:
         front_socket=job.front_socket if place.rank == 0 else "",
         device_index=gpu,
         cpus=share.cpus,
-        bound=share.words,
+        bound=bound,
     )
     if place.rank == 0:
         _await_socket(job.front_socket)

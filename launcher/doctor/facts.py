@@ -7,7 +7,6 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -55,8 +54,8 @@ class Facts(msgspec.Struct, frozen=True):
     interfaces: dict[str, int] = {}  # network → Mbit/s; -1: unknown
 
 
-def collect(place: World, gpu: int, environ: Mapping[str, str]) -> Facts:
-    share = bind.choose(place, gpu, environ)
+def collect(place: World, gpu: int, share: bind.Share) -> Facts:
+    """What there is before `share` is applied."""
     inherited = bind.cpu_words(sorted(os.sched_getaffinity(0)))
     facts = Facts(
         rank=place.rank,

@@ -39,9 +39,10 @@ def prepare(order: Order, place: World) -> dict[str, str]:
         gpu = member.device_index(Options(device=order.device, devices=order.devices), place)
     except Stop as stop:
         problem = str(stop)
-    known = facts.collect(place, gpu, os.environ)
+    share = bind.choose(place, gpu, os.environ)
+    known = facts.collect(place, gpu, share)  # with the binding that was inherited
     environ = dict(os.environ)
-    bind.apply(bind.choose(place, gpu, os.environ), environ)
+    known = msgspec.structs.replace(known, bound=bind.apply(share, environ))
     ask = {
         "rank": place.rank,
         "size": place.size,

@@ -16,7 +16,7 @@ import msgspec
 
 from ...rank import exits
 from ...rank.options import flag
-from .. import choices, hosts, mpirun, process
+from .. import bind, choices, hosts, mpirun, process
 from ..demo import DIRECTORY as DEMO
 from ..doctor import facts, found, links, place, software, speeds
 from ..doctor import member as ranks_member
@@ -159,7 +159,8 @@ def _report(options: DoctorOptions, seen: Found | None, problems: list[Check], m
         checks += [links.ranks(seen), *software.alike(known), *place.hosts(known), *place.devices(known, seen)]
     else:
         # No ranks: what this process sees must do.
-        here = facts.collect(World(0, 1, 0, 1, "phalanx"), -1, os.environ)
+        alone = World(0, 1, 0, 1, "phalanx")
+        here = facts.collect(alone, -1, bind.choose(alone, -1, os.environ))
         known = [msgspec.convert(msgspec.structs.asdict(here), found.RankFacts)]
         checks += [*place.hosts(known), *place.devices(known, Found(""))]
     checks += [*place.numa(known), *place.binding(known)]

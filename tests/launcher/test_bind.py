@@ -80,7 +80,7 @@ def test_no_more_threads_than_the_cgroup_grants(machine):
 
 def test_gpu_ranks_get_the_gpus_node(machine):
     place = World(0, 2, 0, 2, "mpirun")
-    assert bind.choose(place, 0, {}) == Share((2, 3, 6, 7), 2, "cpus 2-3,6-7 of NUMA node 1 (of GPU 0)")
+    assert bind.choose(place, 0, {}) == Share((2, 3, 6, 7), 2, "cpus 2-3,6-7 of NUMA node 1 (of GPU 0)", 1)
     assert bind.choose(place, 1, {}).cpus == (0, 1, 4, 5)
     unbound = bind.choose(place, 2, {})
     assert unbound == Share((), 2, "not bound: NUMA node -1 (of GPU 2) means that none is known")
@@ -161,3 +161,35 @@ def test_torch_sees_the_share():
     kept = {"OMP_NUM_THREADS": "5"}
     bind.apply(Share((), 1, ""), kept)
     assert kept == {"OMP_NUM_THREADS": "5"}
+
+
+MEMORY = """
+import os, sys
+from phalanx.launcher import bind
+words = bind.apply(bind.Share((), 1, "cpus 0", NODE), {})
+assert words == "cpus 0, " + (bind.memory_words() or "memory not bound: Operation not permitted"), words
+code = "from phalanx.launcher import bind; print(bind.memory_words())"
+os.execv(sys.executable, [sys.executable, "-c", code])
+"""
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_memory_of_the_node_is_preferred_and_exec_keeps_it():
+    done = run(MEMORY.replace("NODE", "0"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in ("memory of node 0 first\n", "\n")  # containers often forbid it
+    assert bind.memory_words() == ""
+
+
+def test_memory_of_a_node_that_is_not_there():
+    done = run("from phalanx.launcher import bind; print(bind.apply(bind.Share((), 1, 'cpus 0', 900), {}))")
+    assert done.stdout in ("cpus 0, memory not bound: Invalid argument\n",
+                           "cpus 0, memory not bound: Operation not permitted\n")  # fmt: skip
+
+
+def test_a_machine_whose_calls_are_not_known(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert bind.apply(Share((), 1, "cpus 0", 0), {}) == "cpus 0, memory not bound: not known how on riscv64"

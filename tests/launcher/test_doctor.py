@@ -322,10 +322,10 @@ def test_what_is_said_of_processors(monkeypatch, tmp_path):
 
 
 def test_facts_of_this_machine():
-    here = facts.collect(World(0, 2, 0, 2, "mpirun"), -1, {})
+    here = facts.collect(World(0, 2, 0, 2, "mpirun"), -1, bind.Share((0,), 1, "cpus 0"))
     assert here.host == socket.gethostname() and here.cores >= 1 and 0 < here.free <= here.memory
     assert here.packages["msgspec"] and here.bound
-    other = facts.collect(World(1, 2, 1, 2, "mpirun"), -1, {})
+    other = facts.collect(World(1, 2, 1, 2, "mpirun"), -1, bind.Share((0,), 1, "cpus 0"))
     assert (other.cores, other.memory) == (0, 0)  # told by the host's first rank
 
 
