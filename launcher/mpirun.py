@@ -52,7 +52,11 @@ def find(environ: Mapping[str, str]) -> Mpi:
     library, _, text = probe.stdout.partition("\n")
     kind, version = _identify(text)
     if not kind:
-        raise Stop(f"{library or 'the MPI library'} is neither Open MPI nor MPICH: {text.strip()[:80]!r}", USAGE)
+        raise Stop(
+            f"{library or 'the MPI library'} is neither Open MPI nor MPICH: {text.strip()[:80]!r}; start the ranks with "
+            f"its own mpirun (mpirun -np N phalanx …), or: {INSTALL}",
+            USAGE,
+        )
     seen = []
     for candidate in _candidates(library, environ):
         other = _identify(_version_of(candidate))

@@ -84,7 +84,8 @@ def test_no_library(fake):
 
 
 def test_an_unknown_library(fake):
-    with pytest.raises(Stop, match="libmpi.so.40 is neither Open MPI nor MPICH: 'Other MPI 1'"):
+    words = r"libmpi.so.40 is neither Open MPI nor MPICH: 'Other MPI 1'; start the ranks with its own mpirun \(mpirun -np"
+    with pytest.raises(Stop, match=words):
         fake("Other MPI 1")
 
 
