@@ -53,8 +53,8 @@ def find(environ: Mapping[str, str]) -> Mpi:
     kind, version = _identify(text)
     if not kind:
         raise Stop(
-            f"{library or 'the MPI library'} is neither Open MPI nor MPICH: {text.strip()[:80]!r}; start the ranks with "
-            f"its own mpirun (mpirun -np N phalanx …), or: {INSTALL}",
+            f"{library or 'the MPI library'} is neither Open MPI nor MPICH: {text.strip()[:80]!r}; start the ranks "
+            f"with its own mpirun (mpirun -np N phalanx …), or: {INSTALL}",
             USAGE,
         )
     seen = []

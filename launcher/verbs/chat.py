@@ -30,7 +30,7 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     job: Annotated[
         str,
         flag("--job", group=_GROUP, metavar="NAME",
-             help="which of your servers: the batch system's job, the host, or a name that a wrong one lists"),
+             help="which of your servers: the job's number, its host, its model or its file"),
     ] = ""  # fmt: skip
     url: Annotated[
         str, flag("--url", group=_GROUP, metavar="URL", help="of the server; with --job, the way through a tunnel")

@@ -84,7 +84,7 @@ def test_no_library(fake):
 
 
 def test_an_unknown_library(fake):
-    words = r"libmpi.so.40 is neither Open MPI nor MPICH: 'Other MPI 1'; start the ranks with its own mpirun \(mpirun -np"
+    words = r"libmpi.so.40 is neither Open MPI nor MPICH: 'Other MPI 1'; start the ranks with its own mpirun \(mpirun"
     with pytest.raises(Stop, match=words):
         fake("Other MPI 1")
 
