@@ -54,7 +54,8 @@ def check(world: HostComm, hosts: list[str], path: Path, weights: bool) -> None:
         _stop(world, 0, prints[0].problem)
     others = [rank for rank, one in enumerate(prints) if one != prints[0]]
     if others:
-        more = f" ({len(others) - 1} more ranks differ)" if len(others) > 1 else ""
+        count = len(others) - 1
+        more = f" ({count} more {'rank differs' if count == 1 else 'ranks differ'})" if count else ""
         text = difference(path, prints[others[0]], prints[0], f"rank 0 on {hosts[0]}")
         _stop(world, others[0], f"{text}{more}; all nodes have to see the same model")
 
