@@ -18,9 +18,10 @@ from ..rank.exits import ERROR, MODEL, STOPPED, USAGE, Stop
 from . import hosts
 from .process import say
 
-# What serving needs; some models come with the same weights once more, in other formats.
-WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-UNWANTED = ("consolidated*", "*/*")
+# What serving needs; some models come with the same weights once more, in other formats. The same patterns have to say
+# what a complete model is, or one without its README would never be one.
+WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+UNWANTED = ["consolidated*", "*/*"]
 ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -58,11 +59,13 @@ def fetch(id: str, revision: str = "", to: str = "") -> str:
         found = hub.HfApi().model_info(id, revision=revision or None, files_metadata=True, timeout=20)
         names = _chosen(id, [one.rfilename for one in found.siblings or []])
         sizes = {one.rfilename: one.size or 0 for one in found.siblings or []}
-        place = to or str(_cache())
+        place = Path(to) if to else _cache()
         total = sum(sizes[name] for name in names)
         say(f"fetching {id} ({len(names)} files, {_size(total)}) into {place}")
-        _check_room(id, place, total)
-        path = hub.snapshot_download(id, revision=revision or None, allow_patterns=names, local_dir=to or None)
+        _check_room(id, place, place if to else place / f"models--{id.replace('/', '--')}" / "blobs", total)
+        path = hub.snapshot_download(
+            id, revision=revision or None, local_dir=to or None, allow_patterns=WANTED, ignore_patterns=UNWANTED
+        )
     except Stop:
         raise
     except KeyboardInterrupt:
@@ -78,7 +81,8 @@ def _cached(id: str) -> str:
     import huggingface_hub as hub
 
     try:
-        path = Path(str(hub.snapshot_download(id, local_files_only=True)))
+        found = hub.snapshot_download(id, local_files_only=True, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+        path = Path(str(found))
     except Exception:  # not there, or not whole, or no valid id: fetching says which
         return ""
     return str(path.resolve()) if _is_complete(path) else ""
@@ -97,7 +101,7 @@ def _is_complete(path: Path) -> bool:
 def _chosen(id: str, names: list[str]) -> list[str]:
     """The files to fetch. Raises Stop if the model is in a format that is not served."""
 
-    def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    def matches(name: str, patterns: list[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     chosen = [name for name in names if matches(name, WANTED) and not matches(name, UNWANTED)]
@@ -114,11 +118,10 @@ def _cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _check_room(id: str, place: str, total: int) -> None:
-    """Before hours of fetching: whether it fits, unless a part of it is there already."""
-    target = Path(place).expanduser().absolute()
-    parts = [target] if target != _cache().absolute() else [target / f"models--{id.replace('/', '--')}"]
-    there = sum(file.stat().st_size for part in parts for file in part.rglob("*") if not file.is_symlink())
+def _check_room(id: str, place: Path, files: Path, total: int) -> None:
+    """Before hours of fetching: whether `total` bytes fit, less what is in the directory `files` already."""
+    there = sum(file.stat().st_size for file in files.glob("*") if file.is_file())
+    target = place.absolute()
     while not target.exists():
         target = target.parent
     free = shutil.disk_usage(target).free

@@ -38,10 +38,10 @@ def server():
 def run(server, tmp_path):
     """`phalanx` with the hub and a cache of its own."""
 
-    def call(*argv, **environ):
+    def call(*argv, module=("-m", "phalanx.launcher.cli"), **environ):
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PHALANX_"))}
         given = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **environ}
-        command = [sys.executable, "-m", "phalanx.launcher.cli", *argv]
+        command = [sys.executable, *module, *argv]
         return subprocess.run(command, env=kept | given, capture_output=True, text=True, timeout=60)
 
     return call
@@ -65,6 +65,10 @@ def test_into_the_cache(server, run, tmp_path):
     again = run("pull", "org/tiny")
     assert (again.returncode, again.stdout) == (0, done.stdout)
     assert not fetched(server)
+    server.seen.clear()
+    found = run("-c", "from phalanx.launcher import hub; print(hub.model('org/tiny', waiting=True))", module=())
+    assert (found.returncode, found.stdout) == (0, done.stdout), found.stderr
+    assert not server.seen, "what is complete needs no network, also without the files that are not wanted"
 
 
 def test_into_a_directory(server, run, tmp_path):
@@ -143,9 +147,9 @@ def test_a_fetch_that_was_interrupted_is_not_taken(tmp_path):
 def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 2_000_000_000))
     (tmp_path / "part").write_bytes(b"x" * 1000)
-    hub._check_room("org/tiny", str(tmp_path), 2_000_001_000)
+    hub._check_room("org/tiny", tmp_path, tmp_path, 2_000_001_000)
     with pytest.raises(Stop) as stop:
-        hub._check_room("org/tiny", str(tmp_path / "new"), 3_500_000_000)
+        hub._check_room("org/tiny", tmp_path / "new", tmp_path / "new", 3_500_000_000)
     assert (str(stop.value), stop.value.code) == (
         f"model 'org/tiny': 3.5 GB are to be fetched, but {tmp_path}/new has 2.0 GB free; HF_HOME or "
         "`phalanx pull --to DIR` chooses another place",
