@@ -18,8 +18,7 @@ from ..rank.exits import ERROR, MODEL, STOPPED, USAGE, Stop
 from . import hosts
 from .process import say
 
-# What serving needs; some models come with the same weights once more, in other formats. The same patterns have to say
-# what a complete model is, or one without its README would never be one.
+# What serving needs; some models come with the same weights once more, in other formats.
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 UNWANTED = ["consolidated*", "*/*"]
 ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -81,11 +80,11 @@ def _cached(id: str) -> str:
     import huggingface_hub as hub
 
     try:
-        found = hub.snapshot_download(id, local_files_only=True, allow_patterns=WANTED, ignore_patterns=UNWANTED)
-        path = Path(str(found))
-    except Exception:  # not there, or not whole, or no valid id: fetching says which
+        config = hub.try_to_load_from_cache(id, "config.json")
+    except ValueError:  # no valid id: fetching says so
         return ""
-    return str(path.resolve()) if _is_complete(path) else ""
+    path = Path(config).parent.resolve() if isinstance(config, str) else None
+    return str(path) if path is not None and _is_complete(path) else ""
 
 
 def _is_complete(path: Path) -> bool:
