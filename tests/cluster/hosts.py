@@ -56,11 +56,8 @@ PidFile none
 SetEnv TMPDIR=/run/tmp
 """
 
-_SSH = """Host *
-    IdentityFile {place}/key
-    StrictHostKeyChecking no
-    UserKnownHostsFile /dev/null
-    LogLevel ERROR
+_SSH = """#!/bin/sh
+exec ssh -i {place}/key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
 """
 
 
@@ -184,7 +181,9 @@ class Hosts:
         (place / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in addresses.items()))
         (place / "hostfile").write_text("".join(f"{name} slots=2\n" for name in addresses))
         (place / "sshd_config").write_text(_SSHD.format(place=place))
-        (place / "ssh_config").write_text(_SSH.format(place=place))
+        (place / "hostfile.mpich").write_text("".join(f"{name}:2\n" for name in addresses))
+        (place / "ssh").write_text(_SSH.format(place=place))
+        (place / "ssh").chmod(0o755)
         self.all: list[Host] = []
         try:
             for name, address in addresses.items():
@@ -212,16 +211,20 @@ class Hosts:
         self.near.run("ip", "link", "set", "eth0", state).check_returncode()
 
     def mpirun(self, ranks: int = 4) -> tuple[str, ...]:
-        """What starts a program on both hosts, from the first."""
+        """What starts a program on both hosts, from the first, with the MPI that the tests run with."""
         mpi = mpirun.find(os.environ)
-        ssh = f"-F {self.place}/ssh_config"
-        daemons = ("--mca", "plm_rsh_args", ssh, "--mca", "oob_tcp_if_include", "eth0")
+        if mpi.kind == "mpich":
+            agent = ("-launcher", "ssh", "-launcher-exec", f"{self.place}/ssh", "-iface", "eth0")
+            return self.near.enter(mpi.mpirun, "-np", str(ranks), "-f", f"{self.place}/hostfile.mpich", *agent)
+        daemons = ("--mca", "plm_rsh_agent", f"{self.place}/ssh", "--mca", "oob_tcp_if_include", "eth0")
         if mpi.major >= 5:
-            daemons = ("--prtemca", "plm_ssh_args", ssh, "--prtemca", "prte_if_include", "eth0")
+            daemons = ("--prtemca", "plm_ssh_agent", f"{self.place}/ssh", "--prtemca", "prte_if_include", "eth0")
+        # The far host has none of our variables: tests/launcher/test_other_mpi.py chooses the MPI by these.
+        handed_on = [word for name in ("MPI4PY_LIBMPI", "OPAL_PREFIX") if name in os.environ for word in ("-x", name)]
         return self.near.enter(
-            mpi.mpirun, "-np", str(ranks), "-hostfile", f"{self.place}/hostfile", *daemons,
-            "--bind-to", "none", "--map-by", "slot",
-            "--mca", "btl_tcp_if_include", "eth0", "--mca", "mpi_yield_when_idle", "1",
+            mpi.mpirun, "-np", str(ranks), "-hostfile", f"{self.place}/hostfile", "--bind-to", "none",
+            "--map-by", "slot",
+            *daemons, "--mca", "btl_tcp_if_include", "eth0", "--mca", "mpi_yield_when_idle", "1", *handed_on,
         )  # fmt: skip
 
     def left(self, seconds: float = 10, pattern: str = "") -> dict[int, str]:

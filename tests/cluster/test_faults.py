@@ -14,8 +14,9 @@ from .hosts import HostsServer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
-TIMEOUT = 6
-ARGUMENTS = ("--device", "cpu", "--mem", "64", "--timeout", str(TIMEOUT))
+TIMEOUT = 10  # also what ranks that import torch side by side may take to meet
+PATIENT = ("--device", "cpu", "--mem", "64")
+ARGUMENTS = (*PATIENT, "--timeout", str(TIMEOUT))
 MPIRUN_PATIENCE = 15  # seconds that a mpirun which waits for a lost node is given by rank 0's host
 RANK = r"-m phalanx\.rank"  # and the front
 
@@ -39,8 +40,8 @@ def test_a_rank_is_lost_on_the_far_host(hosts, checkpoint):
         stream = server.stream()
         os.kill(max(hosts.far.processes(RANK)), signal.SIGKILL)
         assert server.exit_code(10) == 137, server.output
-        found = [line for line in server.lines if "has died" in line]
-        assert found in (["phalanx: rank 3 on node1 has died\n"], ["phalanx: rank 2 on node1 has died\n"])
+        found = [line.strip("\0\n") for line in server.lines if "has died" in line]  # mpirun may begin with a zero byte
+        assert found in (["phalanx: rank 3 on node1 has died"], ["phalanx: rank 2 on node1 has died"])
         assert '"error"' in stream.rest()
         assert not hosts.left()
 
@@ -54,7 +55,7 @@ def test_the_far_host_is_cut_off(hosts, checkpoint, load):
         start = time.monotonic()
         said(server, f"did not answer for {TIMEOUT} s", TIMEOUT + 3)
         (line,) = [line for line in server.lines if "did not answer" in line]
-        assert line.startswith("phalanx: rank ") and "on node1" in line and "on node0" not in line
+        assert line.strip("\0").startswith("phalanx: rank ") and "on node1" in line and "on node0" not in line
         if stream is not None:
             assert "on node1 did not answer" in stream.rest()
         # The ranks end on both hosts, each by its own watch.
@@ -81,17 +82,17 @@ def test_the_far_host_stands_still(hosts, checkpoint):
 
 def test_a_batch_job_whose_far_host_is_cut_off_goes_on_where_it_was(hosts, checkpoint, tmp_path):
     names = requests(tmp_path / "in.jsonl", 60)
-    command = (str(checkpoint), *ARGUMENTS, "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "16")
+    command = (str(checkpoint), "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "16")
     journal = tmp_path / "out.jsonl.journal"
     try:
-        with Job(tmp_path, *command, command=hosts.mpirun()) as job:
+        with Job(tmp_path, *command, *ARGUMENTS, command=hosts.mpirun()) as job:
             job.until(lambda: finished(journal) > 10)
             hosts.cable("down")
             assert job.end(TIMEOUT + MPIRUN_PATIENCE + 10) in (137, -signal.SIGKILL), job.output
             assert "on node1 did not answer" in job.output
         assert 10 < finished(journal) < 60 and not (tmp_path / "out.jsonl").exists()
         hosts.clear()
-        with Job(tmp_path, *command, command=hosts.mpirun()) as job:
+        with Job(tmp_path, *command, *PATIENT, command=hosts.mpirun()) as job:
             assert job.end(90) == 0, job.output
             assert "going on after" in job.output
         assert sorted(answers(tmp_path / "out.jsonl")) == sorted(names)
@@ -115,7 +116,7 @@ def test_damaged_weights(hosts, checkpoint, tmp_path, kind):
     """As all hosts see them: one rank says it."""
     shutil.copytree(checkpoint, tmp_path / "bad")
     words = damage(kind, tmp_path / "bad")
-    with HostsServer(hosts, str(tmp_path / "bad"), *ARGUMENTS, wait=False) as server:
+    with HostsServer(hosts, str(tmp_path / "bad"), *PATIENT, wait=False) as server:
         assert server.exit_code(40) == 3, server.output
         assert server.output.count(words) == 1 and "phalanx: rank 0 on node0: " in server.output, server.output
         assert not hosts.left()
@@ -130,7 +131,7 @@ def test_damaged_weights_on_the_far_host(hosts, checkpoint, tmp_path, kind):
     mounted = hosts.far.run("mount", "--bind", str(tmp_path / "bad"), str(tmp_path / "model"))
     assert mounted.returncode == 0, mounted.stderr
     try:
-        with HostsServer(hosts, str(tmp_path / "model"), *ARGUMENTS, wait=False) as server:
+        with HostsServer(hosts, str(tmp_path / "model"), *PATIENT, wait=False) as server:
             assert server.exit_code(40) == 3, server.output
             assert "on node1" in server.output and "model.safetensors" in server.output, server.output
             assert not hosts.left()
@@ -141,7 +142,7 @@ def test_damaged_weights_on_the_far_host(hosts, checkpoint, tmp_path, kind):
 def test_a_shard_is_missing(hosts, tmp_path):
     make_checkpoint(tmp_path / "tiny", num_attention_heads=8, num_key_value_heads=4, shards=3)
     (tmp_path / "tiny" / "model-00002-of-00003.safetensors").unlink()
-    with HostsServer(hosts, str(tmp_path / "tiny"), *ARGUMENTS, wait=False) as server:
+    with HostsServer(hosts, str(tmp_path / "tiny"), *PATIENT, wait=False) as server:
         assert server.exit_code(40) == 3, server.output
         want = "model.safetensors.index.json names model-00002-of-00003.safetensors, which is missing"
         assert server.output.count(want) == 1 and "phalanx: rank 0 on node0: " in server.output, server.output

@@ -52,7 +52,7 @@ def test_serve_in_a_step_of_two_tasks(slurm, hosts, checkpoint):
 
 def test_a_lost_task_ends_the_step(slurm, hosts, checkpoint):
     command = hosts.near.enter("srun", "--mpi=pmix", "--nodes=2", "--ntasks-per-node=1")
-    options = ("--device", "cpu", "--mem", "64", "--timeout", "6")
+    options = ("--device", "cpu", "--mem", "64", "--timeout", "10")
     with HostsServer(hosts, str(checkpoint), *options, command=command, SLURM_CONF=slurm.conf) as server:
         os.kill(max(hosts.far.processes(r"-m phalanx\.rank$")), signal.SIGKILL)
         assert server.exit_code(20) == 137, server.output

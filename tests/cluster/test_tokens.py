@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 SEED = 7  # a checkpoint whose greedy text is varied and never close to a tie
 PROMPTS = [random.Random(i).choices(range(3, 500), k=20 + 15 * i) for i in range(4)]
 COUNT = 100
-SHAPES = ["--tp 2 --pp 2", "--tp 4"]
+SHAPES = ["--tp 2 --pp 2", "--tp 4", "--dp 2 --tp 2"]
 
 
 @pytest.fixture(scope="module")
