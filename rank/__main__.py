@@ -99,6 +99,7 @@ class Rank:
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
+        here = self.hosts.count(self.hosts[self.world.rank])
         model = load_model(
             directory,
             grid,
@@ -108,6 +109,7 @@ class Rank:
             options.load_format,
             options.load,
             self._progress("loading weights"),
+            cache.free_memory(device, here),
         )
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model

@@ -15,6 +15,7 @@ from ...comm.base import HostComm
 from ...comm.control import broadcast_bytes
 from ...comm.mesh import Mesh
 from .. import mounts
+from ..exits import MEMORY, Stop
 from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config
@@ -41,13 +42,14 @@ def load(
     load_format: str = "auto",
     way: str = "auto",
     progress: Progress = lambda done, total: None,
+    room: int | None = None,
 ) -> Model:
     """This rank's part of the model at `path`. Collective over the mesh's world.
 
     dtype: auto, f32, bf16 or f16. max_model_len: 0 for as long as the model can. load_format: auto, or dummy for
     random weights, which needs config.json alone. way: direct, each rank reads its own slices; striped, each byte is
     read by one rank and sent to those that need it; auto chooses. progress gets this rank's bytes or, striped, the
-    job's. Raises Stop in words for the user.
+    job's. room: bytes that the weights may take. Raises Stop in words for the user.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -59,13 +61,28 @@ def load(
     module = architectures.find(config.model_type)
     args = module.Args.from_config(config)
     model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks))
-    materialise(model, device, DTYPES[chosen])
-    if load_format == "dummy":
-        _fill(Dummy(), list(model.slices()), progress)
-    else:
-        _read(model, config.path, choose_way(way, config.path, mesh.world), mesh.world, progress, speaks)
-    finish(model)
+    need = sum(parameter.numel() for parameter in model.parameters()) * DTYPES[chosen].itemsize
+    if room is not None and need > room:
+        raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
+    try:
+        materialise(model, device, DTYPES[chosen])
+        if load_format == "dummy":
+            _fill(Dummy(), list(model.slices()), progress)
+        else:
+            _read(model, config.path, choose_way(way, config.path, mesh.world), mesh.world, progress, speaks)
+        finish(model)
+    except torch.OutOfMemoryError as error:
+        raise _too_large(need, str(error).partition(". ")[0], device) from None
     return model.eval()
+
+
+def _too_large(need: int, text: str, device: torch.device) -> Stop:
+    where = "on its GPU" if device.type == "cuda" else "for it"
+    return Stop(
+        f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp) or a narrower "
+        "--dtype; `phalanx fit` shows what fits",
+        MEMORY,
+    )
 
 
 def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Rank 1 is on a node of its own: another Phalanx, another model directory or a failing disk, as DIFFER says."""
+"""Rank 1 has another Phalanx, another model directory, a failing disk or little memory, as DIFFER says."""
 
 import errno
 import os
@@ -23,6 +23,8 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         main.__version__ = value
     elif what == "model":
         main.share_job = share_job
+    elif what == "memory":
+        main.cache.free_memory = lambda device, ranks_here: int(value)
     else:
         striped.os.preadv = fail
 os._exit(main.main())

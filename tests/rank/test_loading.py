@@ -79,6 +79,7 @@ def test_other_weights_on_some_node(checkpoint, copy, monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_no_model_on_some_node(checkpoint, monkeypatch):
     assert differing(checkpoint, monkeypatch, "model:/nowhere/model") == (
         f"rank 1 on {HOST}: there is no model directory /nowhere/model, but rank 0 on {HOST} sees it; "
@@ -129,11 +130,12 @@ def test_the_first_that_differs_speaks_and_counts_the_others(checkpoint, monkeyp
     assert stopped.value.code == exits.MODEL
 
 
+@pytest.mark.long
 def test_a_model_that_no_node_has():
     assert refused("/nowhere/model") == f"rank 0 on {HOST}: there is no model directory /nowhere/model"
 
 
-@pytest.mark.parametrize("way", ["direct", "striped"])
+@pytest.mark.parametrize("way", [pytest.param("direct", marks=pytest.mark.long), "striped"])
 def test_a_truncated_file(copy, way):
     whole = (copy / SECOND).read_bytes()
     (copy / SECOND).write_bytes(whole[:-100])
@@ -153,6 +155,13 @@ def test_a_disk_that_fails_under_one_rank(checkpoint, monkeypatch):
     assert said.endswith(": Input/output error")
 
 
+@pytest.mark.long
+def test_a_rank_without_memory_for_its_weights(checkpoint, monkeypatch):
+    said = differing(checkpoint, monkeypatch, "memory:1000")
+    assert said.startswith(f"rank 1 on {HOST}: this rank's weights take 0.00 GB, but for it 0.00 GB are free: ")
+
+
+@pytest.mark.long
 def test_a_missing_shard(copy):
     (copy / SECOND).unlink()
     assert refused(copy, load="striped") == (
@@ -181,6 +190,7 @@ def test_a_staged_model_is_loaded_from_the_node(checkpoint, tmp_path):
         assert " staged " not in engine.log()
 
 
+@pytest.mark.long
 def test_a_place_that_cannot_be_staged_to(checkpoint):
     assert refused(checkpoint, stage="/proc/scratch").endswith(
         f" on {HOST}: --stage /proc/scratch: /proc/scratch: No such file or directory"

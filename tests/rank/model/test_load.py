@@ -267,6 +267,27 @@ def test_degrees_that_do_not_fit(small):
         assert stopped.value.code == exits.USAGE
 
 
+def test_weights_that_do_not_fit(small, monkeypatch):
+    (model,) = load_on(small)
+    load_on(small, room=model.weight_bytes)
+    gb = model.weight_bytes / 1e9
+    with pytest.raises(exits.Stop) as stopped:
+        load_on(small, room=model.weight_bytes - 1)
+    assert stopped.value.code == exits.MEMORY
+    assert str(stopped.value) == (
+        f"this rank's weights take {gb:.2f} GB, but for it {gb:.2f} GB are free: use more ranks (--tp, --pp) or "
+        "a narrower --dtype; `phalanx fit` shows what fits"
+    )
+
+    def zeros(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(exits.Stop, match="GB, but for it CUDA out of memory: use more ranks") as stopped:
+        load_on(small)
+    assert stopped.value.code == exits.MEMORY
+
+
 def test_dummy_weights_need_no_weight_file(small):
     (small / "model.safetensors").unlink()
     (model,) = load_on(small, load_format="dummy")
