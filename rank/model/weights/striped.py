@@ -8,8 +8,10 @@ message compute its contents alike and no word is needed beside the bytes.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +28,12 @@ from ...exits import MODEL, Stop
 from .safetensors import DTYPES, Checkpoint, Entry, Ranges, elements, rows, window
 from .slicing import Slice
 
+log = logging.getLogger(__name__)
+
 CHUNK = 32 << 20  # bytes of one read, at most
 ROUND = 512 << 20  # bytes that a rank may be sent in one round: with many ranks, chunks are smaller
 READERS = 2  # reads of a rank under way at once: network file systems are slow to answer, not slow to send
+PATIENCE = 30.0  # seconds without an answer of the file system after which that is logged
 ALIGN = 16  # bytes: where a message's parts begin, so that they can be seen as elements
 
 
@@ -196,7 +201,7 @@ class Reader:
         count = min(len(chunks), READERS + 1)  # one is with the caller
         self._buffers = deque(torch.empty(longest, dtype=torch.uint8) for _ in range(count))
         self._pool = ThreadPoolExecutor(READERS, "reader")
-        self._ahead: deque[Future[Tensor]] = deque()
+        self._ahead: deque[tuple[Chunk, Future[Tensor]]] = deque()
         for _ in range(READERS):
             self._begin()
 
@@ -210,9 +215,20 @@ class Reader:
                 os.close(fd)
 
     def next(self) -> Tensor:
-        """The next chunk's bytes; they may be overwritten by the call after."""
+        """The next chunk's bytes; they may be overwritten by the call after.
+
+        A file server that is restarted answers again after minutes, so that a read has no time limit.
+        """
         self._begin()
-        return self._ahead.popleft().result()
+        chunk, read = self._ahead.popleft()
+        waited = 0.0
+        while True:
+            try:
+                return read.result(PATIENCE)
+            except TimeoutError:
+                waited += PATIENCE
+                file, host = self._path / chunk.file, socket.gethostname()
+                log.warning("%s: no answer from the file system for %.0f s; waiting on %s", file, waited, host)
 
     def _begin(self) -> None:
         chunk = next(self._chunks, None)
@@ -220,7 +236,8 @@ class Reader:
             return
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
-        self._ahead.append(self._pool.submit(self._read, self._open(chunk.file), chunk, buffer[: chunk.size]))
+        read = self._pool.submit(self._read, self._open(chunk.file), chunk, buffer[: chunk.size])
+        self._ahead.append((chunk, read))
 
     def _open(self, file: str) -> int:
         if file not in self._files:

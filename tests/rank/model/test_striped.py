@@ -4,7 +4,9 @@ import errno
 import json
 import logging
 import os
+import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -245,6 +247,26 @@ def test_files_that_fail_while_they_are_read(checkpoint, monkeypatch):
 
     monkeypatch.setattr(striped.os, "open", refuse)
     assert stop(path) == f"{file} cannot be read: Stale file handle"
+
+
+def test_a_file_server_that_is_silent_for_a_while_is_named(checkpoint, monkeypatch, caplog):
+    path = checkpoint(**ODD)
+    monkeypatch.setattr(striped, "PATIENCE", 0.2)
+    asked = threading.Event()
+
+    def slow(fd, buffers, offset, real=os.preadv):
+        if not asked.is_set():
+            asked.set()
+            time.sleep(0.7)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(striped.os, "preadv", slow)
+    load_on(path, way="striped")
+    said = [r.message for r in caplog.records if "no answer" in r.message]
+    assert said[0] == (
+        f"{path}/model.safetensors: no answer from the file system for 0 s; waiting on {socket.gethostname()}"
+    )
+    assert 2 <= len(said) <= 3
 
 
 def test_partial_reads_go_on(checkpoint, small_chunks, monkeypatch):
