@@ -140,8 +140,8 @@ def run(function: Callable[[ThreadComm], Any], size: int) -> list[Any]:
             failures.append(error)
             world.abort()
 
-    # MKL's vector functions pick their variant at the first call. Where several threads make it at once, one of them may
-    # get cosines that are off by 1e-4 (4 of 1300 fresh processes with torch 2.13; none of 1200 after a call like this).
+    # MKL's vector functions pick their variant at the first call. Where several threads make it at once, one of them
+    # may get cosines that are off by 1e-4 (4 of 1300 processes with torch 2.13; none of 1200 after a call like this).
     torch.ones(64).exp()
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank-{r}", daemon=True) for r in range(1, size)]
     for thread in threads:

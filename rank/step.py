@@ -55,6 +55,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int = -1  # -1 none, 0 the sampled token's only, n > 0 also the n most likely tokens'
     stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included unless ignore_eos
     min_tokens: int = 0  # stop_token_ids cannot be sampled before this many tokens
+    pooling: str = ""  # "mean" or "last": its embedding is wanted; max_tokens is 1, and the token means nothing
 
 
 class Request(msgspec.Struct, frozen=True, tag="request"):
@@ -97,6 +98,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: str = ""  # "", "stop", "length" or "error"
     stop_token: int = -1  # the stop token id that ended it; it is not among `tokens`
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; in the first delta
+    embedding: bytes = b""  # f32, little-endian
     error: str = ""  # for finish == "error": what to tell the client
     status: int = 0  # and its HTTP status
 
@@ -191,6 +193,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
     ids: bytes  # u32, in the plan's order
     logprobs: dict[int, TokenLogprob] = {}  # by index into ids, of those that want them
+    embeddings: dict[int, bytes] = {}  # f32, likewise
 
 
 _encoder = msgspec.msgpack.Encoder()

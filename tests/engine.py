@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ class Output:
     finish: str = ""
     cached: int = 0
     error: str = ""
+    embedding: array[float] = field(default_factory=lambda: array("f"))
 
 
 class Engine:
@@ -125,6 +127,7 @@ class Engine:
                 output.logprobs += delta.logprobs
                 output.cached += delta.cached_tokens
                 output.finish, output.error = delta.finish, delta.error
+                output.embedding = array("f", delta.embedding)
             if all(o.finish for o in outputs.values()):
                 return outputs
         raise AssertionError(f"the lead hung up; fatal: {self.fatal}\n{self.log()}")

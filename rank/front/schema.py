@@ -17,6 +17,7 @@ MAX_CHOICES = 128
 MAX_SEQUENCES = 4096
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
+POOLINGS = ("mean", "last")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 # Field: lowest and highest value. None is "not given" everywhere.
@@ -35,6 +36,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_completion_tokens": (1, 1 << 31),
     "priority": (-(1 << 31), 1 << 31),
     "top_logprobs": (0, MAX_LOGPROBS),
+    "dimensions": (1, 1 << 31),
 }
 
 
@@ -157,19 +159,41 @@ class CompletionRequest(Common, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt as text or token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise bad("prompt", "prompt is an empty list: give a text, token ids, or a list of either")
-        if all(isinstance(item, int) for item in prompt):
-            return [prompt]  # type: ignore[list-item]
-        if any(isinstance(item, int) for item in prompt):
-            raise bad("prompt", "prompt mixes token ids with texts or lists: give one kind only")
-        return prompt  # type: ignore[return-value]
+        return _texts_or_tokens("prompt", self.prompt)
 
 
-Kind = TypeVar("Kind", ChatRequest, CompletionRequest)
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/embeddings."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = None  # float or base64
+    embedding_type: str | None = None  # mean or last
+    normalize: bool | None = None  # to length 1, unless false
+    dimensions: int | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each input as text or token ids."""
+        return _texts_or_tokens("input", self.input)
+
+
+Kind = TypeVar("Kind", ChatRequest, CompletionRequest, EmbeddingRequest)
+
+
+def _texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise bad(name, f"{name} is an empty list: give a text, token ids, or a list of either")
+    if all(isinstance(item, int) for item in value):
+        return [value]  # type: ignore[list-item]
+    if any(isinstance(item, int) for item in value):
+        raise bad(name, f"{name} mixes token ids with texts or lists: give one kind only")
+    return value  # type: ignore[return-value]
 
 
 def show(value: Any) -> str:
@@ -224,12 +248,14 @@ def _explain(message: str, raw: Any, root: str = "") -> ApiError:
     return bad(param, f"{param} is {show(value)}: {what[:1].lower()}{what[1:]}")
 
 
-def check(request: ChatRequest | CompletionRequest) -> None:
+def check(request: ChatRequest | CompletionRequest | EmbeddingRequest) -> None:
     """Everything that can be judged without the model. Raises ApiError 400."""
     for name, (low, high) in RANGES.items():
         value = getattr(request, name, None)
         if value is not None and not low <= value <= high:  # NaN fails too
             raise bad(name, f"{name} is {show(value)}: it must be between {low} and {high}")
+    if isinstance(request, EmbeddingRequest):
+        return _check_embedding(request)
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
         raise bad("best_of", f"best_of is {request.best_of} with n {n}: only best_of equal to n is supported")
@@ -254,6 +280,16 @@ def check(request: ChatRequest | CompletionRequest) -> None:
         _check_chat(request)
     else:
         _check_completion(request)
+
+
+def _check_embedding(request: EmbeddingRequest) -> None:
+    count = len(request.prompts())
+    if count > MAX_SEQUENCES:
+        raise bad("input", f"input has {count} texts: at most {MAX_SEQUENCES} are allowed in a request")
+    for name, allowed in (("encoding_format", ("float", "base64")), ("embedding_type", POOLINGS)):
+        value = getattr(request, name)
+        if value is not None and value not in allowed:
+            raise bad(name, f"{name} is {show(value)}: expected {' or '.join(allowed)}")
 
 
 def _check_completion(request: CompletionRequest) -> None:

@@ -22,7 +22,7 @@ from .config import FrontConfig
 from .errors import ApiError, bad
 from .link import LeadLink, Stream
 from .params import SEED_MASK, max_tokens, resolve_defaults, sampling
-from .schema import ChatRequest, CompletionRequest, Message
+from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, Message
 from .text.load import Text
 from .text.machine import REASONING, Machine, Output
 from .text.tokenizer import detokenizer
@@ -240,6 +240,18 @@ class Sessions:
         prompts = await self._run(ready, self._prompts, text, request, ready.vocab_size)
         return self._start("cmpl-", request, prompts, text, ready)
 
+    async def embedding(self, request: EmbeddingRequest) -> tuple[list[list[int]], str]:
+        """Token ids of each input, for which there is room in the queue, and how the model pools them."""
+        self.check_model(request.model)
+        text, ready = self.ready()
+        prompts = await self._run(ready, self._inputs, text, request, ready)
+        self._admit(len(prompts), ready.max_num_seqs)
+        return prompts, request.embedding_type or text.pooling
+
+    def next_id(self) -> str:
+        """Of a sequence; short, as it travels with every delta."""
+        return f"{next(self._ids):x}"
+
     async def _run(self, ready: step.Ready, function, *args):
         """Call a function in the pool. A request has its place in the queue from here on, or is refused now."""
         self._admit(1, ready.max_num_seqs)
@@ -264,6 +276,21 @@ class Sessions:
                 echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(tokens)
             prompts.append(Prompt(tokens, echo=echo))
         return prompts
+
+    def _inputs(self, text: Text, request: EmbeddingRequest, ready: step.Ready) -> list[list[int]]:
+        context = min(ready.max_model_len, ready.kv_tokens)
+        found = []
+        for one in request.prompts():
+            special = request.add_special_tokens is not False
+            tokens = text.tokenizer.encode(one, special) if isinstance(one, str) else one
+            _check_tokens(tokens, ready.vocab_size, "input")
+            if not tokens:
+                raise bad("input", "input is empty: give at least one token")
+            if len(tokens) >= context:
+                raise ApiError(400, f"the input has {len(tokens)} tokens, but this model takes fewer than {context}; "
+                                    "shorten it", "input", "context_length_exceeded")
+            found.append(tokens)
+        return found
 
     def _chat_prompt(self, text: Text, request: ChatRequest, vocab_size: int) -> Prompt:
         if text.template is None:
@@ -319,7 +346,7 @@ class Sessions:
             packed = step.pack_u32(prompt.tokens)
             for j in range(n):
                 own = msgspec.structs.replace(shared, seed=(shared.seed + j) & SEED_MASK) if j else shared
-                id = f"{next(self._ids):x}"  # short: it travels with every delta
+                id = self.next_id()
                 requests.append(step.Request(id, packed, own, request.priority or 0, request.cache_salt or ""))
                 choices[id] = self._choice(len(choices), prompt, request, text)
         session.open(self.link.submit(requests), choices)

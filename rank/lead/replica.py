@@ -17,8 +17,8 @@ class Result(Protocol):
     def wait(self, seconds: float | None) -> bool:
         """True once it is there."""
 
-    def tokens(self) -> tuple[list[int], dict[int, step.TokenLogprob]]:
-        """The sampled ids in the plan's order and, by index, the log-probabilities of those that want them."""
+    def outcome(self) -> step.Outcome:
+        """What was sampled, in the plan's order. It has to be there."""
 
 
 class Ranks(Protocol):
@@ -74,4 +74,4 @@ class Replica:
         """What the oldest step added to its sequences; waits for it."""
         done, result = self._under_way.popleft()
         result.wait(None)
-        return self.scheduler.update(done, *result.tokens())
+        return self.scheduler.update(done, result.outcome())

@@ -191,6 +191,8 @@ class Scheduler:
             sequence.extend_hashes(self.blocks.size)
             # The last token is always computed: its logits are what the sequence came for.
             usable = (len(sequence.tokens) - 1) // self.blocks.size
+            if sequence.sampling.pooling == "mean":  # all of its hidden states are needed, and none are kept
+                usable = 0
             hits = self.blocks.match(sequence.hashes[:usable])
             computed = len(hits) * self.blocks.size
             count = min(sequence.length - computed, budget)
@@ -271,10 +273,11 @@ class Scheduler:
 
     # -- results
 
-    def update(self, done: Step, tokens: list[int], logprobs: dict[int, step.TokenLogprob]) -> list[step.Delta]:
+    def update(self, done: Step, outcome: step.Outcome) -> list[step.Delta]:
         """Add a step's sampled ids, one for each of done.sampled, and end what has ended."""
         deltas = []
-        for i, (sequence, token) in enumerate(zip(done.sampled, tokens, strict=True)):
+        ids, logprobs = step.unpack_u32(outcome.ids).tolist(), outcome.logprobs
+        for i, (sequence, token) in enumerate(zip(done.sampled, ids, strict=True)):
             sequence.in_flight -= 1
             if sequence.finished:  # ended or aborted after this step was planned; the token is not shown or counted
                 continue
@@ -283,7 +286,7 @@ class Scheduler:
             if sequence.row >= 0:
                 self._publish(sequence)
             shown = [] if stop >= 0 else [token]
-            self.counters.output_tokens += 1
+            self.counters.output_tokens += not sequence.sampling.pooling
             deltas.append(
                 step.Delta(
                     id=sequence.id,
@@ -292,6 +295,7 @@ class Scheduler:
                     finish=finish,
                     stop_token=stop,
                     cached_tokens=0 if sequence.reported else sequence.cached_tokens,
+                    embedding=outcome.embeddings.get(i, b""),
                 )
             )
             sequence.reported = True

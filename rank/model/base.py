@@ -133,8 +133,13 @@ class Model(nn.Module):
         Each rank of the tensor group has the same width; what lies past the vocabulary is -inf. The group's logits in
         rank order, cut to vocab_size, are the whole.
         """
-        assert self.model.norm is not None and self.lm_head is not None
-        return self.lm_head(self.model.norm(hidden))
+        assert self.lm_head is not None
+        return self.lm_head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows of the last stage's forward as the head reads them."""
+        assert self.model.norm is not None
+        return self.model.norm(hidden)
 
     @staticmethod
     def rename(name: str) -> str:

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from ...comm.watch import LocalWatch
 from .. import step
 from ..model.base import Model
 from .graphs import Graphs
+from .pool import Pool
 from .prepare import prepare
 from .rows import Rows, Work
 from .sampler import Sampler
@@ -29,23 +31,32 @@ from .upload import Upload
 Explained = dict[int, tuple[Tensor, Tensor, Tensor]]
 
 
+class Computed(NamedTuple):
+    """What a step has made, still on the device."""
+
+    ids: Tensor | None = None  # [S] int64, sampled; None: nothing was, or not here
+    explained: Explained = {}  # by index into ids: log-probability, the likeliest ones', their ids
+    pooled: dict[int, Tensor] = {}  # likewise: embeddings, [hidden] f32
+
+
 class Result:
     """A step's outcome, filled in by the step thread; on a GPU its ids are still on their way to the host then."""
 
     def __init__(self) -> None:
         self._ready = threading.Event()
-        self._ids: Tensor | None = None
-        self._explained: Explained = {}
+        self._computed = Computed()
+        self._ids: Tensor | None = None  # on the host
         self._copied: torch.cuda.Event | None = None
 
-    def set(self, ids: Tensor | None, explained: Explained) -> None:
+    def set(self, computed: Computed) -> None:
+        ids = computed.ids
         if ids is not None and ids.is_cuda:
             self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
         else:
             self._ids = ids
-        self._explained = explained
+        self._computed = computed
         self._ready.set()
 
     def wait(self, seconds: float | None) -> bool:
@@ -60,13 +71,14 @@ class Result:
         time.sleep(seconds)
         return self._copied.query()
 
-    def tokens(self) -> tuple[list[int], dict[int, step.TokenLogprob]]:
+    def outcome(self) -> step.Outcome:
         ids = [] if self._ids is None else self._ids.tolist()
         logprobs = {
             i: step.TokenLogprob(ids[i], float(chosen), list(zip(top_ids.tolist(), values.tolist(), strict=True)))
-            for i, (chosen, values, top_ids) in self._explained.items()
+            for i, (chosen, values, top_ids) in self._computed.explained.items()
         }
-        return ids, logprobs
+        embeddings = {i: vector.cpu().numpy().tobytes() for i, vector in self._computed.pooled.items()}
+        return step.Outcome(step.pack_u32(ids), logprobs, embeddings)
 
 
 class Runner:
@@ -90,6 +102,7 @@ class Runner:
         self._last = torch.zeros(len(rows.length), dtype=torch.int64, device=self.device)  # newest token of each row
         # First stage: rows whose ids the last stage still owes, a step each, on the host and on the device.
         self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
+        self._pool = Pool(model)
         self._upload = Upload(self.device)
         self._graphs: Graphs | None = None
         self._queue: queue.SimpleQueue[tuple[step.Plan, Result] | None] = queue.SimpleQueue()
@@ -114,7 +127,7 @@ class Runner:
             while (item := self._queue.get()) is not None:
                 plan, result = item
                 self.watch.entered = plan.step
-                result.set(*self._execute(plan))
+                result.set(self._execute(plan))
                 self.watch.finished = plan.step
             self._receive_ids(len(self._awaited))
             if self._graphs is not None:
@@ -130,16 +143,18 @@ class Runner:
             self._graphs = Graphs(self.model, self.rows, self._last, self.caches, self._upload)
             self._graphs.capture()
 
-    def _execute(self, plan: step.Plan) -> tuple[Tensor | None, Explained]:
+    def _execute(self, plan: step.Plan) -> Computed:
         work = self.rows.apply(plan)
         if self._samples_here:
             for row in step.unpack_u16(plan.freed):
                 self.sampler.leave(row)
+                self._pool.leave(row)
             for new in plan.new:
                 self.sampler.enter(new)
+                self._pool.enter(new)
         self._receive_ids(self._owed(work.rows))
-        if self._graphs is not None and self._graphs.suits(work):
-            return self._sample(*self._graphs.replay(work), work)
+        if self._graphs is not None and self._graphs.suits(work) and self._pool.empty:
+            return Computed(*self._sample(*self._graphs.replay(work), work))
         batch, sampled_rows = prepare(self.rows, work, self._last, self.caches, self.block_size, self._upload)
         pipe = self.mesh.pipe
         hidden = None
@@ -151,10 +166,11 @@ class Runner:
             pipe.send(hidden, pipe.rank + 1)
             if self.mesh.first and len(sampled_rows):
                 self._awaited.append((work.sampled_rows, sampled_rows))
-            return None, {}
+            return Computed()
+        pooled = {} if self._pool.empty else self._pool.take(hidden, work)
         if not work.samples.any():
-            return None, {}
-        return self._sample(hidden[batch.sample_at], sampled_rows, work)
+            return Computed()
+        return Computed(*self._sample(hidden[batch.sample_at], sampled_rows, work), pooled)
 
     @property
     def _samples_here(self) -> bool:

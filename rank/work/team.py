@@ -71,28 +71,28 @@ class FarTeam:
 
     def collect(self) -> None:
         for data in self.mail.collect():
-            self._open.popleft().outcome = step.decode_outcome(data)
+            self._open.popleft().told = step.decode_outcome(data)
 
 
 class FarResult:
     def __init__(self, team: FarTeam):
         self._team = team
-        self.outcome: step.Outcome | None = None
+        self.told: step.Outcome | None = None
 
     def wait(self, seconds: float | None) -> bool:
         until = None if seconds is None else time.monotonic() + seconds
-        while self.outcome is None:
+        while self.told is None:
             self._team.progress()
             self._team.collect()
-            if self.outcome is None:
+            if self.told is None:
                 if until is not None and time.monotonic() >= until:
                     return False
                 time.sleep(LOOK)
         return True
 
-    def tokens(self) -> tuple[list[int], dict[int, step.TokenLogprob]]:
-        assert self.outcome is not None
-        return step.unpack_u32(self.outcome.ids).tolist(), self.outcome.logprobs
+    def outcome(self) -> step.Outcome:
+        assert self.told is not None
+        return self.told
 
 
 class Reporter:
@@ -117,8 +117,7 @@ class Reporter:
         try:
             while (result := self._results.get()) is not None:
                 result.wait(None)
-                ids, logprobs = result.tokens()
-                self._mail.post(step.encode_outcome(step.Outcome(step.pack_u32(ids), logprobs)))
+                self._mail.post(step.encode_outcome(result.outcome()))
         except BaseException as error:
             self._watch.fail(error)
 

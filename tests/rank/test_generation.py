@@ -109,6 +109,27 @@ def test_replicas(checkpoint, prompts, expected, logits, threads):
         check(engine, "llama", prompts, expected, logits)
 
 
+@pytest.mark.parametrize("tp, pp, dp", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_embeddings(checkpoint, reference, tp, pp, dp):
+    """Equal to transformers' hidden states, whatever else runs, in chunks of 16 tokens, with a known beginning."""
+    prompts = {f"{how} {i}": prompt(i, 20 + 15 * i) for i in range(3) for how in ("mean", "last")}
+    asked = {name: (ids, step.Sampling(max_tokens=1, pooling=name.split()[0])) for name, ids in prompts.items()}
+    asked["again"] = ([*prompts["last 2"], 7], step.Sampling(max_tokens=1, pooling="last"))
+    prompts["again"] = asked["again"][0]
+    options = dict(tp=tp, pp=pp, dp=dp, max_num_seqs=8, max_num_batched_tokens=16)
+    with Engine(checkpoint("llama"), 2, **options) as engine:
+        again = asked.pop("again")
+        outputs = engine.generate(asked | {"text": (prompt(9), greedy(20))})
+        outputs |= engine.generate({"again": again})
+        assert outputs["again"].cached >= 32 and outputs["mean 0"].cached == 0
+        assert engine.rest().output_tokens == 20
+    for name, ids in prompts.items():
+        with torch.no_grad():
+            states = reference("llama").model.model(torch.tensor([ids])).last_hidden_state[0]
+        want = states.mean(0) if name.startswith("mean") else states[-1]
+        assert (torch.tensor(outputs[name].embedding) - want).abs().max() < 1e-4, name
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected, pp):
     """A budget of 16 for prompts of 60 tokens, and a pool that holds half of what the sequences come to need."""

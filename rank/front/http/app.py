@@ -154,7 +154,7 @@ class BodyHandler(Handler):
         return ApiError(413, f"the request's body is larger than the limit of {MAX_BODY >> 20} MiB", code="too_large")
 
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics")
 
 
 def make_app(state: State) -> tornado.web.Application:
@@ -165,6 +165,7 @@ def make_app(state: State) -> tornado.web.Application:
     routes = [
         (r"/v1/chat/completions", openai.Chat, shared),
         (r"/v1/completions", openai.Completions, shared),
+        (r"/v1/embeddings", openai.Embeddings, shared),
         (r"/v1/models", openai.Models, shared),
         (r"/v1/models/(.+)", openai.Model, shared),
         (r"/health", health.Health, shared),

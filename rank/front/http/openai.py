@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: chat completions, completions, models."""
+"""OpenAI's endpoints: chat completions, completions, embeddings, models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import msgspec
 import tornado.http1connection
 import tornado.iostream
 
+from ..embed import Embedded, embed
 from ..errors import ApiError
 from ..reply import ChatReply, Reply, TextReply
-from ..schema import ChatRequest, CompletionRequest, decode
+from ..schema import ChatRequest, CompletionRequest, EmbeddingRequest, decode
 from ..session import Session
 from .app import BodyHandler, Handler
 
@@ -123,6 +124,23 @@ class Completions(Generate):
         session = await sessions.completion(decode(self.body(), CompletionRequest))
         assert sessions.text is not None
         return TextReply(session, sessions.text.tokenizer)
+
+
+class Embeddings(BodyHandler):
+    """POST /v1/embeddings."""
+
+    _work: asyncio.Task[Embedded] | None = None
+
+    async def post(self) -> None:
+        request = decode(self.body(), EmbeddingRequest)
+        self._work = asyncio.ensure_future(embed(self.state.sessions, request))
+        await asyncio.wait([self._work])
+        if not self._work.cancelled():  # else the client has gone
+            self.reply(self._work.result().body)
+
+    def on_connection_close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
 
 
 class Models(Handler):

@@ -14,13 +14,15 @@ from typing import IO, Any
 import msgspec
 
 from ...exits import ERROR, USAGE, Stop
-from ..schema import ChatRequest, CompletionRequest, show
+from ..schema import ChatRequest, CompletionRequest, EmbeddingRequest, show
 
 MAX_LINE = 16 << 20
 HEAD = 1 << 16  # bytes at a file's beginning by which it is known again
-KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+Request = ChatRequest | CompletionRequest | EmbeddingRequest
+KINDS: dict[str, type[Request]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
 }
 _BOM = b"\xef\xbb\xbf"
 
@@ -33,7 +35,7 @@ class Item(msgspec.Struct):
     key: int
     digest: int
     custom_id: str | None = None
-    kind: type[ChatRequest] | type[CompletionRequest] = ChatRequest
+    kind: type[Request] = ChatRequest
     body: bytes | msgspec.Raw = b""
     wrong: str = ""  # why it is not a request
     code: str = ""
@@ -164,12 +166,10 @@ def _parse(raw: bytes, item: Item) -> tuple[str, str]:
         return f"method is {show(fields.method)}: only POST is possible", "method"
     url = fields.url
     if url is None:
-        return f"url is missing: {' or '.join(KINDS)} is needed", "url"
+        return f"url is missing: one of {', '.join(KINDS)} is needed", "url"
     path = url if not isinstance(url, str) or url.startswith("/v1/") else "/v1" + url
-    if path == "/v1/embeddings":
-        return "url is /v1/embeddings: this engine has no embeddings yet", "url"
     if not isinstance(path, str) or path not in KINDS:
-        return f"url is {show(url)}: {' or '.join(KINDS)} is needed", "url"
+        return f"url is {show(url)}: one of {', '.join(KINDS)} is needed", "url"
     if not bytes(fields.body):
         return "body is missing", "body"
     item.kind, item.body = KINDS[path], fields.body

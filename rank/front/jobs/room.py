@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-from ..schema import ChatRequest, CompletionRequest
+from ..schema import ChatRequest, CompletionRequest, EmbeddingRequest
 from ..session import Session, Sessions
 
 
@@ -50,8 +50,10 @@ class Room:
                 turn.set_result(None)
 
 
-def sequences(request: ChatRequest | CompletionRequest) -> int:
+def sequences(request: ChatRequest | CompletionRequest | EmbeddingRequest) -> int:
     """How many sequences the request will be."""
+    if isinstance(request, EmbeddingRequest):
+        return len(request.prompts())
     prompts = len(request.prompts()) if isinstance(request, CompletionRequest) else 1
     return prompts * (request.n or 1)
 

@@ -10,22 +10,22 @@ import time
 
 from ... import exits
 from ...step import Ready
+from ..embed import embed
 from ..errors import ApiError
 from ..link import LeadLink
 from ..reply import ChatReply, Reply, TextReply
-from ..schema import ChatRequest, CompletionRequest, decode
+from ..schema import ChatRequest, EmbeddingRequest, decode
 from ..session import Session, Sessions
 from . import lines, output, summary
 from .config import BatchConfig
 from .energy import Meter
 from .journal import ANSWERED, FAILED, MOST_PENDING, Entry, Found, Journal
-from .lines import Feed, Item, Reader
+from .lines import Feed, Item, Reader, Request
 from .pace import Pace
 from .progress import Counts, Progress, duration
 from .room import Room, enough, opened, sequences
 
 log = logging.getLogger("phalanx.batch")
-Request = ChatRequest | CompletionRequest
 LOOK_EVERY = 1.0
 LEAVE_PATIENCE = 3.0  # seconds for the ranks to end
 
@@ -204,6 +204,8 @@ class Batch:
             return None
 
     def _limit(self, request: Request) -> int | None:
+        if isinstance(request, EmbeddingRequest):
+            return 1
         limit = request.max_tokens
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             limit = request.max_completion_tokens
@@ -232,6 +234,9 @@ class Batch:
         self._record(entry, content)
 
     async def _ask(self, item: Item, request: Request) -> tuple[Entry, bytes]:
+        if isinstance(request, EmbeddingRequest):
+            done = await embed(self.sessions, request)
+            return output.entry(item, ANSWERED, done.prompt_tokens), output.answer(item, done.id, done.body)
         async with opened(self.sessions, request) as session:
             assert self.sessions.text is not None
             kind: type[Reply] = ChatReply if isinstance(request, ChatRequest) else TextReply

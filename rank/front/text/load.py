@@ -30,6 +30,7 @@ class Text:
         else:
             self.generation = json.loads(Path(generation_config).read_text(encoding="utf-8"))
         self.end_tokens = self._find_end_tokens(directory, tokenizer_config)
+        self.pooling = _pooling(directory)
         source = self.template.source if self.template else ""
         self.syntax: Syntax | None = choose(source)
         self.reasoning = self._find_reasoning(source)
@@ -51,6 +52,12 @@ class Text:
             if markers.close in source or {*markers} <= self.tokenizer.added.keys():
                 return markers
         return None
+
+
+def _pooling(directory: Path) -> str:
+    """How a model that is made for embeddings pools: what sentence-transformers writes. Of others the mean is taken."""
+    said = _read(directory / "1_Pooling" / "config.json")
+    return "last" if said.get("pooling_mode_lasttoken") else "mean"
 
 
 def _read(path: Path) -> dict:

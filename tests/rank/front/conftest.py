@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import threading
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,11 @@ class FakeLead:
             status, message = self.error
             return self.send(step.Deltas([step.Delta(request.id, finish="error", error=message, status=status)]))
         sampling = request.sampling
+        if sampling.pooling:
+            vector = array("f", [len(request.tokens) // 4, 3.0, 0.0, 4.0])
+            return self.send(
+                step.Deltas([step.Delta(request.id, [1], finish="length", embedding=vector.tobytes())])
+            )
         tokens = list(self.tokens) if self.tokens is not None else self.encode(self.answer)
         finish = "stop" if len(tokens) < sampling.max_tokens and self.end_token in sampling.stop_token_ids else "length"
         while finish == "length" and len(tokens) < sampling.max_tokens and tokens:

@@ -38,8 +38,8 @@ class Done:
     def wait(self, seconds):
         return True
 
-    def tokens(self):
-        return self.ids, {}
+    def outcome(self):
+        return step.Outcome(step.pack_u32(self.ids))
 
 
 class ToyRanks:

@@ -10,6 +10,8 @@ from phalanx.rank.exits import Stop
 from phalanx.rank.front.jobs import lines
 from phalanx.rank.front.schema import ChatRequest, CompletionRequest
 
+PATHS = "one of /v1/chat/completions, /v1/completions, /v1/embeddings is needed"
+
 
 def line(custom_id, url="/v1/completions", **body):
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body or {"prompt": "x"}})
@@ -38,12 +40,10 @@ def test_good_lines(tmp_path):
         ('{"custom_id": 7}', "custom_id", "custom_id is 7: a text is needed"),
         ('{"custom_id": ""}', "custom_id", 'custom_id is "": a text is needed'),
         ('{"custom_id": "a", "method": "GET"}', "method", 'method is "GET": only POST is possible'),
-        ('{"custom_id": "a"}', "url", "url is missing: /v1/chat/completions or /v1/completions is needed"),
+        ('{"custom_id": "a"}', "url", f"url is missing: {PATHS}"),
         ('{"custom_id": "a", "url": "/v1/x"}', "url",
-         'url is "/v1/x": /v1/chat/completions or /v1/completions is needed'),
-        ('{"custom_id": "a", "url": 3}', "url", "url is 3: /v1/chat/completions or /v1/completions is needed"),
-        ('{"custom_id": "a", "url": "/v1/embeddings"}', "url",
-         "url is /v1/embeddings: this engine has no embeddings yet"),
+         f'url is "/v1/x": {PATHS}'),
+        ('{"custom_id": "a", "url": 3}', "url", f"url is 3: {PATHS}"),
         ('{"custom_id": "a", "url": "/v1/completions"}', "body", "body is missing"),
         ('{"custom_id": ' + "[" * 100000, "invalid_json", "nested too deeply"),
     ],

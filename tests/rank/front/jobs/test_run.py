@@ -300,6 +300,17 @@ def test_a_time_in_which_nothing_can_be_done_is_no_reason_to_start_again(stage, 
     assert "the time was over before one request was finished: more time is needed" in capsys.readouterr().err
 
 
+def test_embeddings_among_other_requests(stage):
+    body = {"input": ["hello", "hello world"], "normalize": False}
+    stage.input(3, json.dumps({"custom_id": "vectors", "url": "/v1/embeddings", "body": body}))
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == ["r0", "r1", "r2", "vectors"]
+    (answer,) = (one["response"]["body"] for one in stage.read() if one["custom_id"] == "vectors")
+    lengths = [len(stage.encode(text)) for text in body["input"]]
+    assert [one["embedding"] for one in answer["data"]] == [[n, 3, 0, 4] for n in lengths]
+    assert answer["usage"] == {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
+
+
 def test_a_full_disk_under_the_journal(stage, capsys):
     stage.input(30)
     stage.lead_has = {"most": 5}
