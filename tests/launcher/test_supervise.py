@@ -9,6 +9,7 @@ import time
 
 import pytest
 from phalanx.launcher import supervise
+from phalanx.rank.options import JOB_ENV, Options, decode_job
 
 from ..processes import table
 from .jobs import serve
@@ -270,3 +271,10 @@ def test_both_ends_seen_at_once(seconds):
     done = subprocess.run([sys.executable, "-c", BOTH_ENDS, *seconds], capture_output=True, text=True, timeout=30)
     assert done.returncode == 137, done.stderr
     assert done.stderr == "phalanx: the job ended with exit code 137: a rank or mpirun was killed\n"
+
+
+def test_ranks_know_the_terminals_width():
+    """For rank 0's bar; where stderr is no terminal there is none."""
+    for columns in (0, 80):
+        start = supervise.plan(Options(ranks=1), "link", columns)
+        assert decode_job(start.environ[JOB_ENV]).columns == columns

@@ -2,11 +2,15 @@
 
 import io
 import logging
+from types import SimpleNamespace
 
 import pytest
+from phalanx.comm.watch import LocalWatch
 from phalanx.rank import step
+from phalanx.rank.__main__ import Rank
 from phalanx.rank.lead import progress
 from phalanx.rank.lead.progress import Progress
+from phalanx.rank.options import Job, Options
 
 GB = 10**9
 
@@ -61,3 +65,17 @@ def test_what_is_done_at_once_shows_no_bar(monkeypatch):
     told.look(0, 5)
     told.look(5, 5)
     assert shown.getvalue() == ""
+
+
+def test_only_rank_0_tells(clock, monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(progress.sys, "stderr", shown)
+    rank = Rank(Job(options=Options(), columns=70), None, ["here"], LocalWatch())
+    rank._progress("loading weights")(1, 2)
+    assert not shown.getvalue()
+    sent = []
+    rank.link = SimpleNamespace(send=sent.append)
+    look = rank._progress("loading weights")
+    look(0, 2 * GB)
+    look(GB, 2 * GB)
+    assert sent == [step.Progress("loading weights", GB, 2 * GB)] and " 50%|" in shown.getvalue()
