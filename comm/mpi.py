@@ -150,6 +150,11 @@ def library() -> str:
     return MPI.Get_library_version().splitlines()[0].strip(" ,\0")
 
 
+def abort(code: int) -> None:
+    """End every rank; the launcher ends with `code`."""
+    MPI.COMM_WORLD.Abort(code)
+
+
 def leave() -> None:
     """Finalise MPI: collective, the last call of a rank that ends in order."""
     MPI.Finalize()

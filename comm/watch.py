@@ -34,6 +34,7 @@ from .control import broadcast_bytes
 _STATE = struct.Struct("<cIQQ")  # kind, length of a text that follows, step entered, step finished
 _ALIVE, _FAILED, _REFUSED, _BYE, _WAKE = b"a", b"f", b"r", b"b", b"w"  # refused: rank 0 is to say why
 _TOKEN = 16
+_ABORT_PATIENCE = 2.0  # seconds for MPI_Abort, which needs a launcher that listens
 
 Failure = Callable[[str, int], None]
 
@@ -46,6 +47,7 @@ class LocalWatch:
         self.entered = 0  # number of the newest step that this rank has begun to execute
         self.finished = 0
         self.on_failure: Failure | None = None
+        self.abort: Callable[[int], None] | None = None  # hands the code to a launcher that takes it in no other way
         self._stopping = False
         self._ending = threading.Lock()  # taken for good by whoever tells why the job ends
 
@@ -88,6 +90,11 @@ class LocalWatch:
         """Leave at once: no collective, no destructor, no exit handler can hang here."""
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.abort is not None:
+            patience = threading.Timer(_ABORT_PATIENCE, os._exit, (code,))
+            patience.daemon = True
+            patience.start()
+            self.abort(code)
         os._exit(code)
 
 

@@ -83,6 +83,14 @@ def ends_together(environ: Mapping[str, str]) -> bool:
     return "OMPI_COMM_WORLD_RANK" in environ
 
 
+def codes_by_abort(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher, srun with PMIx, kills the others when a rank ends without MPI_Finalize, and reports that.
+
+    Measured with Slurm 22.05: 137 for a rank that exits with 3, but 3 for one that calls MPI_Abort(3).
+    """
+    return "PMIX_RANK" in environ and "SLURM_STEP_ID" in environ and not ends_together(environ)
+
+
 def refuse_lonely_srun(environ: Mapping[str, str]) -> None:
     """srun without PMI starts N processes that know nothing of each other: each would become a server of its own."""
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1

@@ -299,6 +299,7 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
             mpi.leave()
             return exits.OK
         watch = Watch(world, hosts, job.options.timeout)
+        watch.abort = mpi.abort if job.abort else None
     except exits.Stop as stop:
         if str(stop):
             print(f"phalanx: {stop}", file=sys.stderr, flush=True)

@@ -279,6 +279,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()  # what this process is bound to
     bound: str = ""  # the same in words, for the log
     columns: int = 0  # of the terminal that rank 0's stderr ends on; 0: none
+    abort: bool = False  # the launcher takes a failed rank's code from MPI_Abort only
     over: bool = False  # rank 0 has found nothing to do: all ranks end when they have met
     supervised: bool = False  # the launcher outlives the ranks: it holds the port and the front
 

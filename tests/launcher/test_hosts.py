@@ -75,6 +75,7 @@ LAUNCHERS = {
 def test_every_launcher(name):
     launcher = "srun" if name.startswith("srun") else "mpirun"
     assert hosts.world(LAUNCHERS[name]) == World(3, 4, 1, 2, launcher)
+    assert hosts.codes_by_abort(LAUNCHERS[name]) == (name == "srun --mpi=pmix")
     left = hosts.without_mpi(LAUNCHERS[name])
     assert hosts.world(left | {"SLURM_NTASKS": "4"}) is None, "a process that must not join would"
 

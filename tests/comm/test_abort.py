@@ -1,0 +1,28 @@
+"""Where a launcher takes codes from MPI_Abort only, the end of a rank goes through it, and never hangs there."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+END = """
+import sys, time
+from phalanx.comm.watch import LocalWatch
+watch = LocalWatch()
+def abort(code):
+    print("abort", code, flush=True)
+    {}
+watch.abort = abort
+watch.end(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("pass", 0), ("time.sleep(60)", 2)])
+def test_the_end_goes_through_abort(how, seconds):
+    process = subprocess.Popen([sys.executable, "-c", END.format(how)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "abort 3\n"
+    began = time.monotonic()
+    assert process.wait(20) == 3
+    process.stdout.close()
+    assert seconds - 0.5 <= time.monotonic() - began < seconds + 10
