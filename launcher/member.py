@@ -117,6 +117,7 @@ def become(job: Job, place: World) -> NoReturn:
         device_index=gpu,
         cpus=share.cpus,
         bound=bound,
+        abort=hosts.codes_by_abort(os.environ),
     )
     if place.rank == 0:
         _await_socket(job.front_socket)
