@@ -32,8 +32,9 @@ ABORT = ["-c", "import sys; from mpi4py import MPI; MPI.COMM_WORLD.Abort(int(sys
 Jobs = Callable[[FrontConfig], "subprocess.Popen[bytes]"]
 FRONT_PATIENCE = 30.0  # seconds for the front to open its socket
 KEEPER_PATIENCE = 3.0  # seconds that the front may outlive rank 0
+ABORT_DELAY = "5"  # seconds
 MPIRUN_PATIENCE = 15.0  # seconds that mpirun may outlive rank 0
-MPIRUNS = ("mpirun", "prterun", "orterun", "mpiexec")
+MPIRUNS = ("mpirun", "prterun", "orterun", "orterun_wrapper", "mpiexec", "mpiexec.hydra")
 
 
 def main() -> int:
@@ -107,6 +108,9 @@ def become(job: Job, place: World) -> NoReturn:
     environ = dict(os.environ)
     environ.pop(KEY_ENV, None)
     bound = bind.apply(share, environ)
+    if hosts.ends_together(os.environ):
+        # Open MPI ends a rank whose connection to a lost one closes, and names nobody: the watchdog goes first.
+        environ.setdefault("OMPI_MCA_opal_abort_delay", ABORT_DELAY)
     job = msgspec.structs.replace(
         job,
         options=without_key(job.options),
@@ -171,18 +175,19 @@ def _start_front(options: Options, jobs: Jobs | None) -> str:
     hold_drain()
     if listener is not None:
         listener.socket.close()
-    rank, manager = process.pidfd(os.getpid()), os.getppid()
-    parent = process.pidfd(manager)
+    rank, mpirun = process.pidfd(os.getpid()), _mpirun()
     if os.fork() == 0:
         code = 1
         try:
             keep(child, rank, directory, listener)
-            outlive(manager, parent)
+            if mpirun:
+                outlive(*mpirun)
             code = 0
         finally:
             os._exit(code)
     os.close(rank)
-    os.close(parent)
+    if mpirun:
+        os.close(mpirun[1])
     assert child.stdout is not None
     child.stdout.close()
     _await_socket(link, child)
@@ -222,21 +227,34 @@ def keep(child: subprocess.Popen[bytes], rank: int, directory: str, listener: fr
     front.remove(directory)
 
 
+def _mpirun() -> tuple[int, int] | None:
+    """The mpirun that started this process, and its pidfd. Under MPICH's a proxy is between."""
+    pid = os.getppid()
+    for _ in range(2):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                name, _, rest = file.read().partition(" (")[2].rpartition(") ")
+        except OSError:
+            break
+        if name in MPIRUNS:
+            return pid, process.pidfd(pid)
+        pid = int(rest.split()[1])
+    return None
+
+
 def outlive(mpirun: int, ended: int) -> None:
-    """End mpirun, if it is one, where it does not end after rank 0: it waits for a node that was cut off or stands
-    still until TCP gives up, which takes a quarter of an hour. `ended` is its pidfd.
+    """End mpirun where it does not end after rank 0: it waits for a node that was cut off or stands still until TCP
+    gives up, which takes a quarter of an hour. `ended` is its pidfd.
     """
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)  # it may be waiting for us to let go of its pipe
+    if select.select([ended], [], [], MPIRUN_PATIENCE)[0]:
+        return
+    text = f"phalanx: mpirun waits for a node that does not answer; it is ended {MPIRUN_PATIENCE:g} s after rank 0\n"
     with contextlib.suppress(OSError):
-        with open(f"/proc/{mpirun}/comm") as file:
-            name = file.read().strip()
-        if name not in MPIRUNS or select.select([ended], [], [], MPIRUN_PATIENCE)[0]:
-            return
         family = [mpirun, *process.children(mpirun)]  # its ssh clients would wait as long
-        text = f"phalanx: {name} waits for a node that does not answer; it is ended {MPIRUN_PATIENCE:g} s after rank 0"
         with contextlib.suppress(OSError):
-            process.write(os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_APPEND), f"{text}\n".encode())
+            process.write(os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_APPEND), text.encode())
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
