@@ -1,7 +1,8 @@
 """A real Slurm over the two hosts: munged and slurmctld on the first, a slurmd on each, all as this test's children.
 
-Of Debian the packages slurm-wlm, munge, libpmix2 and libpmix-dev: `srun --mpi=pmix` loads libpmix.so by that name. The system's own Slurm is left
-alone: configuration, state and munge's socket lie in a directory of the test, the ports in the hosts' networks.
+Of Debian the packages slurm-wlm, munge, libpmix2 and libpmix-dev: `srun --mpi=pmix` loads libpmix.so by that name. The
+system's own Slurm is left alone: configuration, state and munge's socket lie in a directory of the test, the ports in
+the hosts' networks.
 """
 
 from __future__ import annotations
