@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -25,8 +26,8 @@ def slurm(hosts, tmp_path_factory):
         pytest.skip(reason)
     try:
         running = real.Slurm(hosts, tmp_path_factory.mktemp("slurm"))
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"Slurm cannot start here: {error}")
     with running:
         yield running
 
