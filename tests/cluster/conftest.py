@@ -10,5 +10,9 @@ def hosts(tmp_path_factory):
     """Two hosts, node0 and node1, with two slots each."""
     if reason := missing():
         pytest.skip(reason)
-    with Hosts(tmp_path_factory.mktemp("hosts")) as hosts:
-        yield hosts
+    try:
+        made = Hosts(tmp_path_factory.mktemp("hosts"))
+    except RuntimeError as error:
+        pytest.skip(f"two hosts cannot be made here: {error}")
+    with made:
+        yield made

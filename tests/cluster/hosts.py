@@ -87,7 +87,8 @@ class Host:
             start_new_session=True, preexec_fn=process.tie_to_parent(),
         )  # fmt: skip
         assert self._init.stdout is not None
-        assert self._init.stdout.readline() == b"booted\n", Path(self._log.name).read_text()
+        if self._init.stdout.readline() != b"booted\n":
+            raise RuntimeError(f"{name} cannot be prepared: {self.log()}")
         self.kept = {self.pid}  # what is not of a job: sshd, and what a test adds
         self._network = os.stat(f"/proc/{self.pid}/ns/net").st_ino
 
@@ -100,7 +101,11 @@ class Host:
         assert self._init.stdin is not None
         self._init.stdin.write(b"\n")
         self._init.stdin.close()
-        assert not wait(lambda: not self.inside(self._reachable), 10), Path(self._log.name).read_text()
+        if wait(lambda: not self.inside(self._reachable), 10):
+            raise RuntimeError(f"{self.name} starts no sshd: {self.log()}")
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
 
     def _reachable(self) -> bool:
         try:
@@ -171,7 +176,10 @@ class Host:
 
 
 class Hosts:
-    """Both, as a context manager. Whoever ends the tests ends the hosts: their first processes die with this one."""
+    """Both, as a context manager. Whoever ends the tests ends the hosts: their first processes die with this one.
+
+    Raises RuntimeError where they do not come up.
+    """
 
     def __init__(self, place: Path):
         self.place = place
@@ -190,9 +198,14 @@ class Hosts:
                 self.all.append(Host(name, address, place))
             ends = [["name", "eth0", "netns", str(host.pid)] for host in self.all]
             command = ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]]
-            subprocess.run(command, check=True, env=os.environ | {"PATH": PATH})
+            cable = subprocess.run(command, env=os.environ | {"PATH": PATH}, capture_output=True, text=True)
+            if cable.returncode:
+                raise RuntimeError(f"no network between them: {cable.stderr}")
             for host in self.all:
                 host.go()
+            login = self.near.run(f"{place}/ssh", self.far.name, "true")
+            if login.returncode:
+                raise RuntimeError(f"ssh from one to the other fails: {login.stderr}{self.far.log()}")
         except BaseException:
             self.close()
             raise
