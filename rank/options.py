@@ -159,8 +159,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int, flag("--block-size", group=_MEMORY, metavar="N", low=0, help="tokens in a cache block; 0: automatic")
     ] = 0
     max_num_seqs: Annotated[
-        int, flag("--max-num-seqs", group=_MEMORY, metavar="N", low=1, high=65535, help="sequences that run at once")
-    ] = 256
+        int,
+        flag("--max-num-seqs", group=_MEMORY, metavar="N", low=1, high=65535,
+             help="sequences that run at once on each copy"),
+    ] = 256  # fmt: skip
     max_num_batched_tokens: Annotated[
         int,
         flag("--max-num-batched-tokens", "--prefill-chunk-size", group=_MEMORY, metavar="N", low=0,

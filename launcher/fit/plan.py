@@ -53,7 +53,7 @@ class Answer:
     command: list[str]
 
 
-def layouts(shape: Shape, cluster: Cluster, tp: int = 0, pp: int = 0) -> list[Layout]:
+def layouts(shape: Shape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: int = 0) -> list[Layout]:
     """All that use every rank: tensor groups inside a node unless --tp says otherwise, whole key heads per rank."""
     found = []
     for t in shape.tensor_degrees():
@@ -64,12 +64,14 @@ def layouts(shape: Shape, cluster: Cluster, tp: int = 0, pp: int = 0) -> list[La
         for p in range(1, min(cluster.ranks // t, len(shape.layers)) + 1):
             if (cluster.ranks // t) % p or (pp and p != pp):
                 continue
-            dp = cluster.ranks // t // p
-            found.append(Layout(t, p, dp))
+            d = cluster.ranks // t // p
+            if dp and d != dp:
+                continue
+            found.append(Layout(t, p, d))
             if shape.experts > 1:
-                if t * dp > 1 and shape.experts % (t * dp) == 0:
-                    found.append(Layout(t, p, dp, ep=t * dp))
-                found.append(Layout(t, p, dp, offload=True))
+                if t * d > 1 and shape.experts % (t * d) == 0:
+                    found.append(Layout(t, p, d, ep=t * d))
+                found.append(Layout(t, p, d, offload=True))
     return found
 
 
@@ -145,7 +147,7 @@ def command(model: str, one: Figure, cluster: Cluster, asked: Asked, usual: str)
     words += ["--dp", str(layout.dp)] if layout.dp > 1 else []
     words += ["--ep", str(layout.ep)] if layout.ep > 1 else []
     words += ["--offload", "experts"] if layout.offload else []
-    words += ["--max-model-len", str(asked.context), "--max-num-seqs", str(asked.concurrency)]
+    words += ["--max-model-len", str(asked.context), "--max-num-seqs", str(-(-asked.concurrency // layout.dp))]
     if asked.dtype != usual:
         words += ["--dtype", asked.dtype]
     if asked.kv_fraction:

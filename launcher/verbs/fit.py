@@ -78,6 +78,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0  # fmt: skip
     tp: Annotated[int, flag("--tp", group=_GROUP, metavar="N", low=0, help="only this tensor degree")] = 0
     pp: Annotated[int, flag("--pp", group=_GROUP, metavar="N", low=0, help="only this many stages")] = 0
+    dp: Annotated[int, flag("--dp", group=_GROUP, metavar="N", low=0, help="only this many copies")] = 0
     json: Annotated[bool, flag("--json", group=_GROUP, off=("--no-json",), help="print JSON")] = False
 
 
@@ -98,7 +99,8 @@ def main(argv: Sequence[str]) -> int:
     usual = _dtype(shape, device)
     asked = _asked(options, shape, usual)
     checkpoint = headers.compare(shape, headers.by_class(path), WIDTHS[shape.dtype])
-    figures = [plan.figure(shape, one, cluster, asked) for one in plan.layouts(shape, cluster, options.tp, options.pp)]
+    possible = plan.layouts(shape, cluster, options.tp, options.pp, options.dp)
+    figures = [plan.figure(shape, one, cluster, asked) for one in possible]
     if not figures:
         raise exits.Stop(_no_layout(options, shape, cluster), exits.USAGE)
     best = plan.best(figures)
@@ -162,8 +164,9 @@ def _cpu(options: FitOptions) -> Device:
 
 def _no_layout(options: FitOptions, shape: Shape, cluster: plan.Cluster) -> str:
     degrees = ", ".join(str(one) for one in shape.tensor_degrees())
-    asked = "".join(f" --{name} {value}" for name, value in (("tp", options.tp), ("pp", options.pp)) if value)
+    given = {"tp": options.tp, "pp": options.pp, "dp": options.dp}
+    asked = "".join(f" --{name} {value}" for name, value in given.items() if value)
     return (
         f"{cluster.ranks} ranks cannot share {shape.name}{' with' + asked if asked else ''}: tensor degrees that its "
-        f"heads allow are {degrees}, stages at most {len(shape.layers)}, and both together must divide the ranks"
+        f"heads allow are {degrees}, stages at most {len(shape.layers)}, and all together must divide the ranks"
     )

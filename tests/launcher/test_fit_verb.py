@@ -104,6 +104,8 @@ def test_the_built_in_model_on_cpus(fit):
     assert (code, err) == (0, "")
     assert "with 2 ranks on CPUs" in out and "computing in f32" in out
     assert "cores; `phalanx doctor` measures this machine's" in out
+    assert "--device cpu --tp 1 --pp 1 --dp 2 --max-model-len 2048 --max-num-seqs 32 --np 2" in out
+    code, out, err = fit("", "--device", "cpu", "--gpus", "2", "--dp", "1")
     assert "--device cpu --tp 2 --pp 1 --max-model-len 2048 --max-num-seqs 64 --np 2" in out
 
 
