@@ -25,42 +25,40 @@ from .graphs import Graphs
 from .pool import Pool
 from .prepare import prepare
 from .rows import Rows, Work
-from .sampler import Sampler
+from .sampler import Explained, Sampler
 from .upload import Upload
-
-Explained = dict[int, tuple[Tensor, Tensor, Tensor]]
 
 
 class Computed(NamedTuple):
     """What a step has made, still on the device."""
 
     ids: Tensor | None = None  # [S] int64, sampled; None: nothing was, or not here
-    explained: Explained = {}  # by index into ids: log-probability, the likeliest ones', their ids
-    pooled: dict[int, Tensor] = {}  # likewise: embeddings, [hidden] f32
+    explained: Explained | None = None
+    pooled: dict[int, Tensor] = {}  # by index into ids: embeddings, [hidden] f32
 
 
 class Result:
-    """A step's outcome, filled in by the step thread; on a GPU its ids are still on their way to the host then."""
+    """A step's outcome, filled in by the step thread; on a GPU it is still on its way to the host then."""
 
     def __init__(self) -> None:
         self._ready = threading.Event()
         self._computed = Computed()
-        self._ids: Tensor | None = None  # on the host
         self._copied: torch.cuda.Event | None = None
 
     def set(self, computed: Computed) -> None:
-        ids = computed.ids
+        ids, explained, pooled = computed
         if ids is not None and ids.is_cuda:
-            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+            if explained is not None:
+                tensors = map(_to_host, (explained.chosen, explained.values, explained.ids))
+                explained = Explained(explained.rows, explained.counts, *tensors)
+            computed = Computed(_to_host(ids), explained, {i: _to_host(vector) for i, vector in pooled.items()})
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
-        else:
-            self._ids = ids
         self._computed = computed
         self._ready.set()
 
     def wait(self, seconds: float | None) -> bool:
-        """True once the step is computed and its ids are on the host."""
+        """True once the step is computed and its outcome is on the host."""
         if not self._ready.wait(seconds):
             return False
         if self._copied is None or self._copied.query():
@@ -72,13 +70,20 @@ class Result:
         return self._copied.query()
 
     def outcome(self) -> step.Outcome:
-        ids = [] if self._ids is None else self._ids.tolist()
-        logprobs = {
-            i: step.TokenLogprob(ids[i], float(chosen), list(zip(top_ids.tolist(), values.tolist(), strict=True)))
-            for i, (chosen, values, top_ids) in self._computed.explained.items()
-        }
-        embeddings = {i: vector.cpu().numpy().tobytes() for i, vector in self._computed.pooled.items()}
+        if self._computed.ids is None:
+            return step.Outcome(b"")
+        ids, logprobs = self._computed.ids.tolist(), {}
+        if (explained := self._computed.explained) is not None:
+            parts = (explained.chosen.tolist(), explained.values.tolist(), explained.ids.tolist())
+            for row, count, chosen, values, top in zip(explained.rows, explained.counts, *parts, strict=True):
+                logprobs[row] = step.TokenLogprob(ids[row], chosen, list(zip(top[:count], values[:count], strict=True)))
+        embeddings = {i: vector.numpy().tobytes() for i, vector in self._computed.pooled.items()}
         return step.Outcome(step.pack_u32(ids), logprobs, embeddings)
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy that is there once the stream has come so far."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class Runner:
@@ -176,12 +181,12 @@ class Runner:
     def _samples_here(self) -> bool:
         return self.mesh.last and self.mesh.tensor.rank == 0
 
-    def _sample(self, hidden: Tensor, sampled_rows: Tensor, work: Work) -> tuple[Tensor, Explained]:
+    def _sample(self, hidden: Tensor, sampled_rows: Tensor, work: Work) -> tuple[Tensor, Explained | None]:
         """Ids [S] on every rank of the last stage. One rank decides, so that rounding cannot split the group."""
         shard = self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
         logits = self.mesh.tensor.all_gather(shard.contiguous())  # [tp, S, vocab / tp]
         rows = work.sampled_rows
-        explained: Explained = {}
+        explained = None
         if self._samples_here:
             logits = logits.permute(1, 0, 2).reshape(len(rows), -1)[:, : self.model.vocab_size]
             ids, explained = self.sampler.sample(logits.float(), rows, work.outputs[work.samples])

@@ -8,6 +8,7 @@ was preempted change nothing.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,16 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the increment of 
 _MIX1, _MIX2 = -4658895280553007687, -7723592293110705685  # its finaliser's multipliers
 _PREFIX = 1024  # the likeliest tokens, among which a nucleus is looked for before a whole row is sorted
 _GREEDY = 1e-5  # temperatures below are 0: dividing by them would overflow
+
+
+class Explained(NamedTuple):
+    """The model's own log-probabilities, before bias, penalties and temperature, of R rows of a batch."""
+
+    rows: list[int]  # [R] places in the batch
+    counts: list[int]  # [R] how many of the likeliest tokens each wants
+    chosen: Tensor  # [R] f32, of the sampled ids
+    values: Tensor  # [R, most] f32, best first
+    ids: Tensor  # [R, most] int64
 
 
 def _mix_(x: Tensor) -> Tensor:
@@ -98,14 +109,9 @@ class Sampler:
             self._free_slots.append(int(self._slot[row]))
             self._slot[row] = -1
 
-    def sample(
-        self, logits: Tensor, rows: np.ndarray, outputs: np.ndarray
-    ) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor, Tensor]]]:
-        """Ids [S] int64 for rows [S] that have sampled outputs [S] tokens before, and log-probabilities by index.
-
-        Log-probabilities are the model's own, before bias, penalties and temperature: (chosen, top values, top ids).
-        May overwrite logits.
-        """
+    def sample(self, logits: Tensor, rows: np.ndarray, outputs: np.ndarray) -> tuple[Tensor, Explained | None]:
+        """Ids [S] int64 for rows [S] that have sampled outputs [S] tokens before, and the log-probabilities of those
+        that want them. May overwrite logits."""
         shown = np.flatnonzero(self._logprobs[rows] >= 0)
         raw = logits[torch.from_numpy(shown).to(self.device, non_blocking=True)] if len(shown) else None
         penalised = np.flatnonzero(self._slot[rows] >= 0)
@@ -210,15 +216,11 @@ class Sampler:
         drop[:, 0] = False
         return values.masked_fill(drop, -math.inf), ids
 
-    def _explain(
-        self, raw: Tensor | None, shown: np.ndarray, rows: np.ndarray, ids: Tensor
-    ) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    def _explain(self, raw: Tensor | None, shown: np.ndarray, rows: np.ndarray, ids: Tensor) -> Explained | None:
         if raw is None:
-            return {}
+            return None
         logprobs = raw.log_softmax(-1)
-        wanted = self._logprobs[rows[shown]]
-        top = logprobs.topk(max(1, int(wanted.max())), dim=-1)
-        found = {}
-        for i, (index, count) in enumerate(zip(shown.tolist(), wanted.tolist(), strict=True)):
-            found[index] = (logprobs[i, ids[index]], top.values[i, :count], top.indices[i, :count])
-        return found
+        counts = self._logprobs[rows[shown]].tolist()
+        at = torch.from_numpy(shown).to(self.device, non_blocking=True)
+        top = logprobs.topk(max(1, *counts), dim=-1)
+        return Explained(shown.tolist(), counts, logprobs.gather(-1, ids[at][:, None])[:, 0], top.values, top.indices)
