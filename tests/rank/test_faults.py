@@ -95,9 +95,9 @@ def test_a_stopped_rank_0_is_named_by_rank_1(checkpoint):
         assert gone(engine.ready.pids)
 
 
-def faulty(checkpoint, monkeypatch, fault: str, **options) -> Engine:
+def faulty(checkpoint, monkeypatch, fault: str, ranks: int = 2, **options) -> Engine:
     monkeypatch.setenv("FAULT", fault)
-    return Engine(checkpoint, 2, program=(str(Path(__file__).parent / "faulty.py"),), **options)
+    return Engine(checkpoint, ranks, program=(str(Path(__file__).parent / "faulty.py"),), **options)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

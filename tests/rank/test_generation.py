@@ -36,10 +36,10 @@ def reference(checkpoint):
 
 @pytest.fixture(scope="module")
 def prompts(reference):
-    """Two prompts whose greedy continuations are a fair yardstick."""
+    """Prompts whose greedy continuations are a fair yardstick, as `expected` makes sure; two, or more of random ones."""
 
     def choose(kind):
-        return [0, 1] if kind in SEEDS else reference(kind).fair(map(prompt, range(40)), 2, COUNT)
+        return range(3) if kind in SEEDS else reference(kind).fair(map(prompt, range(40)), 2, COUNT)
 
     return functools.cache(choose)
 
@@ -67,7 +67,7 @@ def prompt(i: int, length: int = 60) -> list[int]:
 
 def check(engine: Engine, kind: str, prompts, expected, logits) -> None:
     shown = min(512, logits(kind).shape[-1])
-    chosen = [prompt(i) for i in prompts(kind)]
+    chosen = [prompt(i) for i in prompts(kind)[:2]]
     requests = {str(i): (p, greedy(COUNT, logprobs=shown if i == 0 else -1)) for i, p in enumerate(chosen)}
     outputs = engine.generate(requests)
     for i in range(2):
