@@ -74,7 +74,7 @@ def test_sigkill_of_mpirun(checkpoint, load):
         assert gone(engine.ready.pids)
 
 
-@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+@pytest.mark.parametrize("load", [pytest.param(False, id="idle", marks=pytest.mark.long), pytest.param(True, id="load")])
 def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
     with Engine(checkpoint, 3, timeout=4) as engine:
         if load:
@@ -87,6 +87,7 @@ def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
         assert gone(engine.ready.pids)
 
 
+@pytest.mark.long
 def test_a_stopped_rank_0_is_named_by_rank_1(checkpoint):
     with Engine(checkpoint, 3, timeout=6) as engine:
         os.kill(engine.ready.pids[0], signal.SIGSTOP)

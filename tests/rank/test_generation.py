@@ -88,15 +88,19 @@ def test_threads(checkpoint, prompts, expected, logits, kind, tp, pp):
         check(engine, kind, prompts, expected, logits)
 
 
-@pytest.mark.parametrize("tp, pp", MPI)
-@pytest.mark.parametrize("kind", KINDS)
+# Each kind and each grid once in the short suite; the model path is the same with threads, which have them all.
+SHORT = [("llama", 2, 1), ("llama", 2, 2), ("qwen3", 3, 1), ("qwen3", 1, 2)]
+REST = [(kind, *grid) for kind in (*SEEDS, "built-in") for grid in MPI if (kind, *grid) not in SHORT]
+
+
+@pytest.mark.parametrize("kind, tp, pp", [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in REST)])
 def test_mpi(checkpoint, prompts, expected, logits, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, tp=tp, pp=pp) as engine:
         assert len(set(engine.ready.pids)) == engine.ready.ranks == tp * pp
         check(engine, kind, prompts, expected, logits)
 
 
-@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("threads", [pytest.param(True, marks=pytest.mark.long), False])
 def test_replicas(checkpoint, prompts, expected, logits, threads):
     """Two copies of two ranks: each gets a half of the requests, and log-probabilities find their way as well."""
     with Engine(checkpoint("llama"), 4, threads=threads, dp=2, pp=2) as engine:
