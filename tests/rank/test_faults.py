@@ -74,7 +74,9 @@ def test_sigkill_of_mpirun(checkpoint, load):
         assert gone(engine.ready.pids)
 
 
-@pytest.mark.parametrize("load", [pytest.param(False, id="idle", marks=pytest.mark.long), pytest.param(True, id="load")])
+@pytest.mark.parametrize(
+    "load", [pytest.param(False, id="idle", marks=pytest.mark.long), pytest.param(True, id="load")]
+)
 def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
     with Engine(checkpoint, 3, timeout=4) as engine:
         if load:

@@ -36,7 +36,7 @@ def reference(checkpoint):
 
 @pytest.fixture(scope="module")
 def prompts(reference):
-    """Prompts whose greedy continuations are a fair yardstick, as `expected` makes sure; two, or more of random ones."""
+    """Numbers of prompts whose greedy continuations are a fair yardstick, as `expected` makes sure."""
 
     def choose(kind):
         return range(3) if kind in SEEDS else reference(kind).fair(map(prompt, range(40)), 2, COUNT)
