@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from .base import Comm, HostComm
 
+Carry = Callable[[Comm], Comm]
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -38,17 +40,20 @@ class Mesh:
         return self.pipe.rank == self.pipe.size - 1
 
 
-def build(world: HostComm, tp: int, pp: int, carry: Callable[[Comm], Comm] = lambda group: group) -> Mesh:
+def build(
+    world: HostComm, tp: int, pp: int, carry: Carry = lambda group: group, carry_tensor: Carry | None = None
+) -> Mesh:
     """Collective over world, whose size is a multiple of tp * pp.
 
-    carry: what carries a group's tensors, made from the group of the world's kind; NcclComm on GPUs.
+    carry: what carries a group's tensors, made from the group of the world's kind; NcclComm on GPUs. carry_tensor: the
+    same for the tensor group, if it is another.
     """
     replica, place = divmod(world.rank, tp * pp)
     stage = pp - 1 - place // tp
     index = place % tp
     tensor = world.split(replica * pp + stage, index)
     pipe, feedback = world.split(replica * tp + index, stage), world.split(replica * tp + index, stage)
-    return Mesh(world, replica, carry(tensor), carry(pipe), carry(feedback))
+    return Mesh(world, replica, (carry_tensor or carry)(tensor), carry(pipe), carry(feedback))
 
 
 def lines(world: HostComm, replicas: int) -> list[HostComm]:

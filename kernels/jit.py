@@ -15,6 +15,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -121,12 +122,15 @@ def cache_folder() -> Path:
 
 
 def program_text(source: str, sizes: dict[str, int | torch.dtype]) -> str:
-    """common.cuh, the sizes and the source as one text, so that the compiler needs no include path."""
+    """common.cuh, the sizes, the source and what it includes as one text: the compiler needs no include path."""
     given = [
         f"constexpr int {name} = {value};\n" if isinstance(value, int) else f"typedef {TYPES[value]} {name};\n"
         for name, value in sizes.items()
     ]
-    return "".join([(SOURCES / "common.cuh").read_text(), *given, (SOURCES / f"{source}.cu").read_text()])
+    text = re.sub(
+        r'#include "(.*)"', lambda line: (SOURCES / line[1]).read_text(), (SOURCES / f"{source}.cu").read_text()
+    )
+    return "".join([(SOURCES / "common.cuh").read_text(), *given, text])
 
 
 def compile_text(name: str, text: str, arch: str) -> bytes:

@@ -175,8 +175,12 @@ class Rank:
         if device.type == "cpu":
             return replicas, mesh.build(self.world, tp, pp)
         from ..comm.nccl import NcclComm
+        from ..comm.oneshot import OneShotComm
 
-        return replicas, mesh.build(self.world, tp, pp, carry=NcclComm)
+        grid = mesh.build(self.world, tp, pp, NcclComm, OneShotComm)
+        if isinstance(grid.tensor, OneShotComm) and grid.tensor.why:
+            self._say(f"all-reduces go over NCCL alone: {grid.tensor.why}")
+        return replicas, grid
 
     def _stage(self) -> Path:
         """The model's copy on this node."""

@@ -71,7 +71,8 @@ class Layer(nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] is what the layer before added to the stream `residual`; returns the same for the next."""
+        """x [T, hidden] is this rank's part of what the layer before adds to the stream `residual`; returns the same
+        for the next. Without a residual, x is the stream."""
         raise NotImplementedError
 
 
@@ -105,6 +106,7 @@ class Model(nn.Module):
         super().__init__()
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
         self.tied = args.tie_word_embeddings
+        self.tensor = mesh.tensor
         self.model = Decoder(args, mesh, self.LAYER)
         self.rope = Rope(args.rope_parameters, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = Head(args.vocab_size, args.hidden_size, mesh) if mesh.last else None
@@ -125,7 +127,7 @@ class Model(nn.Module):
         turn = self.rope(batch.positions)
         for layer in self.model.layers.values():
             x, residual = layer(x, residual, turn, batch)
-        return x if residual is None else residual.add_(x)
+        return x if residual is None else residual.add_(self.tensor.all_reduce(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows [S, hidden] of the last stage's forward → f32 [S, width]: token ids from lm_head.vocab.start on.

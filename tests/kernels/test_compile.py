@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 import torch
-from phalanx.kernels import jit
+from phalanx.kernels import allreduce, jit
 
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512)),
@@ -18,6 +18,11 @@ PROGRAMS = [
     ("skinny", dict(T=torch.bfloat16, I=4096, TILES=2, HIGH=1, AHEAD=4)),
     ("skinny", dict(T=torch.float16, I=14336, TILES=1, HIGH=2, AHEAD=2)),
     ("inputs", dict(T=torch.int64)),
+    ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
+    ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=512, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=512, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.float32, SIZE=3, N=33, V=1, THREADS=64, **allreduce.ROOM)),
 ]
 
 

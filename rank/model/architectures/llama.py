@@ -14,7 +14,7 @@ from .. import base
 from ..batch import Batch
 from ..layers.attention import PagedAttention
 from ..layers.linear import QKV, Column, Row
-from ..layers.norm import RMSNorm
+from ..layers.norm import StreamNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class Layer(base.Layer):
 
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.input_layernorm = StreamNorm(args.hidden_size, args.rms_norm_eps, mesh)
         self.self_attn = self.ATTENTION(args, mesh, index, local)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_attention_layernorm = StreamNorm(args.hidden_size, args.rms_norm_eps, mesh)
         self.mlp = MLP(args, mesh)
 
     def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:

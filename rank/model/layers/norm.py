@@ -3,13 +3,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ....comm.mesh import Mesh
+from ....comm.oneshot import all_reduce_add_norm
 from ....kernels import norm
 from ..weights.slicing import Field, Sliced
 from .shard import whole
 
 
 class RMSNorm(Sliced):
-    """Over the last axis, with the residual stream's addition fused where there is one."""
+    """Over the last axis."""
 
     fields = (Field("weight", "o"),)
 
@@ -22,11 +24,20 @@ class RMSNorm(Sliced):
     def forward(self, x: Tensor) -> Tensor:
         return norm.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual [T, H], and that sum: the residual stream from here on. Both may be overwritten.
 
-        Without a residual, x is the stream.
+class StreamNorm(RMSNorm):
+    """The norm before each half of a layer, which adds what the half before made to the residual stream."""
+
+    def __init__(self, size: int, eps: float, mesh: Mesh):
+        super().__init__(size, eps)
+        self.tensor = mesh.tensor
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [T, H] is this rank's part of what is added: their sum over the tensor group goes to the residual.
+
+        Returns the norm of the new stream, and that stream, equal on all ranks. Both may be overwritten. Without a
+        residual, x is the stream.
         """
         if residual is None:
             return norm.rms_norm(x, self.weight, self.eps), x
-        return norm.add_rms_norm(x, residual, self.weight, self.eps)
+        return all_reduce_add_norm(self.tensor, x, residual, self.weight, self.eps)

@@ -1,0 +1,97 @@
+"""Sums over the GPUs of one host that map each other's memory: one kernel, nothing of the host's in it.
+
+One-shot: every rank reads all of every other's input, one meeting. Two-shot: every rank adds up one share and reads the
+others' sums, two meetings and, of 4 ranks, half the bytes. The ranks' meetings are told of in kernels/cuda/peers.cuh.
+
+Compiled for sm_80, sm_90 and sm_100, and the meetings tried in tests/kernels/test_meeting.py; not yet run on GPUs, so
+ONE_SHOT, BLOCKS and THREADS are guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import jit
+from .norm import add_rms_norm_reference
+
+SLOT = 8 << 20  # bytes that one call can sum
+ONE_SHOT = 512 << 10  # bytes from which two-shot is faster where there are more than two ranks
+BLOCKS = 64  # at once on every GPU, beside what else is there
+THREADS = 512
+MOST_RANKS = 8
+
+
+def region_bytes(size: int) -> int:
+    """Of the memory that each of `size` ranks gives to the group: two slots, and struct Signals of peers.cuh."""
+    return 2 * SLOT + 4 * BLOCKS * (1 + size)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The group's regions as one rank has mapped them. They are zero before the first call."""
+
+    rank: int
+    table: Tensor  # [ranks] int64 on the GPU: addresses in rank order
+
+    @property
+    def size(self) -> int:
+        return len(self.table)
+
+
+def suits(x: Tensor, ranks: int) -> bool:
+    """Whether `all_reduce` takes x. The same on all ranks."""
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.nbytes <= SLOT and ranks <= MOST_RANKS
+
+
+def suits_norm(x: Tensor, ranks: int) -> bool:
+    """Whether `all_reduce_add_norm` takes x [T, H], and is faster than two-shot and a norm."""
+    return suits(x, ranks) and (ranks == 2 or x.nbytes <= ONE_SHOT)
+
+
+def all_reduce(x: Tensor, peers: Peers) -> Tensor:
+    """The sum of x over the group, in place; accumulated in f32 in rank order, so that all ranks get the same bits.
+
+    x is contiguous and `suits`. Every rank calls the same in the same order, on one stream.
+    """
+    count = x.numel()
+    if peers.size > 2 and x.nbytes > ONE_SHOT and count % peers.size == 0:
+        name, vector = "two_shot", jit.vector(x, count // peers.size)
+        items = count // peers.size // vector
+    else:
+        name, vector = "one_shot", jit.vector(x, count)
+        items = count // vector
+    kernel = jit.kernel("allreduce", name, x.dtype, SIZE=peers.size, V=vector, THREADS=THREADS, **ROOM)
+    kernel((min(-(-items // THREADS), BLOCKS), 1, 1), THREADS, x, peers.table, peers.rank, count // vector)
+    return x
+
+
+def all_reduce_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
+    """`all_reduce` of x and norm.add_rms_norm of the sum as one kernel, with the same bits. x, residual: [T, H]."""
+    size = x.shape[-1]
+    vector = min(jit.vector(x, size), jit.vector(residual, size), jit.vector(weight, size))
+    threads = min(max(-(-size // vector // 32) * 32, 32), THREADS)
+    sizes = dict(SIZE=peers.size, N=size, V=vector, THREADS=threads, **ROOM)
+    kernel = jit.kernel("allreduce_norm", "one_shot_add_norm", x.dtype, **sizes)
+    rows = len(x)
+    kernel((min(rows, BLOCKS), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
+    return x, residual
+
+
+ROOM = {"SLOT": SLOT, "BLOCKS": BLOCKS}
+
+
+def all_reduce_reference(parts: list[Tensor]) -> Tensor:
+    """What every rank gets where rank i has parts[i]."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def all_reduce_add_norm_reference(
+    parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return add_rms_norm_reference(all_reduce_reference(parts), residual, weight, eps)

@@ -1,0 +1,85 @@
+// How the SIZE ranks of a group meet whose GPUs map each other's memory; tests/kernels/meeting.py runs it step by step.
+//
+// Each rank has a region that the others have mapped: two slots for what it contributes, then its signals. A call lays
+// its input out in one slot and the next call in the other, so that one meeting a call is enough: whoever has passed the
+// meeting of call n + 1 knows that every other rank has begun call n + 1, so that its call n, the last reader of the
+// slot that call n + 2 writes, has ended. For this the calls of a rank must follow each other on its stream, the kernels
+// between them must pass wait() in every block, and all ranks must make the same calls with the same grids.
+//
+// Block i meets block i of the other ranks and reads only what these have laid out. Its flags count meetings, two to a
+// call; they are compared by >=, as another rank may be at its next call before this one has looked. The count is kept
+// here, not by the host, so that calls may be replayed in a CUDA graph, and each block keeps one of its own; blocks that
+// a call leaves out are counted on by the others, so that all agree on the slot.
+//
+// All blocks of a grid have to be on the GPU at the same time: BLOCKS is chosen far below what it holds.
+
+struct Signals {
+    unsigned count[BLOCKS];          // meetings up to the last call, for this rank alone
+    unsigned arrived[BLOCKS][SIZE];  // the meeting at which block i of rank j has arrived; written by rank j
+};
+
+typedef unsigned long long Table;  // the addresses of all ranks' regions, as this rank has mapped them, in rank order
+
+struct Call {
+    const Table* table;
+    int rank;
+    char* slots[SIZE];  // this call's, of all ranks; indexed by constants alone, so that they stay in registers
+    char* mine;         // slots[rank]
+    unsigned before;    // the count of meetings before this call
+
+    __device__ Signals* signals(int of) const { return (Signals*)(table[of] + 2ll * SLOT); }
+};
+
+// The table is asked for before the kernel's predecessor has ended, the count that the last call wrote after that.
+__device__ inline Call begin(const Table* table, int rank) {
+    Call call;
+    call.table = table;
+    call.rank = rank;
+    call.mine = (char*)table[rank];
+#pragma unroll
+    for (int r = 0; r < SIZE; r++) call.slots[r] = (char*)table[r];
+    wait();
+    release();
+    call.before = call.signals(rank)->count[blockIdx.x];
+    long long offset = call.before / 2 % 2 * (long long)SLOT;
+    call.mine += offset;
+#pragma unroll
+    for (int r = 0; r < SIZE; r++) call.slots[r] += offset;
+    return call;
+}
+
+// What the block's threads have written before is seen by those of the other ranks' blocks after theirs. `step`: 1 or 2.
+__device__ inline void meet(const Call& call, int step) {
+    __syncthreads();
+    if (threadIdx.x < SIZE) {
+        unsigned now = call.before + step, seen;
+        unsigned* theirs = &call.signals(threadIdx.x)->arrived[blockIdx.x][call.rank];
+        unsigned* mine = &call.signals(call.rank)->arrived[blockIdx.x][threadIdx.x];
+        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(now) : "memory");
+        do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+        while ((int)(seen - now) < 0);
+    }
+    __syncthreads();
+}
+
+// After the last meeting, which all threads' look at the count precedes.
+__device__ inline void end(const Call& call) {
+    if (threadIdx.x == 0)
+        for (int i = blockIdx.x; i < BLOCKS; i += gridDim.x) call.signals(call.rank)->count[i] = call.before + 2;
+}
+
+// The sum of vector `at` of all ranks' slots, in rank order, so that it has the same bits everywhere.
+template <class P> __device__ inline P total(const Call& call, int at) {
+    P parts[SIZE];
+#pragma unroll
+    for (int r = 0; r < SIZE; r++) parts[r] = ((const P*)call.slots[r])[at];
+    P y;
+#pragma unroll
+    for (int j = 0; j < V; j++) {
+        float sum = wide(parts[0].x[j]);
+#pragma unroll
+        for (int r = 1; r < SIZE; r++) sum += wide(parts[r].x[j]);
+        y.x[j] = narrow<T>(sum);
+    }
+    return y;
+}

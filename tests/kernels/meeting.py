@@ -1,0 +1,213 @@
+"""kernels/cuda/peers.cuh and allreduce.cu, thread by thread and access by access, under a scheduler out for trouble.
+
+Every thread of every block of every rank is a generator that stops before each access to memory. What a rank stores is
+seen by the others later, each store on its own and in any order, as the memory model allows: only two stores to the
+same place keep their order, and a release is seen after what its block stored before the last barrier and what its
+thread stored. A rank's next kernel begins when all blocks of the last one have ended. FLAWS are simpler protocols.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from typing import Any
+
+Steps = Generator[Callable[[], bool] | None, None, Any]
+FLAWS = (
+    "one slot", "compared by ==", "relaxed flags", "only used blocks count", "no barrier before the flag",
+    "no barrier after the flag", "no first meeting", "count of calls chooses no slot", "no meeting",
+)  # fmt: skip
+WRAP = 1 << 32
+
+
+class Wrong(Exception):
+    """A rank has a wrong sum, or none can go on."""
+
+
+class Group:
+    """The ranks' memory, as each of them sees it: views[rank][owner, name, index ...]."""
+
+    def __init__(self, size: int, blocks: int, threads: int, rng: random.Random, start: int = 0, flaw: str = ""):
+        assert flaw in ("", *FLAWS)
+        self.size, self.blocks, self.threads, self.rng, self.flaw = size, blocks, threads, rng, flaw
+        self.start = start % WRAP
+        self.views: list[dict[tuple, Any]] = [{} for _ in range(size)]
+        self.ahead: list[list[tuple]] = [[] for _ in range(size)]  # stores that a rank does not see yet
+        self.stores = 0
+
+    def load(self, rank: int, place: tuple) -> Any:
+        return self.views[rank].get(place, None if place[1] == "slot" else self.start)
+
+    def store(self, rank: int, place: tuple, value: Any, after: frozenset[int]) -> int:
+        """after: the numbers of stores that others have to see first."""
+        self.stores += 1
+        for other in range(self.size):
+            if other == rank:
+                self.views[rank][place] = value
+            else:
+                self.ahead[other].append((self.stores, place, value, after))
+        return self.stores
+
+    def arrive(self) -> bool:
+        """Let some rank see some store; False if there is none."""
+        waiting = [rank for rank in range(self.size) if self.ahead[rank]]
+        if not waiting:
+            return False
+        rank = self.rng.choice(waiting)
+        queue = self.ahead[rank]
+        numbers = {number for number, *_ in queue}
+        free, places = [], set()
+        for i, (_, place, _, after) in enumerate(queue):
+            if place not in places and not after & numbers:
+                free.append(i)
+            places.add(place)
+        _, place, value, _ = queue.pop(self.rng.choice(free))
+        self.views[rank][place] = value
+        return True
+
+
+class Block:
+    def __init__(self, group: Group, rank: int, index: int, grid: int, x: list[int]):
+        self.group, self.rank, self.index, self.grid, self.x = group, rank, index, grid, x
+        self.waiting, self.passed = 0, 0
+        self.stored: set[int] = set()
+        self.synchronised: frozenset[int] = frozenset()
+
+
+class Thread:
+    def __init__(self, block: Block, index: int):
+        self.block, self.index, self.group, self.rank = block, index, block.group, block.rank
+        self.own: set[int] = set()
+
+    def load(self, *place: Any) -> Steps:
+        yield None
+        return self.group.load(self.rank, place)
+
+    def store(self, value: Any, *place: Any, release: bool = False) -> Steps:
+        yield None
+        after = frozenset(self.own | self.block.synchronised) if release else frozenset()
+        number = self.group.store(self.rank, place, value, after)
+        self.own.add(number)
+        self.block.stored.add(number)
+
+    def barrier(self) -> Steps:
+        yield None
+        block = self.block
+        block.waiting += 1
+        if block.waiting == self.group.threads:
+            block.waiting, block.passed = 0, block.passed + 1
+            block.synchronised = frozenset(block.stored)
+        else:
+            turn = block.passed
+            yield lambda: block.passed > turn
+
+    def begin(self) -> Steps:
+        self.before = yield from self.load(self.rank, "count", self.block.index)
+        self.slot = self.before // 2 % 2
+        if self.group.flaw == "one slot":
+            self.slot = 0
+        if self.group.flaw == "count of calls chooses no slot":
+            self.slot = self.before % 2
+
+    def meet(self, step: int) -> Steps:
+        flaw = self.group.flaw
+        if flaw == "no meeting" or (flaw == "no first meeting" and step == 1):
+            return
+        if flaw != "no barrier before the flag":
+            yield from self.barrier()
+        if self.index < self.group.size:
+            now = (self.before + step) % WRAP
+            there = (self.index, "arrived", self.block.index, self.rank)
+            yield from self.store(now, *there, release=flaw != "relaxed flags")
+            here = (self.rank, "arrived", self.block.index, self.index)
+
+            def arrived() -> bool:
+                ahead = (self.group.load(self.rank, here) - now) % WRAP
+                return ahead == 0 if flaw == "compared by ==" else ahead < WRAP // 2
+
+            yield arrived
+        if flaw != "no barrier after the flag":
+            yield from self.barrier()
+
+    def end(self) -> Steps:
+        if self.index == 0:
+            last = self.block.index + 1 if self.group.flaw == "only used blocks count" else self.group.blocks
+            for i in range(self.block.index, last, self.block.grid):
+                yield from self.store((self.before + 2) % WRAP, self.rank, "count", i)
+
+    def total(self, at: int) -> Steps:
+        values = []
+        for rank in range(self.group.size):
+            values.append((yield from self.load(rank, "slot", self.slot, at)))
+        return sum(values) if None not in values else -1
+
+    def own_share(self, count: int) -> range:
+        threads = self.group.threads
+        return range(self.block.index * threads + self.index, count, self.block.grid * threads)
+
+    def one_shot(self) -> Steps:
+        x = self.block.x
+        yield from self.begin()
+        for i in self.own_share(len(x)):
+            yield from self.store(x[i], self.rank, "slot", self.slot, i)
+        yield from self.meet(2)
+        for i in self.own_share(len(x)):
+            x[i] = yield from self.total(i)
+        yield from self.end()
+
+    def two_shot(self) -> Steps:
+        x, size = self.block.x, self.group.size
+        share = len(x) // size
+        yield from self.begin()
+        for i in self.own_share(share):
+            for r in range(size):
+                yield from self.store(x[r * share + i], self.rank, "slot", self.slot, r * share + i)
+        yield from self.meet(1)
+        for i in self.own_share(share):
+            at = self.rank * share + i
+            sum_ = yield from self.total(at)
+            yield from self.store(sum_, self.rank, "slot", self.slot, at)
+        yield from self.meet(2)
+        for i in self.own_share(share):
+            for r in range(size):
+                x[r * share + i] = yield from self.load(r, "slot", self.slot, r * share + i)
+        yield from self.end()
+
+
+def run(group: Group, calls: list[tuple[str, int, int]]) -> None:
+    """Every rank makes the same calls: name, grid, and how many elements. Raises Wrong where a sum is, or all wait."""
+    rng = group.rng
+    inputs = [[[rng.randrange(1 << 40) for _ in range(count)] for _, _, count in calls] for _ in range(group.size)]
+    want = [[sum(column) for column in zip(*parts, strict=True)] for parts in zip(*inputs, strict=True)]
+    todo = [0] * group.size  # each rank's next call
+    running: list[list[list]] = [[] for _ in range(group.size)]  # each rank's threads: generator, what it waits for
+
+    def launch(rank: int) -> None:
+        name, grid, _ = calls[todo[rank]]
+        for i in range(grid):
+            block = Block(group, rank, i, grid, inputs[rank][todo[rank]])
+            running[rank] += [[getattr(Thread(block, t), name)(), None] for t in range(group.threads)]
+        todo[rank] += 1
+
+    while any(running) or min(todo) < len(calls):
+        favoured = [rng.random() ** 3 for _ in range(group.size)]  # for a while some ranks are much faster
+        arrivals = rng.random() ** 3
+        for _ in range(rng.randrange(1, 120)):
+            if rng.random() < arrivals and group.arrive():
+                continue
+            ready = []
+            for rank in range(group.size):
+                if not running[rank] and todo[rank] < len(calls):
+                    launch(rank)
+                ready += [(rank, thread) for thread in running[rank] if thread[1] is None or thread[1]()]
+            if not ready:
+                if any(running) and not group.arrive():
+                    raise Wrong(f"all wait in the calls {todo}")
+                continue
+            rank, thread = rng.choices(ready, [favoured[rank] + 1e-6 for rank, _ in ready])[0]
+            try:
+                thread[1] = next(thread[0])
+            except StopIteration:
+                running[rank].remove(thread)
+                if not running[rank] and inputs[rank][todo[rank] - 1] != want[todo[rank] - 1]:
+                    raise Wrong(f"rank {rank} has a wrong sum in call {todo[rank] - 1}") from None

@@ -1,0 +1,37 @@
+"""The ranks' meetings under random interleavings, and that each of their parts is needed."""
+
+import random
+
+import pytest
+
+from .meeting import FLAWS, WRAP, Group, Wrong, run
+
+
+def attempt(seed: int, flaw: str = "") -> None:
+    """A few calls of random kinds, sizes and grids."""
+    rng = random.Random(seed)
+    size = rng.choice([2, 2, 3, 4])
+    start = rng.choice([0, WRAP - 2, WRAP - 6])  # the count wraps around
+    group = Group(size, blocks=3, threads=4, rng=rng, start=start, flaw=flaw)
+    calls = []
+    for _ in range(rng.randint(2, 6)):
+        kind, count = rng.choice(["one_shot", "one_shot", "two_shot"]), rng.choice([1, 3, 4, 5, 9, 13])
+        items, length = count, count * size if kind == "two_shot" else count
+        calls.append((kind, min(-(-items // group.threads), group.blocks), length))
+    run(group, calls)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_all_ranks_get_the_sum_whatever_the_interleaving(part):
+    for seed in range(60):
+        attempt(1000 * part + seed)
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_the_scheduler_finds_what_is_left_out(flaw):
+    for seed in range(400):
+        try:
+            attempt(seed, flaw)
+        except Wrong:
+            return
+    raise AssertionError(f"{flaw}: no interleaving fails, so it is not needed, or not tried")
