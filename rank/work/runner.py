@@ -2,11 +2,13 @@
 
 On a CPU the work runs in one thread, the step thread, which stands for the device's stream: `start` returns at once and
 plans queue up behind each other. All tensor communication happens in it, in plan order. On a GPU it has a stream of
-its own, and nothing in it waits for the device: steps in which every sequence decodes are replayed as CUDA graphs.
+its own, and nothing in it waits for the device: steps in which every sequence decodes are replayed as CUDA graphs,
+unless there are pipeline stages, where messages between them would have to be captured as well.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -28,6 +30,7 @@ from .rows import Rows, Work
 from .sampler import Explained, Sampler
 from .upload import Upload
 
+log = logging.getLogger("phalanx")
 
 class Computed(NamedTuple):
     """What a step has made, still on the device."""
@@ -144,9 +147,13 @@ class Runner:
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize()  # what the main thread left on its stream: weights, the cache
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
-        if self.mesh.tensor.size * self.mesh.stages == 1:
+        if self.mesh.stages == 1:
             self._graphs = Graphs(self.model, self.rows, self._last, self.caches, self._upload)
+            started = time.monotonic()
             self._graphs.capture()
+            if self.mesh.world.rank == 0:
+                seconds, count = time.monotonic() - started, len(self._graphs.sizes)
+                log.info("captured CUDA graphs of %d batch sizes in %.1f s", count, seconds)
 
     def _execute(self, plan: step.Plan) -> Computed:
         work = self.rows.apply(plan)
