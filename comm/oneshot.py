@@ -32,7 +32,7 @@ class OneShotComm(NcclComm):
 
     def __init__(self, host: Comm):
         super().__init__(host)
-        self._peers: allreduce.Peers | None = None
+        self.peers: allreduce.Peers | None = None
         self.why = ""
         if self.size == 1:
             return
@@ -44,20 +44,20 @@ class OneShotComm(NcclComm):
         except NoPeers as error:
             self.why = str(error)
         else:
-            self._peers = allreduce.Peers(self.rank, torch.tensor(regions, device="cuda"))
+            self.peers = allreduce.Peers(self.rank, torch.tensor(regions, device="cuda"))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._peers is not None and allreduce.suits(x, self.size):
-            return allreduce.all_reduce(x, self._peers)
+        if self.peers is not None and allreduce.suits(x, self.size):
+            return allreduce.all_reduce(x, self.peers)
         return super().all_reduce(x)
 
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
         """Both as one kernel; None where two are faster, or needed."""
-        if self._peers is None or not allreduce.suits_norm(x, self.size):
+        if self.peers is None or not allreduce.suits_norm(x, self.size):
             return None
-        return allreduce.all_reduce_add_norm(x, residual, weight, eps, self._peers)
+        return allreduce.all_reduce_add_norm(x, residual, weight, eps, self.peers)
 
 
 def all_reduce_add_norm(group: Comm, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

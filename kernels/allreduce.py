@@ -22,6 +22,7 @@ ONE_SHOT = 512 << 10  # bytes from which two-shot is faster where there are more
 BLOCKS = 64  # at once on every GPU, beside what else is there
 THREADS = 512
 MOST_RANKS = 8
+ROOM = {"SLOT": SLOT, "BLOCKS": BLOCKS}  # constants of the kernels
 
 
 def region_bytes(size: int) -> int:
@@ -56,15 +57,28 @@ def all_reduce(x: Tensor, peers: Peers) -> Tensor:
 
     x is contiguous and `suits`. Every rank calls the same in the same order, on one stream.
     """
-    count = x.numel()
-    if peers.size > 2 and x.nbytes > ONE_SHOT and count % peers.size == 0:
-        name, vector = "two_shot", jit.vector(x, count // peers.size)
-        items = count // peers.size // vector
-    else:
-        name, vector = "one_shot", jit.vector(x, count)
-        items = count // vector
-    kernel = jit.kernel("allreduce", name, x.dtype, SIZE=peers.size, V=vector, THREADS=THREADS, **ROOM)
-    kernel((min(-(-items // THREADS), BLOCKS), 1, 1), THREADS, x, peers.table, peers.rank, count // vector)
+    if peers.size > 2 and x.nbytes > ONE_SHOT and x.numel() % peers.size == 0:
+        return two_shot(x, peers)
+    return one_shot(x, peers)
+
+
+def one_shot(x: Tensor, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS) -> Tensor:
+    """`all_reduce` by at most `blocks` <= BLOCKS blocks."""
+    vector = jit.vector(x, x.numel())
+    return _launch("one_shot", x, peers, vector, x.numel() // vector, blocks, threads)
+
+
+def two_shot(x: Tensor, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS) -> Tensor:
+    """The same, of a number of elements that the ranks divide."""
+    share = x.numel() // peers.size
+    vector = jit.vector(x, share)
+    return _launch("two_shot", x, peers, vector, share // vector, blocks, threads)
+
+
+def _launch(name: str, x: Tensor, peers: Peers, vector: int, items: int, blocks: int, threads: int) -> Tensor:
+    kernel = jit.kernel("allreduce", name, x.dtype, SIZE=peers.size, V=vector, THREADS=threads, **ROOM)
+    grid = min(-(-items // threads), blocks), 1, 1
+    kernel(grid, threads, x, peers.table, peers.rank, x.numel() // vector)
     return x
 
 
@@ -78,9 +92,6 @@ def all_reduce_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
     rows = len(x)
     kernel((min(rows, BLOCKS), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual
-
-
-ROOM = {"SLOT": SLOT, "BLOCKS": BLOCKS}
 
 
 def all_reduce_reference(parts: list[Tensor]) -> Tensor:
