@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+from phalanx.launcher import hosts
 from phalanx.rank import step
 from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
@@ -44,6 +46,8 @@ class Engine:
         wait: float = 60,
         **options,
     ):
+        if DEVICE == "cuda" and (threads or ranks > hosts.gpus()):
+            pytest.skip("ranks as threads are for CPUs" if threads else f"needs {ranks} GPUs")
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx-test-")
         path = f"{self._directory.name}/lead.sock"
         listener = socket.socket(socket.AF_UNIX)

@@ -1,0 +1,122 @@
+"""All-reduces of a tensor group: NCCL beside the kernels over mapped memory, alone and with the norm that follows.
+
+    python benchmarks/allreduce.py --np 2 [--tune] [--json FILE]
+
+Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
+elements as in a decode step of that many sequences. --tune tries numbers of blocks and threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from phalanx.comm import mpi, oneshot
+from phalanx.comm.nccl import NcclComm
+from phalanx.kernels import allreduce, norm
+from phalanx.launcher import mpirun
+from torch import Tensor
+
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
+CALLS = 50
+
+
+def measure(call: Callable[[], Any], host: mpi.MpiComm) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(CALLS):
+            call()
+        graph.capture_end()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        best = float("inf")
+        for _ in range(20):
+            host.barrier()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+    return float(host.all_gather(torch.tensor([best])).max()) * 1e3 / CALLS
+
+
+def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, tune: bool) -> dict[str, Callable]:
+    """What is compared for x [rows, width]. The values grow without end; their time does not depend on them."""
+    x, residual = torch.randn(2, rows, width, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+
+    def after(reduce: Callable[[Tensor], Tensor]) -> Any:
+        return norm.add_rms_norm(reduce(x), residual, weight, 1e-5)
+
+    found: dict[str, Callable] = {"nccl": partial(nccl.all_reduce, x), "nccl, norm": partial(after, nccl.all_reduce)}
+    peers = group.peers
+    if peers is None or not allreduce.suits(x, group.size):
+        return found
+    kinds = {"one-shot": allreduce.one_shot, "two-shot": allreduce.two_shot}
+    found |= {name: partial(kind, x, peers) for name, kind in kinds.items()}
+    found["chosen, norm"] = partial(after, group.all_reduce)
+    found["one kernel"] = partial(allreduce.all_reduce_add_norm, x, residual, weight, 1e-5, peers)
+    if tune:
+        for name, kind in kinds.items():
+            for blocks in (8, 16, 32, 64):
+                for threads in (128, 256, 512):
+                    found[f"{name} b{blocks}t{threads}"] = partial(kind, x, peers, blocks, threads)
+    return found
+
+
+def rank_main(asked: argparse.Namespace) -> None:
+    host = mpi.join(asked.np)
+    torch.cuda.set_device(host.rank)
+    torch.set_grad_enabled(False)
+    nccl, group = NcclComm(host), oneshot.OneShotComm(host)
+    if group.why and host.rank == 0:
+        print(f"NCCL alone: {group.why}", flush=True)
+    for rows in ROWS:
+        calls = versions(rows, asked.width, group, nccl, asked.tune)
+        times = {name: round(measure(call, host), 2) for name, call in calls.items()}
+        if host.rank == 0:
+            print(f"{rows:5} x {asked.width} " + "   ".join(f"{k} {v}" for k, v in times.items()), flush=True)
+            line = dict(what="allreduce", ranks=host.size, rows=rows, width=asked.width, bytes=rows * asked.width * 2)
+            about = dict(device=torch.cuda.get_device_name(), date=str(datetime.date.today()))
+            if asked.json:
+                with open(asked.json, "a") as file:
+                    file.write(json.dumps(about | line | times) + "\n")
+    mpi.leave()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--np", type=int, default=2)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--json", default="", help="append the lines to this file")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank:
+        try:
+            rank_main(asked)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)  # the others may wait in a kernel: mpirun ends them
+        os._exit(0)
+    mpi_ = mpirun.find(os.environ)
+    command = mpirun.command(mpi_, asked.np, [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--rank"])
+    environ = dict(os.environ) | mpirun.environment(mpi_, asked.np, os.environ)
+    raise SystemExit(subprocess.run(command, env=environ).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What a tensor group on several GPUs must do, run on each rank; a script for mpirun: `gpus.py RANKS`."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import torch
+from phalanx.comm import mpi, nccl, oneshot
+from phalanx.kernels import allreduce
+from phalanx.kernels.allreduce import ONE_SHOT, SLOT
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def plain(comm) -> None:
+    """NCCL's collectives."""
+    n, r = comm.size, comm.rank
+    for dtype in (*DTYPES, torch.int64):
+        x = torch.full((3, 2), r + 1, device="cuda").to(dtype)
+        assert comm.all_reduce(x) is x and x.tolist() == [[n * (n + 1) / 2] * 2] * 3
+        assert comm.all_gather(torch.full((2,), r, device="cuda").to(dtype)).tolist() == [[i, i] for i in range(n)]
+        scattered = comm.reduce_scatter(torch.arange(n, device="cuda").to(dtype)[:, None].repeat(1, 2) + r)
+        assert scattered.tolist() == [n * r + n * (n - 1) / 2] * 2
+        swapped = comm.all_to_all((torch.arange(n, device="cuda") + 10 * r).to(dtype)[:, None].contiguous())
+        assert swapped[:, 0].tolist() == [10 * i + r for i in range(n)]
+        y = torch.full((4,), r, device="cuda").to(dtype)
+        assert comm.broadcast(y, n - 1) is y and y.tolist() == [n - 1] * 4
+    comm.barrier()
+
+
+def poison(comm) -> None:
+    """NaN in all slots of this rank; nobody is in a call then."""
+    from cupy.cuda import runtime
+
+    comm.barrier()
+    runtime.memset(int(comm.peers.table[comm.rank]), 0xFF, 2 * SLOT)
+    runtime.deviceSynchronize()
+    comm.barrier()
+
+
+def dawdle(rng: random.Random) -> None:
+    """Up to about a tenth of a millisecond of the GPU's time, different on every rank."""
+    if rng.random() < 0.5:
+        torch.cuda._sleep(rng.randrange(200_000))
+
+
+def sums(comm) -> None:
+    """Every size and kind, in an order that changes grids between calls; the bits are the reference's on all ranks."""
+    rng = random.Random(comm.rank)
+    for dtype in DTYPES:
+        poison(comm)
+        most = ONE_SHOT // dtype.itemsize
+        counts = [1, 2, 3, 7, 8, 33, 4096, 4097, most - 1, most, most + 8 * comm.size, SLOT // dtype.itemsize]
+        for count in counts + counts[::-1]:
+            torch.manual_seed(count + comm.rank)
+            x = torch.randn(count, device="cuda").to(dtype)
+            want = allreduce.all_reduce_reference(list(comm.all_gather(x)))
+            dawdle(rng)
+            comm.all_reduce(x)
+            assert torch.equal(x, want), (dtype, count)
+        over = torch.ones(SLOT // dtype.itemsize + 1, device="cuda", dtype=dtype)
+        assert (comm.all_reduce(over) == comm.size).all()  # over NCCL
+        for rows, width in ((1, 1), (3, 33), (1, 4096), (64, 4096), (65, 1000), (16, 8192), (300, 512)):
+            torch.manual_seed(rows + comm.rank)
+            x = torch.randn(rows, width, device="cuda").to(dtype)
+            parts = list(comm.all_gather(x))
+            torch.manual_seed(1)  # the same on all ranks
+            residual, weight = (torch.randn(*s, device="cuda").to(dtype) for s in ((rows, width), (width,)))
+            want = allreduce.all_reduce_add_norm_reference(parts, residual.clone(), weight, 1e-5)
+            dawdle(rng)
+            normed, stream = oneshot.all_reduce_add_norm(comm, x, residual, weight, 1e-5)
+            assert torch.equal(stream, want[1]), (dtype, rows, width)
+            bound = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
+            torch.testing.assert_close(normed.float(), want[0].float(), atol=bound, rtol=bound)
+            everyone = comm.all_gather(normed)
+            assert (everyone == everyone[0]).all()
+
+
+def graphs(comm, host) -> None:
+    """1000 replays of calls of all kinds, NCCL's among them, with input that changes on the device."""
+    n = comm.size
+    shapes = [(8,), (3, 4096), (1,), (ONE_SHOT // 2 + 8 * n,), (70, 512), (SLOT // 2 + 8,)]
+    base = [torch.randint(0, 8, shape, device="cuda").bfloat16() for shape in shapes]
+    whole = [comm.all_gather(b).sum(0) for b in base]
+    weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
+    turn, wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+
+    def body() -> None:
+        now = turn.add_(1).remainder(16).bfloat16()
+        for shape, mine, total in zip(shapes, base, whole, strict=True):
+            x, want = mine + now, total + n * now  # whole numbers below 256: exact
+            if shape == (70, 512):
+                _, x = oneshot.all_reduce_add_norm(comm, x, torch.zeros_like(x), weight, 1e-5)
+            else:
+                comm.all_reduce(x)
+            wrong.add_((x != want).sum())
+
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    rng = random.Random(comm.rank)
+    with torch.cuda.stream(stream):
+        body()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        body()
+        graph.capture_end()
+        for i in range(1000):
+            if i % 10 == 0:
+                dawdle(rng)
+            graph.replay()
+        stream.synchronize()
+    assert int(turn) == 1001 and int(wrong) == 0, (int(turn), int(wrong))
+    host.barrier()
+
+
+def main() -> None:
+    host = mpi.join(int(sys.argv[1]))
+    torch.cuda.set_device(host.rank)
+    plain(nccl.NcclComm(host))
+    comm = oneshot.OneShotComm(host)
+    assert comm.peers is not None, comm.why
+    sums(comm)
+    graphs(comm, host)
+    again = oneshot.OneShotComm(host)  # a second group of the same ranks
+    sums(again)
+    print(f"rank {host.rank} of {host.size} is content", flush=True)
+    mpi.leave()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)  # the others wait in a kernel or a collective: mpirun ends them

@@ -1,0 +1,150 @@
+"""The kernels of all-reduces on one GPU: each rank is a stream with a region of its own, in this process.
+
+Ranks on GPUs of their own are tests/comm/gpus.py's. Blocks wait for each other, so all ranks' blocks have to fit on the
+GPU at once: 3 ranks of 64 blocks of 512 threads do from an A100 on.
+"""
+
+import pytest
+import torch
+from phalanx.kernels import allreduce, jit
+from phalanx.kernels.allreduce import ONE_SHOT, SLOT, Peers
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Ranks:
+    def __init__(self, size: int):
+        self.size = size
+        self.streams = [torch.cuda.Stream() for _ in range(size)]
+        self.regions = [
+            torch.zeros(allreduce.region_bytes(size), dtype=torch.uint8, device="cuda") for _ in range(size)
+        ]
+        for region in self.regions:
+            region[: 2 * SLOT] = 0xFF  # NaN in every type
+        table = torch.tensor([region.data_ptr() for region in self.regions], device="cuda")
+        self.peers = [Peers(rank, table) for rank in range(size)]
+        torch.cuda.synchronize()
+
+    def each(self, call) -> None:
+        """call(rank) on every rank's stream, slower ones first or last by turns."""
+        for rank in range(self.size):
+            with torch.cuda.stream(self.streams[rank]):
+                call(rank)
+
+    def warm(self, call) -> None:
+        """Load what `call` needs: a module that is loaded while a rank already waits might wait for that rank."""
+        real = jit.Kernel.__call__
+        jit.Kernel.__call__ = lambda *args, **more: None
+        try:
+            self.each(call)
+        finally:
+            jit.Kernel.__call__ = real
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce(size, dtype):
+    """From one element to the limit and back, so that grids and kinds of calls change between calls."""
+    ranks, most = Ranks(size), ONE_SHOT // dtype.itemsize
+    counts = [
+        0,
+        1,
+        2,
+        3,
+        7,
+        8,
+        33,
+        4096,
+        4097,
+        40_000,
+        most - 1,
+        most,
+        most + 8 * size,
+        3 << 19,
+        SLOT // dtype.itemsize,
+    ]
+    torch.manual_seed(0)
+    for count in counts + counts[::-1] + [8] * 5:
+        parts = list(torch.randn(size, count, device="cuda").to(dtype))
+        want = allreduce.all_reduce_reference(parts)
+        work = [part.clone() for part in parts]
+        torch.cuda.synchronize()
+        call = lambda rank, work=work: allreduce.all_reduce(work[rank], ranks.peers[rank])  # noqa: E731
+        ranks.warm(call)
+        ranks.each(call)
+        torch.cuda.synchronize()
+        for rank in range(size):
+            assert torch.equal(work[rank], want), (count, rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, width", [(0, 64), (1, 1), (3, 33), (64, 4096), (65, 1000), (17, 8192), (200, 512)])
+def test_all_reduce_add_norm(size, dtype, rows, width):
+    ranks = Ranks(size)
+    torch.manual_seed(0)
+    for _ in range(3):
+        parts = list(torch.randn(size, rows, width, device="cuda").to(dtype))
+        residual, weight = (
+            torch.randn(rows, width, device="cuda").to(dtype),
+            torch.randn(width, device="cuda").to(dtype),
+        )
+        want = allreduce.all_reduce_add_norm_reference(parts, residual.clone(), weight, 1e-5)
+        work, streams = [p.clone() for p in parts], [residual.clone() for _ in parts]
+        torch.cuda.synchronize()
+
+        def call(rank, work=work, streams=streams, weight=weight):
+            allreduce.all_reduce_add_norm(work[rank], streams[rank], weight, 1e-5, ranks.peers[rank])
+
+        ranks.warm(call)
+        ranks.each(call)
+        torch.cuda.synchronize()
+        for rank in range(size):
+            assert torch.equal(streams[rank], want[1]) and torch.equal(work[rank], work[0])
+        bound = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
+        torch.testing.assert_close(work[0].float(), want[0].float(), atol=bound, rtol=bound)
+
+
+def test_a_thousand_replays_of_a_graph_with_changing_input():
+    """Calls of all kinds in one graph; input, expected sum and comparison are made on the device, replay by replay."""
+    size = 2
+    ranks = Ranks(size)
+    graphs, wrong = [], [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(size)]
+    shapes = [(8,), (3, 4096), (1,), (ONE_SHOT // 2 + 16,), (70, 512)]
+    base = [[torch.randint(0, 8, shape, device="cuda").bfloat16() for shape in shapes] for _ in range(size)]
+    weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
+    turns = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(size)]
+
+    def body(rank):
+        turn = turns[rank].add_(1).remainder(16)
+        for i in range(len(shapes)):
+            x = base[rank][i] + turn.bfloat16()
+            want = sum(base[r][i] + turn.bfloat16() for r in range(size))  # whole numbers below 256: exact
+            if shapes[i] == (70, 512):
+                stream = torch.zeros_like(x)
+                allreduce.all_reduce_add_norm(x, stream, weight, 1e-5, ranks.peers[rank])
+                x = stream
+            else:
+                allreduce.all_reduce(x, ranks.peers[rank])
+            wrong[rank].add_((x != want).sum())
+
+    ranks.warm(body)
+    for rank in range(size):
+        with torch.cuda.stream(ranks.streams[rank]):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            body(rank)
+            graph.capture_end()
+            graphs.append(graph)
+    for count in wrong:
+        count.zero_()
+    torch.cuda.synchronize()
+    for turn in range(1000):
+        for rank in range(size) if turn % 2 else reversed(range(size)):
+            with torch.cuda.stream(ranks.streams[rank]):
+                graphs[rank].replay()
+    torch.cuda.synchronize()
+    assert [int(count) for count in wrong] == [0] * size
+    assert all(int(turn) >= 1000 for turn in turns)
