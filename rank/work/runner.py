@@ -32,6 +32,7 @@ from .upload import Upload
 
 log = logging.getLogger("phalanx")
 
+
 class Computed(NamedTuple):
     """What a step has made, still on the device."""
 
