@@ -246,8 +246,10 @@ def outlive(mpirun: int, ended: int) -> None:
     """End mpirun where it does not end after rank 0: it waits for a node that was cut off or stands still until TCP
     gives up, which takes a quarter of an hour. `ended` is its pidfd.
     """
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 2)  # it may be waiting for us to let go of its pipe
+    # It may be waiting for us: to let go of its pipe, or of the socket through which rank 0 spoke to it.
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+    os.closerange(3, ended)
+    os.closerange(ended + 1, os.sysconf("SC_OPEN_MAX"))
     if select.select([ended], [], [], MPIRUN_PATIENCE)[0]:
         return
     text = f"phalanx: mpirun waits for a node that does not answer; it is ended {MPIRUN_PATIENCE:g} s after rank 0\n"
