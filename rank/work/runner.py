@@ -27,7 +27,7 @@ from .graphs import Graphs
 from .pool import Pool
 from .prepare import prepare
 from .rows import Rows, Work
-from .sampler import Explained, Sampler
+from .sampler import Explained, Sampler, plainly_greedy, split_argmax
 from .upload import Upload
 
 log = logging.getLogger("phalanx")
@@ -112,6 +112,7 @@ class Runner:
         # First stage: rows whose ids the last stage still owes, a step each, on the host and on the device.
         self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
         self._pool = Pool(model)
+        self._greedy = np.zeros(len(rows.length), bool)  # rows whose next token the largest logit decides alone
         self._upload = Upload(self.device)
         self._graphs: Graphs | None = None
         self._queue: queue.SimpleQueue[tuple[step.Plan, Result] | None] = queue.SimpleQueue()
@@ -156,15 +157,22 @@ class Runner:
                 seconds, count = time.monotonic() - started, len(self._graphs.sizes)
                 log.info("captured CUDA graphs of %d batch sizes in %.1f s", count, seconds)
 
-    def _execute(self, plan: step.Plan) -> Computed:
-        work = self.rows.apply(plan)
+    def _enter(self, plan: step.Plan) -> None:
+        """Rows leave and sequences enter. What the ranks choose their collectives by has to be known to all of them."""
+        for row in step.unpack_u16(plan.freed):
+            self._pool.leave(row)
+        for new in plan.new:
+            self._pool.enter(new)
+            self._greedy[new.row] = plainly_greedy(new.sampling)
         if self._samples_here:
             for row in step.unpack_u16(plan.freed):
                 self.sampler.leave(row)
-                self._pool.leave(row)
             for new in plan.new:
                 self.sampler.enter(new)
-                self._pool.enter(new)
+
+    def _execute(self, plan: step.Plan) -> Computed:
+        work = self.rows.apply(plan)
+        self._enter(plan)
         self._receive_ids(self._owed(work.rows))
         if self._graphs is not None and self._graphs.suits(work) and self._pool.empty:
             return Computed(*self._sample(*self._graphs.replay(work), work))
@@ -180,7 +188,7 @@ class Runner:
             if self.mesh.first and len(sampled_rows):
                 self._awaited.append((work.sampled_rows, sampled_rows))
             return Computed()
-        pooled = {} if self._pool.empty else self._pool.take(hidden, work)
+        pooled = self._pool.take(hidden, work) if self._samples_here and not self._pool.empty else {}
         if not work.samples.any():
             return Computed()
         return Computed(*self._sample(hidden[batch.sample_at], sampled_rows, work), pooled)
@@ -190,8 +198,19 @@ class Runner:
         return self.mesh.last and self.mesh.tensor.rank == 0
 
     def _sample(self, hidden: Tensor, sampled_rows: Tensor, work: Work) -> tuple[Tensor, Explained | None]:
-        """Ids [S] on every rank of the last stage. One rank decides, so that rounding cannot split the group."""
+        """Ids [S] on every rank of the last stage."""
         shard = self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
+        if self.mesh.tensor.size > 1 and self._greedy[work.sampled_rows].all():
+            ids, explained = split_argmax(shard, self.mesh.tensor), None
+        else:
+            ids, explained = self._sample_whole(shard, work)
+        self._last[sampled_rows] = ids
+        if not self.mesh.first:
+            self.mesh.feedback.post(ids, 0)
+        return ids, explained
+
+    def _sample_whole(self, shard: Tensor, work: Work) -> tuple[Tensor, Explained | None]:
+        """Of all the logits, on one rank, so that rounding cannot split the group."""
         logits = self.mesh.tensor.all_gather(shard.contiguous())  # [tp, S, vocab / tp]
         rows = work.sampled_rows
         explained = None
@@ -200,11 +219,7 @@ class Runner:
             ids, explained = self.sampler.sample(logits.float(), rows, work.outputs[work.samples])
         else:
             ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
-        self.mesh.tensor.broadcast(ids, 0)
-        self._last[sampled_rows] = ids
-        if not self.mesh.first:
-            self.mesh.feedback.post(ids, 0)
-        return ids, explained
+        return self.mesh.tensor.broadcast(ids, 0), explained
 
     def _owed(self, rows: np.ndarray) -> int:
         """First of several stages: how many steps' ids have to be here before these rows can be computed."""

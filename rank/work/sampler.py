@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...comm.base import Comm
 from .. import step
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the increment of SplitMix64 (Steele et al. 2014)
@@ -48,6 +49,25 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     bits = _mix_(keys[:, None] + (ids + 1) * _GOLDEN)
     uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
     return uniform.log_().neg_().float().log_().neg_()
+
+
+def plainly_greedy(s: step.Sampling) -> bool:
+    """Whether the token is the arg-max of the logits as they are, and nothing else is asked of them."""
+    edited = s.logit_bias or (s.min_tokens and s.stop_token_ids)
+    penalised = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+    return s.temperature < _GREEDY and s.logprobs < 0 and not edited and not penalised
+
+
+def split_argmax(shard: Tensor, tensor: Comm) -> Tensor:
+    """The arg-max [S] int64 of logits split by vocabulary, shard [S, width] f32 on each rank; the same on all ranks.
+
+    Each rank gives its best for a row, not the row: of 256 rows and 128k tokens, 2 KB instead of 66 MB of 2 ranks. Of
+    equal ones the first wins, as it does in a whole row.
+    """
+    value, index = shard.max(-1)
+    ids = (index + tensor.rank * shard.shape[-1]).float()  # exact below 2^24
+    best = tensor.all_gather(torch.stack((value, ids)))  # [tp, 2, S]
+    return best[:, 1].gather(0, best[:, 0].argmax(0)[None])[0].long()
 
 
 class Sampler:

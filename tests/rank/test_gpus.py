@@ -58,13 +58,15 @@ def start(checkpoint, ranks: int, **options) -> Engine:
 @pytest.mark.parametrize("tp, pp, dp", SHAPES)
 @pytest.mark.parametrize("kind", SEEDS)
 def test_tokens(checkpoint, expected, kind, tp, pp, dp):
-    """Alone, all at once, and with prompts in chunks beside sequences that decode."""
+    """Alone, all at once, and with chunks of prompts, draws and an embedding beside sequences that decode."""
     with start(checkpoint(kind), tp * pp * dp, tp=tp, pp=pp, dp=dp, max_num_batched_tokens=48) as engine:
         wanted = expected(kind)
         alone = engine.generate({"alone": (wanted[0][0], greedy(COUNT))})["alone"]
         assert alone.tokens == wanted[0][1]
         requests = {str(i): (tokens, greedy(COUNT)) for i, (tokens, _) in enumerate(wanted)}
         others = {f"other-{i}": (prompt(1000 + i, 10 + i), greedy(20 + i)) for i in range(12)}
+        drawn = step.Sampling(max_tokens=30, temperature=0.9, top_p=0.9, seed=3, logprobs=2)
+        others |= {"drawn": (prompt(7), drawn), "pooled": (prompt(8), step.Sampling(max_tokens=1, pooling="mean"))}
         outputs = engine.generate(requests | others)
         assert [outputs[name].tokens for name in requests] == [tokens for _, tokens in wanted]
         assert engine.rest().chunks > 0

@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from phalanx.comm import threads
 from phalanx.rank import step
-from phalanx.rank.work.sampler import Sampler, gumbel
+from phalanx.rank.work.sampler import Sampler, gumbel, plainly_greedy, split_argmax
 
 VOCAB = 40
 
@@ -226,3 +227,30 @@ def test_a_row_keeps_nothing_of_the_sequence_before():
     x = logits(1)
     ids, explained = draw(s, x, [0])
     assert ids == x.argmax(-1).tolist() and explained is None
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_the_largest_of_logits_that_are_split(size):
+    """Ties go to the first, also over a border; a rank may have nothing but padding."""
+    width = -(-VOCAB // size) + 2
+    whole = torch.full((50, size * width), -math.inf)
+    whole[:, :VOCAB] = logits(50).round()  # many ties
+    want = whole.argmax(-1)
+    assert (whole == whole.amax(-1, keepdim=True)).sum() > 60
+
+    def one(comm):
+        shard = whole[:, comm.rank * width : (comm.rank + 1) * width]
+        return split_argmax(shard, comm), split_argmax(shard[:0], comm)
+
+    for ids, none in threads.run(one, size):
+        assert ids.dtype == torch.int64 and torch.equal(ids, want) and len(none) == 0
+
+
+def test_what_the_largest_logit_decides_alone():
+    greedy = dict(max_tokens=9, temperature=0.0, stop_token_ids=(1,), seed=3, top_k=4, top_p=0.5)
+    assert plainly_greedy(step.Sampling(**greedy)) and plainly_greedy(step.Sampling(**greedy | {"temperature": 1e-6}))
+    for more in (
+        {"temperature": 0.1}, {"logprobs": 0}, {"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1}, {"frequency_penalty": -0.1},
+    ):  # fmt: skip
+        assert not plainly_greedy(step.Sampling(**greedy | more)), more

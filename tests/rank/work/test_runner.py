@@ -1,0 +1,43 @@
+"""What the ranks of a tensor group have to know alike, as they choose their collectives by it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from phalanx.rank import step
+from phalanx.rank.work.pool import Pool
+from phalanx.rank.work.runner import Runner
+
+
+class Samples:
+    """Stands for the sampler, which one rank has use for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def enter(self, new):
+        self.calls.append(new.row)
+
+    def leave(self, row):
+        self.calls.append(-row)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
+    """A step with embeddings is no graph's; a rank that replayed one would add up other shapes than the others."""
+    runner = Runner.__new__(Runner)
+    runner.mesh = SimpleNamespace(last=True, tensor=SimpleNamespace(rank=rank, size=2))
+    runner.sampler = Samples()
+    runner._pool = Pool(SimpleNamespace(rope=SimpleNamespace(table=torch.zeros(1)), hidden_size=3))
+    runner._greedy = np.zeros(4, bool)
+    kinds = [dict(temperature=0.0), dict(), dict(temperature=0.0, pooling="mean")]
+    new = [
+        step.NewSequence(row, step.pack_u32([5]), 1, 0, b"", step.Sampling(max_tokens=1, **kind))
+        for row, kind in enumerate(kinds, 1)
+    ]
+    runner._enter(step.Plan(step=0, new=new))
+    assert runner._greedy.tolist() == [False, True, False, True] and not runner._pool.empty
+    runner._enter(step.Plan(step=1, freed=step.pack_u16([3])))
+    assert runner._pool.empty
+    assert runner.sampler.calls == ([] if rank else [1, 2, 3, -3])
