@@ -1,14 +1,18 @@
 """Which groups map each other's memory, with a runtime of no GPU; and the sum with the norm, whatever carries it."""
 
 import ctypes
+import logging
 import threading
 
 import msgspec
 import pytest
 import torch
-from phalanx.comm import oneshot, threads
+from phalanx.comm import nccl, oneshot, threads
+from phalanx.comm.watch import LocalWatch
 from phalanx.kernels import allreduce
 from phalanx.kernels.norm import add_rms_norm_reference
+from phalanx.rank.__main__ import Rank
+from phalanx.rank.options import Job, Options
 
 SIZE = 1 << 12
 
@@ -187,3 +191,21 @@ def test_what_the_kernels_take():
     assert allreduce.suits_norm(x, 2) and not allreduce.suits_norm(x, 4) and allreduce.suits_norm(x[:32], 4)
     assert not allreduce.suits(torch.empty(513, 8192, dtype=torch.bfloat16), 2)
     assert not allreduce.suits(x[:1].long(), 2)
+
+
+@pytest.mark.parametrize("why", ["", "rank 1 of the group is on another host"])
+def test_the_log_says_why_nccl_does_it_all(monkeypatch, caplog, why):
+    class Group:
+        def __init__(self, host):
+            self.rank, self.size, self.why = host.rank, host.size, why
+
+    monkeypatch.setattr(nccl, "NcclComm", lambda host: host)
+    monkeypatch.setattr(oneshot, "OneShotComm", Group)
+
+    def one(comm):
+        rank = Rank(Job(options=Options(tp=2)), comm, ["here"] * 2, LocalWatch(comm.rank))
+        assert rank._mesh(torch.device("cuda"))[1].tensor.size == 2
+
+    with caplog.at_level(logging.INFO, "phalanx"):
+        threads.run(one, 2)
+    assert caplog.messages == ([f"all-reduces go over NCCL alone: {why}"] if why else [])
