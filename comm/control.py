@@ -14,7 +14,7 @@ from .threads import ThreadComm
 
 HEAD = 4000  # bytes of a broadcast that go at once; shared memory's eager limit is 4096 with its header
 _LENGTH = 4
-_RING = 4  # broadcasts under way at once: one runs, one is planned, and room for a slow follower
+_RING = 8  # broadcasts under way at once: the stages', one that is planned, and room for a slow follower
 SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # between looks for a plan while the job is busy, seconds
 QUIET_AFTER = 0.05  # a follower without a plan for this long waits for a wake-up instead of looking
 WAKE_AFTER = 0.02  # the lead wakes the followers when its last plan is older; well below QUIET_AFTER

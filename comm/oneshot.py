@@ -107,15 +107,15 @@ def map_regions(host: Comm, runtime: Any, size: int) -> list[int]:
 
 def _offer(runtime: Any, size: int, rank: int) -> tuple[int, _Offer]:
     """A region of this rank, whose number is written at its beginning, and what the others have to know of it."""
-    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    mine, offer = 0, _Offer(kernel, "", b"", "")
+    mine, offer = 0, _Offer("", "", b"", "")
     try:
+        offer.kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         offer.bus = runtime.deviceGetPCIBusId(runtime.getDevice())
         mine = runtime.malloc(size)
         runtime.memset(mine, rank + 1, MARK)
         runtime.deviceSynchronize()
         offer.handle = runtime.ipcGetMemHandle(mine)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         offer.why = str(error)
     return mine, offer
 

@@ -46,6 +46,7 @@ class LocalWatch:
         self.rank = rank
         self.entered = 0  # number of the newest step that this rank has begun to execute
         self.finished = 0
+        self.settle: Callable[[], None] | None = None  # brings `finished` up to date before it is told
         self.on_failure: Failure | None = None
         self.abort: Callable[[int], None] | None = None  # hands the code to a launcher that takes it in no other way
         self._stopping = False
@@ -248,6 +249,9 @@ class Watch(LocalWatch):
                 continue
             late = now - due  # this process itself was stopped: nobody's silence can be judged from it
             due = now + self._period
+            if self.settle is not None:
+                with contextlib.suppress(RuntimeError):  # the device has failed: whoever waits for it says so
+                    self.settle()
             self._send_all(_ALIVE)
             if late > self._timeout / 2:
                 for peer in self._peers.values():
@@ -310,7 +314,7 @@ class Watch(LocalWatch):
             self._give_up(
                 f"step {newest} was not finished in {self._timeout:g} s; behind: "
                 f"{', '.join(self._name(r) for r in behind)}. If the step is only slow, raise --timeout or lower "
-                "--max-num-batched-tokens",
+                "--max-num-batched-tokens and --max-num-seqs",
                 exits.RANK_STUCK,
             )
 

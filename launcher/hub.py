@@ -20,7 +20,8 @@ from .process import say
 
 # What serving needs; some models come with the same weights once more, in other formats.
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
-UNWANTED = ["consolidated*", "*/*"]
+# Folders hold them once more, or for other programs; but 1_Pooling/config.json tells how embeddings are made.
+UNWANTED = ["consolidated*", "*/tokenizer*", *("*/*." + kind for kind in ("safetensors", "model", "txt", "jinja"))]
 ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 

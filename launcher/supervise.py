@@ -233,7 +233,7 @@ class Supervisor:
     def _front_gone(self) -> None:
         assert self._front is not None
         code = self._front.wait()
-        if self._draining or self._stopping:
+        if self._draining or self._stopping or code == exits.OK:  # it drains by itself where --idle-exit says so
             return  # the ranks decide
         if self._ranks is None:
             self._code = exits.RANK_FAILED

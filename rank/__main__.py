@@ -44,6 +44,7 @@ BLOCK_SIZE = 16
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step
 # A CPU's steps must stay short, for the streams that run beside and for --timeout: about ten seconds of a slow one.
 CPU_STEP = 1e12  # additions and multiplications of a rank
+FEW = 4  # tokens that a step may have whatever the weights
 
 
 class Rank:
@@ -65,20 +66,22 @@ class Rank:
         options = self.options
         fingerprint.check(self.world, self.hosts, Path(options.model), options.load_format != "dummy")
         device = self._device()
+        room = cache.free_memory(device, self._here)
+        self.world.barrier()  # nobody takes memory before all have looked
         replicas, grid = self._mesh(device)
         self.watch.divide(replicas)
-        model = self._load(grid, device)
+        model = self._load(grid, device, room)
         block_size = options.block_size or BLOCK_SIZE
-        sampler = Sampler(options.max_num_seqs, model.vocab_size, device)
-        budget = options.max_num_batched_tokens or self._token_budget(model, device)
+        budget, seats = self._token_budget(model, device)
+        sampler = Sampler(seats, model.vocab_size, device)
         peak = 0
         if device.type == "cuda" and not options.mem:
-            peak = step_memory(model, grid, sampler, budget, options.max_num_seqs, block_size)
+            peak = step_memory(model, grid, sampler, budget, seats, block_size)
             self._say(f"a step of {budget} tokens takes {peak / cache.MIB:.0f} MiB beside weights and cache")
-        blocks, max_model_len = self._size_cache(model, block_size, device, peak)
+        blocks, max_model_len = self._size_cache(model, seats, block_size, device, peak)
         spec = model.kv_spec
         caches = cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)
-        rows = Rows(options.max_num_seqs, max_model_len, block_size)
+        rows = Rows(seats, max_model_len, block_size)
         runner = Runner(model, grid, rows, sampler, caches, self.watch)
         lines = self._open_lines(replicas)
         self.world.barrier()
@@ -89,17 +92,21 @@ class Rank:
         else:
             pools = [Blocks(blocks, block_size, options.prefix_cache) for _ in lines]
             teams: list[Ranks] = [Team(lines[0][0], runner), *(FarTeam(*line) for line in lines[1:])]
-            schedulers = [Scheduler(pool, options.max_num_seqs, budget, max_model_len, grid.stages) for pool in pools]
+            schedulers = [Scheduler(pool, seats, budget, max_model_len, grid.stages) for pool in pools]
             code = self.lead([Replica(*pair) for pair in zip(schedulers, teams, strict=True)], model)
         self.watch.stop()
         return code
 
-    def _load(self, grid: mesh.Mesh, device: torch.device) -> Model:
+    @property
+    def _here(self) -> int:
+        """How many ranks share this host."""
+        return self.hosts.count(self.hosts[self.world.rank])
+
+    def _load(self, grid: mesh.Mesh, device: torch.device, room: int) -> Model:
         options = self.options
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
-        here = self.hosts.count(self.hosts[self.world.rank])
         model = load_model(
             directory,
             grid,
@@ -109,7 +116,7 @@ class Rank:
             options.load_format,
             options.load,
             self._progress("loading weights"),
-            cache.free_memory(device, here),
+            room,
         )
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model
@@ -132,7 +139,7 @@ class Rank:
                 vocab_size=model.vocab_size,
                 kv_tokens=one.blocks.count * one.blocks.size * len(replicas),
                 block_size=one.blocks.size,
-                max_num_seqs=self.options.max_num_seqs * len(replicas),
+                max_num_seqs=one.max_num_seqs * len(replicas),
                 ranks=self.world.size,
                 pids=self._pids,
                 hosts=self.hosts,
@@ -142,13 +149,18 @@ class Rank:
         self.link.close()
         return code
 
-    def _token_budget(self, model: Model, device: torch.device) -> int:
-        budget = TOKEN_BUDGET[device.type]
-        if device.type == "cpu":
-            weights = model.weight_bytes / model.dtype.itemsize
-            slowest = torch.tensor([min(budget, int(CPU_STEP / (2 * weights)))])
-            budget = max(1, int(self.world.all_gather(slowest).min()))
-        return budget
+    def _token_budget(self, model: Model, device: torch.device) -> tuple[int, int]:
+        """How many tokens a step computes, and how many sequences run at once."""
+        options = self.options
+        budget = options.max_num_batched_tokens or TOKEN_BUDGET[device.type]
+        if device.type != "cpu" or options.max_num_batched_tokens:
+            return budget, options.max_num_seqs
+        weights = model.weight_bytes / model.dtype.itemsize
+        longest = torch.tensor([min(budget, int(CPU_STEP / (2 * weights)))])
+        budget = max(FEW, int(self.world.all_gather(longest).min()))
+        if budget < options.max_num_seqs:
+            self._say(f"at most {budget} sequences run at once on each copy, so that a step of these weights is short")
+        return budget, min(budget, options.max_num_seqs)
 
     def _device(self) -> torch.device:
         """What the launcher chose, as this process sees it: a rank that was given one GPU has it as number 0."""
@@ -203,17 +215,18 @@ class Rank:
             self.link.fail("the job was stopped", exits.STOPPED)
         self.watch.end(exits.STOPPED)
 
-    def _size_cache(self, model: Model, block_size: int, device: torch.device, peak: int) -> tuple[int, int]:
+    def _size_cache(
+        self, model: Model, seats: int, block_size: int, device: torch.device, peak: int
+    ) -> tuple[int, int]:
         """Blocks in the pool and the longest sequence, the same on all ranks; logged by rank 0.
 
         peak: what steps take beside weights and cache, where that is known.
         """
         options, spec = self.options, model.kv_spec
         block_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * block_size * model.dtype.itemsize
-        here = self.hosts.count(self.hosts[self.world.rank])
         fraction = options.kv_fraction or cache.FRACTION[device.type]
-        memory = options.mem * cache.MIB or int(fraction * max(0, cache.free_memory(device, here) - peak))
-        wanted = options.max_num_seqs * -(-model.max_model_len // block_size)
+        memory = options.mem * cache.MIB or int(fraction * max(0, cache.free_memory(device, self._here) - peak))
+        wanted = seats * -(-model.max_model_len // block_size)
         if options.mem:
             wanted = memory // block_bytes
         blocks = cache.num_blocks(self.world, block_bytes, wanted, memory)
@@ -302,6 +315,7 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
         if job.over:
             mpi.leave()
             return exits.OK
+        alarm.cancel()  # from here on the watch sees who is missing
         watch = Watch(world, hosts, job.options.timeout)
         watch.abort = mpi.abort if job.abort else None
     except exits.Stop as stop:
@@ -309,8 +323,9 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
             print(f"phalanx: {stop}", file=sys.stderr, flush=True)
         else:
             time.sleep(1)  # another rank speaks; mpirun would end it with this one
+        if job.abort:
+            mpi.abort(stop.code)
         os._exit(stop.code)
-    alarm.cancel()  # from here on the watch sees who is missing
     try:
         code = make(job, world, hosts, watch).run()
     except BaseException as error:

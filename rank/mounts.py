@@ -7,7 +7,7 @@ from pathlib import Path
 MOUNTS = Path("/proc/self/mountinfo")
 NETWORK = (
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "pvfs2", "orangefs", "afs", "cifs", "smb3",
-    "9p", "virtiofs", "glusterfs", "ocfs2", "gfs2",
+    "9p", "virtiofs", "glusterfs", "ocfs2", "gfs2", "dvs",
 )  # fmt: skip
 # File systems of user processes are remote ones, but for these.
 LOCAL_FUSE = ("fuse.squashfuse", "fuse.squashfuse_ll", "fuse.fuse-overlayfs", "fuse.ntfs-3g", "fuse.bindfs")

@@ -43,10 +43,7 @@ async def embed(sessions: Sessions, request: EmbeddingRequest) -> Embedded:
                 vectors[delta.id] = delta.embedding
     finally:
         stream.abort()
-    data = [
-        {"object": "embedding", "index": i, "embedding": _written(vectors[one.id], request)}
-        for i, one in enumerate(requests)
-    ]
+    data = await sessions.in_pool(_data, [vectors[one.id] for one in requests], request)
     used = sum(map(len, prompts))
     body = {
         "object": "list",
@@ -55,6 +52,10 @@ async def embed(sessions: Sessions, request: EmbeddingRequest) -> Embedded:
         "usage": {"prompt_tokens": used, "total_tokens": used},
     }
     return Embedded(f"embd-{uuid.uuid4().hex[:24]}", used, body)
+
+
+def _data(vectors: list[bytes], request: EmbeddingRequest) -> list[dict[str, Any]]:
+    return [{"object": "embedding", "index": i, "embedding": _written(v, request)} for i, v in enumerate(vectors)]
 
 
 def _written(vector: bytes, request: EmbeddingRequest) -> list[float] | str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,9 +30,11 @@ class JobFile(msgspec.Struct):
 
 
 def directory(environ: os._Environ[str] | dict[str, str] = os.environ) -> Path:
-    """$XDG_STATE_HOME/phalanx/jobs, by default under ~/.local/state."""
-    state = environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "phalanx" / "jobs"
+    """$XDG_STATE_HOME/phalanx/jobs, by default under ~/.local/state; of a user without a home, in /tmp."""
+    state, home = environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")
+    if not os.path.isabs(state):
+        state = f"{home}/.local/state" if os.path.isabs(home) else f"{tempfile.gettempdir()}/{os.getuid()}"
+    return Path(state) / "phalanx" / "jobs"
 
 
 def start_of(pid: int) -> int:

@@ -257,9 +257,13 @@ class Sessions:
         self._admit(1, ready.max_num_seqs)
         self._tokenising += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+            return await self.in_pool(function, *args)
         finally:
             self._tokenising -= 1
+
+    async def in_pool(self, function, *args):
+        """Call a function that takes long where the streams of others do not feel it."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     # In the pool's threads.
 

@@ -63,6 +63,7 @@ class Scheduler:
     def __init__(self, blocks: Blocks, max_num_seqs: int, token_budget: int, max_model_len: int, stages: int = 1):
         self.blocks = blocks
         self.stages = stages
+        self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.token_budget = token_budget
         self.counters = Counters()

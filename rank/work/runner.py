@@ -113,6 +113,7 @@ class Runner:
         self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
         self._pool = Pool(model)
         self._greedy = np.zeros(len(rows.length), bool)  # rows whose next token the largest logit decides alone
+        self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
         self._graphs: Graphs | None = None
         self._queue: queue.SimpleQueue[tuple[step.Plan, Result] | None] = queue.SimpleQueue()
@@ -138,14 +139,29 @@ class Runner:
                 plan, result = item
                 self.watch.entered = plan.step
                 result.set(self._execute(plan))
-                self.watch.finished = plan.step
+                self._finished(plan.step)
             self._receive_ids(len(self._awaited))
             if self._graphs is not None:
                 self._graphs.close()
         except BaseException as error:
             self.watch.fail(error)
 
+    def _finished(self, number: int) -> None:
+        """The step has been computed or, on a GPU, launched: there the watch asks for its end."""
+        if self.device.type == "cpu":
+            self.watch.finished = number
+        else:
+            event = torch.cuda.Event()
+            event.record()
+            self._launched.append((number, event))
+
+    def _settle(self) -> None:
+        """In the watch's thread: which steps the device has finished. A collective that hangs is seen only so."""
+        while self._launched and self._launched[0][1].query():
+            self.watch.finished, _ = self._launched.popleft()
+
     def _enter_device(self) -> None:
+        self.watch.settle = self._settle
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize()  # what the main thread left on its stream: weights, the cache
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-RING = 4  # pinned buffers: more than steps are ever under way
+RING = 8  # pinned buffers: with more steps under way, as from eight stages on, the oldest copy is waited for
 ALIGN = 16
 
 

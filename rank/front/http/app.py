@@ -17,7 +17,7 @@ import tornado.web
 from ..config import FrontConfig
 from ..errors import ApiError
 from ..session import Sessions
-from .metrics import Metrics
+from .metrics import ENDPOINTS, Metrics
 
 log = logging.getLogger(__name__)
 MAX_BODY = 64 << 20
@@ -95,7 +95,8 @@ class Handler(tornado.web.RequestHandler):
     def _other_error(self, status: int, error: BaseException | None) -> ApiError:
         path, method = self.request.path, self.request.method
         if status == 404:
-            return ApiError(404, f"there is nothing at {path}; the endpoints are {', '.join(PATHS)}", code="not_found")
+            known = ", ".join(ENDPOINTS)
+            return ApiError(404, f"there is nothing at {path}; the endpoints are {known}", code="not_found")
         if status == 405:
             allowed = " or ".join(name for name in ("GET", "POST") if _implements(type(self), name))
             self.set_header("Allow", f"{allowed}, OPTIONS")
@@ -152,9 +153,6 @@ class BodyHandler(Handler):
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request's body is larger than the limit of {MAX_BODY >> 20} MiB", code="too_large")
-
-
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics")
 
 
 def make_app(state: State) -> tornado.web.Application:

@@ -6,15 +6,18 @@ JSON, then the tensors, whose `data_offsets` count from the header's end.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,15 +108,21 @@ class Checkpoint:
 
 
 def _fetch(mapped: mmap.mmap, start: int, stop: int) -> None:
-    """Get bytes into memory before they are touched, where an error would end the process without a word."""
+    """Get bytes into memory before they are touched, where an error would end the process without a word.
+
+    Whole rows: what a matrix that is cut by columns has between a rank's parts is read over, not skipped.
+    """
     begin = start // mmap.PAGESIZE * mmap.PAGESIZE
     if stop > len(mapped):  # it became shorter after its header was read
         raise OSError(errno.EFAULT, "")
-    try:
-        mapped.madvise(POPULATE_READ, begin, stop - begin)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # an older kernel
-            raise
+    # Through ctypes, which lets the watchdog's thread run meanwhile: mmap's own call keeps the interpreter's lock, for
+    # minutes where a disk is slow.
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = np.frombuffer(mapped, np.uint8).ctypes.data + begin
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(stop - begin), POPULATE_READ):
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # an older kernel
+            raise OSError(number, os.strerror(number))
 
 
 def _why(error: OSError) -> str:
