@@ -1,9 +1,10 @@
 """Every kernel beside its torch reference, its best library equal and the least time its bytes or its arithmetic take.
 
-    python benchmarks/ops.py [--only attention] [--json FILE]
+    python benchmarks/ops.py [--only attention] [--shapes 70b-tp4] [--json FILE]
 
-Shapes are Llama-3.1-8B's in bf16. Each call is timed in a CUDA graph that rotates over copies of its inputs which do
-not fit in the cache together, so that weights and keys come from memory as they do in a model.
+Shapes are Llama-3.1-8B's in bf16; --shapes takes those of a rank of a tensor group. Each call is timed in a CUDA graph
+that rotates over copies of its inputs which do not fit in the cache together, so that weights and keys come from memory
+as they do in a model.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ BF16 = torch.bfloat16
 SCORES = Scores(128**-0.5)
 
 Call = Callable[[], Any]
+# Outputs and inputs of qkv, o, gate_up, down and the head, of one rank.
+SHAPES = {
+    "8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
+    "8b-tp2": ((3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168), (64128, 4096)),
+    "70b-tp4": ((2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168), (32064, 8192)),
+}
 
 
 def measure(calls: list[Call], repeats: int = 20) -> float:
@@ -127,8 +134,8 @@ def ropes(table: Table, rows: int) -> None:
     )  # fmt: skip
 
 
-def products(table: Table) -> None:
-    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
+def products(table: Table, shapes: str) -> None:
+    for outputs, inputs in SHAPES[shapes]:
         weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
         for rows in (1, 2, 4, 8, 16, 64):
             product(table, randn(rows, inputs), weights)
@@ -241,13 +248,18 @@ def plans(table: Table) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operations whose name contains this")
+    parser.add_argument("--shapes", choices=SHAPES, default="8b", help="others than 8b: the products alone")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     torch.manual_seed(0)
     table = Table(asked.only)
     with torch.no_grad():
-        for part in (small, products, attentions, plans):
-            part(table)
+        if asked.shapes == "8b":
+            small(table)
+        products(table, asked.shapes)
+        if asked.shapes == "8b":
+            attentions(table)
+            plans(table)
     if asked.json:
         about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
         with open(asked.json, "a") as file:
