@@ -59,6 +59,7 @@ def test_a_file_of_requests(checkpoint, tmp_path):
         assert f"phalanx: {tmp_path}/out.jsonl has every answer already: nothing to do\n" == job.output
 
 
+@pytest.mark.long
 def test_under_a_users_own_mpirun(checkpoint, tmp_path):
     """No supervisor: the ranks end with the job's code."""
     names = requests(tmp_path / "in.jsonl", 240, 60)

@@ -27,7 +27,7 @@ def victim(server: Server, kind: str) -> int:
 CODES = {"follower": 137, "lead": 137, "front": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize("when", ["idle", "load", "loading"])
+@pytest.mark.parametrize("when", [pytest.param("idle", marks=pytest.mark.long), "load", "loading"])
 @pytest.mark.parametrize("kind", CODES)
 def test_sigkill(checkpoint, kind, when):
     """SIGKILL one process; the job ends with the documented code, its clients get an error, nothing is left."""
@@ -49,6 +49,7 @@ def test_sigkill(checkpoint, kind, when):
         assert when != "loading" or "Phalanx is ready" not in server.output
 
 
+@pytest.mark.long
 def test_a_stopped_follower_is_named_to_the_client(checkpoint):
     with Server(checkpoint, *ARGUMENTS) as server:
         stream = Stream(server)

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from .checkpoints import make_checkpoint
+from .processes import wait
 from .rank.reference import Reference
 from .server import Server
 
@@ -46,6 +47,7 @@ def test_what_a_newcomer_sees(server):
     assert len(server.ranks) == 2
     assert "loading" in server.lines[0]
     assert f"Phalanx is ready: {server.url}/v1" in server.output
+    wait(lambda: "curl" not in server.output, 10)  # the line after
     assert f"curl {server.url}/v1/chat/completions" in server.output
     assert server.url.startswith("http://127.0.0.1:")
 

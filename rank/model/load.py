@@ -47,9 +47,9 @@ def load(
     """This rank's part of the model at `path`. Collective over the mesh's world.
 
     dtype: auto, f32, bf16 or f16. max_model_len: 0 for as long as the model can. load_format: auto, or dummy for
-    random weights, which needs config.json alone. way: direct, each rank reads the rows of its own slices; striped, each byte is
-    read by one rank and sent to those that need it; auto chooses. progress gets this rank's bytes or, striped, the
-    job's. room: bytes that the weights may take. Raises Stop in words for the user.
+    random weights, which needs config.json alone. way: direct, each rank reads the rows of its own slices; striped,
+    each byte is read by one rank and sent to those that need it; auto chooses. progress gets this rank's bytes or,
+    striped, the job's. room: bytes that the weights may take. Raises Stop in words for the user.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)

@@ -10,7 +10,7 @@ def test_threads(size):
     threads.run(lambda comm: battery.all_of_it(comm, control.ThreadControl(comm)), size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_mpi(size):
     done = run_ranks(size, battery.__file__, str(size))
     assert done.returncode == 0, done.stderr

@@ -51,6 +51,7 @@ def test_two_ranks_of_its_own(tmp_path):
     assert str(tmp_path / "phalanx/cpu-speed.json") in found["cpu"][0]["text"]
 
 
+@pytest.mark.long
 def test_a_users_own_ranks(tmp_path):
     script = tmp_path / "doctor.py"
     script.write_text("import sys; from phalanx.launcher import cli; sys.exit(cli.main(['doctor', *sys.argv[1:]]))")
@@ -122,6 +123,7 @@ def test_no_mpi(monkeypatch, report):
     )
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_meet(tmp_path):
     """One rank never joins: rank 0 says so when the time is up, and nothing hangs."""
     script = tmp_path / "doctor.py"

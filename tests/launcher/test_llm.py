@@ -170,10 +170,10 @@ print(model._host._directory, model._host._process.pid, *model._host._link.ready
     ("then", "number", "code"),
     [
         ("pass", None, 0),
-        ("raise SystemExit(3)", None, 3),
+        pytest.param("raise SystemExit(3)", None, 3, marks=pytest.mark.long),
         ("time.sleep(60)", signal.SIGKILL, -9),
-        ("time.sleep(60)", signal.SIGTERM, -15),
-        ("time.sleep(60)", signal.SIGINT, -2),
+        pytest.param("time.sleep(60)", signal.SIGTERM, -15, marks=pytest.mark.long),
+        pytest.param("time.sleep(60)", signal.SIGINT, -2, marks=pytest.mark.long),
         ("while True: model.generate([5, 6], SamplingParams(max_tokens=100, ignore_eos=True))", signal.SIGINT, -2),
     ],
     ids=["falls-off", "exits", "killed", "terminated", "ctrl-c", "ctrl-c-in-generate"],

@@ -169,6 +169,7 @@ def test_a_missing_shard(copy):
     )
 
 
+@pytest.mark.long
 def test_striped_ranks_answer_as_direct_ones(checkpoint):
     requests = {"a": ([5, 6, 7], greedy(20)), "b": ([100] * 30, greedy(20))}
     tokens = []
@@ -179,6 +180,7 @@ def test_striped_ranks_answer_as_direct_ones(checkpoint):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.long
 def test_a_staged_model_is_loaded_from_the_node(checkpoint, tmp_path):
     request = {"a": ([5, 6, 7], greedy(20))}
     with Engine(checkpoint, 2, stage=str(tmp_path / "scratch")) as engine:

@@ -225,7 +225,7 @@ def test_no_such_path(server):
         404,
         None,
         "there is nothing at /v2/chat; the endpoints are "
-        "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics",
+        "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics",
         "not_found",
     )
 
