@@ -27,7 +27,9 @@ def victim(server: Server, kind: str) -> int:
 CODES = {"follower": 137, "lead": 137, "front": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize("when", [pytest.param("idle", marks=pytest.mark.long), "load", "loading"])
+@pytest.mark.parametrize(
+    "when", ["load", pytest.param("idle", marks=pytest.mark.long), pytest.param("loading", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("kind", CODES)
 def test_sigkill(checkpoint, kind, when):
     """SIGKILL one process; the job ends with the documented code, its clients get an error, nothing is left."""
@@ -60,7 +62,9 @@ def test_a_stopped_follower_is_named_to_the_client(checkpoint):
         assert not server.left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)]
+)
 def test_the_first_signal_drains(checkpoint, number):
     with Server(checkpoint, *ARGUMENTS) as server:
         stream = Stream(server, 1000)
@@ -122,8 +126,9 @@ def test_under_a_users_own_mpirun(checkpoint):
     """The same program; no supervisor, so rank 0 starts the front. SIGUSR1 to mpirun drains."""
     from .ranks import mpirun
 
-    command = (mpirun(), "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
-    with Server(checkpoint, "--device", "cpu", "--mem", "64", command=command) as server:
+    command = (mpirun(), "-np", "2", "--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
+    devices = ("--d", "0,1,2,3,4,5,6,7", "--device", "cpu")  # a list for the largest node, of which less is used
+    with Server(*devices, "--w", str(checkpoint), "--mem", "64", command=command) as server:
         stream = Stream(server, 200)
         server.process.send_signal(signal.SIGUSR1)
         assert stream.rest().rstrip().endswith("[DONE]")

@@ -18,7 +18,7 @@ watch.end(3)
 """
 
 
-@pytest.mark.parametrize(("how", "seconds"), [("pass", 0), ("time.sleep(60)", 2)])
+@pytest.mark.parametrize(("how", "seconds"), [("pass", 0), pytest.param("time.sleep(60)", 2, marks=pytest.mark.long)])
 def test_the_end_goes_through_abort(how, seconds):
     process = subprocess.Popen([sys.executable, "-c", END.format(how)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "abort 3\n"

@@ -78,16 +78,17 @@ def test_options_of_the_server(place, monkeypatch):
 
 
 def test_an_output_that_is_there(place, capsys):
+    argv = ("-i", "in.jsonl", "-o", "out.jsonl", "--load-format", "dummy")
     (place / "out.jsonl").write_text("my thesis\n")
-    assert refused("-i", "in.jsonl", "-o", "out.jsonl") == (
+    assert refused(*argv) == (
         f"{place}/out.jsonl is there already, and not of this input: remove it, or give --overwrite"
     )
     (place / "out.jsonl").write_text('{"custom_id": "a"}\n')
-    assert batch.main(["-i", "in.jsonl", "-o", "out.jsonl", "--load-format", "dummy"]) == 0
+    assert batch.main(argv) == 0
     assert capsys.readouterr().err == f"phalanx: {place}/out.jsonl has every answer already: nothing to do\n"
     (place / "out.jsonl").unlink()
     (place / "out.errors.jsonl").write_text("")
-    assert "out.errors.jsonl is there already" in refused("-i", "in.jsonl", "-o", "out.jsonl")
+    assert "out.errors.jsonl is there already" in refused(*argv)
 
 
 def test_the_configuration(place):

@@ -24,6 +24,7 @@ def by_name(report):
     return found
 
 
+@pytest.mark.long
 def test_two_ranks_of_its_own(tmp_path):
     started = time.monotonic()
     done = subprocess.run(

@@ -97,6 +97,7 @@ def test_a_job_without_its_model_ends_at_once(tmp_path):
         assert job.output.count("phalanx: model '/no/such/model': there is no such directory on ") == 1
 
 
+@pytest.mark.long
 def test_a_batch_job_that_is_done_ends_on_all_ranks(tmp_path):
     """Rank 0 alone sees that; with code 0, or a script would requeue it."""
     (tmp_path / "in.jsonl").write_text("")

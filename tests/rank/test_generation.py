@@ -13,7 +13,6 @@ from ..engine import Engine, greedy
 from .reference import Reference
 
 SEEDS = {"llama": 5, "qwen3": 3}  # checkpoints whose greedy text is varied and never close to a tie
-KINDS = [*SEEDS, pytest.param("built-in", marks=pytest.mark.long)]
 COUNT = 200
 THREADS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 MPI = [(2, 1), (3, 1), (1, 2), (2, 2)]
@@ -82,7 +81,10 @@ def check(engine: Engine, kind: str, prompts, expected, logits) -> None:
 
 
 @pytest.mark.parametrize("tp, pp", THREADS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", pytest.param("qwen3", marks=pytest.mark.long), pytest.param("built-in", marks=pytest.mark.long)],
+)
 def test_threads(checkpoint, prompts, expected, logits, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, threads=True, tp=tp, pp=pp) as engine:
         check(engine, kind, prompts, expected, logits)
@@ -113,7 +115,10 @@ def test_replicas(checkpoint, prompts, expected, logits, threads):
         check(engine, "llama", prompts, expected, logits)
 
 
-@pytest.mark.parametrize("tp, pp, dp", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize(
+    "tp, pp, dp",
+    [(2, 1, 1), pytest.param(1, 2, 1, marks=pytest.mark.long), pytest.param(1, 1, 2, marks=pytest.mark.long)],
+)
 def test_embeddings(checkpoint, reference, tp, pp, dp):
     """Equal to transformers' hidden states, whatever else runs, in chunks of 16 tokens, with a known beginning."""
     prompts = {f"{how} {i}": prompt(i, 20 + 15 * i) for i in range(3) for how in ("mean", "last")}
@@ -134,7 +139,7 @@ def test_embeddings(checkpoint, reference, tp, pp, dp):
         assert (torch.tensor(outputs[name].embedding) - want).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected, pp):
     """A budget of 16 for prompts of 60 tokens, and a pool that holds half of what the sequences come to need."""
     want = {str(i): expected("llama", i) for i in range(3)}

@@ -62,6 +62,7 @@ def differing(checkpoint, monkeypatch, what, **options) -> str:
     return refused(checkpoint, **options, program=(str(Path(__file__).parent / "differing.py"),))
 
 
+@pytest.mark.long
 def test_another_version_on_some_node(checkpoint, monkeypatch):
     from phalanx import __version__
 
@@ -148,6 +149,7 @@ def test_a_truncated_file(copy, way):
     )
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_under_one_rank(checkpoint, monkeypatch):
     """Stripes are dealt from the last rank on."""
     said = differing(checkpoint, monkeypatch, "disk", load="striped")
