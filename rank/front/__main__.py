@@ -167,6 +167,7 @@ def write_job_file(config: FrontConfig) -> None:
         model=config.names()[0],
         pid=os.getpid(),
         start=jobfile.start_of(os.getpid()),
+        pids=jobfile.namespace(),
         since=time.time(),
         key=config.api_key,
         batch=config.batch_job,

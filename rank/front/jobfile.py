@@ -23,6 +23,7 @@ class JobFile(msgspec.Struct):
     model: str  # the name that clients see
     pid: int  # of the front
     start: int = 0  # of that process, in clock ticks after the boot; a later process may have the same pid
+    pids: int = 0  # the namespace that counts it: a container has its own
     since: float = 0.0  # Unix time
     key: str = ""
     batch: str = ""  # the batch system's name for the job
@@ -46,6 +47,14 @@ def start_of(pid: int) -> int:
     return 0 if status[0] == "Z" else int(status[19])  # proc(5): field 22; those before the name are gone
 
 
+def namespace() -> int:
+    """Which processes this one's numbers are of."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def write(path: Path, job: JobFile) -> None:
     """At once and for this user only. Raises OSError where the directory cannot be written."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,7 +75,7 @@ def over(job: JobFile, host: str) -> bool:
     """Whether the job is certainly over, seen from `host`. Of another host's processes only the clock can tell."""
     if job.end and time.time() > job.end + 600:  # clocks differ, and a batch system grants a few minutes
         return True
-    return job.host == host and start_of(job.pid) != job.start
+    return job.host == host and job.pids == namespace() and start_of(job.pid) != job.start
 
 
 def running(place: Path, host: str) -> dict[str, JobFile]:

@@ -120,6 +120,7 @@ def leave(monkeypatch, tmp_path):
     def write(name, **given):
         pid = os.getpid()
         known = {"host": socket.gethostname(), "model": "tiny", "pid": pid, "start": jobfile.start_of(pid)}
+        known["pids"] = jobfile.namespace()
         path = jobfile.directory() / f"{name}.json"
         jobfile.write(path, JobFile(**{**known, **given}))
         return path

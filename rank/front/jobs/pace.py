@@ -30,6 +30,11 @@ class Pace:
         if longest > 1:
             self._steps.append((session.last_token - session.first_token) / (longest - 1))
 
+    def add_embedding(self, seconds: float) -> None:
+        """Learn from a request that generated nothing."""
+        self._lengths.append(0)
+        self._waits.append(seconds)
+
     def seconds(self, limit: int | None) -> float:
         """How long a request of at most `limit` tokens takes, rather too much than too little. 0: nothing is known."""
         if not self._waits:

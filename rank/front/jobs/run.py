@@ -235,7 +235,9 @@ class Batch:
 
     async def _ask(self, item: Item, request: Request) -> tuple[Entry, bytes]:
         if isinstance(request, EmbeddingRequest):
+            began = time.monotonic()
             done = await embed(self.sessions, request)
+            self._pace.add_embedding(time.monotonic() - began)
             return output.entry(item, ANSWERED, done.prompt_tokens), output.answer(item, done.id, done.body)
         async with opened(self.sessions, request) as session:
             assert self.sessions.text is not None

@@ -12,7 +12,8 @@ from phalanx.rank.front.jobfile import JobFile
 
 def mine(**changes) -> JobFile:
     pid = os.getpid()
-    given = {"url": "http://127.0.0.1:2000", "host": "here", "model": "m", "pid": pid, "start": jobfile.start_of(pid)}
+    given = {"url": "http://127.0.0.1:2000", "host": "here", "model": "m", "pid": pid}
+    given |= {"start": jobfile.start_of(pid), "pids": jobfile.namespace()}
     return JobFile(**{**given, **changes})
 
 
@@ -47,6 +48,7 @@ def test_what_a_killed_job_left_is_cleaned(tmp_path):
         "running": mine(pid=child.pid, start=start, since=5.0),
         "older": mine(since=4.0),
         "other-process": mine(start=1),  # the pid is in use again
+        "in-a-container": mine(pids=1, start=1, since=5.5),  # its processes have other numbers
         "elsewhere": mine(host="there", pid=1, start=1, since=6.0),  # nobody here can tell
         "out-of-time": mine(host="there", end=time.time() - 3600),
         "in-time": mine(host="there", end=time.time() + 3600, since=7.0),
@@ -54,9 +56,15 @@ def test_what_a_killed_job_left_is_cleaned(tmp_path):
     for name, job in files.items():
         jobfile.write(tmp_path / f"{name}.json", job)
     (tmp_path / "damaged.json").write_text('{"url": ')
-    assert list(jobfile.running(tmp_path, "here")) == ["older", "running", "elsewhere", "in-time"]
+    assert list(jobfile.running(tmp_path, "here")) == ["older", "running", "in-a-container", "elsewhere", "in-time"]
     assert not (tmp_path / "other-process.json").exists() and not (tmp_path / "out-of-time.json").exists()
     child.communicate(b"\n")
     assert jobfile.start_of(child.pid) == 0
-    assert list(jobfile.running(tmp_path, "here")) == ["older", "elsewhere", "in-time"]
+    assert list(jobfile.running(tmp_path, "here")) == ["older", "in-a-container", "elsewhere", "in-time"]
     assert jobfile.running(tmp_path / "none", "here") == {}
+
+
+def test_a_user_without_a_home(monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    place = jobfile.directory({})
+    assert place.is_absolute() and place.parts[-3:] == (str(os.getuid()), "phalanx", "jobs")
