@@ -104,6 +104,8 @@ def test_the_batch_script_requeues_itself_until_all_is_done(slurm, hosts, script
         print(log)
         assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), log
         starts, count = int(state["Restarts"]), count * 4
-    assert log.count("stopping, asked to by a signal: ") == log.count("going on after") == starts > 0
+    assert log.count("going on after") == starts > 0
+    warned = log.count("stopping, asked to by a signal: ")  # the last start too, where all else was answered by then
+    assert starts <= warned <= starts + 1
     assert sorted(answers(place / "out.jsonl")) == sorted(names)
     assert not hosts.left()
