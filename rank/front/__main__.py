@@ -77,7 +77,8 @@ class Front:
 
     async def run(self) -> int:
         """Serve until a signal or the job's end; returns the exit code."""
-        from .http.app import State, make_app, serve
+        from .http.app import make_app, serve
+        from .http.handler import State
         from .session import Sessions
 
         loop = asyncio.get_running_loop()

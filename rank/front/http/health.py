@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .app import Handler
+from .handler import Handler
 
 
 class Health(Handler):

@@ -14,7 +14,7 @@ from ..errors import ApiError
 from ..reply import ChatReply, Reply, TextReply
 from ..schema import ChatRequest, CompletionRequest, EmbeddingRequest, decode
 from ..session import Session
-from .app import BodyHandler, Handler
+from .handler import BodyHandler, Handler
 
 KEEP_ALIVE = b": keep-alive\n\n"
 

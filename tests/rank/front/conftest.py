@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 from phalanx.rank import step
 from phalanx.rank.front.config import FrontConfig
-from phalanx.rank.front.http.app import State, make_app, serve
+from phalanx.rank.front.http.app import make_app, serve
+from phalanx.rank.front.http.handler import State
 from phalanx.rank.front.link import LeadLink
 from phalanx.rank.front.session import Sessions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

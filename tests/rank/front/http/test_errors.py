@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from phalanx.rank.front.http import app
+from phalanx.rank.front.http import handler
 
 pytestmark = pytest.mark.timeout(30)
 USER = [{"role": "user", "content": "hi"}]
@@ -238,7 +238,7 @@ def test_wrong_method(server):
 
 
 def test_too_large(server, monkeypatch):
-    monkeypatch.setattr(app, "MAX_BODY", 1 << 20)
+    monkeypatch.setattr(handler, "MAX_BODY", 1 << 20)
     check(
         server.post("completions", prompt="x" * (2 << 20)),
         413,
@@ -246,7 +246,7 @@ def test_too_large(server, monkeypatch):
         "the request's body is larger than the limit of 1 MiB",
         "too_large",
     )
-    monkeypatch.setattr(app, "DISCARD_BODY", 1 << 20)
+    monkeypatch.setattr(handler, "DISCARD_BODY", 1 << 20)
     answer = server.request("POST", "/v1/completions", b"", {"Content-Length": str(2 << 20)})
     check(answer, 413, None, "the request's body is larger than the limit of 1 MiB", "too_large")
     assert server.post("completions", prompt="x").status == 200
