@@ -5,9 +5,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from phalanx.comm.watch import LocalWatch
 from phalanx.rank import step
-from phalanx.rank.__main__ import Rank
 from phalanx.rank.lead import progress
 from phalanx.rank.lead.progress import Progress
 from phalanx.rank.options import Job, Options
@@ -68,6 +66,10 @@ def test_what_is_done_at_once_shows_no_bar(monkeypatch):
 
 
 def test_only_rank_0_tells(clock, monkeypatch):
+    pytest.importorskip("torch")  # this file is run where there is none, too
+    from phalanx.comm.watch import LocalWatch
+    from phalanx.rank.__main__ import Rank
+
     shown = io.StringIO()
     monkeypatch.setattr(progress.sys, "stderr", shown)
     rank = Rank(Job(options=Options(), columns=70), None, ["here"], LocalWatch())
