@@ -26,12 +26,12 @@ from typing import Any
 
 import msgspec
 from phalanx.benchmarks import step as bench
-from phalanx.launcher import hosts, member, mpirun
+from phalanx.launcher import mpirun
 from phalanx.rank import __main__ as program
 from phalanx.rank import step
 from phalanx.rank.lead.replica import Replica
 from phalanx.rank.model.base import Model
-from phalanx.rank.options import JOB_ENV, Job, Options, decode_job, encode_job
+from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 ASK = "PHALANX_BENCH_OFFLINE"  # what to measure, as JSON, for the ranks
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
@@ -192,18 +192,7 @@ def start(options: Options, ask: Ask) -> int:
     return subprocess.run(command, env=environ).returncode
 
 
-def rank_main() -> int:
-    """A rank of the benchmark, on the device that the launcher would give it."""
-    job = decode_job(os.environ[JOB_ENV])
-    place = hosts.world(os.environ) or hosts.World(0, 1, 0, 1, "offline.py")
-    job = msgspec.structs.replace(job, device_index=member.device_index(job.options, place), rank=place.rank)
-    os.environ[JOB_ENV] = encode_job(job)
-    return program.main(OfflineRank)
-
-
 if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
-        code = rank_main()
-        sys.stdout.flush()
-        os._exit(code)
+        bench.become_rank(OfflineRank)
     main()

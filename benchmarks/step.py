@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -249,18 +249,18 @@ def main() -> None:
             file.writelines(json.dumps(about | line) + "\n" for line in lines)
 
 
-def rank_main() -> int:
-    """A rank of the benchmark, on the device that the launcher would give it."""
+def become_rank(make: type[program.Rank]) -> NoReturn:
+    """A rank of a benchmark, on the device that the launcher would give it."""
     job = decode_job(os.environ[JOB_ENV])
-    place = hosts.world(os.environ) or hosts.World(0, 1, 0, 1, "step.py")
+    place = hosts.world(os.environ) or hosts.World(0, 1, 0, 1, "benchmark")
     job = msgspec.structs.replace(job, device_index=member.device_index(job.options, place), rank=place.rank)
     os.environ[JOB_ENV] = encode_job(job)
-    return program.main(BenchRank)
+    code = program.main(make)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
-        code = rank_main()
-        sys.stdout.flush()
-        os._exit(code)
+        become_rank(BenchRank)
     main()
