@@ -116,10 +116,8 @@ def become(job: Job, place: World) -> NoReturn:
         options=without_key(job.options),
         rank=place.rank,
         local_rank=place.local_rank,
-        host=hosts.hostname(),
         front_socket=job.front_socket if place.rank == 0 else "",
         device_index=gpu,
-        cpus=share.cpus,
         bound=bound,
         abort=hosts.codes_by_abort(os.environ),
     )

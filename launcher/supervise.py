@@ -63,7 +63,6 @@ def plan(options: Options, link: str, columns: int = 0) -> Start:
         announced_size=1 if single else options.ranks,
         front_socket=link,
         columns=columns,
-        supervised=True,
     )
     environ = dict(os.environ) | {JOB_ENV: encode_job(job)}
     environ.pop(member.KEY_ENV, None)

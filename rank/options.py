@@ -275,15 +275,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0  # as announced by whatever started us; MPI's own word counts
     announced_size: int = 1  # to be compared with Get_size()
     local_rank: int = 0
-    host: str = ""
     front_socket: str = ""  # unix socket of the front; "" on all ranks but 0
     device_index: int = -1  # of the GPU on this node; -1: the CPU, or the local rank's
-    cpus: tuple[int, ...] = ()  # what this process is bound to
     bound: str = ""  # the same in words, for the log
     columns: int = 0  # of the terminal that rank 0's stderr ends on; 0: none
     abort: bool = False  # the launcher takes a failed rank's code from MPI_Abort only
     over: bool = False  # rank 0 has found nothing to do: all ranks end when they have met
-    supervised: bool = False  # the launcher outlives the ranks: it holds the port and the front
 
 
 JOB_ENV = "PHALANX_JOB"

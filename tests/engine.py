@@ -55,7 +55,7 @@ class Engine:
         listener.listen(1)
         options = {"max_num_seqs": 32, "mem": 64, "timeout": 20.0, "device": DEVICE, "dtype": "f32", **options}
         chosen = Options(model=str(model), ranks=ranks, multithread=threads, **options)
-        job = Job(options=chosen, announced_size=ranks, front_socket=path, host=socket.gethostname())
+        job = Job(options=chosen, announced_size=ranks, front_socket=path)
         command = [sys.executable, *program]
         if ranks > 1 and not threads:
             command = [mpirun(), "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", *command]
