@@ -11,6 +11,15 @@ from phalanx.rank import exits
 HOSTS = ["one", "two"]
 
 
+@pytest.fixture(autouse=True)
+def not_the_end(monkeypatch):
+    """A watch that gives up fails its test, and not the whole run of tests by ending the process."""
+    ends = []
+    monkeypatch.setattr(Watch, "end", lambda self, code: ends.append((self.rank, code)))
+    yield
+    assert not ends
+
+
 def test_a_rank_that_does_not_connect_is_named():
     def one(comm):
         if comm.rank == 0:
@@ -57,6 +66,7 @@ def test_a_stranger_is_turned_away_and_the_rank_let_in():
         comm.barrier()
         if watch:
             watch.stop()
+        comm.barrier()  # until then the connections are open: one that closes before the stop ends this process
 
     threads.run(one, 2)
 
@@ -130,6 +140,7 @@ def test_a_silent_stranger_does_not_keep_the_ranks_out():
         comm.barrier()
         if watch:
             watch.stop()
+        comm.barrier()  # until then the connections are open: one that closes before the stop ends this process
 
     start = time.monotonic()
     threads.run(one, 2)
