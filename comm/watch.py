@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -25,15 +24,12 @@ import time
 import traceback
 from collections.abc import Callable
 
-import psutil
-
 from ..rank import exits
 from .base import Comm
-from .control import broadcast_bytes
+from .meeting import meet
 
 _STATE = struct.Struct("<cIQQ")  # kind, length of a text that follows, step entered, step finished
 _ALIVE, _FAILED, _REFUSED, _BYE, _WAKE = b"a", b"f", b"r", b"b", b"w"  # refused: rank 0 is to say why
-_TOKEN = 16
 _ABORT_PATIENCE = 2.0  # seconds for MPI_Abort, which needs a launcher that listens
 
 Failure = Callable[[str, int], None]
@@ -110,85 +106,8 @@ class Watch(LocalWatch):
         self._period = min(0.5, timeout / 8)
         self._event = threading.Event()
         self._lock = threading.RLock()  # a signal handler may send while the thread that it interrupts does
-        self._peers: dict[int, _Peer] = {}
-        if self.rank == 0:
-            self._accept_all(world)
-        else:
-            self._connect(world)
+        self._peers = {rank: _Peer(line, self._name(rank)) for rank, line in meet(world, hosts, timeout).items()}
         threading.Thread(target=self._guard, name="watch", daemon=True).start()
-
-    # -- connecting
-
-    def _accept_all(self, world: Comm) -> None:
-        one_host = len(set(self._hosts)) == 1
-        listener = _listener(one_host, world.size)
-        token = secrets.token_bytes(_TOKEN)
-        addresses = ["127.0.0.1"] if one_host else _addresses()
-        text = ",".join([str(listener.getsockname()[1]), *addresses])
-        broadcast_bytes(world, token + text.encode())
-        deadline = time.monotonic() + self._timeout
-        strangers: dict[socket.socket, bytes] = {}  # connections that have not said their whole hello
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while len(self._peers) < world.size - 1:
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    self._miss(world.size, addresses)
-                for key, _ in ready:
-                    if key.fileobj is listener:
-                        connection, _ = listener.accept()
-                        connection.setblocking(False)
-                        strangers[connection] = b""
-                        selector.register(connection, selectors.EVENT_READ)
-                    elif self._hear(key.fileobj, strangers, token):  # type: ignore[arg-type]
-                        selector.unregister(key.fileobj)
-        for connection in strangers:
-            connection.close()
-        listener.close()
-
-    def _hear(self, connection: socket.socket, strangers: dict[socket.socket, bytes], token: bytes) -> bool:
-        """Take more of a hello; True once it is known whose it is: a rank's, or nobody's, who is hung up on."""
-        try:
-            data = connection.recv(_TOKEN + 4 - len(strangers[connection]))
-        except OSError:
-            data = b""
-        strangers[connection] += data
-        hello = strangers[connection]
-        if data and len(hello) < _TOKEN + 4:
-            return False
-        del strangers[connection]
-        rank = int.from_bytes(hello[_TOKEN:], "little")
-        if len(hello) == _TOKEN + 4 and secrets.compare_digest(hello[:_TOKEN], token) and rank < len(self._hosts):
-            self._peers[rank] = _Peer(connection, self._name(rank))
-        else:
-            connection.close()
-        return True
-
-    def _miss(self, size: int, addresses: list[str]) -> None:
-        names = ", ".join(self._name(r) for r in range(1, size) if r not in self._peers)
-        raise exits.Stop(
-            f"no watchdog connection from {names} within {self._timeout:g} s; the nodes must reach "
-            f"{socket.gethostname()} over TCP ({', '.join(addresses)})",
-            exits.RANK_STUCK,
-        )
-
-    def _connect(self, world: Comm) -> None:
-        data = broadcast_bytes(world)
-        port, *addresses = data[_TOKEN:].decode().split(",")
-        for address in addresses:
-            try:
-                connection = socket.create_connection((address, int(port)), timeout=min(5, self._timeout))
-                break
-            except OSError:
-                continue
-        else:
-            raise exits.Stop(
-                f"rank {self.rank} on {self._hosts[self.rank]} cannot reach rank 0 on {self._hosts[0]}: tried "
-                f"{', '.join(addresses)}, port {port}; the nodes need TCP between them",
-                exits.RANK_STUCK,
-            )
-        connection.sendall(data[:_TOKEN] + self.rank.to_bytes(4, "little"))
-        self._peers[0] = _Peer(connection, self._name(0))
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"
@@ -362,20 +281,3 @@ class _Stall:
             self._seen, self._since = seen, now
             return False
         return now - self._since > self._timeout
-
-
-def _listener(one_host: bool, backlog: int) -> socket.socket:
-    """On loopback if nobody comes from elsewhere, otherwise on every address of both families."""
-    if one_host:
-        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
-def _addresses() -> list[str]:
-    """This host's addresses, those that lead nowhere else left out; IPv4 first."""
-    every = [a for nic in psutil.net_if_addrs().values() for a in nic]
-    old = [a.address for a in every if a.family == socket.AF_INET and not a.address.startswith("127.")]
-    new = [a.address for a in every if a.family == socket.AF_INET6 and "%" not in a.address and a.address != "::1"]
-    return old + (new if socket.has_dualstack_ipv6() else [])
