@@ -34,7 +34,7 @@ class Control(Protocol):
 class Waker(Protocol):
     """How an idle rank sleeps and is woken; comm/watch.py has the one that crosses hosts."""
 
-    def wake(self) -> None: ...
+    def wake(self, ranks: range) -> None: ...
 
     def wait(self, seconds: float) -> bool: ...
 
@@ -63,9 +63,11 @@ class MpiControl:
     core, so it looks, sleeps, looks again, and after QUIET_AFTER waits to be woken.
     """
 
-    def __init__(self, world: Any, waker: Waker):
-        self._handle = world.handle.Dup()  # plans must not match any tensor's broadcast
+    def __init__(self, line: Any, waker: Waker, ranks: range):
+        """ranks: whom the line's plans are for, by their ranks in the world. Collective over line."""
+        self._handle = line.handle.Dup()  # plans must not match any tensor's broadcast
         self._waker = waker
+        self._ranks = ranks  # the others may sleep on
         self._buffers = [np.zeros(HEAD, np.uint8) for _ in range(_RING)]
         self._requests: list[list[Any]] = [[] for _ in range(_RING)]
         self._kept: list[Any] = [None] * _RING  # overflow bytes, alive until they are sent
@@ -82,7 +84,7 @@ class MpiControl:
         head[_LENGTH : _LENGTH + len(inline)] = np.frombuffer(inline, np.uint8)
         now = time.monotonic()
         if now - self._last > WAKE_AFTER:
-            self._waker.wake()
+            self._waker.wake(self._ranks)
         self._last = now
         self._requests[slot].append(self._handle.Ibcast(head, 0))
         if len(data) > len(inline):

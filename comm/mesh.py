@@ -56,11 +56,17 @@ def build(
     return Mesh(world, replica, (carry_tensor or carry)(tensor), carry(pipe), carry(feedback))
 
 
+def copies(size: int, replicas: int) -> list[range]:
+    """The world's ranks of each replica."""
+    each = size // replicas
+    return [range(i * each, (i + 1) * each) for i in range(replicas)]
+
+
 def lines(world: HostComm, replicas: int) -> list[HostComm]:
     """For each replica the group of rank 0 and the replica's ranks, in the world's order.
 
     Rank 0 is in all of them, other ranks in their own replica's; what they get for the others means nothing.
     Collective over world.
     """
-    size = world.size // replicas
-    return [world.split(int(world.rank == 0 or world.rank // size == i), world.rank) for i in range(replicas)]
+    ranks = copies(world.size, replicas)
+    return [world.split(int(world.rank == 0 or world.rank in own), world.rank) for own in ranks]

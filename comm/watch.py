@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..rank import exits
 from .base import Comm
@@ -48,14 +48,14 @@ class LocalWatch:
         self._stopping = False
         self._ending = threading.Lock()  # taken for good by whoever tells why the job ends
 
-    def wake(self) -> None: ...
+    def wake(self, ranks: range) -> None: ...
 
     def wait(self, seconds: float) -> bool:
         time.sleep(seconds)
         return False
 
-    def divide(self, replicas: int) -> None:
-        """The ranks execute steps in so many groups of neighbours, each at its own pace."""
+    def divide(self, groups: list[range]) -> None:
+        """These groups of ranks execute steps, each at its own pace."""
 
     def stop(self) -> None:
         """The job ends in order: connections that close are no failure from now on."""
@@ -114,13 +114,12 @@ class Watch(LocalWatch):
 
     # -- the main and step threads
 
-    def wake(self) -> None:
-        """Rank 0: get every other rank to look for a plan now."""
-        self._send_all(_WAKE)
+    def wake(self, ranks: range) -> None:
+        """Rank 0: get these ranks to look for a plan now."""
+        self._send(_WAKE, [peer for rank, peer in self._peers.items() if rank in ranks])
 
-    def divide(self, replicas: int) -> None:
-        size = len(self._hosts) // replicas
-        self._stalls = [_Stall(range(i * size, (i + 1) * size), self._timeout) for i in range(replicas)]
+    def divide(self, groups: list[range]) -> None:
+        self._stalls = [_Stall(ranks, self._timeout) for ranks in groups]
 
     def wait(self, seconds: float) -> bool:
         """Sleep for so long, or until woken: True then."""
@@ -143,10 +142,13 @@ class Watch(LocalWatch):
         time.sleep(0.2)  # rank 0 tells the clients; the process manager ends us all when we exit
 
     def _send_all(self, kind: bytes, text: bytes = b"", code: int = 0) -> None:
+        self._send(kind, self._peers.values(), text, code)
+
+    def _send(self, kind: bytes, peers: Iterable[_Peer], text: bytes = b"", code: int = 0) -> None:
         entered = code if kind in (_FAILED, _REFUSED) else self.entered
         message = _STATE.pack(kind, len(text), entered, self.finished) + text
         with self._lock:
-            for peer in self._peers.values():
+            for peer in peers:
                 with contextlib.suppress(OSError):  # a closed connection is judged where it is read
                     peer.connection.send(message, socket.MSG_DONTWAIT)
 

@@ -69,7 +69,7 @@ class Rank:
         room = cache.free_memory(device, self._here)
         self.world.barrier()  # nobody takes memory before all have looked
         replicas, grid = self._mesh(device)
-        self.watch.divide(replicas)
+        self.watch.divide(mesh.copies(self.world.size, replicas))
         model = self._load(grid, device, room)
         block_size = options.block_size or BLOCK_SIZE
         budget, seats = self._token_budget(model, device)
@@ -248,7 +248,8 @@ class Rank:
 
         self._pids = [int(p) for p in control.gather_bytes(self.world, str(os.getpid()).encode())]
         assert isinstance(self.watch, Watch)
-        return [(control.MpiControl(group, self.watch), MpiMail(group)) for group in groups]
+        lines = zip(groups, mesh.copies(self.world.size, replicas), strict=True)
+        return [(control.MpiControl(group, self.watch, ranks), MpiMail(group)) for group, ranks in lines]
 
     def _progress(self, phase: str) -> Callable[[int, int], None]:
         """Told of bytes done and all bytes; rank 0 tells others."""

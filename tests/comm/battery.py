@@ -65,6 +65,7 @@ def groups(comm) -> None:
         assert grid.last == (place < tp) and grid.first == (place >= size - tp)
         stages = grid.pipe.all_gather(torch.tensor([r]))[:, 0].tolist()
         assert stages == [first + place % tp + tp * (pp - 1 - i) for i in range(pp)]  # the last one is rank 0's
+        assert r in mesh.copies(n, n // size)[grid.replica]
         for i, line in enumerate(mesh.lines(comm, n // size)):
             members = line.all_gather(torch.tensor([r]))[:, 0].tolist()
             if r == 0 or i == grid.replica:
@@ -111,7 +112,7 @@ def main() -> None:
 
     world = mpi.join(int(sys.argv[1]))
     guard = watch.Watch(world, ["here"] * world.size, timeout=20)
-    all_of_it(world, control.MpiControl(world, guard))
+    all_of_it(world, control.MpiControl(world, guard, range(world.size)))
     guard.stop()
     world.barrier()
     print(f"rank {world.rank} of {world.size} is content")

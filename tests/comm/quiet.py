@@ -44,7 +44,7 @@ def follow(line: control.MpiControl, rank: int) -> None:
 
 world = mpi.join(int(sys.argv[1]))
 guard = watch.Watch(world, ["here"] * world.size, timeout=60)
-plans = control.MpiControl(world, guard)
+plans = control.MpiControl(world, guard, range(world.size))
 world.barrier()
 if world.rank == 0:
     lead(plans)

@@ -144,7 +144,7 @@ def test_a_rank_has_one_connection_however_many_addresses_lead_to_rank_0(monkeyp
         watch = Watch(comm, ["one", "two", "three"], timeout=4)
         comm.barrier()
         time.sleep(0.1)
-        watch.wake()
+        watch.wake(range(3))
         assert comm.rank == 0 or watch.wait(2), "what it holds is not what rank 0 sends on"
         time.sleep(0.6)  # the watch looks at what it has, and reports
         comm.barrier()
