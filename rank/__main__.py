@@ -84,7 +84,8 @@ class Rank:
         rows = Rows(seats, max_model_len, block_size)
         runner = Runner(model, grid, rows, sampler, caches, self.watch)
         lines = self._open_lines(replicas)
-        self.world.barrier()
+        runner.ready.wait()
+        self.world.barrier()  # rank 0 says that it is ready, and speaks for all
         if self.world.rank:
             plans, mail = lines[grid.replica]
             reports = grid.replica and self.world.rank % (self.world.size // replicas) == 0

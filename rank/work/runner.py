@@ -117,6 +117,7 @@ class Runner:
         self._upload = Upload(self.device)
         self._graphs: Graphs | None = None
         self._queue: queue.SimpleQueue[tuple[step.Plan, Result] | None] = queue.SimpleQueue()
+        self.ready = threading.Event()  # the step thread can execute plans; where it cannot, the process ends
         self._thread = threading.Thread(target=self._execute_all, name="step", daemon=True)
         self._thread.start()
 
@@ -132,9 +133,8 @@ class Runner:
 
     def _execute_all(self) -> None:
         try:
-            torch.set_grad_enabled(False)
-            if self.device.type == "cuda":
-                self._enter_device()
+            self._prepare()
+            self.ready.set()
             while (item := self._queue.get()) is not None:
                 plan, result = item
                 self.watch.entered = plan.step
@@ -145,6 +145,11 @@ class Runner:
                 self._graphs.close()
         except BaseException as error:
             self.watch.fail(error)
+
+    def _prepare(self) -> None:
+        torch.set_grad_enabled(False)
+        if self.device.type == "cuda":
+            self._enter_device()
 
     def _finished(self, number: int) -> None:
         """The step has been computed or, on a GPU, launched: there the watch asks for its end."""

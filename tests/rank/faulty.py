@@ -1,6 +1,7 @@
-"""A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP", the place one of join, load, step, hang."""
+"""A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP", PLACE is join, load, start, step or hang."""
 
 import os
+import sys
 import time
 
 from phalanx.rank import __main__ as main
@@ -25,10 +26,21 @@ def load(path, grid, *rest, real=main.load_model):
     return real(path, grid, *rest)
 
 
+def prepare(self, real=Runner._prepare):
+    if self.mesh.world.rank == int(rank):
+        if not int(step):
+            raise ZeroDivisionError("made to fail")
+        time.sleep(int(step))
+        print("the step thread goes on", file=sys.stderr, flush=True)
+    real(self)
+
+
 if place == "join" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
     time.sleep(1000)
 if place == "load":
     main.load_model = load
+elif place == "start":
+    Runner._prepare = prepare
 else:
     Runner._execute = execute
 os._exit(main.main())

@@ -146,6 +146,21 @@ def test_an_exception_while_loading(checkpoint, monkeypatch):
         faulty(checkpoint, monkeypatch, "load:1:0")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_before_the_first_step(checkpoint, monkeypatch, rank):
+    """As where CUDA graphs cannot be captured: the job is not ready before."""
+    with pytest.raises(AssertionError, match=f"rank {rank} on {HOST}: ZeroDivisionError: made to fail") as caught:
+        faulty(checkpoint, monkeypatch, f"start:{rank}:0")
+    assert "StopIteration" in str(caught.value), "it said that it was ready"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_job_is_ready_when_every_step_thread_is(checkpoint, monkeypatch, rank):
+    with faulty(checkpoint, monkeypatch, f"start:{rank}:2") as engine:
+        assert "the step thread goes on" in engine.log()
+        assert len(engine.generate({"one": ([5, 6], greedy(3))})["one"].tokens) == 3
+
+
 def test_the_log_says_what_fits_in_the_cache(checkpoint):
     with Engine(checkpoint, 2, mem=2) as engine:
         assert f"KV cache: {engine.ready.kv_tokens} tokens in" in engine.log()
