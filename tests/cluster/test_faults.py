@@ -46,6 +46,34 @@ def test_a_rank_is_lost_on_the_far_host(hosts, checkpoint):
         assert not hosts.left()
 
 
+@pytest.fixture
+def astray(hosts):
+    """Addresses of the first host that the other one has as well, and such that its packets to them get lost."""
+    shared, lost = "172.17.0.1/32", [f"10.99.{i}.1/32" for i in range(3)]
+    made = [(host, f"addr add {shared} dev lo") for host in (hosts.near, hosts.far)]
+    made += [(hosts.near, f"addr add {address} dev lo") for address in lost]
+    made += [(hosts.far, "neigh add 10.77.0.99 lladdr 02:00:00:00:00:99 dev eth0")]  # which nobody has
+    made += [(hosts.far, f"route add {address} via 10.77.0.99 dev eth0") for address in lost]
+    try:
+        for host, words in made:
+            done = host.run("ip", *words.split())
+            assert done.returncode == 0, done.stderr
+        yield
+    finally:
+        for host, words in reversed(made):
+            host.run("ip", *words.replace(" add ", " del ").split())
+
+
+def test_addresses_that_lead_astray(hosts, checkpoint, astray):
+    """Rank 0 has several, which the far ranks cannot tell apart: one after the other they would take too long."""
+    with HostsServer(hosts, str(checkpoint), *ARGUMENTS) as server:
+        assert server.request("/v1/completions", {"prompt": "hello", "max_tokens": 3})[0] == 200
+        os.kill(max(hosts.far.processes(RANK)), signal.SIGKILL)
+        assert server.exit_code(10) == 137, server.output
+        assert "on node1 has died" in server.output
+        assert not hosts.left()
+
+
 @pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
 def test_the_far_host_is_cut_off(hosts, checkpoint, load):
     """Nobody is told, so mpirun waits for the far host without end; the job does not."""
