@@ -107,6 +107,8 @@ class Watch(LocalWatch):
         self._event = threading.Event()
         self._lock = threading.RLock()  # a signal handler may send while the thread that it interrupts does
         self._peers = {rank: _Peer(line, self._name(rank)) for rank, line in meet(world, hosts, timeout).items()}
+        if self.rank:
+            self._peers[0].heard += timeout  # which it may spend on meeting the others before it sends anything
         threading.Thread(target=self._guard, name="watch", daemon=True).start()
 
     def _name(self, rank: int) -> str:

@@ -3,6 +3,7 @@ import time
 
 import pytest
 from phalanx.comm import threads
+from phalanx.comm.control import broadcast_bytes
 from phalanx.comm.watch import Watch, _Peer, _Stall
 
 
@@ -32,6 +33,27 @@ def test_a_wake_up_ends_the_wait_of_the_ranks_that_it_is_for():
         comm.barrier()  # until then the connections are open: one that closes before the stop ends this process
 
     threads.run(one, 4)
+
+
+def test_rank_0_is_not_called_silent_while_it_waits_for_others():
+    """It was, by the rank that came first, and the one that was missing went unnamed."""
+
+    def one(comm):
+        if comm.rank == 0:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                broadcast_bytes(comm, b"h" * 16 + b"a" * 16 + f"{listener.getsockname()[1]},127.0.0.1".encode())
+                with listener.accept()[0] as connection:
+                    connection.sendall(b"a" * 16)
+                    time.sleep(1.6)
+                    comm.barrier()
+                    comm.barrier()
+        else:
+            watch = Watch(comm, ["one", "one"], timeout=1)
+            comm.barrier()
+            watch.stop()
+            comm.barrier()
+
+    threads.run(one, 2)
 
 
 def test_messages_are_read_however_they_are_cut():
