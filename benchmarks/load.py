@@ -30,10 +30,11 @@ import torch
 from phalanx.comm import control, mesh, mpi
 from phalanx.launcher import hosts, mpirun
 from phalanx.rank import mounts
+from phalanx.rank.headers import read_listing
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import striped
-from phalanx.rank.model.weights.safetensors import DTYPES, Checkpoint, read_listing
+from phalanx.rank.model.weights.safetensors import DTYPES, Checkpoint
 from phalanx.rank.model.weights.slicing import Slice
 from phalanx.rank.options import degrees
 from safetensors.torch import save_file

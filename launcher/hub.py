@@ -6,7 +6,6 @@ HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they m
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..rank.exits import ERROR, MODEL, STOPPED, USAGE, Stop
+from ..rank.headers import weight_files
 from . import hosts
 from .process import say
 
@@ -90,10 +90,9 @@ def _cached(id: str) -> str:
 
 def _is_complete(path: Path) -> bool:
     """A fetch that was interrupted leaves a directory too. Files appear in it when they are whole."""
-    index = path / "model.safetensors.index.json"
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    except (OSError, ValueError, KeyError, AttributeError):
+        shards = weight_files(path).values()
+    except Stop:
         return False
     return all((path / name).is_file() for name in ("config.json", "tokenizer.json", *shards))
 

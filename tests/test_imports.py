@@ -22,6 +22,7 @@ ROOMS = (
     "kernels",
     "rank.options",
     "rank.step",
+    "rank.headers",
     "rank.exits",
     "rank.mounts",
 )
@@ -100,6 +101,7 @@ LIGHT = {
     "phalanx.launcher.member": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers", "asyncio"),
     "phalanx.launcher.llm": ("torch", "mpi4py", "cupy", "tornado"),
     "phalanx.rank.options": ("torch", "mpi4py", "cupy", "tornado", "numpy"),
+    "phalanx.rank.headers": ("torch", "mpi4py", "cupy", "tornado", "numpy", "safetensors"),
     "phalanx.rank.step": ("torch", "mpi4py", "cupy", "tornado", "numpy"),
 }
 

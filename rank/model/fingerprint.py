@@ -11,7 +11,7 @@ import msgspec
 from ...comm.base import HostComm
 from ...comm.control import gather_bytes
 from ..exits import MODEL, Stop
-from .weights.safetensors import weight_files
+from ..headers import weight_files
 
 MISSING = -1  # the size of a file that is not there
 

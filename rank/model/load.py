@@ -16,11 +16,12 @@ from ...comm.control import broadcast_bytes
 from ...comm.mesh import Mesh
 from .. import mounts
 from ..exits import MEMORY, Stop
+from ..headers import Listing, read_listing
 from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .weights.dummy import Dummy
-from .weights.safetensors import Checkpoint, Listing, read_listing
+from .weights.safetensors import Checkpoint
 from .weights.slicing import Slice, Sliced
 from .weights.striped import Striped
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ...exits import USAGE, Stop
-from .safetensors import INDEX, weight_files
+from ...headers import INDEX, weight_files
 
 CHUNK = 16 << 20  # bytes of one read
 COPIES = 4  # files at once: network file systems are faster for several readers

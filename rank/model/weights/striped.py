@@ -25,7 +25,8 @@ from torch import Tensor
 from ....comm.base import HostComm
 from ....comm.control import gather_bytes
 from ...exits import MODEL, Stop
-from .safetensors import DTYPES, Checkpoint, Entry, Ranges, elements, rows, window
+from ...headers import Entry, rows
+from .safetensors import DTYPES, Checkpoint, Ranges, elements, window
 from .slicing import Slice
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.rank import exits
+from phalanx.rank.headers import read_listing
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.layers.shard import even, key_heads, stage_layers
 from phalanx.rank.model.load import choose_dtype, load
@@ -169,7 +170,7 @@ KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")
 def test_a_file_that_becomes_shorter_while_it_is_read(small, mapped):
     (model,) = load_on(small)
     parts = list(model.slices())
-    checkpoint = weights.Checkpoint(small, weights.read_listing(small))
+    checkpoint = weights.Checkpoint(small, read_listing(small))
     file = small / "model.safetensors"
     if mapped:
         checkpoint.fill(parts[0])
@@ -190,7 +191,7 @@ def test_a_kernel_that_cannot_fetch_pages(small, monkeypatch):
 
 def test_a_file_that_is_gone_when_it_is_read(small):
     (model,) = load_on(small)
-    checkpoint = weights.Checkpoint(small, weights.read_listing(small))
+    checkpoint = weights.Checkpoint(small, read_listing(small))
     (small / "model.safetensors").unlink()
     with pytest.raises(exits.Stop, match="model.embed_tokens.weight cannot be read: No such file or directory"):
         checkpoint.fill(next(iter(model.slices())))

@@ -12,9 +12,9 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.rank import exits, mounts
+from phalanx.rank.headers import Entry, read_listing
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import striped
-from phalanx.rank.model.weights.safetensors import Entry, read_listing
 from safetensors.torch import load_file, save_file
 
 ODD = {"vocab_size": 509, "intermediate_size": 97}  # prime: no degree divides them, so the last rank is padded
