@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,10 +18,11 @@ import msgspec
 
 from .. import step
 from .config import FrontConfig
-from .errors import ApiError, bad
+from .errors import ApiError
 from .link import LeadLink, Stream
 from .params import SEED_MASK, max_tokens, resolve_defaults, sampling
-from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, Message
+from .prompts import Prompt, chat_prompt, completion_prompts, embedding_inputs
+from .schema import ChatRequest, CompletionRequest, EmbeddingRequest
 from .text.load import Text
 from .text.machine import REASONING, Machine, Output
 from .text.tokenizer import detokenizer
@@ -102,14 +102,6 @@ class Choice:
         if self._machine.calls and finish == "stop":
             finish = "tool_calls"
         self.finish = update.finish = finish
-
-
-class Prompt(msgspec.Struct):
-    """One prompt's tokens."""
-
-    tokens: list[int]
-    thinking: bool = False  # it ends within an opened reasoning block
-    echo: str = ""  # its text, where the request wants it back
 
 
 class Session:
@@ -230,21 +222,21 @@ class Sessions:
         """Start a chat completion."""
         self.check_model(request.model)
         text, ready = self.ready()
-        prompt = await self._run(ready, self._chat_prompt, text, request, ready.vocab_size)
+        prompt = await self._run(ready, chat_prompt, text, request, ready.vocab_size, self.config.thinking)
         return self._start("chatcmpl-", request, [prompt], text, ready)
 
     async def completion(self, request: CompletionRequest) -> Session:
         """Start a completion of one or several prompts."""
         self.check_model(request.model)
         text, ready = self.ready()
-        prompts = await self._run(ready, self._prompts, text, request, ready.vocab_size)
+        prompts = await self._run(ready, completion_prompts, text, request, ready.vocab_size)
         return self._start("cmpl-", request, prompts, text, ready)
 
     async def embedding(self, request: EmbeddingRequest) -> tuple[list[list[int]], str]:
         """Token ids of each input, for which there is room in the queue, and how the model pools them."""
         self.check_model(request.model)
         text, ready = self.ready()
-        prompts = await self._run(ready, self._inputs, text, request, ready)
+        prompts = await self._run(ready, embedding_inputs, text, request, ready)
         self._admit(len(prompts), ready.max_num_seqs)
         return prompts, request.embedding_type or text.pooling
 
@@ -264,74 +256,6 @@ class Sessions:
     async def in_pool(self, function, *args):
         """Call a function that takes long where the streams of others do not feel it."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
-
-    # In the pool's threads.
-
-    def _prompts(self, text: Text, request: CompletionRequest, vocab_size: int) -> list[Prompt]:
-        prompts = []
-        for prompt in request.prompts():
-            if isinstance(prompt, str):
-                tokens = text.tokenizer.encode(prompt, request.add_special_tokens is not False)
-            else:
-                tokens = prompt
-            _check_tokens(tokens, vocab_size, "prompt")
-            echo = ""
-            if request.echo:
-                echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(tokens)
-            prompts.append(Prompt(tokens, echo=echo))
-        return prompts
-
-    def _inputs(self, text: Text, request: EmbeddingRequest, ready: step.Ready) -> list[list[int]]:
-        context = min(ready.max_model_len, ready.kv_tokens)
-        found = []
-        for one in request.prompts():
-            special = request.add_special_tokens is not False
-            tokens = text.tokenizer.encode(one, special) if isinstance(one, str) else one
-            _check_tokens(tokens, ready.vocab_size, "input")
-            if not tokens:
-                raise bad("input", "input is empty: give at least one token")
-            if len(tokens) >= context:
-                raise ApiError(400, f"the input has {len(tokens)} tokens, but this model takes fewer than {context}; "
-                                    "shorten it", "input", "context_length_exceeded")
-            found.append(tokens)
-        return found
-
-    def _chat_prompt(self, text: Text, request: ChatRequest, vocab_size: int) -> Prompt:
-        if text.template is None:
-            raise ApiError(400, "this model has no chat template: use /v1/completions, or start the server with one",
-                           "messages")
-        tools = request.tools if request.tools and request.tool_choice != "none" else None
-        if tools and not text.template.takes_tools:
-            raise bad("tools", "this model's chat template does not take tools: leave them out")
-        continued = bool(request.continue_final_message)
-        generate = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
-        messages = template_messages(request.messages, "developer" in text.template.source)
-        rendered = text.template.render(messages, tools, generate, continued, self._variables(request))
-        thinking = False
-        if text.reasoning is not None:
-            last = messages[-1]["content"] if continued else ""
-            thinking = (rendered.rstrip().endswith(text.reasoning.open)
-                        or last.rfind(text.reasoning.open) > last.rfind(text.reasoning.close))
-        tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))
-        _check_tokens(tokens, vocab_size, "messages")
-        return Prompt(tokens, thinking=thinking)
-
-    def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        thinking = request.enable_thinking
-        if thinking is None:
-            thinking = request.thinking if isinstance(request.thinking, bool) else None
-            if isinstance(request.thinking, dict):
-                thinking = request.thinking.get("type") == "enabled"
-            elif thinking is None:
-                thinking = self.config.thinking
-        variables: dict[str, Any] = {}
-        if thinking is not None:
-            variables["enable_thinking"] = variables["thinking"] = thinking
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
-        return {**variables, **(request.chat_template_kwargs or {})}
-
-    # Back on the loop.
 
     def _start(self, prefix: str, request: ChatRequest | CompletionRequest, prompts: list[Prompt], text: Text,
                ready: step.Ready) -> Session:
@@ -380,43 +304,3 @@ class Sessions:
         machine = Machine(request.stops(), keep_stop, reasoning, prompt.thinking, syntax, parallel)
         return Choice(index, prompt, machine, detokenizer(tokenizer, skip, prompt.tokens[-16:]), text.end_tokens,
                       lambda token: tokenizer.piece(token).decode(errors="replace") if keep_stop else "")
-
-
-def _check_tokens(tokens: list[int], vocab_size: int, param: str) -> None:
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-        raise bad(param, f"{param} holds token id {wrong}: this model's tokens are 0 to {vocab_size - 1}")
-
-
-def template_messages(messages: str | Sequence[Message], knows_developer: bool = False) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: text content, arguments of calls as objects."""
-    assert not isinstance(messages, str)
-    rendered = []
-    for message in messages:
-        content = message.content
-        if isinstance(content, list):
-            content = "\n".join(part if isinstance(part, str) else part.text or "" for part in content)
-        elif content is None and not message.tool_calls:
-            content = ""
-        # Most templates know "system"; OpenAI renamed it.
-        role = "system" if message.role == "developer" and not knows_developer else message.role
-        entry: dict[str, Any] = {"role": role, "content": content}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(message, name)) is not None:
-                entry[name] = value
-        if message.tool_calls:
-            entry["tool_calls"] = [
-                {"id": call.id, "type": call.type,
-                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)}}
-                for call in message.tool_calls]
-        rendered.append(entry)
-    return rendered
-
-
-def _arguments(arguments: str | dict[str, Any]) -> Any:
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return arguments

@@ -9,8 +9,8 @@ from phalanx.rank.front.errors import ApiError
 from phalanx.rank.front.link import LeadLink
 from phalanx.rank.front.params import resolve_defaults
 from phalanx.rank.front.reply import TextReply
-from phalanx.rank.front.schema import Call, CompletionRequest, Function, Message, convert
-from phalanx.rank.front.session import Sessions, template_messages
+from phalanx.rank.front.schema import CompletionRequest, convert
+from phalanx.rank.front.session import Sessions
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -84,19 +84,3 @@ def test_order_of_defaults():
     defaults = resolve_defaults(SamplingDefaults(temperature=0.1), {"temperature": 0.2, "top_k": 5, "top_p": None})
     assert defaults["temperature"] == 0.1 and defaults["top_k"] == 5 and defaults["top_p"] == 1.0
     assert defaults["max_tokens"] is None
-
-
-def test_messages_for_templates():
-    call = Call(Function("f", '{"a": 1}'), id="1")
-    messages = [
-        Message("developer", "be brief"),
-        Message("assistant", None, tool_calls=[call]),
-        Message("tool", None, tool_call_id="1"),
-    ]
-    rendered = template_messages(messages)
-    assert rendered[0] == {"role": "system", "content": "be brief"}
-    assert rendered[1]["content"] is None and rendered[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert rendered[2] == {"role": "tool", "content": "", "tool_call_id": "1"}
-    assert template_messages(messages, knows_developer=True)[0]["role"] == "developer"
-    broken = Message("assistant", None, tool_calls=[Call(Function("f", "{a"))])
-    assert template_messages([broken])[0]["tool_calls"][0]["function"]["arguments"] == "{a"
