@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import time
 
 from ... import exits
 from ...step import Ready
-from ..embed import embed
 from ..errors import ApiError
 from ..link import LeadLink
-from ..reply import ChatReply, Reply, TextReply
-from ..schema import ChatRequest, EmbeddingRequest, decode
-from ..session import Session, Sessions
+from ..session import Sessions
 from . import lines, output, summary
+from .answers import Answers
 from .config import BatchConfig
 from .energy import Meter
-from .journal import ANSWERED, FAILED, MOST_PENDING, Entry, Found, Journal
-from .lines import Feed, Item, Reader, Request
+from .journal import MOST_PENDING, Found, Journal
+from .lines import Feed, Reader
 from .pace import Pace
 from .progress import Counts, Progress, duration
-from .room import Room, enough, opened, sequences
+from .room import Room, enough, sequences
 
-log = logging.getLogger("phalanx.batch")
 LOOK_EVERY = 1.0
 LEAVE_PATIENCE = 3.0  # seconds for the ranks to end
 
@@ -39,7 +35,6 @@ class Batch:
         self.link = link
         self.sessions = sessions
         self.progress = Progress(config.columns, config.interval)
-        self.counts = Counts()  # by this start, on the disk
         self.before = Found()  # by earlier ones
         self.reason = ""  # why no more requests are taken, or the job ended
         self.code: int | None = None  # of an end that cannot wait
@@ -48,12 +43,11 @@ class Batch:
         left = config.end_time - time.time() if config.end_time else float("inf")
         self._end = self._begun + left - config.reserve
         self._pace = Pace(self._end)
+        self._answers = Answers(sessions, journal, self._pace, self.end)
+        self.counts = self._answers.counts
         self._reader: Reader
         self._all_read = self._too_short = False
         self._world: Ready | None = None
-        self._requests: set[asyncio.Task[None]] = set()
-        self._records: set[asyncio.Task[None]] = set()
-        self._open: set[Session] = set()
         self._woken = asyncio.Event()
         self._stopping = asyncio.Event()
         self._meter: Meter | None = None
@@ -69,7 +63,8 @@ class Batch:
             self._stopping.set()
             if self.link.state == "restarting":
                 return self.end(exits.UNFINISHED, f"{reason}, while the ranks were away")
-            under_way = f"{len(self._requests)} requests under way are finished first" if self._requests else "at once"
+            count = len(self._answers.under_way)
+            under_way = f"{count} requests under way are finished first" if count else "at once"
             self.progress.say(f"stopping, {reason}: {under_way}")
 
     def end(self, code: int, reason: str) -> None:
@@ -84,8 +79,8 @@ class Batch:
             self.end(fatal.code if fatal else exits.RANK_FAILED, fatal.message if fatal else "the ranks are gone")
         elif self._stopping.is_set():  # nobody starts them again
             self.end(exits.UNFINISHED, f"{self.reason}; then the ranks ended")
-        elif self._requests:
-            self.progress.say(f"the ranks ended; {len(self._requests)} requests are asked again when they are back")
+        elif count := len(self._answers.under_way):
+            self.progress.say(f"the ranks ended; {count} requests are asked again when they are back")
 
     # The run.
 
@@ -110,7 +105,7 @@ class Batch:
             woken.cancel()
             if timer is not None:
                 timer.cancel()
-        await self._settle()
+        await self._answers.settle()
         return await self._conclude()
 
     async def _work(self) -> None:
@@ -128,7 +123,7 @@ class Batch:
             await asyncio.wait([admission])
             if not admission.cancelled():
                 admission.result()
-            while waiting := self._requests | self._records:
+            while waiting := self._answers.under_way | self._answers.records:
                 await asyncio.wait(waiting)
         finally:
             feed.close()
@@ -153,7 +148,7 @@ class Batch:
         """One task for each request, as many as the ranks can use."""
         room: Room | None = None
         async for item in feed:
-            request = self._read(item)
+            request = self._answers.read(item)
             if request is None:
                 continue
             if room is None:
@@ -161,13 +156,10 @@ class Batch:
             taken = await room.take(sequences(request))
             while self.journal.pending_bytes > MOST_PENDING:
                 await asyncio.sleep(0.05)
-            if not self._pace.fits(self._limit(request)):
+            if not self._pace.fits(self._answers.limit(request)):
                 self.stop("the time that is left is too short for another request")
                 return
-            task = asyncio.ensure_future(self._answer(item, request))
-            self._requests.add(task)
-            task.add_done_callback(self._requests.discard)
-            task.add_done_callback(functools.partial(_give, room, taken))
+            self._answers.begin(item, request).add_done_callback(functools.partial(_give, room, taken))
         self._all_read = True
 
     async def _ready(self) -> Ready:
@@ -192,106 +184,24 @@ class Batch:
         await asyncio.Event().wait()
         raise AssertionError
 
-    def _read(self, item: Item) -> Request | None:
-        """The request of a line; what is none is written down as such."""
-        if item.wrong:
-            self._record(output.entry(item, FAILED), output.mistake(item))
-            return None
-        try:
-            return decode(bytes(item.body), item.kind)  # type: ignore[type-var]
-        except ApiError as error:
-            self._record(output.entry(item, FAILED), output.failure(item, error))
-            return None
-
-    def _limit(self, request: Request) -> int | None:
-        if isinstance(request, EmbeddingRequest):
-            return 1
-        limit = request.max_tokens
-        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-            limit = request.max_completion_tokens
-        return limit or self.sessions.defaults.get("max_tokens")
-
-    async def _answer(self, item: Item, request: Request) -> None:
-        """Ask until there is an answer: of a job that failed, and was started again, all is asked again."""
-        while True:
-            try:
-                entry, content = await self._ask(item, request)
-                break
-            except ApiError as error:
-                if error.status != 503:
-                    entry, content = output.entry(item, FAILED), output.failure(item, error)
-                    break
-            except Exception as error:
-                log.exception("request %s failed", item.custom_id)
-                told = ApiError(500, f"internal error: {type(error).__name__}: {error}")
-                entry, content = output.entry(item, FAILED), output.failure(item, told)
-                break
-            try:
-                await self.link.wait_ready()
-            except ApiError:
-                return  # left for the next start
-            await asyncio.sleep(0)
-        self._record(entry, content)
-
-    async def _ask(self, item: Item, request: Request) -> tuple[Entry, bytes]:
-        if isinstance(request, EmbeddingRequest):
-            began = time.monotonic()
-            done = await embed(self.sessions, request)
-            self._pace.add_embedding(time.monotonic() - began)
-            return output.entry(item, ANSWERED, done.prompt_tokens), output.answer(item, done.id, done.body)
-        async with opened(self.sessions, request) as session:
-            assert self.sessions.text is not None
-            kind: type[Reply] = ChatReply if isinstance(request, ChatRequest) else TextReply
-            self._open.add(session)
-            try:
-                body = await kind(session, self.sessions.text.tokenizer).collect()
-            finally:
-                self._open.discard(session)
-            self._pace.add(session)
-            entry = output.entry(item, ANSWERED, session.prompt_tokens, session.completion_tokens)
-            return entry, output.answer(item, session.id, body)
-
-    def _record(self, entry: Entry, content: bytes) -> None:
-        task = asyncio.ensure_future(self._write(entry, content))
-        self._records.add(task)
-        task.add_done_callback(self._records.discard)
-
-    async def _write(self, entry: Entry, content: bytes) -> None:
-        try:
-            await self.journal.add(entry, content)
-        except exits.Stop as stop:
-            return self.end(stop.code, str(stop))
-        counts = self.counts
-        counts.answered += entry.kind == ANSWERED
-        counts.failed += entry.kind == FAILED
-        counts.prompt_tokens += entry.prompt_tokens
-        counts.output_tokens += entry.output_tokens
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY)
             if self._first:
-                tokens = self.counts.output_tokens + sum(session.completion_tokens for session in self._open)
-                self.progress.look(self.counts.done, tokens)
+                self.progress.look(self.counts.done, self._answers.output_tokens)
 
     def _time_is_over(self) -> None:
         self._too_short = not self.counts.done
-        self.end(exits.UNFINISHED, f"the time is over; {len(self._requests)} requests under way were given up")
+        self.end(exits.UNFINISHED, f"the time is over; {len(self._answers.under_way)} requests under way were given up")
 
     # The end.
 
     async def _abandon(self, work: asyncio.Task[None]) -> None:
         """Cancel what still runs: its sequences are freed on the ranks."""
-        tasks = [work, *self._requests]
+        tasks = [work, *self._answers.under_way]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-    async def _settle(self) -> None:
-        """All that is finished gets onto the disk."""
-        if self._records:
-            await asyncio.wait(self._records)
-        await self.journal.flush()
 
     async def _conclude(self) -> int:
         """Write the output where all is done; tell what there is to tell."""
