@@ -69,7 +69,7 @@ def chat_prompt(text: Text, request: ChatRequest, vocab_size: int, default_think
     rendered = text.template.render(messages, tools, generate, continued, _variables(request, default_thinking))
     thinking = False
     if text.reasoning is not None:
-        last = messages[-1]["content"] if continued else ""
+        last = (messages[-1]["content"] or "") if continued else ""  # a message of calls may have none
         thinking = (rendered.rstrip().endswith(text.reasoning.open)
                     or last.rfind(text.reasoning.open) > last.rfind(text.reasoning.close))
     tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))

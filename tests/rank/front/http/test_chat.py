@@ -223,6 +223,10 @@ def test_continue_final_message(front):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once upon"}]
     assert front.post("chat/completions", messages=messages, continue_final_message=True).status == 200
     assert tokenizer_text(front, 0) == "<|turn|>user\nhi<|end|>\n<|turn|>assistant\nOnce upon"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages[1] = {"role": "assistant", "tool_calls": [call]}  # without content
+    assert front.post("chat/completions", messages=messages, continue_final_message=True).status == 200
+    assert tokenizer_text(front, 1).startswith("<|turn|>user\nhi<|end|>\n<|turn|>assistant\n")
 
 
 def test_token_ids_and_continuous_usage(front):
