@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,13 +43,15 @@ def load(
     way: str = "auto",
     progress: Progress = lambda done, total: None,
     room: int | None = None,
+    host_room: int | None = None,
 ) -> Model:
     """This rank's part of the model at `path`. Collective over the mesh's world.
 
     dtype: auto, f32, bf16 or f16. max_model_len: 0 for as long as the model can. load_format: auto, or dummy for
     random weights, which needs config.json alone. way: direct, each rank reads the rows of its own slices; striped,
     each byte is read by one rank and sent to those that need it; auto chooses. progress gets this rank's bytes or,
-    striped, the job's. room: bytes that the weights may take. Raises Stop in words for the user.
+    striped, the job's. room: bytes that may be taken of the device's memory, host_room: of the host's, where that is
+    another one. Raises Stop in words for the user.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -65,12 +66,14 @@ def load(
     need = sum(parameter.numel() for parameter in model.parameters()) * DTYPES[chosen].itemsize
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
+    source: Dummy | Checkpoint | Striped = Dummy()
+    if load_format != "dummy":
+        source = _open(model, config.path, choose_way(way, config.path, mesh.world), mesh.world, speaks)
+    if isinstance(source, Striped):
+        _check_buffers(source.buffers, room - need if device.type == "cpu" and room is not None else host_room)
     try:
         materialise(model, device, DTYPES[chosen])
-        if load_format == "dummy":
-            _fill(Dummy(), list(model.slices()), progress)
-        else:
-            _read(model, config.path, choose_way(way, config.path, mesh.world), mesh.world, progress, speaks)
+        _fill(source, list(model.slices()), progress)
         finish(model)
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
@@ -84,6 +87,16 @@ def _too_large(need: int, text: str, device: torch.device) -> Stop:
         "--dtype; `phalanx fit` shows what fits",
         MEMORY,
     )
+
+
+def _check_buffers(need: int, room: int | None) -> None:
+    """`room` is what the weights leave. Without this the kernel would end the rank, half-way and without a word."""
+    if room is not None and need > room:
+        raise Stop(
+            f"striped loading takes {need / 1e6:.1f} MB of the host's memory on this rank while it reads, but "
+            f"{room / 1e6:.1f} MB are free beside the weights: choose --load direct, or more memory for the job",
+            MEMORY,
+        )
 
 
 def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
@@ -134,27 +147,16 @@ def choose_way(way: str, path: Path, world: HostComm) -> str:
     )
 
 
-def _read(model: Model, path: Path, way: str, world: HostComm, progress: Progress, speaks: bool) -> None:
+def _open(model: Model, path: Path, way: str, world: HostComm, speaks: bool) -> Checkpoint | Striped:
+    """What fills the model, whose parameters need no memory yet. Collective over world where it is striped."""
     striped = way == "striped"
-    listing = _share_listing(path, world) if striped else read_listing(path)
-    checkpoint = Checkpoint(path, listing, model.rename)
+    checkpoint = Checkpoint(path, _share_listing(path, world) if striped else read_listing(path), model.rename)
     parts = list(model.slices())
     for part in parts:  # all before the first byte is read: a wrong file is told at once
         checkpoint.check(part)
     if speaks:
         _tell_unread(model, checkpoint)
-    started = time.monotonic()
-    if not striped:
-        _fill(checkpoint, parts, progress)
-        return
-    source = Striped(checkpoint, parts, world)
-    source.fill(progress)
-    if speaks:
-        seconds = max(time.monotonic() - started, 1e-9)
-        log.info(
-            "read %.2f GB in %.1f s, %.2f GB/s: each byte once, by one of %d ranks",
-            source.total / 1e9, seconds, source.total / 1e9 / seconds, world.size,
-        )  # fmt: skip
+    return Striped(checkpoint, parts, world) if striped else checkpoint
 
 
 def _share_listing(path: Path, world: HostComm) -> Listing:
@@ -163,7 +165,9 @@ def _share_listing(path: Path, world: HostComm) -> Listing:
     return msgspec.msgpack.decode(broadcast_bytes(world, mine), type=Listing)
 
 
-def _fill(source: Checkpoint | Dummy, parts: list[Slice], progress: Progress) -> None:
+def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], progress: Progress) -> None:
+    if isinstance(source, Striped):
+        return source.fill(parts, progress)
     total = sum(part.target.nbytes for part in parts)
     done = 0
     progress(done, total)

@@ -12,9 +12,11 @@ import logging
 import math
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,18 +108,18 @@ def moves(chunk: Chunk, wanted: dict[str, list[Ranges]]) -> Iterator[Move]:
 
 
 class Striped:
-    """One rank's part in loading `parts`. Collective over world: made and filled by all ranks."""
+    """One rank's part in loading. Collective over world: made and filled by all ranks.
+
+    `parts` may be without memory yet. buffers: bytes of the host's memory that `fill` takes on this rank.
+    """
 
     def __init__(self, checkpoint: Checkpoint, parts: Sequence[Slice], world: HostComm):
         self._path = checkpoint.path
         self._world = world
         self._targets: dict[str, list[Tensor]] = {}
         mine: dict[str, list[Ranges]] = {}
-        for part in parts:
-            if part.target.numel():  # a rank whose share of an axis is padding alone wants nothing of it
-                vector = len(part.shape) == 1
-                self._targets.setdefault(part.tensor, []).append(part.target[:, None] if vector else part.target)
-                mine.setdefault(part.tensor, []).append((*part.ranges, (0, 1)) if vector else part.ranges)
+        for part in _not_empty(parts):
+            mine.setdefault(part.tensor, []).append((*part.ranges, (0, 1)) if len(part.shape) == 1 else part.ranges)
         kind = dict[str, list[Ranges]]
         self._wanted = [
             msgspec.msgpack.decode(text, type=kind) for text in gather_bytes(world, msgspec.msgpack.encode(mine))
@@ -128,22 +130,41 @@ class Striped:
         # The last stage has the first ranks: dealt from the end, many bytes are where they are needed already.
         self._stripes = cut(needed, world.size, min(CHUNK, ROUND // world.size))[::-1]
         self.total = sum(chunk.size for stripe in self._stripes for chunk in stripe)
-        self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8)
+        self._mine = self._stripes[world.rank]
+        sent = [[sum(map(self._bytes, side)) for side in self._messages(chunks)] for chunks in self._rounds()]
+        self._most = max((out for out, _ in sent), default=0), max((into for _, into in sent), default=0)
+        self.buffers = math.prod(Reader.buffers(self._mine)) + sum(self._most)
 
-    def fill(self, progress: Callable[[int, int], None]) -> None:
-        """Read and exchange everything. progress gets the bytes that all ranks have read so far, and all there are."""
-        mine = self._stripes[self._world.rank]
-        done = 0
+    def fill(self, parts: Sequence[Slice], progress: Callable[[int, int], None]) -> None:
+        """Read and exchange everything; `parts` are those given before, and have memory now.
+
+        progress gets the bytes that all ranks have read so far, and all there are.
+        """
+        for part in _not_empty(parts):
+            target = part.target[:, None] if len(part.shape) == 1 else part.target
+            self._targets.setdefault(part.tensor, []).append(target)
+        self._outbox, self._inbox = (torch.empty(size, dtype=torch.uint8) for size in self._most)
+        started, done = time.monotonic(), 0
         progress(done, self.total)
-        with Reader(self._path, mine) as reader:
-            for turn in range(max(map(len, self._stripes))):
-                chunks = [stripe[turn] if turn < len(stripe) else None for stripe in self._stripes]
+        with Reader(self._path, self._mine) as reader:
+            for chunks in self._rounds():
                 own = chunks[self._world.rank]
                 self._exchange(chunks, reader.next() if own is not None else self._outbox[:0])
                 done += sum(chunk.size for chunk in chunks if chunk is not None)
                 progress(done, self.total)
+        del self._outbox, self._inbox
+        if self._world.rank == 0:
+            seconds = max(time.monotonic() - started, 1e-9)
+            log.info(
+                "read %.2f GB in %.1f s, %.2f GB/s: each byte once, by one of %d ranks",
+                self.total / 1e9, seconds, self.total / 1e9 / seconds, self._world.size,
+            )  # fmt: skip
 
-    def _exchange(self, chunks: list[Chunk | None], data: Tensor) -> None:
+    def _rounds(self) -> Iterator[tuple[Chunk | None, ...]]:
+        """The chunks of all ranks, round by round."""
+        return zip_longest(*self._stripes)
+
+    def _exchange(self, chunks: Sequence[Chunk | None], data: Tensor) -> None:
         """One round: `data` [bytes] is this rank's chunk; chunks are those of all ranks."""
         me = self._world.rank
         own = chunks[me]
@@ -151,10 +172,8 @@ class Striped:
             self._put(move, self._see(data, move))
         if self._world.size == 1:
             return
-        out = [list(moves(own, wanted)) if own is not None and r != me else [] for r, wanted in enumerate(self._wanted)]
-        into = [list(moves(c, self._wanted[me])) if c is not None and r != me else [] for r, c in enumerate(chunks)]
-        out_bytes, in_bytes = [[sum(map(self._room, one)) for one in side] for side in (out, into)]
-        self._outbox, self._inbox = _grown(self._outbox, sum(out_bytes)), _grown(self._inbox, sum(in_bytes))
+        out, into = self._messages(chunks)
+        out_bytes, in_bytes = [[self._bytes(message) for message in side] for side in (out, into)]
         at = 0
         for move in (move for one in out for move in one):
             seen = self._see(data, move)
@@ -166,6 +185,17 @@ class Striped:
         for move in (move for one in into for move in one):
             self._put(move, inbox[at : at + math.prod(self._shape(move))].view(self._shape(move)))
             at += self._room(move)
+
+    def _messages(self, chunks: Sequence[Chunk | None]) -> tuple[list[list[Move]], list[list[Move]]]:
+        """What this rank sends to each rank in a round, and what it gets from each."""
+        me = self._world.rank
+        own = chunks[me]
+        out = [list(moves(own, wanted)) if own is not None and r != me else [] for r, wanted in enumerate(self._wanted)]
+        into = [list(moves(c, self._wanted[me])) if c is not None and r != me else [] for r, c in enumerate(chunks)]
+        return out, into
+
+    def _bytes(self, message: list[Move]) -> int:
+        return sum(map(self._room, message))
 
     def _shape(self, move: Move) -> tuple[int, ...]:
         """Of a move's bytes: as its elements, the last axis longer."""
@@ -198,13 +228,18 @@ class Reader:
         self._path = path
         self._chunks = iter(chunks)
         self._files: dict[str, int] = {}
-        longest = max((chunk.size for chunk in chunks), default=0)
-        count = min(len(chunks), READERS + 1)  # one is with the caller
+        count, longest = self.buffers(chunks)
         self._buffers = deque(torch.empty(longest, dtype=torch.uint8) for _ in range(count))
         self._pool = ThreadPoolExecutor(READERS, "reader")
         self._ahead: deque[tuple[Chunk, Future[Tensor]]] = deque()
         for _ in range(READERS):
             self._begin()
+
+    @staticmethod
+    def buffers(chunks: Sequence[Chunk]) -> tuple[int, int]:
+        """How many buffers reading these chunks takes, and the bytes of each."""
+        longest = max((chunk.size for chunk in chunks), default=0)
+        return min(len(chunks), READERS + 1), longest  # one is with the caller
 
     def __enter__(self) -> Reader:
         return self
@@ -263,5 +298,6 @@ class Reader:
         return into
 
 
-def _grown(buffer: Tensor, size: int) -> Tensor:
-    return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8)
+def _not_empty(parts: Sequence[Slice]) -> list[Slice]:
+    """A rank whose share of an axis is padding alone wants nothing of it."""
+    return [part for part in parts if part.target.numel()]

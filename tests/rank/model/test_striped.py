@@ -13,6 +13,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.rank import exits, mounts
 from phalanx.rank.headers import Entry, read_listing
+from phalanx.rank.model import load as load_module
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import striped
 from safetensors.torch import load_file, save_file
@@ -172,6 +173,50 @@ def test_many_ranks_read_smaller_chunks(checkpoint, monkeypatch):
     monkeypatch.setattr(striped, "cut", cut)
     load_on(checkpoint(**ODD), 2, way="striped")
     assert sizes == [4000, 4000]
+
+
+@pytest.mark.parametrize("tp, pp, replicas", [(1, 1, 1), (2, 1, 1), (1, 2, 2)])
+def test_what_reading_takes_is_known_before_the_first_read(checkpoint, small_chunks, monkeypatch, tp, pp, replicas):
+    counted, made = [], []
+    lock = threading.Lock()
+
+    class Counted(striped.Striped):
+        def __init__(self, *given):
+            super().__init__(*given)
+            counted.append(self.buffers)
+
+    def empty(*shape, real=torch.empty, **options):
+        tensor = real(*shape, **options)
+        if tensor.dtype == torch.uint8:
+            with lock:
+                made.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(load_module, "Striped", Counted)
+    monkeypatch.setattr(striped.torch, "empty", empty)
+    load_on(checkpoint(num_hidden_layers=3, **ODD), tp, pp, replicas, way="striped")
+    assert sum(made) == sum(counted) and len(counted) == tp * pp * replicas
+    assert min(counted) > 3 * 2500
+
+
+def test_a_host_without_memory_for_what_reading_takes(checkpoint, monkeypatch):
+    """Told with numbers before anything is read or allocated, also for ranks on GPUs; what fits exactly is loaded."""
+    path = checkpoint(num_hidden_layers=3, vocab_size=8192)
+    weights = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
+    load_on(path, way="striped", room=2 * weights)  # one chunk holds all of it
+    monkeypatch.setattr(load_module, "materialise", None)
+    free = weights - 200_000
+    for options in (
+        {"room": weights + free},
+        {"device": "cuda", "room": weights, "dtype": "f32", "host_room": free},
+    ):
+        with pytest.raises(exits.Stop) as stopped:
+            load_on(path, way="striped", **options)
+        assert stopped.value.code == exits.MEMORY
+        assert str(stopped.value) == (
+            f"striped loading takes {weights / 1e6:.1f} MB of the host's memory on this rank while it reads, but "
+            f"{free / 1e6:.1f} MB are free beside the weights: choose --load direct, or more memory for the job"
+        )
 
 
 @pytest.mark.parametrize("kind, ranks, way", [
