@@ -1,7 +1,8 @@
 """Copies of a model on the node's own disk or memory, which the ranks of a node, and later jobs, read instead.
 
 Whoever holds the lock copies, the other ranks of the node wait for it and find all done: nobody has to know who is on
-which node. A file gets its name when it is whole, so that an interrupted job leaves nothing that looks complete.
+which node. A file gets its name when it is whole, so that an interrupted job leaves nothing that looks complete. What
+each is a copy of is noted beside them: not every file system keeps a time of change as another one has it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -24,7 +26,9 @@ from ...headers import INDEX, weight_files
 CHUNK = 16 << 20  # bytes of one read
 COPIES = 4  # files at once: network file systems are faster for several readers
 LOOK = 0.2  # seconds between words about progress
-LOCK, PART = ".lock", ".part"
+LOCK, NOTE, PART = ".lock", ".copies", ".part"
+
+Identity = list[int]  # of a file: its size and its time of change in nanoseconds
 
 
 def stage(
@@ -32,7 +36,7 @@ def stage(
 ) -> tuple[Path, int]:
     """The copy of the model directory `source` below `into`, and how many bytes were copied for it by this call.
 
-    A file of the same size and time of change is not copied again. Raises Stop in words for the user.
+    A file that has not changed since it was copied is not copied again. Raises Stop in words for the user.
     """
     name = f"{source.name}-{hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]}"
     target = into / name
@@ -68,25 +72,39 @@ def _names(source: Path) -> list[str]:
 
 def _bring(source: Path, target: Path, into: Path, progress: Callable[[int, int], None]) -> int:
     names = _names(source)
-    missing = [name for name in names if not _same(source / name, target / name)]
+    copies = _noted(target)
+    there = {name for name in names if _is_copy(source / name, target / name, copies.get(name))}
+    missing = [name for name in names if name not in there]
     for file in target.iterdir():
-        if file.name != LOCK and (file.name not in names or file.name in missing):
+        if file.name not in (LOCK, NOTE, *there):
             file.unlink()  # of an interrupted copy, or of what the model was before
     total = sum((source / name).stat().st_size for name in missing)
     free = shutil.disk_usage(target).free
     if total > free:
         raise _no_space(into, f"{total / 1e9:.2f} GB are to be copied, {free / 1e9:.2f} GB are free")
     if missing:
-        _Copy(source, target, into).run(missing, total, progress)
+        _Copy(source, target, into, {name: copies[name] for name in there}).run(missing, total, progress)
     return total
 
 
-def _same(one: Path, other: Path) -> bool:
+def _identity(found: os.stat_result) -> Identity:
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _noted(target: Path) -> dict[str, Identity]:
+    """What the files here are copies of; of files that are not there any more, too."""
     try:
-        a, b = one.stat(), other.stat()
+        return dict(json.loads((target / NOTE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # none yet, or cut off with the machine's power
+        return {}
+
+
+def _is_copy(file: Path, copy: Path, noted: Identity | None) -> bool:
+    try:
+        found = file.stat()
+        return noted == _identity(found) and copy.stat().st_size == found.st_size
     except FileNotFoundError:
         return False
-    return (a.st_size, a.st_mtime_ns) == (b.st_size, b.st_mtime_ns)
 
 
 def _no_space(into: Path, text: str) -> Stop:
@@ -94,8 +112,11 @@ def _no_space(into: Path, text: str) -> Stop:
 
 
 class _Copy:
-    def __init__(self, source: Path, target: Path, into: Path):
+    """`copies` is what is there already."""
+
+    def __init__(self, source: Path, target: Path, into: Path, copies: dict[str, Identity]):
         self._source, self._target, self._into = source, target, into
+        self._copies = copies
         self._done = 0
         self._lock = threading.Lock()
         self._failed = False
@@ -103,6 +124,7 @@ class _Copy:
     def run(self, names: list[str], total: int, progress: Callable[[int, int], None]) -> None:
         """Raises what the first failing copy raised, when all have ended."""
         progress(0, total)
+        self._note()  # without those that are copied now
         with ThreadPoolExecutor(COPIES, "stage") as pool:
             left = [pool.submit(self._one, name) for name in names]
             under_way = set(left)
@@ -116,12 +138,14 @@ class _Copy:
         part = self._target / (name + PART)
         try:
             with (self._source / name).open("rb", buffering=0) as source, part.open("wb", buffering=0) as copy:
+                found = os.fstat(source.fileno())  # before: what changes meanwhile is seen at the next start
                 self._all(source.fileno(), copy.fileno())
-                found = os.fstat(source.fileno())
                 os.fsync(copy.fileno())  # the name must not outlive a crash that the contents do not
             if not self._failed:
-                os.utime(part, ns=(found.st_atime_ns, found.st_mtime_ns))
                 part.replace(self._target / name)
+                with self._lock:
+                    self._copies[name] = _identity(found)
+                    self._note()
         except OSError as error:
             self._failed = True
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -129,6 +153,11 @@ class _Copy:
             raise Stop(f"--stage {self._into}: {name} cannot be copied: {error.strerror}", USAGE) from None
         finally:
             part.unlink(missing_ok=True)
+
+    def _note(self) -> None:
+        part = self._target / (NOTE + PART)
+        part.write_text(json.dumps(self._copies), encoding="utf-8")
+        part.replace(self._target / NOTE)
 
     def _all(self, source: int, copy: int) -> None:
         buffer = memoryview(bytearray(CHUNK))

@@ -18,6 +18,7 @@ from phalanx.rank.model.weights import stage as module
 from phalanx.rank.model.weights.stage import stage
 
 from ...checkpoints import make_checkpoint
+from ...processes import wait
 
 FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"} | {
     f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
@@ -35,7 +36,7 @@ def scratch(tmp_path):
 
 
 def contents(directory):
-    return {f.name: f.read_bytes() for f in directory.iterdir() if f.name != ".lock"}
+    return {f.name: f.read_bytes() for f in directory.iterdir() if f.name not in (".lock", ".copies")}
 
 
 def stop(*arguments):
@@ -71,6 +72,63 @@ def test_what_has_changed_is_copied_again_and_what_is_gone_goes(source, scratch)
     (target / "model-00003-of-00003.safetensors.part").write_bytes(b"interrupted")
     assert stage(source, scratch) == (target, second.stat().st_size)
     assert set(contents(target)) == FILES
+
+
+def test_a_file_system_may_keep_coarse_times(source, scratch):
+    """FAT's are of two seconds; the copy's own time says nothing, and what it is a copy of is noted."""
+    target, _ = stage(source, scratch)
+    for file in target.iterdir():
+        second = file.stat().st_mtime_ns // 2_000_000_000 * 2_000_000_000
+        os.utime(file, ns=(second, second))
+    assert stage(source, scratch) == (target, 0)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"config.json": 7}'])
+def test_a_note_that_is_broken_counts_as_none(source, scratch, text):
+    target, copied = stage(source, scratch)
+    (target / ".copies").write_text(text)
+    assert stage(source, scratch) == (target, copied)
+    assert stage(source, scratch) == (target, 0) and set(contents(target)) == FILES
+
+
+def test_a_copy_that_was_cut_short_is_none(source, scratch):
+    target, _ = stage(source, scratch)
+    (target / "config.json").write_bytes(b"{")
+    assert stage(source, scratch) == (target, (source / "config.json").stat().st_size)
+
+
+def test_what_an_interrupted_copy_has_brought_is_kept(source, scratch, monkeypatch):
+    last = (source / "model-00003-of-00003.safetensors").stat()
+
+    def fail(fd, buffers, real=os.readv):
+        if os.fstat(fd).st_ino == last.st_ino:
+            (target,) = scratch.iterdir()
+            assert not wait(lambda: len(json.loads((target / ".copies").read_text())) < 5, 20)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers)
+
+    monkeypatch.setattr(module.os, "readv", fail)
+    assert "model-00003-of-00003.safetensors cannot be copied: " in stop(source, scratch)
+    monkeypatch.undo()
+    assert stage(source, scratch)[1] == last.st_size
+
+
+def test_a_file_that_changes_while_it_is_copied_is_copied_again(source, scratch, monkeypatch):
+    config = source / "config.json"
+    data = config.read_bytes()
+
+    def slow(fd, buffers, real=os.readv):
+        got = real(fd, buffers)
+        if got and os.fstat(fd).st_ino == config.stat().st_ino:
+            config.write_bytes(data[::-1])
+            os.utime(config, ns=(1, 1))
+        return got
+
+    monkeypatch.setattr(module.os, "readv", slow)
+    stage(source, scratch)
+    monkeypatch.undo()
+    target, copied = stage(source, scratch)
+    assert copied == len(data) and (target / "config.json").read_bytes() == data[::-1]
 
 
 def test_the_ranks_of_a_node_copy_once_together(source, scratch):
