@@ -1,7 +1,11 @@
-"""A live job of ranks, spoken to over the front's socket: the engine without text and HTTP."""
+"""A live job of ranks, spoken to over the front's socket: the engine without text and HTTP.
+
+On a machine with GPUs its ranks run there, in f32, and have to do exactly what they do on CPUs.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -21,7 +25,31 @@ from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 from .ranks import environment, mpirun
 
-DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # cuda runs the live-rank tests on GPUs, one for each rank
+
+@functools.cache
+def usual() -> str:
+    """cuda where there are GPUs that PyTorch can use, else cpu."""
+    if not hosts.gpus():
+        return "cpu"
+    import torch  # here: it takes seconds
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device(ranks: int, threads: bool = False) -> str:
+    """Where a job's ranks run: on a GPU each, or on CPUs; TEST_DEVICE, cpu or cuda, chooses where it is set.
+
+    Jobs of more ranks than GPUs run on CPUs: every test is worth its time on every machine, and fewer GPUs than four
+    are the rule. Who asked for cuda wants to know what GPUs do, so that they are skipped then.
+    """
+    asked = os.environ.get("TEST_DEVICE")
+    if (asked or usual()) == "cpu":
+        return "cpu"
+    if not threads and ranks <= hosts.gpus():
+        return "cuda"
+    if asked:
+        pytest.skip("ranks as threads are for CPUs" if threads else f"needs {ranks} GPUs, there are {hosts.gpus()}")
+    return "cpu"
 
 
 @dataclass
@@ -43,17 +71,18 @@ class Engine:
         ranks: int = 1,
         threads: bool = False,
         program: tuple[str, ...] = ("-m", "phalanx.launcher.member"),
-        wait: float = 60,
+        wait: float = 0,
         **options,
     ):
-        if DEVICE == "cuda" and (threads or ranks > hosts.gpus()):
-            pytest.skip("ranks as threads are for CPUs" if threads else f"needs {ranks} GPUs")
+        on = options.pop("device", "") or device(ranks, threads)
+        wait = wait or (60 if on == "cpu" else 100)  # the first ranks on GPUs compile kernels
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx-test-")
         path = f"{self._directory.name}/lead.sock"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
         listener.listen(1)
-        options = {"max_num_seqs": 32, "mem": 64, "timeout": 20.0, "device": DEVICE, "dtype": "f32", **options}
+        timeout = 20.0 if on == "cpu" else 60.0
+        options = {"max_num_seqs": 32, "mem": 64, "timeout": timeout, "device": on, "dtype": "f32", **options}
         chosen = Options(model=str(model), ranks=ranks, multithread=threads, **options)
         job = Job(options=chosen, announced_size=ranks, front_socket=path)
         command = [sys.executable, *program]

@@ -2,6 +2,7 @@
 # What has to pass on a machine with 1, 2 or 4 GPUs, from small to large: tests/gpu.sh [kernels]
 # Each part has a time limit of its own and the next ones run whatever it says; parts that need more GPUs skip. Ten
 # minutes on 4 GPUs. PYTHON chooses the interpreter. Multicast over NVLink is left alone: containers often forbid it.
+# TEST_DEVICE=cuda: what would run on CPUs where GPUs are too few for it is left to `make test`.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-.venv/bin/python}

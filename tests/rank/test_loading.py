@@ -14,7 +14,7 @@ from phalanx.rank.model import fingerprint
 from phalanx.rank.model.fingerprint import Fingerprint, difference, take
 
 from ..checkpoints import make_checkpoint
-from ..engine import Engine, greedy
+from ..engine import Engine, device, greedy
 from ..server import Server
 
 HOST = socket.gethostname()
@@ -160,7 +160,8 @@ def test_a_disk_that_fails_under_one_rank(checkpoint, monkeypatch):
 @pytest.mark.long
 def test_a_rank_without_memory_for_its_weights(checkpoint, monkeypatch):
     said = differing(checkpoint, monkeypatch, "memory:1000")
-    assert said.startswith(f"rank 1 on {HOST}: this rank's weights take 0.00 GB, but for it 0.00 GB are free: ")
+    where = "on its GPU" if device(2) == "cuda" else "for it"
+    assert said.startswith(f"rank 1 on {HOST}: this rank's weights take 0.00 GB, but {where} 0.00 GB are free: ")
 
 
 @pytest.mark.long
