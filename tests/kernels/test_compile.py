@@ -2,10 +2,13 @@
 
 import shutil
 import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from phalanx.kernels import allreduce, jit
+from phalanx.rank import exits
 
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512)),
@@ -59,6 +62,44 @@ def test_a_program_is_compiled_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(jit, "compile_text", lambda *a: calls.append(a) or b"binary")
     assert jit.cached("norm", "text", "sm_90") == jit.cached("norm", "text", "sm_90") == b"binary"
     assert jit.cached("norm", "text", "sm_80") == b"binary" and len(calls) == 2
+
+
+def test_a_folder_that_others_write_to_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = jit.cache_folder()
+    assert folder == jit.cache_folder()
+    folder.chmod(0o777)
+    with pytest.raises(exits.Stop) as stop:
+        jit.cache_folder()
+    assert str(stop.value) == f"{folder} is not this user's alone: remove it, or set TMPDIR"
+    assert stop.value.code == exits.USAGE
+
+
+def test_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(exits.Stop, match=r"kernels are compiled with CuPy \(.*\): `make install TORCH=cuda`, or `pip"):
+        jit.compile_text("norm", "", "sm_90")
+
+
+def test_the_compilers_words(monkeypatch):
+    class NVRTCError(Exception):
+        pass
+
+    def compile_program(*_):
+        raise NVRTCError("NVRTC_ERROR_COMPILATION")
+
+    nvrtc = SimpleNamespace(
+        NVRTCError=NVRTCError, createProgram=lambda *_: 1, compileProgram=compile_program,
+        getProgramLog=lambda _: "norm.cu(3): error: expected a ;", destroyProgram=lambda _: None,
+    )  # fmt: skip
+    for name, module in (("cupy", ModuleType("cupy")), ("cupy.cuda", SimpleNamespace(nvrtc=nvrtc))):
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(exits.Stop) as stop:
+        jit.compile_text("norm", "", "sm_90")
+    assert str(stop.value) == (
+        "NVRTC could not compile kernels/cuda/norm.cu for sm_90: NVRTC_ERROR_COMPILATION\n"
+        "norm.cu(3): error: expected a ;"
+    )
 
 
 def test_vector_follows_alignment():

@@ -210,7 +210,9 @@ def test_a_script_for_a_server(place, capsys):
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in text
     command = "phalanx serve --model /m --d 0,1 --disable-prefix-cache --temperature 0.5 &"
     assert f"srun --mpi=pmix {command}\n" in text
-    assert "hush" not in text and "export PHALANX_API_KEY before sbatch" in text
+    note = "# The key is not written here: export PHALANX_API_KEY before sbatch, or give --api-key-file.\n"
+    assert "hush" not in text and note in text
+    assert note not in script_of("serve", "--api-key-file", "key", options=Options)
     (place / "script").write_text(text)
     assert run_script(place, place / "script", 0, signal=True) == [["usr1"]]
 

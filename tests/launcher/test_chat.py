@@ -65,6 +65,17 @@ def test_a_conversation(server, monkeypatch, capsys):
     assert bodies[0]["temperature"] == 0 and bodies[0]["stream"] is True and "top_p" not in bodies[0]
 
 
+def test_a_terminal_is_told_how_to_end(server, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("\n"))
+    assert cli.main(["chat", "--p", str(server.server_port)]) == 0
+    assert " at http://127.0.0.1:" in (said := capsys.readouterr().out)
+    assert f":{server.server_port}; an empty line ends, /new starts over\n" in said
+
+
 def test_url_key_and_thinking(server, monkeypatch):
     url = f"http://127.0.0.1:{server.server_port}/v1/"
     argv = ("--url", url, "--api-key", "k", "--no-thinking", "--max-tokens", "7")

@@ -90,6 +90,14 @@ def test_a_forbidden_port(monkeypatch):
     assert refusal("127.0.0.1", 80) == "port 80 is not allowed to this user: choose one of 1024 or above with --p"
 
 
+def test_an_address_that_fails_in_another_way(monkeypatch):
+    def bind(*_):
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    monkeypatch.setattr(front.socket.socket, "bind", bind)
+    assert refusal("127.0.0.1", 80) == "cannot listen on 127.0.0.1 port 80: No buffer space available"
+
+
 def test_unix_sockets(listen, tmp_path):
     path = tmp_path / "http"
     first = listen(f"unix://{path}")

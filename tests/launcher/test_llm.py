@@ -61,6 +61,13 @@ def test_one_sampling_for_each_prompt(llm):
         llm.generate(["a"], [GREEDY, GREEDY])
 
 
+def test_a_child_of_the_program_cannot_ask(llm, monkeypatch):
+    """A fork has the sockets, too, and would take the parent's answers."""
+    monkeypatch.setattr(llm._host, "_pid", -1)
+    with pytest.raises(RuntimeError, match="this LLM belongs to the parent process"):
+        llm.generate("x")
+
+
 def test_several_answers_and_logprobs(llm):
     params = SamplingParams(n=3, seed=1, max_tokens=4, logprobs=2, ignore_eos=True)
     (out,) = llm.generate("The quick", params)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from phalanx.launcher import cli, hub, mpirun
+from phalanx.launcher import cli, hosts, hub, mpirun
 from phalanx.rank.exits import Stop
 
 from ..checkpoints import make_checkpoint
@@ -116,6 +116,36 @@ def test_no_network(run, tmp_path):
             "Where compute nodes have no network, run `phalanx pull org/tiny` on the login node first, with the same "
             "HF_HOME\n" in done.stderr
         )
+
+
+def test_an_id_that_the_hub_would_not_have(run):
+    done = run("pull", "org/ti--ny")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"phalanx: model 'org/ti--ny': there is no such directory on {hosts.hostname()}, and it is no valid id\n"
+    )
+
+
+def test_a_cache_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "hf").write_text("")
+    done = run("pull", "org/tiny")
+    assert done.returncode == 1
+    assert f"phalanx: model 'org/tiny': {tmp_path}/hf/" in done.stderr and ": Not a directory\n" in done.stderr
+
+
+def test_an_interrupted_fetch_says_that_it_can_go_on(monkeypatch):
+    import huggingface_hub
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", interrupt)
+    with pytest.raises(Stop) as stop:
+        hub.fetch("org/tiny")
+    assert (str(stop.value), stop.value.code) == (
+        "fetching org/tiny was interrupted; the same command goes on where it was",
+        130,
+    )
 
 
 def test_what_is_no_id(capsys):

@@ -213,6 +213,11 @@ def test_ends_with_its_parent(tmp_path, model_dir):
     assert ended
 
 
+def test_cores_that_are_not_there(start):
+    said = start(cpus=[8191]).process.stdout.readline()
+    assert said.startswith("the front stays on all cores: cpus ") and said.endswith("Invalid argument\n")
+
+
 def test_wrong_parent(start):
     front = start(parent_pid=1)
     assert front.process.wait(10) == exits.ERROR

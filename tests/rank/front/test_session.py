@@ -80,6 +80,24 @@ def test_a_special_token_as_stop_string_is_matched_by_its_id(front):
     assert front.lead.requests[0].sampling.stop_token_ids == (front.sessions.text.tokenizer.token_id("<|turn|>"),)
 
 
+def test_a_syntax_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
+    (tmp_path / "template").write_text("{{ tools }}{{ messages }}")
+    config = FrontConfig(str(model_dir), "", -1, chat_template=str(tmp_path / "template"))
+    sessions = Sessions(LeadLink(str(tmp_path / "lead")), config)
+    asyncio.run(sessions.load())
+    sessions.close()
+    assert caplog.messages == [
+        "the model writes tool calls in a way that is not known here: they stay in the answer's text"
+    ]
+
+
+def test_an_error_without_words(front):
+    front.lead.error = (0, "")
+    for path, body in (("completions", {"prompt": "x"}), ("embeddings", {"input": "x"})):
+        answer = front.post(path, **body)
+        assert (answer.status, answer.body["error"]["message"]) == (500, "the engine failed on this request")
+
+
 def test_order_of_defaults():
     defaults = resolve_defaults(SamplingDefaults(temperature=0.1), {"temperature": 0.2, "top_k": 5, "top_p": None})
     assert defaults["temperature"] == 0.1 and defaults["top_k"] == 5 and defaults["top_p"] == 1.0

@@ -280,6 +280,10 @@ def test_weights_that_do_not_fit(small, monkeypatch):
         "a narrower --dtype; `phalanx fit` shows what fits"
     )
 
+    with pytest.raises(exits.Stop, match="but on its GPU 0.00 GB are free: use more ranks") as stopped:
+        load_on(small, device="cuda", room=0)
+    assert stopped.value.code == exits.MEMORY
+
     def zeros(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
 

@@ -162,6 +162,18 @@ def test_the_ranks_die(stage, capsys):
     assert sorted(stage.ids()) == sorted(NAMES)
 
 
+def test_ranks_that_end_without_a_word(stage, capsys):
+    stage.input(3)
+    stage.lead_has = {"hold": True}
+
+    async def die(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 3)
+        stage.lead.close()
+
+    assert stage.start(die) == 70
+    assert "phalanx: stopped: the ranks are gone" in capsys.readouterr().err
+
+
 def test_a_stop_while_the_ranks_are_away(stage):
     stage.input(30)
     stage.lead_has = {"hold": True}
@@ -173,6 +185,7 @@ def test_a_stop_while_the_ranks_are_away(stage):
         stage.batch.stop("asked to by a signal")
 
     assert stage.start(stop, restarts=True) == 75
+    assert stage.summary["reason"] == "asked to by a signal, while the ranks were away"
 
 
 def test_ranks_that_go_away_during_a_stop(stage):
@@ -185,6 +198,7 @@ def test_ranks_that_go_away_during_a_stop(stage):
         stage.lead.close()
 
     assert stage.start(stop, restarts=True) == 75
+    assert stage.summary["reason"] == "asked to by a signal; then the ranks ended"
 
 
 def test_a_stop_at_once_keeps_what_is_finished(stage, capsys):
