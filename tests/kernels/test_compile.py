@@ -102,6 +102,16 @@ def test_the_compilers_words(monkeypatch):
     )
 
 
+def test_an_error_of_the_driver_is_named(monkeypatch):
+    def text(status, found):
+        found._obj.value = b"out of memory"
+
+    monkeypatch.setattr(jit, "_driver", lambda: SimpleNamespace(cuGetErrorString=text))
+    jit._check(0, "norm")
+    with pytest.raises(RuntimeError, match="CUDA error 2 in norm: out of memory"):
+        jit._check(2, "norm")
+
+
 def test_vector_follows_alignment():
     x = torch.empty(64, dtype=torch.float16)
     assert jit.vector(x, 64) == 8 and jit.vector(x, 12) == 4 and jit.vector(x, 33) == 1

@@ -71,10 +71,19 @@ def test_json(fit):
     assert found["asked"] == {"context": 8192, "concurrency": 64, "length": 272, "dtype": "bf16"}
     assert found["cluster"]["device"] == "H100"
     best = found["layouts"][found["best"]]
+    assert best["verdict"] == "everything asked for fits"
     assert best["fits"] and best["weight_bytes"] == sum(best["weights"].values())
     assert best["decode_ms"] > 0 and best["prefill_tokens_per_s"] > 0
     assert any(one["offload"] for one in found["layouts"]) and any(one["ep"] == 4 for one in found["layouts"])
     assert found["command"]
+
+
+def test_experts(fit):
+    """Not all of them work for a token, and where the GPU is too small they may lie in the host's memory."""
+    code, out, _ = fit("Qwen3-30B-A3B", "--gpu-mem", "24", "--host-mem", "256")
+    assert code == 0
+    assert "30.53 billion parameters, 3.04 billion at work for a token; " in out.splitlines()[0]
+    assert "  experts in the host's memory (" in out and " GB a rank)" in out
 
 
 def test_not_served_yet(fit):

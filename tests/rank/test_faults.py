@@ -165,6 +165,7 @@ def test_the_log_says_what_fits_in_the_cache(checkpoint):
     with Engine(checkpoint, 2, mem=2) as engine:
         assert f"KV cache: {engine.ready.kv_tokens} tokens in" in engine.log()
         assert "2 MiB a rank (--mem 2)" in engine.log()
+        assert re.search(r" loaded \d+ MB on this rank in \d+\.\d s\n", engine.log())
         assert engine.ready.kv_tokens == 2 * 1024 * 1024 // (2 * 4 * 3 * 8 * 4) // 16 * 16
 
 
