@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 from phalanx.benchmarks import step as bench
-from phalanx.launcher import mpirun
+from phalanx.launcher import demo, mpirun
 from phalanx.rank import __main__ as program
 from phalanx.rank import step
 from phalanx.rank.lead.replica import Replica
@@ -40,6 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = bench.SHAPES | {
                                num_key_value_heads=4, head_dim=64, vocab_size=32000, max_position_embeddings=8192),
     "qwen3-8b": QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
                              num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
+    "built-in": json.loads((demo.DIRECTORY / "config.json").read_text()),
 }  # fmt: skip
 
 

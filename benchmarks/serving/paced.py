@@ -1,0 +1,114 @@
+"""The server with a model that only takes its time: what front, scheduler and step loop can carry at a GPU's pace.
+
+    python benchmarks/serving/paced.py --p 2999 --step-ms 10
+    python benchmarks/serve.py --port 2999 --concurrency 256 --batch 512
+
+One rank of the built-in model's directory; every step takes --step-ms, and as much more as its prompts' tokens need at
+--prefill tokens/s, asleep, as a thread that waits for a GPU is. Ids are drawn at random. At the end, by Ctrl-C, it says
+what share of a core each part took for a token, and how much later than the pace the steps came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import psutil
+import torch
+from phalanx.launcher import demo, front
+from phalanx.rank import __main__ as program
+from phalanx.rank import step
+from phalanx.rank.options import Job, Options
+from phalanx.rank.work.prepare import prepare
+from phalanx.rank.work.runner import Computed, Runner
+
+
+class Pace:
+    """Stands in for the forward pass; everything that a step asks of the host is done."""
+
+    def __init__(self, step_ms: float, prefill: float):
+        self.seconds, self.prefill = step_ms / 1e3, prefill
+        self.tokens = 0
+        self.between: list[float] = []  # seconds from one step's end to the next one's begin
+        self._ended = 0.0
+        self._random = np.random.default_rng(0)
+
+    def execute(self, runner: Runner, plan: step.Plan) -> Computed:
+        began = time.perf_counter()
+        self.between.append(began - self._ended)
+        work = runner.rows.apply(plan)
+        runner._enter(plan)
+        prepare(runner.rows, work, runner._last, runner.caches, runner.block_size, runner._upload)
+        count = int(work.samples.sum())
+        ids = torch.from_numpy(self._random.integers(300, 4000, count))
+        runner._last[torch.from_numpy(work.sampled_rows)] = ids
+        self.tokens += count
+        prompt = int(work.counts.sum()) - work.singles
+        time.sleep(max(0.0, began + self.seconds + prompt / self.prefill - time.perf_counter()))
+        self._ended = time.perf_counter()
+        return Computed(ids) if count else Computed()
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds of this process's threads, by name."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    return {names[t.id]: t.user_time + t.system_time for t in psutil.Process().threads() if t.id in names}
+
+
+def report(pace: Pace, frontend: psutil.Process) -> None:
+    spent = thread_seconds()
+    times = frontend.cpu_times()
+    parts = {"front": times.user + times.system, "lead": spent.get("MainThread", 0.0), "step": spent.get("step", 0.0)}
+    per = {name: f"{name} {seconds / max(1, pace.tokens) * 1e6:.1f}" for name, seconds in parts.items()}
+    late = f"{statistics.median(pace.between[1:] or [0.0]) * 1e3:.2f} ms between steps (median)"
+    print(f"paced: {pace.tokens} tokens; CPU µs a token: {', '.join(per.values())}; {late}", flush=True)
+
+
+def copy_words(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stderr.write(line.decode(errors="replace"))
+        sys.stderr.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--p", "--port", dest="port", type=int, default=2999)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--prefill", type=float, default=45000.0, help="prompt tokens/s")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    asked = parser.parse_args()
+    pace = Pace(asked.step_ms, asked.prefill)
+    Runner._execute = lambda runner, plan: pace.execute(runner, plan)  # type: ignore[method-assign,assignment]
+    directory = front.job_directory()
+    listener = front.listen("127.0.0.1", asked.port)
+    options = Options(model=str(demo.DIRECTORY), max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=8192,
+                      load_format="dummy", prefix_cache=False, device="cpu")  # fmt: skip
+    link = str(Path(directory, "lead.sock"))
+    process = front.start(front.config(options, link, listener, []), os.environ)
+
+    def end(*_: object) -> NoReturn:
+        report(pace, psutil.Process(process.pid))
+        process.terminate()
+        process.wait(10)
+        front.remove(directory)
+        os._exit(0)  # in the middle of a step
+
+    signal.signal(signal.SIGINT, end)
+    while not Path(link).exists() and process.poll() is None:
+        time.sleep(0.05)
+    threading.Thread(target=copy_words, args=(process,), daemon=True).start()
+    program.run_threads(Job(options=options, announced_size=1, front_socket=link))
+
+
+if __name__ == "__main__":
+    main()
