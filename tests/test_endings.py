@@ -10,7 +10,7 @@ import pytest
 from .checkpoints import make_checkpoint
 from .server import Server, Stream
 
-ARGUMENTS = ("--np", "2", "--device", "cpu", "--mem", "64", "--timeout", "6")
+ARGUMENTS = ("--np", "2", "--device", "cpu", "--mem", "64", "--timeout", "10")
 HOST = socket.gethostname()
 
 
@@ -56,8 +56,8 @@ def test_a_stopped_follower_is_named_to_the_client(checkpoint):
     with Server(checkpoint, *ARGUMENTS) as server:
         stream = Stream(server)
         os.kill(server.ranks[1], signal.SIGSTOP)
-        assert server.exit_code(15) == 71
-        want = f"rank 1 on {HOST} did not answer for 6 s"
+        assert server.exit_code(20) == 71
+        want = f"rank 1 on {HOST} did not answer for 10 s"
         assert want in server.output and want in stream.rest()
         assert not server.left()
 

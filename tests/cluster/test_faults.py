@@ -1,6 +1,7 @@
 """What goes wrong on the far one of two hosts ends the job on both: named, in time, with nothing left."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -141,12 +142,13 @@ def damage(kind: str, directory) -> str:
 
 @pytest.mark.parametrize("kind", ["truncated", "corrupted"])
 def test_damaged_weights(hosts, checkpoint, tmp_path, kind):
-    """As all hosts see them: one rank says it."""
+    """As all hosts see them: one rank says it, whichever was first."""
     shutil.copytree(checkpoint, tmp_path / "bad")
     words = damage(kind, tmp_path / "bad")
     with HostsServer(hosts, str(tmp_path / "bad"), *PATIENT, wait=False) as server:
         assert server.exit_code(40) == 3, server.output
-        assert server.output.count(words) == 1 and "phalanx: rank 0 on node0: " in server.output, server.output
+        assert server.output.count(words) == 1, server.output
+        assert re.search(r"phalanx: rank \d on node\d: ", server.output), server.output
         assert not hosts.left()
 
 
@@ -173,5 +175,6 @@ def test_a_shard_is_missing(hosts, tmp_path):
     with HostsServer(hosts, str(tmp_path / "tiny"), *PATIENT, wait=False) as server:
         assert server.exit_code(40) == 3, server.output
         want = "model.safetensors.index.json names model-00002-of-00003.safetensors, which is missing"
-        assert server.output.count(want) == 1 and "phalanx: rank 0 on node0: " in server.output, server.output
+        assert server.output.count(want) == 1, server.output
+        assert re.search(r"phalanx: rank \d on node\d: ", server.output), server.output
         assert not hosts.left()
