@@ -66,11 +66,11 @@ class Rank:
         options = self.options
         fingerprint.check(self.world, self.hosts, Path(options.model), options.load_format != "dummy")
         device = self._device()
-        room = cache.free_memory(device, self._here)
+        rooms = [cache.free_memory(place, self._here) for place in (device, torch.device("cpu"))]
         self.world.barrier()  # nobody takes memory before all have looked
         replicas, grid = self._mesh(device)
         self.watch.divide(mesh.copies(self.world.size, replicas))
-        model = self._load(grid, device, room)
+        model = self._load(grid, device, *rooms)
         block_size = options.block_size or BLOCK_SIZE
         budget, seats = self._token_budget(model, device)
         sampler = Sampler(seats, model.vocab_size, device)
@@ -103,7 +103,7 @@ class Rank:
         """How many ranks share this host."""
         return self.hosts.count(self.hosts[self.world.rank])
 
-    def _load(self, grid: mesh.Mesh, device: torch.device, room: int) -> Model:
+    def _load(self, grid: mesh.Mesh, device: torch.device, room: int, host_room: int) -> Model:
         options = self.options
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
@@ -118,6 +118,7 @@ class Rank:
             options.load,
             self._progress("loading weights"),
             room,
+            host_room,
         )
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model
