@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
-from phalanx.launcher import hosts, member, mpirun
+from phalanx.launcher import bind, hosts, member, mpirun
 from phalanx.rank import __main__ as program
 from phalanx.rank import step
 from phalanx.rank.lead.replica import Replica
@@ -175,7 +175,6 @@ def start(options: Options, ask: Ask) -> list[dict[str, Any]]:
         mpi = mpirun.find(os.environ)
         environ |= mpirun.environment(mpi, options.ranks, os.environ)
         command = mpirun.command(mpi, options.ranks, command)
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.ranks)))
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"step.py: the ranks ended with exit code {done.returncode}")
@@ -250,10 +249,15 @@ def main() -> None:
 
 
 def become_rank(make: type[program.Rank]) -> NoReturn:
-    """A rank of a benchmark, on the device that the launcher would give it."""
+    """A rank of a benchmark, on the device and the processors that the launcher would give it."""
     job = decode_job(os.environ[JOB_ENV])
     place = hosts.world(os.environ) or hosts.World(0, 1, 0, 1, "benchmark")
-    job = msgspec.structs.replace(job, device_index=member.device_index(job.options, place), rank=place.rank)
+    gpu = member.device_index(job.options, place)
+    threads = dict(os.environ)
+    bound = bind.apply(bind.choose(place, gpu, os.environ), threads)
+    if not job.options.multithread:
+        torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))  # torch is here already
+    job = msgspec.structs.replace(job, device_index=gpu, rank=place.rank, bound=bound)
     os.environ[JOB_ENV] = encode_job(job)
     code = program.main(make)
     sys.stdout.flush()
