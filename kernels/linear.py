@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from . import skinny
+from .cpu import one_core
 
 PACK_FROM = 1 << 16  # elements; a packed product costs 10 us more to start, which smaller matrices do not win back
 ROWS_HINT = 16  # rows that the layout is chosen for; this one is the fastest, or nearly, from 1 to 256
@@ -23,12 +24,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _packed_linear(x, weight, bias)
     if bias is None and skinny.suits(x, weight):
         return skinny.skinny_linear(x, weight)
+    if (compiled := one_core(x)) and weight.dtype == torch.float32:
+        y = x.new_empty(len(x), len(weight))
+        compiled.linear(x.contiguous().numpy(), weight.numpy(), y.numpy())
+        return y if bias is None else y.add_(bias)
     return torch_linear(x, weight, bias)
 
 
 def pack(weight: Tensor) -> Tensor:
     """The weight as `linear` likes it best on its device: a tensor for `linear` alone, or `weight` itself."""
     cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if one_core(weight, len(weight)):
+        return weight
     if not cpu or weight.dtype != torch.float32 or weight.numel() < PACK_FROM:
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)

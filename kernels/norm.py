@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from . import jit
+from .cpu import one_core
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, which is `weight`'s; computed in f32 and rounded once. A new tensor."""
-    return rms_norm_cuda(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
+    if x.is_cuda:
+        return rms_norm_cuda(x, weight, eps)
+    if x.dim() == 2 and x.is_contiguous() and (compiled := one_core(x)):
+        y = torch.empty_like(x)
+        compiled.rms_norm(x.numpy(), weight.numpy(), eps, y.numpy())
+        return y
+    return rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -21,6 +29,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     if x.is_cuda:
         return add_rms_norm_cuda(x, residual, weight, eps)
+    if x.is_contiguous() and (compiled := one_core(x)):
+        compiled.add_rms_norm(x.numpy(), residual.numpy(), weight.numpy(), eps)
+        return x, residual
     return add_rms_norm_reference(x, residual, weight, eps)
 
 

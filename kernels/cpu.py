@@ -1,0 +1,31 @@
+"""Whether a step on a CPU is computed by kernels/compiled.py: of few rows, in f32, on one core, where Numba is."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+MOST_ROWS = 16  # of more, the library's products are faster
+
+
+@functools.cache
+def _compiled() -> ModuleType | None:
+    try:
+        from . import compiled
+    except ImportError:  # the extra `cpu` is not installed
+        return None
+    return compiled
+
+
+def one_core(x: Tensor, most: int = MOST_ROWS) -> ModuleType | None:
+    """kernels/compiled.py, if it takes x [T, ...] and is faster; None: torch is to do it."""
+    few = 0 < len(x) <= most and x.dtype == torch.float32 and x.device.type == "cpu"
+    return _compiled() if few and torch.get_num_threads() == 1 else None
+
+
+def flat(x: Tensor) -> Tensor:
+    """The memory from x's first element on, where x [T, heads, dim] has rows of heads that lie side by side."""
+    return x.as_strided(((len(x) - 1) * x.stride(0) + x[0].numel(),), (1,))
