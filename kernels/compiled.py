@@ -10,15 +10,20 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from ..rank.exits import Stop
 from . import jit
 
-numba.config.CACHE_DIR = str(jit.cache_folder())
+try:
+    numba.config.CACHE_DIR = str(jit.cache_folder())
+    _KEPT = True
+except (OSError, Stop):  # every process compiles for itself: three seconds
+    _KEPT = False
 
 
 def compiled(signature: str):
     """Compile now, or take what this node has compiled before: no step waits for a compiler."""
     fast = {"reassoc", "contract", "nsz"}
-    return numba.njit(f"void({signature})", fastmath=fast, nogil=True, cache=True, error_model="numpy")
+    return numba.njit(f"void({signature})", fastmath=fast, nogil=True, cache=_KEPT, error_model="numpy")
 
 
 F = np.float32
@@ -127,7 +132,7 @@ def silu_mul(x, y):
 
 
 @compiled("f4[::1], i8, i8, i8, f4[:,:,::1], f4[:,:,::1], f4[::1], f4")
-def turn(x, row, heads, dim, cos, sin, weight, eps):
+def _turn(x, row, heads, dim, cos, sin, weight, eps):
     """Heads of x, normed unless weight [dim] is empty, and turned by cos, sin [T, 1, r], in place.
 
     A token's heads begin at a multiple of `row` in x, and lie side by side.
@@ -151,11 +156,25 @@ def turn(x, row, heads, dim, cos, sin, weight, eps):
 
 
 @compiled("f4[::1], i8, f4[:,::1], i8[::1]")
-def write(x, row, cache, slots):
+def _write(x, row, cache, slots):
     """cache [slots, width]: at each of `slots` what x has from a multiple of `row` on."""
     for t in range(len(slots)):
         for i in range(cache.shape[1]):
             cache[slots[t], i] = x[t * row + i]
+
+
+@compiled(
+    "f4[::1], f4[::1], f4[::1], i8, i8, i8, i8, i8, i8, f4[:,:,::1], f4[:,:,::1], f4[::1], f4[::1], f4, f4[:,::1], "
+    "f4[:,::1], i8[::1]"
+)
+def rope_write(
+    q, k, v, q_row, k_row, v_row, heads, kv_heads, dim, cos, sin, q_weight, k_weight, eps, keys, values, slots
+):
+    """q and k are turned, k and v written to `slots` of keys, values [slots, kv_heads * dim]."""
+    _turn(q, q_row, heads, dim, cos, sin, q_weight, eps)
+    _turn(k, k_row, kv_heads, dim, cos, sin, k_weight, eps)
+    _write(k, k_row, keys, slots)
+    _write(v, v_row, values, slots)
 
 
 @compiled("f4[::1]")

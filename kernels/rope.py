@@ -107,11 +107,12 @@ def rope_write_compiled(
     cos, sin = turn.cos.numpy(), turn.sin.numpy()
     none = cos[:0, 0, 0]
     q_weight, k_weight, eps = (norms[0].numpy(), norms[1].numpy(), norms[2]) if norms else (none, none, 0.0)
-    dim, keys = q.shape[2], flat(k).numpy()
-    compiled.turn(flat(q).numpy(), q.stride(0), q.shape[1], dim, cos, sin, q_weight, eps)
-    compiled.turn(keys, k.stride(0), k.shape[1], dim, cos, sin, k_weight, eps)
-    for x, row, target in ((keys, k.stride(0), cache[0]), (flat(v).numpy(), v.stride(0), cache[1])):
-        compiled.write(x, row, target.view(-1, k.shape[1] * dim).numpy(), slots.numpy())
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
+    keys, values = (part.view(-1, kv_heads * dim).numpy() for part in cache)
+    compiled.rope_write(
+        *(flat(x).numpy() for x in (q, k, v)), q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, dim, cos, sin,
+        q_weight, k_weight, eps, keys, values, slots.numpy(),
+    )  # fmt: skip
     return q
 
 

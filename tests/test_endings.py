@@ -73,7 +73,7 @@ def test_the_first_signal_drains(checkpoint, number):
         status = 200
         while status == 200 and time.monotonic() < until:
             status, body, _ = server.request("/v1/completions", {"prompt": "a", "max_tokens": 1})
-        assert status == 503, body
+        assert status == 503, (body, server.output)
         rest = stream.rest()
         assert rest.rstrip().endswith("[DONE]"), rest[-300:]
         assert server.exit_code() == 0, server.output
