@@ -95,7 +95,7 @@ def _await_all(world: Comm, hosts: list[str], timeout: float) -> dict[int, socke
 
 
 def _let_in(listener: socket.socket, selector: selectors.BaseSelector) -> None:
-    with contextlib.suppress(BlockingIOError, ConnectionError):  # who called has hung up already
+    with contextlib.suppress(OSError):  # who called has hung up already; whoever stays out is named in the end
         connection, _ = listener.accept()
         selector.register(connection, selectors.EVENT_READ, _Line(connection, _HELLO))
 
@@ -168,7 +168,7 @@ def _search(fates: dict[str, str], port: int, hello: bytes, answer: bytes, secon
                     if heard == answer:
                         found = line.connection
                     else:
-                        fates[address] = "answered by something else"
+                        fates[address] = "answered by something else" if heard else "hung up"
                         line.connection.close()
         _close_all(selector)
     return found

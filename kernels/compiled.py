@@ -7,23 +7,38 @@ reordered and contracted, so that they are computed in vectors; infinities and N
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
+from llvmlite.binding import get_host_cpu_name
 
 from ..rank.exits import Stop
 from . import jit
 
-try:
-    numba.config.CACHE_DIR = str(jit.cache_folder())
-    _KEPT = True
-except (OSError, Stop):  # every process compiles for itself: three seconds
-    _KEPT = False
+
+def _cache() -> str:
+    """Where this node keeps what was compiled for its kind of processor; "" where nothing can be kept."""
+    try:
+        return str(jit.cache_folder() / f"numba-{get_host_cpu_name()}")
+    except (OSError, Stop):
+        return ""
 
 
-def compiled(signature: str):
+numba.config.CACHE_DIR = _cache()
+
+
+def compiled(signature: str) -> Any:
     """Compile now, or take what this node has compiled before: no step waits for a compiler."""
-    fast = {"reassoc", "contract", "nsz"}
-    return numba.njit(f"void({signature})", fastmath=fast, nogil=True, cache=_KEPT, error_model="numpy")
+    options = dict(fastmath={"reassoc", "contract", "nsz"}, nogil=True, error_model="numpy")
+
+    def make(function: Any) -> Any:
+        try:
+            return numba.njit(f"void({signature})", cache=bool(numba.config.CACHE_DIR), **options)(function)
+        except Exception:  # what was kept is damaged, or no more can be kept: this process compiles for itself
+            return numba.njit(f"void({signature})", **options)(function)
+
+    return make
 
 
 F = np.float32
@@ -34,7 +49,7 @@ C2, C3, C4, C5, C6, C7 = (F(1 / n) for n in (2, 6, 24, 120, 720, 5040))
 
 @numba.njit(inline="always")
 def _exp(x):
-    """e ** x for x <= 88 in f32; 0 below about -87, as loops of it are vectors, which branches would prevent."""
+    """e ** x for x <= 88 in f32; e ** -87, next to nothing, below that: loops of it are vectors, without a branch."""
     x = max(x, F(-87.0))
     n = np.floor(x * LOG2_E + F(0.5))
     r = (x - n * LN2_HIGH) - n * LN2_LOW

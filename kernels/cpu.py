@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import functools
+import logging
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-MOST_ROWS = 16  # of more, the library's products are faster
+log = logging.getLogger("phalanx")
+MOST_ROWS = 16  # of more, the library's products of plain weights are faster
 
 
 @functools.cache
 def _compiled() -> ModuleType | None:
     try:
         from . import compiled
-    except ImportError:  # the extra `cpu` is not installed
+    except ImportError:
+        log.info("Numba is not installed (phalanx[cpu]): a sequence alone takes up to twice as long on one core")
+        return None
+    except Exception as error:  # torch can do without it
+        log.warning("torch computes steps of few rows, as Numba cannot compile them here: %s", error)
         return None
     return compiled
 

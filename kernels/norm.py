@@ -29,7 +29,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     if x.is_cuda:
         return add_rms_norm_cuda(x, residual, weight, eps)
-    if x.is_contiguous() and (compiled := one_core(x)):
+    if x.is_contiguous() and residual.is_contiguous() and (compiled := one_core(x)):
         compiled.add_rms_norm(x.numpy(), residual.numpy(), weight.numpy(), eps)
         return x, residual
     return add_rms_norm_reference(x, residual, weight, eps)

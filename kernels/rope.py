@@ -6,6 +6,7 @@ unchanged.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -67,12 +68,12 @@ def rope_write(
 ) -> Tensor:
     """q [T, heads, head_dim] normed and turned; k, v [T, kv_heads, head_dim], k likewise, go to `slots` of the cache.
 
-    kernels/cache.py explains slots. On GPUs tokens with a negative slot are not written. q may be overwritten.
+    kernels/cache.py explains slots. On GPUs tokens with a negative slot are not written. q and k may be overwritten.
     """
     if q.is_cuda:
         return rope_write_cuda(q, k, v, turn, norms, cache, slots)
-    if cache[0].dtype == torch.float32 and q.stride(1) == q.shape[2] and one_core(q):
-        return rope_write_compiled(q, k, v, turn, norms, cache, slots)
+    if cache[0].dtype == torch.float32 and q.stride(1) == q.shape[2] and (compiled := one_core(q)):
+        return rope_write_compiled(compiled, q, k, v, turn, norms, cache, slots)
     return rope_write_reference(q, k, v, turn, norms, cache, slots)
 
 
@@ -93,6 +94,7 @@ def rope_write_reference(
 
 
 def rope_write_compiled(
+    compiled: ModuleType,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -102,8 +104,6 @@ def rope_write_compiled(
     slots: Tensor,
 ) -> Tensor:
     """q, k and v have heads side by side; their rows may be parts of wider ones."""
-    compiled = one_core(q)
-    assert compiled is not None
     cos, sin = turn.cos.numpy(), turn.sin.numpy()
     none = cos[:0, 0, 0]
     q_weight, k_weight, eps = (norms[0].numpy(), norms[1].numpy(), norms[2]) if norms else (none, none, 0.0)

@@ -18,7 +18,8 @@ from ..hosts import World
 
 SYS = bind.SYS
 PROC = bind.PROC
-PACKAGES = ("phalanx", "mpi4py", "torch", "cupy-cuda13x", "cupy-cuda12x", "safetensors", "numpy", "tornado", "msgspec")
+PACKAGES = ("phalanx", "mpi4py", "torch", "cupy-cuda13x", "cupy-cuda12x", "safetensors", "numpy", "numba", "tornado",
+            "msgspec")  # fmt: skip
 QUERY = "index,name,driver_version,memory.total,memory.used,pci.bus_id"
 
 

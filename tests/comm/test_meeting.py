@@ -95,7 +95,7 @@ def elsewhere():
 
 
 ELSEWHERE = {
-    "127.0.0.2": "answered by something else",
+    "127.0.0.2": "hung up",
     "127.0.0.3": "answered by something else",
     "127.0.0.4": "connected, but nothing answered",
     "127.0.0.5": "timed out",

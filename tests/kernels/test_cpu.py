@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import phalanx.kernels
 import pytest
 import torch
-from phalanx.kernels import cpu
+from phalanx.kernels import cpu, jit
 from phalanx.kernels.activation import silu_mul, silu_mul_reference
 from phalanx.kernels.attention import Scores, paged_attention, paged_attention_reference
 from phalanx.kernels.linear import PACK_FROM, linear, pack
@@ -63,15 +63,52 @@ def test_more_rows_and_other_types_and_more_threads_are_left_to_torch(calls):
     assert calls == []
 
 
-def test_without_numba_torch_computes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numba", None)
+@pytest.fixture
+def found_anew(monkeypatch):
+    """compiled.py is not imported yet; whatever is made of it here is forgotten."""
     monkeypatch.delitem(sys.modules, "phalanx.kernels.compiled")
     monkeypatch.delattr(phalanx.kernels, "compiled")
-    find.cache_clear()
     monkeypatch.setattr(cpu, "_compiled", find)
-    weight = torch.randn(PACK_FROM // 64, 128)
-    assert cpu.one_core(weight[:1]) is None and pack(weight).is_mkldnn
     find.cache_clear()
+    yield
+    find.cache_clear()
+
+
+def test_without_numba_torch_computes(monkeypatch, found_anew, caplog):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    weight = torch.randn(PACK_FROM // 64, 128)
+    with caplog.at_level("INFO", "phalanx"):
+        assert cpu.one_core(weight[:1]) is None and pack(weight).is_mkldnn
+    said = "Numba is not installed (phalanx[cpu]): a sequence alone takes up to twice as long on one core"
+    assert caplog.messages == [said]
+
+
+def test_where_numba_cannot_compile_torch_computes(monkeypatch, found_anew, caplog):
+    monkeypatch.setattr("numba.njit", lambda *a, **k: 1 / 0)
+    assert cpu.one_core(torch.randn(1, 8)) is None
+    said = "torch computes steps of few rows, as Numba cannot compile them here: division by zero"
+    assert caplog.messages == [said]
+
+
+@pytest.mark.parametrize("fault", ["damaged", "not writable"])
+def test_a_cache_that_is_no_use_is_done_without(monkeypatch, found_anew, tmp_path, fault):
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
+    if fault == "damaged":
+        assert cpu.one_core(torch.randn(1, 8)) is not None
+        files = list(tmp_path.rglob("*.nbi"))
+        assert len(files) > 5
+        for file in files:
+            file.write_bytes(b"")
+        monkeypatch.delitem(sys.modules, "phalanx.kernels.compiled")
+        monkeypatch.delattr(phalanx.kernels, "compiled")
+        find.cache_clear()
+    else:
+        (tmp_path / f"phalanx-kernels-{jit.os.getuid()}").touch()
+    module = cpu.one_core(torch.randn(1, 8))
+    assert module is not None
+    y = torch.empty(1, 4)
+    module.silu_mul(torch.zeros(1, 8).numpy(), y.numpy())
+    assert y.tolist() == [[0.0] * 4]
 
 
 @pytest.mark.parametrize("rows, size", [(1, 1), (3, 33), (16, 64)])

@@ -88,7 +88,9 @@ class Launched:
         assert not left, f"left behind: {left}; output:\n{self.output}"
 
     def no_directory(self) -> bool:
-        return not [name for name in os.listdir(self.runtime) if name.startswith("phalanx-")]
+        """Compiled kernels stay for the next job."""
+        left = {name for name in os.listdir(self.runtime) if name.startswith("phalanx-")}
+        return not left - {f"phalanx-kernels-{os.getuid()}"}
 
 
 def serve(place: Path, *argv: str, **environ: str) -> Launched:
