@@ -159,7 +159,6 @@ class Watch(LocalWatch):
     def _guard(self) -> None:
         selector = selectors.DefaultSelector()
         for peer in self._peers.values():
-            peer.connection.setblocking(False)
             peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             selector.register(peer.connection, selectors.EVENT_READ, peer)
         due = time.monotonic()
