@@ -15,17 +15,17 @@ from phalanx.rank.front.jobs.config import VARIABLE, take
 NAMES = [f"r{i}" for i in range(30)]
 
 
-def interrupt(stage):
-    """A job of 30 requests that is stopped when 8 are under way."""
-    stage.input(30)
+def interrupt(stage, requests=30, begun=8):
+    """The code of a job of so many requests that is stopped when as many are under way."""
+    stage.input(requests)
     stage.lead_has = {"hold": True}
 
     async def stop(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 8)
+        await stage.until(lambda: len(stage.lead.requests) == begun)
         stage.batch.stop("asked to by a signal")
         stage.lead.hold = False
 
-    stage.start(stop)
+    return stage.start(stop)
 
 
 def test_every_request_is_answered(stage, capsys):
@@ -108,15 +108,7 @@ def test_a_stop_finishes_what_is_under_way_and_the_next_start_goes_on(stage, cap
 
 
 def test_a_stop_at_the_end_is_an_end(stage):
-    stage.input(3)
-    stage.lead_has = {"hold": True}
-
-    async def stop(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 3)
-        stage.batch.stop("asked to by a signal")
-        stage.lead.hold = False
-
-    assert stage.start(stop) == 0
+    assert interrupt(stage, requests=3, begun=3) == 0
     assert len(stage.ids()) == 3
 
 
