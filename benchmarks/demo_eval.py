@@ -1,9 +1,10 @@
 """Measure the built-in model's skills through a running server, greedy, on held-out exercises.
 
+    phalanx serve --p 2000
     python benchmarks/demo_eval.py --base-url http://127.0.0.1:2000/v1 [--items 100] [--json FILE]
 
-Prints the table; exit code 1 if a skill misses its threshold. `--perplexity` measures the held-out text as well,
-through /v1/completions with `echo` and `logprobs`.
+Prints the table and some small talk to be read; exit code 1 if a skill misses its threshold. `--perplexity` measures
+the held-out text as well, one request to /v1/completions for each token of an answer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import time
 import urllib.error
@@ -20,7 +22,13 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.launcher.demo import heldout
-from phalanx.launcher.demo.item import Item, judge, split_reply
+from phalanx.launcher.demo.item import Item, judge, parse_json
+from phalanx.launcher.demo.words import normal
+
+TALK = "small talk ends by itself"
+READ = 20  # of the small talk, kept whole for a person to read
+SHORT_THOUGHT = 200  # characters; a sum of two digits in steps takes fewer than 100
+TAG = re.compile(r"</?(think|tool_call)>")  # left in the text: the server has not parsed the answer
 
 
 def post(url: str, body: dict, key: str) -> dict:
@@ -61,32 +69,94 @@ def as_request(item: Item, model: str, think: bool | None) -> dict:
 
 
 def answer(item: Item, base: str, model: str, key: str, think: bool | None) -> dict:
-    """Ask one exercise. Tool calls and thoughts may come parsed or as the model wrote them."""
+    """Ask one exercise. What counts as a call or a thought is what the server has parsed as one."""
     choice = post(base + "/chat/completions", as_request(item, model, think), key)["choices"][0]
     message = choice["message"]
-    thought, content, calls = split_reply(message.get("content") or "")
+    content = message.get("content") or ""
+    calls = []
     for call in message.get("tool_calls") or []:
         function = call["function"]
         try:
-            arguments = json.loads(function["arguments"])
+            given = json.loads(function["arguments"])
         except ValueError:
-            arguments = function["arguments"]
-        calls.append({"name": function["name"], "arguments": arguments})
+            given = function["arguments"]
+        calls.append({"name": function["name"], "arguments": given})
+    thought = message.get("reasoning_content") or message.get("reasoning") or ""
     ended = choice["finish_reason"] in ("stop", "tool_calls")
     return {
-        "question": item.messages[-1]["content"][-200:], "wanted": item.reply(), "content": content, "calls": calls,
-        "thought": thought or message.get("reasoning_content") or message.get("reasoning") or "",
-        "finish_reason": choice["finish_reason"], "right": judge(item, content, calls, ended),
+        "kind": item.skill, "question": item.messages[-1]["content"][-200:], "wanted": item.reply(),
+        "thought": thought, "content": content, "calls": calls, "finish_reason": choice["finish_reason"],
+        "right": right(item, thought, content, calls, ended, think is not False),
     }  # fmt: skip
 
 
-def surprise(document: tuple[list[int], list[bool]], base: str, model: str, key: str) -> tuple[float, int]:
-    """Sum of the negative log-probabilities of a document's answer tokens, and how many they are."""
-    ids, learn = document
-    body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-    found = post(base + "/completions", body, key)["choices"][0]["logprobs"]["token_logprobs"][: len(ids)]
-    chosen = [-one for one, wanted in zip(found[1:], learn[1:], strict=True) if wanted]
-    return sum(chosen), len(chosen)
+def right(item: Item, thought: str, content: str, calls: list[dict], ended: bool, think: bool) -> bool:
+    """`judge`, and what it lets pass: 1 for true, 55 in 1555, --m in --mem, tags in the text, no thought for a sum."""
+    if not judge(item, content, calls, ended) or TAG.search(content):
+        return False
+    if "call" in item.expect:
+        return same(calls, [item.expect["call"]])
+    if "json" in item.expect:
+        return same(parse_json(content), item.expect["json"])
+    if item.skill == "add" and think:
+        return 0 < len(thought) <= SHORT_THOUGHT
+    # a fact's key may be a word's beginning, but a flag is always whole
+    whole = [part for part in item.expect.get("all", ()) if part.startswith("--") or "fact" not in item.expect]
+    return all(re.search(rf"(?<![\w-]){re.escape(part)}(?![\w-])", content, re.IGNORECASE) for part in whole)
+
+
+def same(one: object, other: object) -> bool:
+    """Equal as JSON, where neither 1 and true nor 1 and 1.0 are."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def surprise(place: tuple[list[int], int], base: str, model: str, key: str) -> float:
+    """The negative log-probability of a token after others.
+
+    A bias makes the server choose the token; log-probabilities are those before any bias.
+    """
+    before, token = place
+    body = {
+        "model": model, "prompt": before, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "logprobs": 0,
+        "logit_bias": {str(token): 100}, "return_token_ids": True,
+    }  # fmt: skip
+    choice = post(base + "/completions", body, key)["choices"][0]
+    if choice["token_ids"] != [token]:
+        raise RuntimeError(f"the server chose {choice['token_ids']} where a bias of 100 was on token {token}")
+    return -choice["logprobs"]["token_logprobs"][0]
+
+
+def places(count: int) -> list[tuple[list[int], int]]:
+    """Each token of the answers in `count` held-out documents, with the tokens before it."""
+    return [
+        (ids[:at], ids[at])
+        for ids, learn in heldout.documents(count)
+        for at in range(1, len(ids))
+        if learn[at]
+    ]  # fmt: skip
+
+
+def row(least: float, found: list[dict]) -> dict:
+    """A skill's row of the table: counts, also of each kind of exercise if it has several; what failed, in full."""
+    kinds: dict[str, list[int]] = {}
+    for one in found:
+        counts = kinds.setdefault(one["kind"], [0, 0])
+        counts[0] += one["right"]
+        counts[1] += 1
+    total = sum(one["right"] for one in found)
+    made = {"least": least, "right": total, "of": len(found)}
+    if len(kinds) > 1:
+        made["kinds"] = {kind: {"right": good, "of": count} for kind, (good, count) in kinds.items()}
+    return made | {"failed": [one for one in found if not one["right"]]}
+
+
+def show(skill: str, made: dict) -> bool:
+    """Print a row; whether it reaches its threshold."""
+    share = made["right"] / made["of"]
+    reached = share >= made["least"]
+    kinds = ", ".join(f"{kind} {one['right']}/{one['of']}" for kind, one in made.get("kinds", {}).items())
+    print(f"{skill:32} {made['least']:8.0%} {share:7.1%}{'' if reached else '  missed'}  {kinds}".rstrip(), flush=True)
+    return reached
 
 
 def arguments() -> argparse.Namespace:
@@ -97,10 +167,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--items", type=int, default=100, help="exercises of each skill")
     parser.add_argument("--seed", default="evaluation", help="another one draws other held-out values")
     parser.add_argument("--skill", action="append", help="only this row of the table; may be repeated")
-    parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=32, help="requests at once")
     parser.add_argument("--thinking", choices=("default", "on", "off"), default="default")
     parser.add_argument("--perplexity", type=int, default=0, metavar="N", help="also of N held-out documents")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every answer here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write counts and failed answers here")
     return parser.parse_args()
 
 
@@ -109,7 +179,7 @@ def main() -> int:
     args = arguments()
     base, started, missed = args.base_url.rstrip("/"), time.time(), False
     think = {"default": None, "on": True, "off": False}[args.thinking]
-    report: dict = {"thinking": args.thinking, "items": args.items, "seed": args.seed, "table": {}, "answers": {}}
+    report: dict = {"thinking": args.thinking, "items": args.items, "seed": args.seed, "table": {}}
     print(f"{'skill':32} {'at least':>8} {'right':>7}")
     with ThreadPoolExecutor(args.threads) as pool:
         for skill, least, _ in heldout.SKILLS:
@@ -117,16 +187,18 @@ def main() -> int:
                 continue
             ask = partial(answer, base=base, model=args.model, key=args.api_key, think=think)
             found = list(pool.map(ask, heldout.items(skill, args.items, args.seed)))
-            share = sum(one["right"] for one in found) / len(found)
-            missed |= share < least
-            print(f"{skill:32} {least:8.0%} {share:7.1%}{'' if share >= least else '  missed'}", flush=True)
-            report["table"][skill] = {"least": least, "right": share}
-            report["answers"][skill] = found
+            report["table"][skill] = row(least, found)
+            missed |= not show(skill, report["table"][skill])
+            if skill == TALK:
+                different = {normal(one["question"]): one for one in found}.values()
+                report["small_talk"] = [{"user": one["question"], "answer": one["content"]} for one in different][:READ]
         if args.perplexity:
             measure = partial(surprise, base=base, model=args.model, key=args.api_key)
-            sums = list(pool.map(measure, heldout.documents(args.perplexity)))
-            report["perplexity"] = math.exp(sum(one for one, _ in sums) / sum(count for _, count in sums))
-            print(f"held-out perplexity of answers   {report['perplexity']:.4f}")
+            losses = list(pool.map(measure, places(args.perplexity)))
+            report["perplexity"] = {"answers": math.exp(sum(losses) / len(losses)), "tokens": len(losses)}
+            print(f"held-out perplexity of answers   {report['perplexity']['answers']:.4f}, {len(losses)} tokens")
+    for talk in report.get("small_talk", ()):
+        print(f"> {talk['user']}\n{talk['answer']}")
     report["seconds"] = round(time.time() - started)
     print(f"{report['seconds']} s")
     if args.json:
