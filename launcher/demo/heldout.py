@@ -6,6 +6,7 @@ python -m phalanx.launcher.demo.heldout --perplexity FILE     tokens as JSON lin
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from . import data, extract, facts, recall, talk, tasks, toolcalls
 from .item import Item
 from .words import Draw
 
+SCHEMA = '{"type": "object", "properties": '
 # skill, share that must be right, makers
 SKILLS = [
     ("one tool call", 0.90, (toolcalls.call,)),
@@ -43,6 +45,10 @@ def items(skill: str, count: int, seed: str = "evaluation") -> list[Item]:
     if skill == "recall in 1500 tokens":
         # depths run evenly from the beginning to the end
         return [recall.recall(d, 1500, tokens_of, index / max(1, count - 1)) for index in range(count)]
+    if skill == "extract to JSON":
+        # only those that give a schema; training also has texts with the names of the fields alone
+        drawn = (extract.extract(d) for _ in itertools.count())
+        return list(itertools.islice((item for item in drawn if SCHEMA in item.messages[-1]["content"]), count))
     makers = next(makers for name, _, makers in SKILLS if name == skill)
     return [makers[index % len(makers)](d) for index in range(count)]
 

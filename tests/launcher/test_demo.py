@@ -188,6 +188,12 @@ def test_every_exercise_accepts_its_own_answer(skill):
         assert not item.judge(one, "", [], ended=True)
 
 
+def test_extraction_is_asked_for_by_a_schema():
+    for one in heldout.items("extract to JSON", 50):
+        (schema,) = re.findall(r'\{"type": "object", "properties": \{.*?\}\}\}', one.messages[-1]["content"])
+        assert list(json.loads(schema)["properties"]) == list(one.expect["json"])
+
+
 def test_recall_is_placed_at_every_depth_of_1500_tokens():
     made = heldout.items("recall in 1500 tokens", 5)
     for index, one in enumerate(made):
