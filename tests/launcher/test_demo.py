@@ -21,6 +21,7 @@ from phalanx.launcher.demo import (
     talk,
     tasks,
     toolcalls,
+    train,
 )
 from phalanx.launcher.demo.words import Draw, Phrases, expansions, held_out, normal
 
@@ -234,6 +235,30 @@ def test_tools_and_arguments_of_the_evaluation_are_new(trained):
     for new, old in zip(names(made), names(trained["call"]), strict=True):
         assert len(new) > 100 and not new & old
         assert all(held_out(name) for name in new) and not any(held_out(name) for name in old)
+
+
+def test_the_training_run_has_nothing_of_the_evaluation(monkeypatch):
+    """Twenty of the batches that train.py makes with its own seed, against all that demo_eval.py asks by default."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    asked = train.arguments()
+    questions, functions, documents = set(), [], 0
+    for index in range(0, asked.steps, asked.steps // 20):
+        d = Draw(f"train {asked.seed}/{index}")
+        for place in range(320):
+            text = "".join(part for part, _ in data.text(d))
+            if not index and not place:
+                ids = data.tokenizer().encode(text).ids
+                assert train.work(f"train {asked.seed}", 16384, 0)[0][: len(ids)].tolist() == ids
+            questions |= {normal(one) for one in re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.S)}
+            if tools := re.search(r"<tools>\n(.*?)\n</tools>", text, re.S):
+                functions += [json.loads(line)["function"] for line in tools[1].splitlines()]
+            documents += 1
+    assert documents >= 6400 and len(questions) > 9000 and len(functions) > 4000
+    for skill, _, _ in heldout.SKILLS:
+        for one in heldout.items(skill, 100):
+            assert normal(one.messages[-1]["content"]) not in questions
+    for function in functions:
+        assert not [name for name in (function["name"], *function["parameters"]["properties"]) if held_out(name)]
 
 
 def test_wordings_about_phalanx_are_new():
