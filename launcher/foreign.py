@@ -76,7 +76,6 @@ FOREIGN: dict[str, Foreign] = {
     "--no-enable-log-requests": _note("requests are logged with --access-log only"),
     "--swap-space": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
     "--distributed-executor-backend": _note("ranks are MPI processes", takes_value=True),
-    "--seed": _refuse("each request sends its own seed"),
     "--tokenizer": _refuse("the tokenizer is read from the model's directory"),
     "--enable-expert-parallel": _EXPERTS,
     "--ep": _EXPERTS,

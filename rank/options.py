@@ -199,6 +199,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         flag("--max-tokens", "--max-gen-tokens", group=_SAMPLING, metavar="N", low=1, help="longest answer"),
     ] = None
+    seed: Annotated[
+        int | None,
+        flag("--seed", group=_SAMPLING, metavar="N", low=0, high=(1 << 32) - 1,
+             help="the same request gets the same answer; none: drawn for each"),
+    ] = None  # fmt: skip
 
     timeout: Annotated[
         float,

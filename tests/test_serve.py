@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with Server(str(checkpoint), "--np", "2", "--device", "cpu", "--mem", "64") as server:
+    with Server(str(checkpoint), "--np", "2", "--device", "cpu", "--mem", "64", "--seed", "7") as server:
         yield server
 
 
@@ -101,6 +101,13 @@ def test_several_choices_and_a_seed(client):
     assert [c.index for c in first.choices] == [0, 1]
     other = client.chat.completions.create(**{**options, "seed": 8})
     assert other.choices[0].message.content != texts[0]
+
+
+def test_the_server_s_seed_is_for_requests_without_one(client):
+    options = dict(**ask(), max_tokens=16, temperature=1.0)
+    texts = [client.chat.completions.create(**options, **more).choices[0].message.content
+             for more in ({}, {}, {"seed": 7}, {"seed": 8})]  # fmt: skip
+    assert texts[0] == texts[1] == texts[2] != texts[3]
 
 
 def test_logprobs(client):

@@ -20,6 +20,7 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     max_tokens: int | None = None
+    seed: int | None = None  # None: one is drawn for each request
 
 
 class FrontConfig(msgspec.Struct, forbid_unknown_fields=True):

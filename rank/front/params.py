@@ -19,12 +19,13 @@ SEED_MASK = (1 << 63) - 1
 
 
 def resolve_defaults(configured: SamplingDefaults, generation: dict[str, Any]) -> dict[str, Any]:
-    """Command line over the model's generation_config.json over OpenAI's; "max_tokens" may stay None."""
+    """Command line over the model's generation_config.json over OpenAI's; "max_tokens" and "seed" may stay None."""
     resolved = dict(OPENAI_DEFAULTS)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         if generation.get(name) is not None:
             resolved[name] = generation[name]
     resolved["max_tokens"] = generation.get("max_new_tokens")
+    resolved["seed"] = None
     for name in SamplingDefaults.__struct_fields__:
         value = getattr(configured, name)
         if value is not None:
@@ -71,11 +72,13 @@ def sampling(request: ChatRequest | CompletionRequest, defaults: dict[str, Any],
         logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     else:
         logprobs = -1 if request.logprobs is None else request.logprobs
-    seed = random.getrandbits(63) if request.seed is None else request.seed & SEED_MASK
+    # The default is the seed itself, not where a sequence of seeds begins: the order in which requests arrive, or in
+    # which a batch job is taken up again, must not decide what is drawn.
+    seed = _or(request.seed, defaults["seed"])
     return step.Sampling(
         max_tokens=limit,
         logit_bias=bias,
-        seed=seed,
+        seed=random.getrandbits(63) if seed is None else seed & SEED_MASK,
         logprobs=logprobs,
         stop_token_ids=tuple(token for token in dict.fromkeys(ends) if token < vocab_size),
         min_tokens=min(request.min_tokens or 0, limit),

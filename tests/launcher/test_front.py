@@ -165,12 +165,13 @@ def test_the_jobs_directory(tmp_path, monkeypatch):
 
 def test_the_configuration(listen):
     options = Options(
-        model="/m", temperature=0.5, max_tokens=7, api_key="k", strict=True, restarts=1, generation_config=False,
-        served_model_name="a,b", queue_size=3, chat_template="/t", thinking=False, access_log=True, log_level="debug",
+        model="/m", temperature=0.5, max_tokens=7, seed=3, api_key="k", strict=True, restarts=1,
+        generation_config=False, served_model_name="a,b", queue_size=3, chat_template="/t", thinking=False,
+        access_log=True, log_level="debug",
     )  # fmt: skip
     config = front.config(options, "/link", listen("127.0.0.1"), [1])
     assert config.url.startswith("http://127.0.0.1:") and config.url.endswith("/v1")
-    assert config.sampling == SamplingDefaults(temperature=0.5, max_tokens=7)
+    assert config.sampling == SamplingDefaults(temperature=0.5, max_tokens=7, seed=3)
     assert (config.model_dir, config.link, config.cpus, config.parent_pid) == ("/m", "/link", [1], os.getpid())
     assert (config.api_key, config.strict, config.restarts_expected, config.generation_config) == (
         "k", True, True, "none",

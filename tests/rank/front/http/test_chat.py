@@ -266,6 +266,19 @@ def test_defaults(make_front, tmp_path, model_dir):
     assert (other.top_k, other.top_p, other.max_tokens) == (1, 1.0, 7)
 
 
+def test_a_seed_for_requests_without_one(make_front):
+    front = make_front(sampling=SamplingDefaults(seed=7))
+    for more in ({}, {"n": 2}, {"seed": 3}, {"seed": 0}):
+        front.post("chat/completions", messages="hi", **more)
+    assert [request.sampling.seed for request in front.lead.requests] == [7, 7, 8, 3, 0]
+
+
+def test_without_any_seed_one_is_drawn_for_each_request(front):
+    for _ in range(3):
+        front.post("chat/completions", messages="hi")
+    assert len({request.sampling.seed for request in front.lead.requests}) == 3
+
+
 def test_without_max_tokens_the_context_is_the_limit(front):
     front.post("chat/completions", messages="hi")
     request = front.lead.requests[0]
