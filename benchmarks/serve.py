@@ -15,32 +15,29 @@ number of words for --input-len, right to a few percent. --token-ids sends exact
 /v1/completions instead, taken from those that the server reports for such a text (`return_token_ids`). The history is
 in addition to --input-len. The same seed gives the same prompts, which a second run may find in the prefix cache.
 
-The client runs in one thread and tells what share of a core it took; above 80 % it warns. Against serving/dummy.py on
-the same machine (2 shared cores of an EPYC, Python 3.11) it took 7 to 11 µs an event: 22 to 30 % of a core for 256
-streams of 100 tokens/s each, 43 % for 256 of 200, 99 % at the 150,000 tokens/s that it carried at most; plan for half
-of that. A burst of 256 requests got its first tokens after 20 to 60 ms there, from a server that needs up to 10: less
-than that is the client's own.
+`phalanx bench` measures with the same client (launcher/bench) and has fewer flags. The client runs in one thread and
+tells what share of a core it took; above 80 % it warns. Against serving/dummy.py on the same machine (2 shared cores of
+an EPYC, Python 3.11) it took 7 to 11 µs an event: 22 to 30 % of a core for 256 streams of 100 tokens/s each, 43 % for
+256 of 200, 99 % at the 150,000 tokens/s that it carried at most; plan for half of that. A burst of 256 requests got its
+first tokens after 20 to 60 ms there, from a server that needs up to 10: less than that is the client's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import difflib
-import resource
 import sys
-import time
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
-from phalanx.benchmarks.serving import report, workload
-from phalanx.benchmarks.serving.client import Answer, Client, Failure
-from phalanx.benchmarks.serving.report import Result
-from phalanx.benchmarks.serving.workload import Job
+from phalanx.launcher.bench import report, run, workload
+from phalanx.launcher.bench.client import Client, Failure
+from phalanx.launcher.bench.workload import Load
 
 CONCURRENCY = 8
-FIRST_WAIT = 0.25  # seconds before the first retry, then twice as long each time, unless the server says
 
 
 class Parser(argparse.ArgumentParser):
@@ -164,65 +161,9 @@ def _root(made: Parser, args: argparse.Namespace) -> str:
     return url
 
 
-async def one(args: argparse.Namespace, client: Client, job: Job, began: float) -> Result:
-    """A request with its retries; never raises for what the server does."""
-    result = Result(job)
-    sent = time.perf_counter()
-    result.sent = sent - began
-    wait = FIRST_WAIT
-    while True:
-        answer = Answer(keep_text=args.print_samples)
-        try:
-            await client.call("POST", workload.path(args), job.body, answer)
-            _fill(result, answer, sent)
-            return result
-        except Failure as failure:
-            if not failure.retry or result.retries == args.max_retries:
-                result.error = str(failure)
-                return result
-            result.retries += 1
-            await asyncio.sleep(wait if failure.after is None else failure.after)
-            wait *= 2
-
-
-def _fill(result: Result, answer: Answer, sent: float) -> None:
-    usage, times = answer.usage, answer.times
-    assert usage is not None
-    # Tokens may have no text of their own, such as the one that ends an answer: then its last event is all there is.
-    first = times[0] if times else answer.ended
-    result.prompt_tokens, result.output_tokens = usage.prompt_tokens, usage.completion_tokens
-    result.cached_tokens = (usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens) or 0
-    result.ttft, result.e2e, result.finish = first - sent, answer.ended - sent, answer.finish
-    if result.output_tokens > 1:
-        result.tpot = (answer.ended - first) / (result.output_tokens - 1)
-    result.gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
-    result.text = "".join(answer.text or ())
-
-
-async def load(args: argparse.Namespace, client: Client, jobs: list[Job]) -> tuple[list[Result], float, float]:
-    """Send all when due; the results, the seconds that it took, and those of this process's processor.
-
-    Ctrl-C ends the run, not the report: what is still under way has failed.
-    """
-    slots = asyncio.Semaphore(args.concurrency or len(jobs))
-    began, cpu = time.perf_counter(), time.process_time()
-
-    async def send(job: Job) -> Result:
-        await asyncio.sleep(max(job.due - (time.perf_counter() - began), 0))
-        async with slots:
-            return await one(args, client, job, began)
-
-    tasks = [asyncio.create_task(send(job)) for job in jobs]
-    try:
-        await asyncio.wait(tasks)
-    except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    wall, cpu = time.perf_counter() - began, time.process_time() - cpu
-    results = [Result(job, error="interrupted") if task.cancelled() else task.result()
-               for job, task in zip(jobs, tasks, strict=True)]
-    return results, wall, cpu
+def load_of(args: argparse.Namespace) -> Load:
+    same = {field.name: getattr(args, field.name) for field in dataclasses.fields(Load) if hasattr(args, field.name)}
+    return Load(**same, keep_text=args.print_samples)
 
 
 async def models(client: Client) -> Any:
@@ -239,29 +180,25 @@ async def models(client: Client) -> Any:
 
 async def bench(args: argparse.Namespace, file: Any) -> int:
     """The whole run; its exit code."""
-    client = Client(args.base_url, args.api_key, args.timeout)
+    client, load = Client(args.base_url, args.api_key, args.timeout), load_of(args)
     known = await models(client)
     entry = known["data"][0] if isinstance(known, dict) and known.get("data") else {}
     model = entry.get("id", "any") if args.model == "any" else args.model
     longest = max(args.input_lens) + max(args.output_lens)
     if (entry.get("max_model_len") or longest) < longest:
         say(f"note: the model takes {entry['max_model_len']} tokens, --input-len and --output-len make {longest}")
-    scale = await workload.calibrate(args, client, model)
-    print(f"{model} at {args.base_url}{workload.path(args)}; prompts: {scale.note}", flush=True)
-    if args.warmup:
-        before, _, _ = await load(args, client, workload.jobs(args, model, scale, args.warmup, "warm-up"))
-        if error := next((r.error for r in before if r.error), None):
-            raise Failure(f"the warm-up failed: {error}")
-    results, wall, cpu = await load(args, client, workload.jobs(args, model, scale, args.num_prompts))
-    run = report.summary(results, wall, cpu)
+    scale = await workload.calibrate(load, client, model)
+    print(f"{model} at {args.base_url}{workload.path(load)}; prompts: {scale.note}", flush=True)
+    results, figures = await run.measure(load, client, model, scale, args.num_prompts, args.warmup)
     if args.print_samples:
         print(report.samples(results, args.sample_chars))
     if args.print_request_metrics:
         print(report.per_request(results))
-    print(report.table(run, args.request_rate))
+    print(report.table(figures, args.request_rate))
     if file:
-        report.write(file, args, known, scale.note, results, run)
-    return 1 if run["failed"] else 0
+        flags = {key: value for key, value in vars(args).items() if key not in ("api_key", "json")}
+        report.write(file, flags, known, scale.note, results, figures)
+    return 1 if figures["failed"] else 0
 
 
 def say(text: str) -> None:
@@ -271,22 +208,20 @@ def say(text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """0: every request was answered; 1: one was not, or the server is not usable; 2: a wrong flag."""
     args = read(sys.argv[1:] if argv is None else argv)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every stream is an open file
     try:  # before the run, which may take hours
         file = open(args.json, "w") if args.json else None  # noqa: SIM115
     except OSError as error:
         say(f"--json {args.json}: {error.strerror}")
         return 2
     try:
-        return asyncio.run(bench(args, file))
+        with run.many_files():
+            return asyncio.run(bench(args, file))
     except Failure as failure:
         say(f"{args.base_url}: {failure}")
         return 1
     except KeyboardInterrupt:
         return 130
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if file:
             file.close()
 

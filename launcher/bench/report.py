@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import platform
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from phalanx.benchmarks.serving.workload import Job
+from .workload import Job
 
 PERCENTILES = (50, 90, 95, 99)
 REASONS = 10  # in the table; the JSON file has all
@@ -44,16 +43,17 @@ class Result:
         values |= {name: getattr(self, name) for name in names}
         if not self.error:
             values |= {"ttft_s": self.ttft, "tpot_s": self.tpot, "e2e_s": self.e2e, "gaps_s": self.gaps}
-        return _rounded(values)
+        return rounded(values)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Seconds to the microsecond, however deep they are."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     return value
 
 
@@ -89,8 +89,8 @@ def summary(results: list[Result], wall: float, cpu: float) -> dict[str, Any]:
     }
 
 
-def table(run: dict[str, Any], rate: float) -> str:
-    """The summary for people."""
+def table(run: dict[str, Any], rate: float = 0) -> str:
+    """The summary for people; `rate` is the one that was asked for."""
     lines = [f"{run['requests']} requests in {run['wall_s']:.2f} s, {run['failed']} failed, {run['retries']} retries",
              f"tokens: {run['prompt_tokens']} prompt ({run['cached_tokens']} of them cached), "
              f"{run['output_tokens']} output, {run['tokens_per_event']:.2f} an event",
@@ -141,11 +141,10 @@ def samples(results: list[Result], chars: int) -> str:
     return "\n".join(f"--- request {r.job.index}: {r.error or ''}\n{r.text[:chars]}" for r in results)
 
 
-def write(file: TextIO, args: argparse.Namespace, models: Any, note: str, results: list[Result],
+def write(file: TextIO, flags: dict[str, Any], models: Any, note: str, results: list[Result],
           run: dict[str, Any]) -> None:
-    """One line per request and one for the whole run. The API key is not among the flags."""
-    flags = {key: value for key, value in vars(args).items() if key not in ("api_key", "json")}
+    """One line per request and one for the whole run."""
     last = {"kind": "summary", "host": platform.node(), "flags": flags, "models": models, "prompts": note,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **_rounded(run)}
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **rounded(run)}
     for line in (*(r.line() for r in results), last):
         file.write(json.dumps(line) + "\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from phalanx.benchmarks.serving.client import Client, Failure
+
+from .client import Client, Failure
 
 WORDS = (
     "able above across act add after again age air all also always animal answer apple arm art ask autumn away baby "
@@ -25,6 +25,34 @@ WORDS = (
 ).split()
 PROBE = 32  # words of the shorter calibration prompt
 FALLBACK = (256, 1000)  # token ids that nearly every vocabulary has as plain pieces
+
+
+@dataclass(kw_only=True)
+class Load:
+    """What is asked, and how much at once. Lengths are in tokens; each request draws its own from the lists."""
+
+    input_lens: list[int]
+    output_lens: list[int]
+    seed: int | str
+    concurrency: int  # requests at once; 0: no limit
+    endpoint: str = "chat"
+    request_rate: float = 0  # mean arrivals a second; 0: all at once
+    max_retries: int = 2
+    keep_text: bool = False
+    token_ids: bool = False
+    history_turns: int = 0
+    history_tokens: int = 64
+    history_reasoning_tokens: int = 0
+    ignore_eos: bool = False
+    thinking: bool | None = None
+    temperature: float | None = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
 
 
 @dataclass
@@ -51,32 +79,32 @@ class Scale:
         return max(1, round((tokens - overhead * self.overhead) / self.per_word))
 
 
-def path(args: argparse.Namespace) -> str:
-    return "/v1/chat/completions" if args.endpoint == "chat" else "/v1/completions"
+def path(load: Load) -> str:
+    return "/v1/chat/completions" if load.endpoint == "chat" else "/v1/completions"
 
 
 def _text(rng: random.Random, count: int) -> str:
     return " ".join(rng.choices(WORDS, k=count))
 
 
-def _request(args: argparse.Namespace, model: str, prompt: str | list[int]) -> dict[str, Any]:
-    if args.endpoint == "chat":
+def _request(load: Load, model: str, prompt: str | list[int]) -> dict[str, Any]:
+    if load.endpoint == "chat":
         return {"model": model, "messages": [{"role": "user", "content": prompt}]}
     return {"model": model, "prompt": prompt}
 
 
-async def calibrate(args: argparse.Namespace, client: Client, model: str) -> Scale:
+async def calibrate(load: Load, client: Client, model: str) -> Scale:
     """Two prompts of one output token each: the server's usage.prompt_tokens give tokens per word and overhead."""
-    rng = random.Random(f"{args.seed} calibration")
+    rng = random.Random(f"{load.seed} calibration")
     short = PROBE
-    long = short + max(PROBE, min(512, max(args.input_lens) // 2))
+    long = short + max(PROBE, min(512, max(load.input_lens) // 2))
 
     async def probe(words: int, **more: Any) -> dict[str, Any]:
-        body = {**_request(args, model, _text(rng, words)), "max_tokens": 1, "temperature": 0, **more}
-        return msgspec.json.decode(await client.call("POST", path(args), msgspec.json.encode(body)))
+        body = {**_request(load, model, _text(rng, words)), "max_tokens": 1, "temperature": 0, **more}
+        return msgspec.json.decode(await client.call("POST", path(load), msgspec.json.encode(body)))
 
     try:
-        if args.token_ids:
+        if load.token_ids:
             got = await probe(long, return_token_ids=True)
             ids = got.get("prompt_token_ids") or got["choices"][0].get("prompt_token_ids")
             pool = sorted(set(ids[1:])) if ids else list(range(*FALLBACK))
@@ -93,45 +121,45 @@ async def calibrate(args: argparse.Namespace, client: Client, model: str) -> Sca
     return Scale(per_word, overhead, None, f"words of {per_word:.2f} tokens, {overhead:.0f} around them")
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+def _sampling(load: Load) -> dict[str, Any]:
     names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "repeat_last_n")
-    fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.ignore_eos:
+    fields = {name: getattr(load, name) for name in names if getattr(load, name) is not None}
+    if load.ignore_eos:
         fields["ignore_eos"] = True
-    if args.thinking is not None:
-        fields |= {"thinking": args.thinking, "chat_template_kwargs": {"enable_thinking": args.thinking}}
+    if load.thinking is not None:
+        fields |= {"thinking": load.thinking, "chat_template_kwargs": {"enable_thinking": load.thinking}}
     return fields
 
 
-def _history(args: argparse.Namespace, rng: random.Random, scale: Scale) -> list[dict[str, Any]]:
-    words = scale.words(args.history_tokens, overhead=False)
+def _history(load: Load, rng: random.Random, scale: Scale) -> list[dict[str, Any]]:
+    words = scale.words(load.history_tokens, overhead=False)
     messages: list[dict[str, Any]] = []
-    for _ in range(args.history_turns):
+    for _ in range(load.history_turns):
         messages.append({"role": "user", "content": _text(rng, words)})
         messages.append({"role": "assistant", "content": _text(rng, words)})
-        if args.history_reasoning_tokens:
-            thoughts = scale.words(args.history_reasoning_tokens, overhead=False)
+        if load.history_reasoning_tokens:
+            thoughts = scale.words(load.history_reasoning_tokens, overhead=False)
             messages[-1]["reasoning_content"] = _text(rng, thoughts)
     return messages
 
 
-def jobs(args: argparse.Namespace, model: str, scale: Scale, count: int, what: str = "run") -> list[Job]:
+def jobs(load: Load, model: str, scale: Scale, count: int, what: str = "run") -> list[Job]:
     """`count` requests; `what` keeps the warm-up's prompts apart from the measured ones."""
-    rng = random.Random(f"{args.seed} {what}")
-    clock = random.Random(f"{args.seed} {what} arrivals")  # its own, so that arrivals do not depend on lengths
-    fixed = {**_sampling(args), "stream": True, "stream_options": {"include_usage": True}}
+    rng = random.Random(f"{load.seed} {what}")
+    clock = random.Random(f"{load.seed} {what} arrivals")  # its own, so that arrivals do not depend on lengths
+    fixed = {**_sampling(load), "stream": True, "stream_options": {"include_usage": True}}
     made, due = [], 0.0
     for index in range(count):
-        wanted, output = rng.choice(args.input_lens), rng.choice(args.output_lens)
+        wanted, output = rng.choice(load.input_lens), rng.choice(load.output_lens)
         if scale.ids is not None:
-            request = _request(args, model, rng.choices(scale.ids, k=wanted))
+            request = _request(load, model, rng.choices(scale.ids, k=wanted))
         else:
-            request = _request(args, model, _text(rng, scale.words(wanted)))
-        if args.history_turns:
-            request["messages"] = _history(args, rng, scale) + request["messages"]
+            request = _request(load, model, _text(rng, scale.words(wanted)))
+        if load.history_turns:
+            request["messages"] = _history(load, rng, scale) + request["messages"]
         body = msgspec.json.encode({**request, **fixed, "max_tokens": output})
         made.append(Job(index, due, body, wanted, output))
-        if args.request_rate:
-            due += clock.expovariate(args.request_rate)
+        if load.request_rate:
+            due += clock.expovariate(load.request_rate)
     return made
