@@ -13,6 +13,7 @@ VERBS = {
     "serve": "start the server; the default when no verb is given",
     "batch": "answer a file of requests, in as many starts as it takes",
     "chat": "talk to a running server in the terminal",
+    "bench": "measure a running server: throughput, time to first token, time per token",
     "doctor": "look at ranks, MPI, devices, links, disks and versions, and say what to do",
     "fit": "what a model needs on a cluster and how fast it would be, before the allocation",
     "pull": "fetch a model from the Hugging Face hub, before a job without network",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.error
 import urllib.parse
+import urllib.request
+from typing import Annotated, Any
 
 import msgspec
 
-from ..rank.exits import USAGE, Stop
+from ..rank.exits import ERROR, USAGE, Stop
 from ..rank.front import jobfile
 from ..rank.front.jobfile import JobFile
-from . import client, hosts
+from ..rank.options import flag
+from . import choices, client, hosts
 
+_GROUP = "Server"
 START = "start one with `phalanx serve`"
 
 
@@ -24,24 +30,90 @@ class Server(msgspec.Struct, frozen=True):
     direct: bool = False  # no proxy in between: it is a host of the cluster
 
 
-def find(wanted: str, url: str = "") -> Server | None:
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that say which server a verb talks to."""
+
+    job: Annotated[
+        str,
+        flag("--job", group=_GROUP, metavar="NAME",
+             help="which of your servers: the job's number, its host, its model or its file"),
+    ] = ""  # fmt: skip
+    url: Annotated[
+        str, flag("--url", group=_GROUP, metavar="URL", help="of the server; with --job, the way through a tunnel")
+    ] = ""
+    host: Annotated[str, flag("--host", "--h", group=_GROUP, metavar="HOST", help="where the server is")] = "127.0.0.1"
+    port: Annotated[
+        int, flag("--port", "--p", group=_GROUP, metavar="N", low=1, high=65535, help="and on which port")
+    ] = 2000
+    api_key: Annotated[
+        str, flag("--api-key", group=_GROUP, metavar="KEY", secret=True, help="if the server wants one")
+    ] = ""
+
+
+def chosen(where: choices.Chosen[Any], verb: str) -> Server:
+    """The one that the options name, else the one that is running, else the one that would be by default.
+
+    `where` is of a struct that extends `Where`; `verb` is for the messages.
+    """
+    options: Where = where.options
+    url, default = options.url.rstrip("/").removesuffix("/v1"), client.url_of(options.host, options.port)
+    if any(where.origins[name] != "default" for name in ("host", "port")):
+        url = url or default
+    found = find(options.job, verb, url) if options.job or not url else None
+    if found is None:
+        found = Server(url or default, key_of(url or default))
+    return msgspec.structs.replace(found, key=options.api_key or found.key)
+
+
+def request(server: Server, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The open answer. Raises Stop with what the server says, or with what to do where none answers."""
+    headers = {"Content-Type": "application/json"}
+    if server.key:
+        headers["Authorization"] = f"Bearer {server.key}"
+    data = None if body is None else json.dumps(body).encode()
+    url = f"{server.url}{path}"
+    try:
+        return client.open_url(urllib.request.Request(url, data, headers), direct=server.direct)
+    except urllib.error.HTTPError as error:
+        try:
+            message = json.load(error)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{error.code} {error.reason}"
+        raise Stop(f"{url}: {message}", ERROR) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        raise Stop(f"no server answers at {url} ({why}); {server.remedy}", USAGE) from None
+
+
+def model(server: Server) -> dict[str, Any]:
+    """The first that the server lists: its "id", and from most servers "max_model_len"."""
+    with request(server, "/v1/models") as answer:
+        try:
+            found: dict[str, Any] = json.load(answer)["data"][0]
+            found["id"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise Stop(f"{server.url}/v1/models lists no model: is this an OpenAI-compatible server?", ERROR) from None
+    return found
+
+
+def find(wanted: str, verb: str, url: str = "") -> Server | None:
     """The job of that name, or the only one; None where none runs and none was asked for.
 
     `url` is how it is reached where that is not what its file says. Raises Stop with what to do if there is a choice,
     or if the server cannot be reached from this host.
     """
     jobs = jobfile.running(jobfile.directory(), hosts.hostname())
-    chosen = {name: job for name, job in jobs.items() if wanted in ("", *_names(name, job))}
-    if not chosen:
+    matching = {name: job for name, job in jobs.items() if wanted in ("", *_names(name, job))}
+    if not matching:
         if not wanted:
             return None
         others = f"; these are running:\n{_listing(jobs)}" if jobs else f", nor has any other; {START}"
         raise Stop(f"--job {wanted}: no running job of yours has left a file of this name{others}", USAGE)
-    if len(chosen) > 1:
-        several = f"{len(chosen)} servers of yours are running; choose one with `phalanx chat --job NAME`"
-        raise Stop(f"{several}:\n{_listing(chosen)}", USAGE)
-    ((name, job),) = chosen.items()
-    return Server(url, job.key) if url else _reached(name, job)
+    if len(matching) > 1:
+        several = f"{len(matching)} servers of yours are running; choose one with `phalanx {verb} --job NAME`"
+        raise Stop(f"{several}:\n{_listing(matching)}", USAGE)
+    ((name, job),) = matching.items()
+    return Server(url, job.key) if url else _reached(name, job, verb)
 
 
 def key_of(url: str) -> str:
@@ -52,10 +124,11 @@ def key_of(url: str) -> str:
     return ""
 
 
-def _reached(name: str, job: JobFile) -> Server:
+def _reached(name: str, job: JobFile, verb: str) -> Server:
     parts = urllib.parse.urlsplit(job.url)
     if parts.scheme != "http":
-        raise Stop(f"job {name} listens on {job.url} only: chat reaches a server that was started with --h HOST", USAGE)
+        remedy = f"{verb} reaches a server that was started with --h HOST"
+        raise Stop(f"job {name} listens on {job.url} only: {remedy}", USAGE)
     if job.host == hosts.hostname():
         return Server(job.url, job.key)
     port = parts.port
@@ -64,7 +137,7 @@ def _reached(name: str, job: JobFile) -> Server:
             f"job {name} listens on {job.host} for that host only. In another terminal:\n"
             f"  ssh -N -L {port}:127.0.0.1:{port} {job.host}\n"
             f"and here:\n"
-            f"  phalanx chat --job {name} --url http://127.0.0.1:{port}\n"
+            f"  phalanx {verb} --job {name} --url http://127.0.0.1:{port}\n"
             "A server that is started with --h 0.0.0.0 and --api-key-file FILE is reached without ssh",
             USAGE,
         )

@@ -25,7 +25,7 @@ def count(body):
 
 class Models(tornado.web.RequestHandler):
     def get(self):
-        self.application.state.keys.append(self.request.headers["Authorization"])
+        self.application.state.keys.append(self.request.headers.get("Authorization"))
         if self.application.state.models is None:
             raise tornado.web.HTTPError(404)
         self.finish(self.application.state.models)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-import msgspec
-
 from ...rank import exits
 from ...rank.options import flag
-from .. import choices, client, running
+from .. import choices, running
 from ..usage import options_help, show_config
 
 USAGE = """phalanx chat [options]: talk to a running server; an empty line or Ctrl-D ends, /new starts over
@@ -24,24 +20,9 @@ Without options it finds the server that you have started, on this host or in a 
 _GROUP = "Chat"
 
 
-class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ChatOptions(running.Where, frozen=True, kw_only=True):
     """The choices of this verb; the others are the server's."""
 
-    job: Annotated[
-        str,
-        flag("--job", group=_GROUP, metavar="NAME",
-             help="which of your servers: the job's number, its host, its model or its file"),
-    ] = ""  # fmt: skip
-    url: Annotated[
-        str, flag("--url", group=_GROUP, metavar="URL", help="of the server; with --job, the way through a tunnel")
-    ] = ""
-    host: Annotated[str, flag("--host", "--h", group=_GROUP, metavar="HOST", help="where the server is")] = "127.0.0.1"
-    port: Annotated[
-        int, flag("--port", "--p", group=_GROUP, metavar="N", low=1, high=65535, help="and on which port")
-    ] = 2000
-    api_key: Annotated[
-        str, flag("--api-key", group=_GROUP, metavar="KEY", secret=True, help="if the server wants one")
-    ] = ""
     system: Annotated[
         str, flag("--system", "--system_prompt", group=_GROUP, metavar="TEXT", help="what the model is told first")
     ] = ""
@@ -64,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE + options_help(ChatOptions) if chosen.help else show_config(chosen))
         return 0
     options = chosen.options
-    server = _server(chosen)
-    model = _model(server)
+    server = running.chosen(chosen, "chat")
+    model = running.model(server)["id"]
     if sys.stdin.isatty():
         print(f"{model} at {server.url}; an empty line ends, /new starts over")
     try:
@@ -73,18 +54,6 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print()
         return 0
-
-
-def _server(chosen: choices.Chosen[ChatOptions]) -> running.Server:
-    """The one that the options name, else the one that is running, else the one that would be by default."""
-    options = chosen.options
-    url, default = options.url.rstrip("/").removesuffix("/v1"), client.url_of(options.host, options.port)
-    if any(chosen.origins[name] != "default" for name in ("host", "port")):
-        url = url or default
-    found = running.find(options.job, url) if options.job or not url else None
-    if found is None:
-        found = running.Server(url or default, running.key_of(url or default))
-    return msgspec.structs.replace(found, key=options.api_key or found.key)
 
 
 def _converse(server: running.Server, options: ChatOptions) -> int:
@@ -123,30 +92,6 @@ def _ask() -> str:
         return ""
 
 
-def _request(server: running.Server, path: str, body: dict[str, Any] | None = None) -> Any:
-    headers = {"Content-Type": "application/json"}
-    if server.key:
-        headers["Authorization"] = f"Bearer {server.key}"
-    data = None if body is None else json.dumps(body).encode()
-    url = f"{server.url}{path}"
-    try:
-        return client.open_url(urllib.request.Request(url, data, headers), direct=server.direct)
-    except urllib.error.HTTPError as error:
-        try:
-            message = json.load(error)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = f"{error.code} {error.reason}"
-        raise exits.Stop(f"{url}: {message}", exits.ERROR) from None
-    except (OSError, ValueError) as error:
-        why = getattr(error, "reason", error)
-        raise exits.Stop(f"no server answers at {url} ({why}); {server.remedy}", exits.USAGE) from None
-
-
-def _model(server: running.Server) -> str:
-    with _request(server, "/v1/models") as answer:
-        return json.load(answer)["data"][0]["id"]
-
-
 def _stream(server: running.Server, options: ChatOptions, messages: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
     """The answer's pieces: ("content" or "reasoning", text)."""
     body: dict[str, Any] = {"messages": messages, "stream": True}
@@ -155,7 +100,7 @@ def _stream(server: running.Server, options: ChatOptions, messages: list[dict[st
             body[name] = value
     if options.thinking is not None:
         body["enable_thinking"] = options.thinking
-    with _request(server, "/v1/chat/completions", body) as answer:
+    with running.request(server, "/v1/chat/completions", body) as answer:
         for line in answer:
             if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
                 continue
