@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -100,7 +97,7 @@ def _api_key(options: Options) -> str:
 def model_directory(options: Options, place: World | None = None) -> str:
     """The absolute path of the model's directory, made sure of as far as a launcher can. A model's id is fetched."""
     if not options.model:
-        return str(built_in(with_weights=options.load_format != "dummy"))
+        return str(DEMO)
     path = Path(options.model).expanduser()
     if path.is_file():
         what = "GGUF files are not supported yet" if path.suffix == ".gguf" else "it is a file"
@@ -112,31 +109,3 @@ def model_directory(options: Options, place: World | None = None) -> str:
     if not (path / "config.json").is_file():
         raise Stop(f"model {options.model!r}: the directory has no config.json", MODEL)
     return str(path.resolve())
-
-
-def built_in(with_weights: bool = True) -> Path:
-    """The directory of the built-in model; random weights are made where the trained ones are missing."""
-    weights = DEMO / "model.safetensors"
-    if weights.is_file() or not with_weights:
-        return DEMO
-    target = DEMO
-    try:
-        probe = DEMO / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError:  # installed where this user may not write
-        target = Path.home() / ".cache" / "phalanx" / "demo"
-        if (target / "model.safetensors").is_file():
-            return target
-        shutil.copytree(DEMO, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    print("phalanx: making random weights for the built-in model", file=sys.stderr)
-    made = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.demo.random_weights", str(target)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if made.returncode:
-        why = made.stderr.strip().rpartition("\n")[2]
-        raise Stop(f"the built-in model has no weights, and random ones could not be made: {why}", MODEL)
-    return target

@@ -1,9 +1,10 @@
-"""The wheel holds what the tree holds, and works from where it is unpacked."""
+"""The wheel and the source distribution hold what the tree holds; the wheel works from where it is unpacked."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -58,6 +59,21 @@ def test_the_wheel_has_what_the_tree_has(wheel):
     extra = {name for name in inside - expected if not name.endswith(".md")}
     assert not extra, f"not part of the package: {sorted(extra)}"
     assert not [name for name in inside if name.split("/")[0] != "phalanx"], "a bare top-level package"
+
+
+def test_the_source_distribution_has_what_the_tree_has(wheel, tmp_path):
+    source = wheel.parent / "source"
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "-q", "--sdist", "--no-isolation", "-o", str(tmp_path), str(source)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    (found,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(found) as archive:
+        inside = {"phalanx/" + name.partition("/")[2] for name in archive.getnames()}
+    expected = tree(source)
+    assert "phalanx/launcher/demo/model.safetensors" in expected
+    assert not expected - inside, f"missing: {sorted(expected - inside)}"
 
 
 def test_it_runs_from_the_wheel(wheel, tmp_path):

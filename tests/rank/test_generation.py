@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from phalanx.launcher.resolve import built_in
+from phalanx.launcher.demo import DIRECTORY
 from phalanx.rank import step
 
 from ..checkpoints import make_checkpoint
@@ -22,7 +22,7 @@ MPI = [(2, 1), (3, 1), (1, 2), (2, 2)]
 def checkpoint(tmp_path_factory):
     def make(kind):
         if kind not in SEEDS:
-            return built_in()
+            return DIRECTORY
         return make_checkpoint(tmp_path_factory.mktemp(kind) / "ckpt", kind, seed=SEEDS[kind], tokenizer=False)
 
     return functools.cache(make)

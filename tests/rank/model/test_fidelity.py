@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from phalanx.launcher.resolve import built_in
+from phalanx.launcher.demo import DIRECTORY
 from phalanx.rank.exits import Stop
 
 from ...ranks import run_ranks
@@ -26,10 +26,9 @@ def test_every_grid(checkpoint, expected, model_type, tp, pp):
 
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
 def test_the_built_in_model(expected, tp, pp):
-    path = built_in()
     ids = tokens(70)
-    (logits,) = run_steps(path, [ids], tp=tp, pp=pp)
-    assert distance(logits, expected(path, ids)) < TOLERANCE
+    (logits,) = run_steps(DIRECTORY, [ids], tp=tp, pp=pp)
+    assert distance(logits, expected(DIRECTORY, ids)) < TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
