@@ -8,6 +8,7 @@ whatever lies in unused slots, a NaN too, stays out.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,10 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .rope import HeadNorms, Rotation
+
 LOG2_E = 1.4426950408889634
 # Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
 PROGRAMS = 4
 MAX_SPLITS = 32
+PART = 256  # tokens: about what is worth a program of its own, and adding its result to the others'
+MOST_COUNTS = 1 << 16  # of sequences times key heads, where sequences are split
 
 
 @triton.jit
@@ -29,75 +34,149 @@ def _slots(tables, positions, valid, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _turn(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Both halves [heads, HALF] of heads, normed and turned, rounded after either, as cuda/rope.cu does it."""
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+        wa = tl.load(weight + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        wb = tl.load(weight + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        a = (a * scale * wa[None, :]).to(dtype).to(tl.float32)
+        b = (b * scale * wb[None, :]).to(dtype).to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
+def _combine(
+    parts, sums, out, row, count, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Rows row:row + GROUP of out [rows, DIM] from `count` parts each, weighted by their sums."""
+    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
+    # Parts at once: as many as fit in registers, for each round waits for memory.
+    MOST: tl.constexpr = triton.cdiv(8192, HEADS * PADDED)
+    AHEAD: tl.constexpr = MOST if MOST < SPLITS else SPLITS
+    heads, splits, dims = tl.arange(0, HEADS), tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    mine = (heads < GROUP)[:, None]
+    first = (row + heads)[:, None] * SPLITS
+    # Past the first-level cache, which need not see what other multiprocessors have written.
+    every = tl.load(sums + first + splits[None, :], mask=mine & (splits < count)[None, :], other=float("-inf"),
+                    cache_modifier=".cg")  # fmt: skip
+    top = tl.max(tl.where(mine, every, 0.0), 1)[:, None]
+    total = tl.sum(tl.exp2(every - top), 1)
+    acc = tl.zeros([HEADS, PADDED], tl.float32)
+    for at in range(0, count, AHEAD):
+        split = at + tl.arange(0, AHEAD)[None, :]
+        mask = mine & (split < count)
+        weights = tl.exp2(tl.load(sums + first + split, mask=mask, other=float("-inf"), cache_modifier=".cg") - top)
+        x = tl.load(
+            parts + (first + split)[:, :, None] * DIM + dims[None, None, :],
+            mask=mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        acc += tl.sum(x * weights[:, :, None], 1)
+    y = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = out + (row + heads)[:, None] * DIM + dims[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), mask=mine & (dims < DIM)[None, :])
+
+
+@triton.jit
 def decode_kernel(
-    q, keys, values, tables, lengths, out, parts, sums, scale, q_row, table_row,
+    q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
+    scale, eps, q_row, k_row, v_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
+    TURN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
 
-    With SPLITS > 1 the part's result goes to parts [B, HEADS, SPLITS, DIM] f32 and the log2 of its sum to `sums`.
+    With TURN the step's newest token is still in q, k and v: heads are normed (NORM) and turned here, the sequence's
+    last part writes key and value to the cache and takes them from registers, and the loops cover only the tokens
+    before, so that no program reads what another one writes. Without, the cache holds it and q is turned.
+
+    A sequence has as many parts as its length asks for, at most SPLITS; programs beyond have nothing to do. Of several
+    parts each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
+    `arrived` [B, KV_HEADS], which is zero between calls, that the others have done so adds them up.
     """
     if OVERLAP:  # as wait() and release() of cuda/common.cuh
         gdc_wait()
         gdc_launch_dependents()
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = (DIM + 1) // 2
+    HALF_PADDED: tl.constexpr = PADDED // 2 if PADDED > 16 else 16
     head, b, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + b)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    each = tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
+    last = tl.maximum(length - TURN, 0)  # where the tokens end that are read from the cache
+    count = tl.minimum(tl.maximum((last - first + PART // 2) // PART, 1), SPLITS)
+    each = tl.maximum(tl.cdiv(tl.cdiv(last - first, count), TILE), 1) * TILE
+    count = tl.maximum(tl.cdiv(last - first, each), 1)
+    if split >= count:
+        return
     start = first + split * each
-    stop = tl.minimum(start + each, length)
-    rows, dims, tile = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE)
-    mine = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
-    x = tl.load(q + b * q_row + (head * GROUP + rows)[:, None] * DIM + dims[None, :], mask=mine, other=0.0)
+    stop = tl.minimum(start + each, last)
+
+    rows, dims, half, tile = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, HALF_PADDED), tl.arange(0, TILE)
+    heads = b * HEADS + head * GROUP + rows
+    mine = (rows < GROUP)[:, None]
+    low, high = (half < HALF)[None, :], (half < DIM - HALF)[None, :]
+    from_q = q + b * q_row + (head * GROUP + rows)[:, None] * DIM + half[None, :]
+    xa = tl.load(from_q, mask=mine & low, other=0.0)
+    xb = tl.load(from_q + HALF, mask=mine & high, other=0.0)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
+    if TURN:
+        newest = (split == count - 1) & (length > 0)
+        from_k = k + b * k_row + head * DIM + half[None, :]
+        ka = tl.load(from_k, mask=low & newest, other=0.0)
+        kb = tl.load(from_k + HALF, mask=low & newest, other=0.0)
+        new = tl.load(v + b * v_row + head * DIM + dims, mask=(dims < DIM) & newest, other=0.0)
+        new = new.to(values.dtype.element_ty)
+        slot = tl.load(slots + b)
+        by_cos = tl.load(cos + b * DIM + half[None, :], mask=low, other=0.0)
+        by_sin = tl.load(sin + b * DIM + HALF + half[None, :], mask=low, other=0.0)
+        xa, xb = _turn(xa, xb, by_cos, by_sin, q_weight, half, eps, DIM, HALF, NORM)
+        ka, kb = _turn(ka, kb, by_cos, by_sin, k_weight, half, eps, DIM, HALF, NORM)
+        ka, kb = ka.to(keys.dtype.element_ty), kb.to(keys.dtype.element_ty)
+        to = (slot * KV_HEADS + head) * DIM
+        written = newest & (slot >= 0)
+        tl.store(keys + to + half[None, :], ka, mask=low & written)
+        tl.store(keys + to + HALF + half[None, :], kb, mask=low & written)
+        tl.store(values + to + dims, new, mask=(dims < DIM) & written)
+        products = xa.to(tl.float32) * ka.to(tl.float32) + xb.to(tl.float32) * kb.to(tl.float32)
+        best = tl.where(newest, tl.sum(products, 1) * scale, float("-inf"))
+        total = tl.where(newest, total + 1, total)
+        acc += new.to(tl.float32)[None, :]
+
     for at in range(start, stop, TILE):
         valid = at + tile < stop
         base = (_slots(tables + b * table_row, at + tile, valid, BLOCK) * KV_HEADS + head) * DIM
-        k = tl.load(keys + base[None, :] + dims[:, None], mask=valid[None, :] & (dims < DIM)[:, None], other=0.0)
-        s = tl.dot(x, k, input_precision=PRECISION) * scale
+        from_keys = keys + base[None, :] + half[:, None]
+        ya = tl.load(from_keys, mask=valid[None, :] & (half < HALF)[:, None], other=0.0)
+        yb = tl.load(from_keys + HALF, mask=valid[None, :] & (half < DIM - HALF)[:, None], other=0.0)
+        s = tl.dot(xb, yb, tl.dot(xa, ya, input_precision=PRECISION), input_precision=PRECISION) * scale
         s = tl.where(valid[None, :], s, float("-inf"))
         top = tl.maximum(best, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         old = tl.exp2(best - top)
-        v = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+        y = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
         total = total * old + tl.sum(p, 1)
-        acc = acc * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * old[:, None] + tl.dot(p.to(y.dtype), y, input_precision=PRECISION)
         best = top
+
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # an empty row gives zeros
-    heads = b * HEADS + head * GROUP + rows
-    if SPLITS == 1:
-        tl.store(out + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mine)
-    else:
+    mask = mine & (dims < DIM)[None, :]
+    tl.store(out + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask & (count == 1))
+    if SPLITS > 1 and count > 1:
         tl.store(sums + heads * SPLITS + split, best + tl.log2(total), mask=rows < GROUP)
-        if start < stop:
-            tl.store(parts + (heads * SPLITS + split)[:, None] * DIM + dims[None, :], acc, mask=mine)
-
-
-@triton.jit
-def combine_kernel(
-    parts, sums, out, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """out [row, DIM] from the row's parts, each weighted by its sum. Parts whose sum is -inf were not written."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    sums_here = tl.load(sums + row * SPLITS + splits)
-    top = tl.max(sums_here, 0)
-    weights = tl.where(sums_here > float("-inf"), tl.exp2(sums_here - top), 0.0)
-    mask = (sums_here > float("-inf"))[:, None] & (dims < DIM)[None, :]
-    x = tl.load(parts + (row * SPLITS + splits)[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
-    total = tl.sum(weights, 0)
-    y = tl.sum(x * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * DIM + dims, y.to(out.dtype.element_ty), mask=dims < DIM)
+        tl.store(parts + (heads * SPLITS + split)[:, None] * DIM + dims[None, :], acc, mask=mask)
+        tl.debug_barrier()  # all threads' stores, before the one thread that tells of them
+        before = tl.atomic_add(arrived + b * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
+        if before == count - 1:
+            _combine(parts, sums, out, b * HEADS + head * GROUP, count, DIM, PADDED, GROUP, SPLITS)
+            tl.store(arrived + b * KV_HEADS + head, 0)
 
 
 @triton.jit
@@ -183,19 +262,41 @@ def _overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@functools.cache
+def _arrived(device: torch.device, stream: int) -> Tensor:
+    """Zeros that decode_kernel counts in and clears again, of one stream: kernels that run at once must not share them.
+
+    Graphs keep their address, so they are made by a call before the capture and stay.
+    """
+    return torch.zeros(MOST_COUNTS, dtype=torch.int32, device=device)
+
+
 def choose_splits(programs: int, longest: int, processors: int) -> int:
-    """A power of two: parts that each sequence is cut in, when `programs` run for each part."""
+    """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
     splits = 1
-    while splits < MAX_SPLITS and programs * splits * 2 <= PROGRAMS * processors and longest > splits * 64:
+    while splits < MAX_SPLITS and programs * splits * 2 <= PROGRAMS * processors and longest > splits * PART:
         splits *= 2
     return splits
 
 
+class Newest(NamedTuple):
+    """The step's tokens as rope_write takes them, rotation over whole heads; kernels/cache.py explains slots."""
+
+    k: Tensor  # [n, kv_heads, head_dim], heads side by side, as in v
+    v: Tensor
+    turn: Rotation
+    norms: HeadNorms | None
+    slots: Tensor  # [n] int64; negative: not written
+
+
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    splits: int, tile: int = 0, stages: int = 0, warps: int = 4,
+    splits: int, newest: Newest | None = None, tile: int = 0, stages: int = 0, warps: int = 4, part: int = 0,
 ) -> None:  # fmt: skip
-    """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous."""
+    """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
+
+    With `newest`, q is neither normed nor turned yet, and the caches do not hold these tokens yet.
+    """
     n, heads, dim = q.shape
     kv_heads = keys.shape[2]
     padded = max(16, triton.next_power_of_2(dim))
@@ -203,17 +304,22 @@ def decode(
     tile = tile or (64 if narrow and padded <= 128 else 32)
     overlap = _overlaps(q.device)
     parts = sums = out
+    arrived = lengths
     if splits > 1:
+        assert n * kv_heads <= MOST_COUNTS  # choose_splits does not cut so many
         parts = torch.empty(n, heads, splits, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
+        arrived = _arrived(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
+    # What a kernel of turned tokens does not touch.
+    k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
+    q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     decode_kernel[kv_heads, n, splits](
-        q, keys, values, tables, lengths, out, parts, sums, scale * LOG2_E, q.stride(0), tables.stride(0),
-        heads, kv_heads, dim, padded, max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits,
-        window, "tf32" if narrow else "ieee", overlap, num_warps=warps,
+        q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
+        scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), heads, kv_heads, dim, padded,
+        max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
+        int(newest is not None), int(norms is not None), "tf32" if narrow else "ieee", overlap, num_warps=warps,
         num_stages=stages or (4 if narrow and padded <= 128 else 2), launch_pdl=overlap,
     )  # fmt: skip
-    if splits > 1:
-        combine_kernel[n * heads,](parts, sums, out, dim, padded, splits, overlap, num_warps=2, launch_pdl=overlap)
 
 
 def prompts(

@@ -1,4 +1,4 @@
-"""The CUDA sources compile for every supported generation, also where no GPU is."""
+"""The kernels compile for every supported generation, also where no GPU is."""
 
 import shutil
 import subprocess
@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import allreduce, jit
+from phalanx.kernels.rope import HeadNorms, Rotation
 from phalanx.rank import exits
 
 PROGRAMS = [
@@ -50,6 +51,66 @@ def compile_program(text: str, arch: str, folder) -> None:
 @pytest.mark.parametrize("source, sizes", PROGRAMS)
 def test_compiles(source, sizes, arch, tmp_path):
     compile_program(jit.program_text(source, sizes), arch, tmp_path)
+
+
+# What paged.decode is given: dtype, heads, key heads, head size, splits, window, norms; None: turned before.
+DECODES = [
+    (torch.bfloat16, 32, 8, 128, 1, 0, False),
+    (torch.bfloat16, 32, 8, 128, 32, 0, True),
+    (torch.bfloat16, 28, 4, 128, 4, 0, None),
+    (torch.float16, 64, 4, 256, 8, 4096, True),
+    (torch.float16, 3, 3, 80, 2, 0, False),
+    (torch.bfloat16, 12, 4, 96, 1, 512, None),
+    (torch.float32, 8, 2, 64, 32, 0, True),
+    (torch.float32, 16, 1, 112, 2, 100, False),
+]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype, heads, kv_heads, dim, splits, window, normed", DECODES)
+def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, normed, arch, monkeypatch):
+    pytest.importorskip("triton")
+    from phalanx.kernels import paged
+
+    launches = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launches.append((args, options))
+
+    kernel = paged.decode_kernel
+    monkeypatch.setattr(paged, "decode_kernel", Recorder())
+    monkeypatch.setattr(paged, "_overlaps", lambda _: arch >= 90)
+    wide, cache = torch.zeros(2, heads + 2 * kv_heads, dim, dtype=dtype), torch.zeros(2, 3, 16, kv_heads, dim).to(dtype)
+    q, k, v = wide.split([heads, kv_heads, kv_heads], 1)
+    norms = HeadNorms(wide[0, 0], wide[0, 0], 1e-6) if normed else None
+    new = paged.Newest(k, v, Rotation(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
+    tables, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    new = None if normed is None else new
+    paged.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, splits, new)
+    compiled = compile_launch(kernel, *launches[0], arch)
+    assert compiled.metadata.shared <= (227 if arch >= 90 else 163) << 10
+
+
+def compile_launch(kernel, args, options, arch: int):
+    """For any generation, as a launch with these arguments would, pointers and multiples of 16 aligned."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    types |= {torch.int32: "i32", torch.int64: "i64"}
+    signature, constants, aligned = {}, {}, {}
+    for i, (parameter, x) in enumerate(zip(kernel.params, args, strict=True)):
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", x
+        elif isinstance(x, torch.Tensor):
+            signature[parameter.name] = "*" + types[x.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(x, float) else "i32"
+        if isinstance(x, torch.Tensor) or (isinstance(x, int) and not parameter.is_constexpr and x % 16 == 0):
+            aligned[i,] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def test_every_source_is_tried():

@@ -1,0 +1,166 @@
+"""Decoding rows by paged.decode against the torch references, where only what may be read is not NaN.
+
+Without a GPU by Triton's interpreter: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.decoding
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from phalanx.kernels.attention import Scores, paged_attention_reference
+from phalanx.kernels.rope import HeadNorms, Rotation, rope_write_reference
+from torch import Tensor
+
+from .test_attention import make_caches, make_rows
+
+NAN = float("nan")
+
+
+class Case(NamedTuple):
+    lengths: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    block_size: int = 16
+    window: int = 0
+    normed: bool = False
+    splits: int = 1
+    part: int = 32
+    tile: int = 16
+    unwritten: tuple[int, ...] = ()  # rows whose slot is negative though they have tokens
+
+
+CASES = [
+    Case([1]),
+    Case([0, 1, 16, 17, 31, 0], normed=True),
+    Case([0, 0], splits=4),
+    # Parts: none, one of the newest token alone, one, two, four, and what is left over.
+    Case([0, 1, 20, 33, 70, 129, 300, 49], splits=4, normed=True, unwritten=(1, 4)),
+    Case([300, 1, 97], 2, 2, 80, splits=8, unwritten=(0,)),
+    Case([200, 65], 16, 1, 128, splits=4, normed=True),
+    Case([40, 7], 3, 1, 96, block_size=5, splits=2),
+    Case([100, 3], 7, 1, 112, splits=2, normed=True),
+    Case([66, 129], 2, 1, 256, splits=4, tile=32),
+    Case([1, 2, 90, 200], dim=10, window=1, splits=4),
+    Case([5, 24, 25, 26, 200], window=25, splits=2, normed=True),
+    Case([400, 90, 150, 0], 6, 3, window=130, splits=4, block_size=8, unwritten=(2,)),
+]
+
+
+def random_cases(count: int, seed: int = 5) -> list[Case]:
+    draw = random.Random(seed)
+    cases = []
+    for _ in range(count):
+        lengths = [draw.choice([0, 1, draw.randint(1, 40), draw.randint(1, 300)]) for _ in range(draw.randint(1, 6))]
+        kv_heads = draw.randint(1, 3)
+        cases.append(
+            Case(
+                lengths, kv_heads * draw.choice([1, 2, 4, 5]), kv_heads, draw.choice([16, 34, 64, 96, 128]),
+                draw.choice([16, 16, 1, 7, 64]), draw.choice([0, 0, 9, 64]), draw.random() < 0.5,
+                draw.choice([1, 2, 4, 8]), draw.choice([16, 32, 100]), draw.choice([16, 32]),
+                tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
+            )
+        )  # fmt: skip
+    return cases
+
+
+def part_of(rows, keep: list[int]) -> SimpleNamespace:
+    """These sequences of decoding rows alone."""
+    return SimpleNamespace(
+        block_tables=rows.block_tables[keep], lengths=rows.lengths[keep], num_decodes=len(keep),
+        query_starts=torch.arange(len(keep) + 1, dtype=torch.int32), query_lens=[1] * len(keep),
+        kv_lens=[rows.kv_lens[i] for i in keep], scratch={},
+    )  # fmt: skip
+
+
+def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
+    """Both ways: turned, written and attended by one call, and attended alone when that is done."""
+    from phalanx.kernels import paged
+
+    n, heads, kv_heads, dim, size = len(case.lengths), case.heads, case.kv_heads, case.dim, case.block_size
+    blocks = sum(-(-length // size) for length in case.lengths) + 2
+    rows = make_rows([1] * n, case.lengths, size, blocks)
+    before = torch.stack(make_caches(rows, size, blocks, kv_heads, dim, dtype))
+    newest = [rows.block_tables[i, (x - 1) // size].item() * size + (x - 1) % size for i, x in enumerate(case.lengths)]
+    flat = before.view(2, -1, kv_heads, dim)
+    flat[:, [newest[i] for i in range(n) if case.lengths[i]]] = NAN
+    slots = torch.tensor([-1 if i in case.unwritten or not case.lengths[i] else at for i, at in enumerate(newest)])
+
+    angles = torch.rand(n, 1, dim // 2) * 6
+    turn = Rotation(torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1))
+    weights = torch.randn(2, dim).to(dtype)
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if case.normed else None
+    wide = torch.randn(n, heads + 2 * kv_heads + 1, dim).to(dtype)  # a row of the merged projection, and more
+    wide[:, -1] = NAN
+    q, k, v = wide[:, :-1].split([heads, kv_heads, kv_heads], 1)
+
+    keep = [i for i in range(n) if case.lengths[i]]
+    turned, after = torch.zeros_like(q), before.clone()
+    of_keep = Rotation(turn.cos[keep], turn.sin[keep])
+    at = torch.tensor([newest[i] for i in keep], dtype=torch.int64)
+    turned[keep] = rope_write_reference(q[keep], k[keep], v[keep], of_keep, norms, (after[0], after[1]), at)
+    scores = Scores(dim**-0.5, case.window)
+    want = torch.zeros(n, heads, dim, dtype=dtype)
+    found = paged_attention_reference(turned[keep], after[0], after[1], part_of(rows, keep), scores)
+    want[keep] = found.view(-1, heads, dim)
+
+    def run(q: Tensor, cache: Tensor, new: paged.Newest | None) -> Tensor:
+        out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
+        tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
+        options = dict(tile=case.tile, part=case.part)
+        paged.decode(q, cache[0], cache[1], tables, lengths, out, *scores, case.splits, new, **options)
+        torch.testing.assert_close(out.cpu(), want, atol=bound, rtol=bound)
+        return out
+
+    moved = wide.to(device)
+    parts = moved[:, :-1].split([heads, kv_heads, kv_heads], 1)
+    there = HeadNorms(norms[0].to(device), norms[1].to(device), norms[2]) if norms else None
+    new = paged.Newest(
+        parts[1], parts[2], Rotation(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device)
+    )
+    cache = before.to(device)
+    for _ in range(2):  # the second time with what the first left in the counters
+        run(parts[0], cache, new)
+        assert torch.equal(moved.cpu().nan_to_num(7), wide.nan_to_num(7))
+    for i in case.unwritten:
+        if case.lengths[i]:
+            after.view(2, -1, kv_heads, dim)[:, newest[i]] = NAN
+    torch.testing.assert_close(cache.cpu(), after, atol=bound, rtol=bound, equal_nan=True)
+    if not any(case.lengths[i] for i in case.unwritten):
+        run(turned.to(device), after.to(device), None)
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6's makes ints of arrays of one element by a way that NumPy 2.5 has closed."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
+def main() -> None:
+    from phalanx.kernels import paged
+
+    mend_interpreter()
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
+    for i, case in enumerate(CASES + random_cases(12)):
+        dtype, bound = [(torch.float32, 3e-6), (torch.float16, 2e-3)][i % 2]
+        try:
+            check(case, dtype, bound)
+        except Exception:
+            print(f"in {case} of {dtype}", flush=True)
+            raise
+    assert not paged._arrived(torch.device("cpu"), 0).any()
+
+
+if __name__ == "__main__":
+    main()
