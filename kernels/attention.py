@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .cpu import flat, one_core
+from .rope import HeadNorms, Rotation, rope_write
 
 # Keys gathered at once: they and their values should still lie in a core's cache when the scores are computed.
 GATHER_BYTES = 1 << 20
@@ -34,6 +35,7 @@ CUDNN_STEP = 512
 class Rows(Protocol):
     """What attention reads of a batch; rank/model/batch.py explains the fields."""
 
+    slots: Tensor  # read by write_and_attend alone
     block_tables: Tensor
     lengths: Tensor
     query_starts: Tensor
@@ -48,6 +50,32 @@ class Scores(NamedTuple):
 
     scale: float
     window: int = 0  # a token sees itself and the window - 1 tokens before it; 0: all
+
+
+def write_and_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Rotation,
+    norms: HeadNorms | None,
+    cache: tuple[Tensor, Tensor],
+    rows: Rows,
+    scores: Scores,
+) -> Tensor:
+    """rope_write and then paged_attention of what it returns. q, k and v may be overwritten.
+
+    A step of decoding sequences alone is one kernel on GPUs, where heads are turned as a whole.
+    """
+    if q.is_cuda and suits_one_kernel(q, k, v, turn, cache[0], rows):
+        return decode_cuda(q, k, v, turn, norms, cache, rows, scores)
+    q = rope_write(q, k, v, turn, norms, cache, rows.slots)
+    return paged_attention(q, *cache, rows, scores)
+
+
+def suits_one_kernel(q: Tensor, k: Tensor, v: Tensor, turn: Rotation, keys: Tensor, rows: Rows) -> bool:
+    dim = q.shape[2]
+    side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
+    return 0 < len(q) == rows.num_decodes and turn.cos.shape[-1] == dim and side_by_side and keys.dtype == q.dtype
 
 
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores: Scores) -> Tensor:
@@ -212,14 +240,40 @@ def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, scores: Scores, out: Tensor)
         out[start : start + PIECE] = done[0].transpose(0, 1)
 
 
+def decode_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Rotation,
+    norms: HeadNorms | None,
+    cache: tuple[Tensor, Tensor],
+    rows: Rows,
+    scores: Scores,
+) -> Tensor:
+    from . import paged
+
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    splits = _splits(q, cache[0], rows, scores)
+    newest = paged.Newest(k, v, turn, norms, rows.slots)
+    paged.decode(q, *cache, rows.block_tables, rows.lengths, out, *scores, splits, newest)
+    return out.flatten(1)
+
+
+def _splits(q: Tensor, keys: Tensor, rows: Rows, scores: Scores) -> int:
+    from . import paged
+
+    longest = max(rows.kv_lens[: rows.num_decodes])
+    programs = rows.num_decodes * keys.shape[2]
+    return paged.choose_splits(programs, min(longest, scores.window or longest), _processors(q.device))
+
+
 def paged_attention_cuda(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores: Scores) -> Tensor:
     from . import paged
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     n = rows.num_decodes
     if n:
-        longest = max(rows.kv_lens[:n])
-        splits = paged.choose_splits(n * keys.shape[2], min(longest, scores.window or longest), _processors(q.device))
+        splits = _splits(q, keys, rows, scores)
         paged.decode(q[:n], keys, values, rows.block_tables, rows.lengths, out[:n], *scores, splits)
     start, first = n, n  # of the prompts that wait for one common launch: their first row of q, their first sequence
     for i in range(n, len(rows.query_lens)):

@@ -1,11 +1,15 @@
 """Paged attention against the plainest possible computation: one token, one head, one dot product at a time."""
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 from phalanx.kernels import attention
-from phalanx.kernels.attention import Scores, paged_attention
+from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
+from phalanx.kernels.rope import HeadNorms, Rotation, rope_write
 
 
 def make_rows(query_lens, kv_lens, block_size, blocks, spare=1):
@@ -125,3 +129,51 @@ def test_random_shapes(monkeypatch):
         kv_heads = draw.randint(1, 3)
         window = draw.choice([0, 0, 9])
         check(query_lens, kv_lens, kv_heads * draw.randint(1, 3), kv_heads, draw.choice([2, 5, 16]), window=window)
+
+
+@pytest.mark.parametrize("query_lens, kv_lens", [([1, 1, 1], [1, 9, 30]), ([1, 4, 3], [12, 4, 20])])
+def test_write_and_attend(query_lens, kv_lens):
+    rows = make_rows(query_lens, kv_lens, 4, 20)
+    cache = make_caches(rows, 4, 20, 2, 8, torch.float32)
+    q, k, v = torch.randn(sum(query_lens), 8, 8).split([4, 2, 2], 1)
+    turn = Rotation(*torch.rand(2, len(q), 1, 8))
+    norms = HeadNorms(*torch.rand(2, 8), 1e-6)
+    rows.slots = torch.cat(
+        [
+            table[positions // 4].long() * 4 + positions % 4
+            for table, count, length in zip(rows.block_tables, query_lens, kv_lens, strict=True)
+            for positions in [torch.arange(length - count, length)]
+        ]
+    )
+    theirs = [c.clone() for c in cache]
+    turned = rope_write(q.clone(), k.clone(), v, turn, norms, (theirs[0], theirs[1]), rows.slots)
+    want = paged_attention(turned, theirs[0], theirs[1], rows, Scores(0.3))
+    assert torch.equal(write_and_attend(q, k, v, turn, norms, cache, rows, Scores(0.3)), want)
+    for mine, other in zip(cache, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
+
+
+def test_which_steps_suit_one_kernel():
+    rows = make_rows([1, 1, 1], [3, 4, 5], 4, 8)
+    whole, part = (Rotation(*torch.zeros(2, 3, 1, r)) for r in (8, 6))
+    q, k, v = torch.zeros(3, 9, 8)[:, :8].split([4, 2, 2], 1)
+    keys = torch.zeros(8, 4, 2, 8)
+
+    def suits(q=q, k=k, turn=whole, keys=keys, rows=rows):
+        return attention.suits_one_kernel(q, k, v, turn, keys, rows)
+
+    assert suits()
+    assert not suits(turn=part), "some dimensions are not turned"
+    assert not suits(keys=keys.bfloat16()) and not suits(k=torch.zeros(3, 8, 2).mT)
+    assert not suits(q=torch.zeros(3, 8, 8)[:, ::2])
+    assert not suits(rows=make_rows([1, 1, 2], [3, 4, 5], 4, 8))
+    assert not suits(q=q[:0], rows=make_rows([], [], 4, 8))
+
+
+def test_decode_kernel_in_the_interpreter():
+    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "phalanx.tests.kernels.decoding"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr

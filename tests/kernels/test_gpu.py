@@ -7,6 +7,7 @@ import torch
 from phalanx.kernels import activation, attention, jit, linear, norm, rope, skinny
 from phalanx.kernels.attention import Scores
 
+from . import decoding
 from .test_attention import make_caches, make_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -140,6 +141,85 @@ def test_empty_decode_rows_give_zeros():
     cache = torch.randn(2, 8, 16, 2, 64, device="cuda").half()
     out = attention.paged_attention(torch.randn(3, 4, 64, device="cuda").half(), cache[0], cache[1], rows, Scores(0.1))
     assert (out[1] == 0).all() and out.isfinite().all() and (out[[0, 2]] != 0).any()
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("case", decoding.CASES)
+def test_decode_kernel(case, dtype, bound):
+    from phalanx.kernels import paged
+
+    decoding.check(case, dtype, max(bound, 1e-5), "cuda")
+    assert not paged._arrived(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
+
+
+def test_decode_kernel_random_shapes():
+    for i, case in enumerate(decoding.random_cases(15)):
+        dtype, bound = KINDS[i % 3]
+        decoding.check(case, dtype, max(bound, 1e-5), "cuda")
+
+
+@pytest.mark.parametrize("turned", [64, 32])
+@pytest.mark.parametrize("query_lens, kv_lens", [([1] * 4, [3000, 1, 17, 500]), ([1, 1, 9], [300, 16, 40])])
+def test_write_and_attend(query_lens, kv_lens, turned):
+    """As one kernel, or as two where heads are turned in part or a step has a prompt."""
+    rows, cache, y, rest = a_step(query_lens, kv_lens, turned)
+    theirs = cache.clone()
+    q = rope.rope_write_reference(*split(y), *rest, (theirs[0], theirs[1]), rows.slots)
+    want = attention.paged_attention_reference(q, theirs[0], theirs[1], rows, Scores(0.125))
+    rows.scratch.clear()
+    near(attention.write_and_attend(*split(y), *rest, (cache[0], cache[1]), rows, Scores(0.125)), want, 2e-3)
+    torch.testing.assert_close(cache, theirs, atol=2e-3, rtol=2e-3, equal_nan=True)
+
+
+def a_step(query_lens, kv_lens, turned):
+    """Rows with slots, a cache, rows of a merged projection, and rotation and norms."""
+    rows = make_rows(query_lens, kv_lens, 16, sum(kv_lens) // 16 + len(kv_lens) + 2)
+    cache = torch.stack(make_caches(rows, 16, sum(kv_lens) // 16 + len(kv_lens) + 2, 2, 64, torch.float16)).cuda()
+    spans = [torch.arange(n - count, n) for count, n in zip(query_lens, kv_lens, strict=True)]
+    slots = [t[p // 16].long() * 16 + p % 16 for t, p in zip(rows.block_tables, spans, strict=True)]
+    rows.slots = torch.cat(slots)
+    for name in ("block_tables", "lengths", "query_starts", "slots"):
+        setattr(rows, name, getattr(rows, name).cuda())
+    angles = torch.rand(sum(query_lens), 1, turned // 2, device="cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+    turn = rope.Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    norms = rope.HeadNorms(*torch.randn(2, 64, device="cuda").half(), 1e-6)
+    return rows, cache, torch.randn(sum(query_lens), 12, 64, device="cuda").half(), (turn, norms)
+
+
+def split(y):
+    return y.clone().split([8, 2, 2], 1)
+
+
+def test_one_kernel_in_a_graph():
+    """Captured for long sequences, replayed for others: each time as many parts as the lengths at hand ask for."""
+    from phalanx.kernels import paged
+
+    rows, cache, y, rest = a_step([1] * 4, [3000, 2000, 2500, 700], 64)
+    cache.nan_to_num_(0)
+    q, k, v = split(y)
+
+    def step():
+        return attention.write_and_attend(q, k, v, *rest, (cache[0], cache[1]), rows, Scores(0.125))
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        out = step()
+        graph.capture_end()
+        for lengths in ([3000, 2000, 2500, 700], [1, 256, 0, 700], [2999, 0, 0, 0], [600, 700, 800, 500]):
+            rows.lengths.copy_(torch.tensor(lengths))
+            graph.replay()
+            found = out.clone()
+            near(found, step(), 2e-3)
+            alone = torch.empty_like(q, memory_format=torch.contiguous_format)
+            new = paged.Newest(k, v, *rest, rows.slots)
+            paged.decode(q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, 0.125, 0, 1, new)
+            near(found, alone.flatten(1), 2e-3)
+        assert not paged._arrived(q.device, stream.cuda_stream).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ....kernels.attention import Scores, paged_attention
-from ....kernels.rope import HeadNorms, Rotation, rope_write
+from ....kernels.attention import Scores, write_and_attend
+from ....kernels.rope import HeadNorms, Rotation
 from ..batch import Batch
 from .norm import RMSNorm
 
@@ -33,6 +33,4 @@ class PagedAttention(nn.Module):
         norms: what each head of q and of k passes before it is turned. q, k and v may be overwritten.
         """
         heads = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
-        cache = batch.caches[self.layer]
-        q = rope_write(q, k, v, turn, heads, cache, batch.slots)
-        return paged_attention(q, *cache, batch, self.scores)
+        return write_and_attend(q, k, v, turn, heads, batch.caches[self.layer], batch, self.scores)
