@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from phalanx.kernels import activation, norm, rope, skinny
-from phalanx.kernels.attention import Scores, paged_attention
+from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
 from phalanx.kernels.linear import linear
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -179,27 +179,41 @@ def attentions(table: Table) -> None:
 
 
 def decode_attention(table: Table, batch: int, length: int) -> None:
+    """Of tokens that are not turned yet. Variants: tile, stages, and the part of a sequence that a program takes."""
     from phalanx.kernels import paged
 
     rows, blocks = make_rows([1] * batch, [length] * batch)
+    rows.slots = rows.block_tables[:, (length - 1) // 16].long() * 16 + (length - 1) % 16
     bytes_ = batch * length * 4096
     caches = [randn(2, blocks, 16, 8, 128) for _ in range(min(4, copies(bytes_)))]
-    q = randn(batch, 32, 128)
-    out = torch.empty_like(q)
-    split = paged.choose_splits(batch * 8, length, 132)
+    q, k, v = randn(batch, 48, 128).split([32, 8, 8], 1)
+    turn = rope.Rotation(*torch.rand(2, batch, 1, 128, device="cuda"))
+    out = torch.empty(q.shape, device="cuda", dtype=BF16)
+    splits = paged.choose_splits(batch * 8, 8192, 132)  # as in a graph, which does not know the lengths
 
-    def decode(c: Tensor, tile: int, stages: int, splits: int, warps: int) -> None:
+    def unfused(c: Tensor) -> None:
+        # As a step with prompts does it; q is turned further each time, which changes nothing here.
+        turned = rope.rope_write(q, k, v, turn, None, (c[0], c[1]), rows.slots)
+        paged.decode(turned, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits)
+
+    def fused(c: Tensor, tile: int, stages: int, part: int) -> None:
+        newest = paged.Newest(k, v, turn, None, rows.slots)
         paged.decode(
-            q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, tile=tile, stages=stages, warps=warps
-        )
+            q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, newest,
+            tile=tile, stages=stages, part=part,
+        )  # fmt: skip
 
     versions: dict[str, list[Call]] = {}
-    versions["ours"] = [partial(paged_attention, q, c[0], c[1], rows, SCORES) for c in caches]
-    variants = [(64, 4, split, 4), (32, 4, split, 4), (128, 3, split, 4), (64, 4, split * 2, 4)]
-    for v in variants + [(64, 4, split // 2, 4)] * (split > 1):
-        versions["t{}s{}x{}w{}".format(*v)] = [partial(decode, c, *v) for c in caches]
+    rest = turn, None
+    versions["fused"] = [partial(write_and_attend, q, k, v, *rest, (c[0], c[1]), rows, SCORES) for c in caches]
+    versions["unfused: rope_write then TURN=0"] = [partial(unfused, c) for c in caches]
+    parts = (128, 256, 512) if splits > 1 else (256,)
+    variants = [(tile, stages, part) for tile in (64, 128) for stages in (3, 4) for part in parts]
+    for variant in [*variants, (64, 6, 256)]:
+        versions["t{}s{}p{}".format(*variant)] = [partial(fused, c, *variant) for c in caches]
     keys = [randn(2, batch, 8, length, 128) for _ in range(min(4, copies(bytes_)))]
-    versions["sdpa, not paged"] = [partial(sdpa, q.view(batch, 32, 1, 128), k[0], k[1], enable_gqa=True) for k in keys]
+    alone = q.reshape(batch, 32, 1, 128)
+    versions["sdpa, not paged"] = [partial(sdpa, alone, x[0], x[1], enable_gqa=True) for x in keys]
     table.add(f"attention decode {batch} x {length}", bytes_, versions)
 
 
