@@ -51,6 +51,7 @@ class _Draft:
     new: list[step.NewSequence] = field(default_factory=list)
     block_rows: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    offered: set[int] = field(default_factory=set)  # blocks that this step fills
 
 
 class Scheduler:
@@ -197,6 +198,11 @@ class Scheduler:
             hits = self.blocks.match(sequence.hashes[:usable])
             computed = len(hits) * self.blocks.size
             count = min(sequence.length - computed, budget)
+            # A step of one-token rows alone writes and reads in one kernel: none may read what another one writes.
+            while count == 1 and hits and hits[-1] in draft.offered:
+                hits.pop()
+                computed -= self.blocks.size
+                count = min(sequence.length - computed, budget)
             needed = self._blocks_for(computed + count) - len(hits)
             spare = len(self.running)  # a block for each running sequence, or it would preempt the newcomer at once
             if needed + spare > self.blocks.free - self.blocks.unheld(hits):
@@ -237,7 +243,9 @@ class Scheduler:
             sequence.sampled_at = self._step + 1
         self.counters.chunks += not samples
         draft.work.append(_Work(sequence, count, samples))
+        before = sequence.published
         self._publish(sequence)
+        draft.offered.update(sequence.blocks[before : sequence.published])
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer full blocks of known tokens to the prefix cache.

@@ -253,3 +253,15 @@ def test_a_budget_below_the_number_of_sequences_stalls_none_of_them():
     engine.run()
     assert all(engine.tokens[str(i)] == alone([i, 1, 2], 30) for i in range(12))
     assert len(engine.ranks.plans) < 60, "all of them decode in each step"
+
+
+def test_a_step_of_single_tokens_reads_no_block_that_it_fills():
+    engine = Engine(blocks=64, budget=3)  # blocks of 4
+    engine.scheduler.add(request("a", [1, 2, 3, 4], 5))
+    engine.step()
+    engine.scheduler.add(request("b", [1, 2, 3, 4, 5], 5))
+    engine.step()
+    plan = engine.ranks.plans[-1]
+    assert plan.counts or not any(new.num_computed for new in plan.new)
+    engine.run()
+    assert engine.tokens == {"a": alone([1, 2, 3, 4], 5), "b": alone([1, 2, 3, 4, 5], 5)}
