@@ -1,9 +1,9 @@
 """All-reduces of a tensor group: NCCL beside the kernels over mapped memory, alone and with the norm that follows.
 
-    python benchmarks/allreduce.py --np 2 [--tune] [--json FILE]
+    python benchmarks/allreduce.py --np 2 [--search] [--json FILE]
 
 Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
-elements as in a decode step of that many sequences. --tune tries numbers of blocks and threads.
+elements as in a decode step of that many sequences. --search tries numbers of blocks and threads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def measure(call: Callable[[], Any], host: mpi.MpiComm) -> float:
     return float(host.all_gather(torch.tensor([best])).max()) * 1e3 / CALLS
 
 
-def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, tune: bool) -> dict[str, Callable]:
+def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, search: bool) -> dict[str, Callable]:
     """What is compared for x [rows, width]. The values grow without end; their time does not depend on them."""
     x, residual = torch.randn(2, rows, width, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
@@ -69,7 +69,7 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     found |= {name: partial(kind, x, peers) for name, kind in kinds.items()}
     found["chosen, norm"] = partial(after, group.all_reduce)
     found["one kernel"] = partial(allreduce.all_reduce_add_norm, x, residual, weight, 1e-5, peers)
-    if tune:
+    if search:
         for name, kind in kinds.items():
             for blocks in (8, 16, 32, 64):
                 for threads in (128, 256, 512):
@@ -85,7 +85,7 @@ def rank_main(asked: argparse.Namespace) -> None:
     if group.why and host.rank == 0:
         print(f"NCCL alone: {group.why}", flush=True)
     for rows in ROWS:
-        calls = versions(rows, asked.width, group, nccl, asked.tune)
+        calls = versions(rows, asked.width, group, nccl, asked.search)
         times = {name: round(measure(call, host), 2) for name, call in calls.items()}
         if host.rank == 0:
             print(f"{rows:5} x {asked.width} " + "   ".join(f"{k} {v}" for k, v in times.items()), flush=True)
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--search", action="store_true")
     parser.add_argument("--json", default="", help="append the lines to this file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()

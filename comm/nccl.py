@@ -37,8 +37,7 @@ class NcclComm:
             nccl = _nccl()
             mine = bytes(b & 0xFF for b in nccl.get_unique_id()) if self.rank == 0 else b""
             unique = broadcast_bytes(host, mine)
-            # CuPy's tuple holds C chars, which are signed.
-            self._nccl = nccl.NcclCommunicator(self.size, tuple(b - 256 if b > 127 else b for b in unique), self.rank)
+            self._nccl = nccl.NcclCommunicator(self.size, unique, self.rank)
             self._kinds = {
                 torch.float32: nccl.NCCL_FLOAT32,
                 torch.float16: nccl.NCCL_FLOAT16,

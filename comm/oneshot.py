@@ -31,9 +31,9 @@ class OneShotComm(NcclComm):
     """NcclComm whose small all-reduces go over mapped memory where that can be had; `why` says why it cannot."""
 
     def __init__(self, host: Comm):
-        super().__init__(host)
-        self.peers: allreduce.Peers | None = None
+        self.peers: allreduce.Peers | None = None  # NcclComm tries a sum out
         self.why = ""
+        super().__init__(host)
         if self.size == 1:
             return
         from cupy.cuda import runtime
