@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import jit
+
 
 def embedding(ids: Tensor, weight: Tensor, start: int = 0, whole: bool = True) -> Tensor:
     """Row ids[t] - start of weight [V, H] for each t: [T, H]. Unless `whole`, an id outside the table gives zeros."""
+    if ids.is_cuda:
+        return embedding_cuda(ids, weight, start)
     return embedding_reference(ids, weight, start, whole)
 
 
@@ -19,3 +23,14 @@ def embedding_reference(ids: Tensor, weight: Tensor, start: int, whole: bool) ->
     rows = weight.index_select(0, local.masked_fill_(absent, 0))
     # Filled, not multiplied: the row that stood in may hold anything.
     return torch.masked_fill(rows, absent[:, None], 0)
+
+
+def embedding_cuda(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """An id outside the table gives zeros."""
+    rows, width = weight.shape
+    out = weight.new_empty(len(ids), width)
+    vector = jit.vector(weight, width)
+    kernel = jit.kernel("gather", "embed", weight.dtype, V=vector)
+    threads = min(max(-(-width // vector // 32) * 32, 32), 512)
+    kernel((len(ids), 1, 1), threads, ids, weight, out, width, start, rows)
+    return out

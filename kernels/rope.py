@@ -40,8 +40,22 @@ class HeadNorms(NamedTuple):
 
 def rotation(table: Tensor, positions: Tensor) -> Rotation:
     """table [positions, 2, r/2] f32: cosines and sines; positions [T] int64."""
+    if positions.is_cuda:
+        return rotation_cuda(table, positions)
+    return rotation_reference(table, positions)
+
+
+def rotation_reference(table: Tensor, positions: Tensor) -> Rotation:
     cos, sin = table.index_select(0, positions).unbind(1)
     return Rotation(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+
+
+def rotation_cuda(table: Tensor, positions: Tensor) -> Rotation:
+    half = table.shape[2]
+    cos, sin = table.new_empty(2, len(positions), 1, 2 * half)
+    kernel = jit.kernel("gather", "rotation", torch.float32, V=1)
+    kernel((len(positions), 1, 1), min(max(-(-half // 32) * 32, 32), 256), positions, table, cos, sin, half)
+    return Rotation(cos, sin)
 
 
 def rope(x: Tensor, turn: Rotation) -> Tensor:

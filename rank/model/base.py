@@ -130,7 +130,7 @@ class Model(nn.Module):
         return x if residual is None else residual.add_(self.tensor.all_reduce(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows [S, hidden] of the last stage's forward → f32 [S, width]: token ids from lm_head.vocab.start on.
+        """Rows [S, hidden] of the last stage's forward → [S, width]: tokens from lm_head.vocab.start on.
 
         Each rank of the tensor group has the same width; what lies past the vocabulary is -inf. The group's logits in
         rank order, cut to vocab_size, are the whole.

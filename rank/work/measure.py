@@ -31,7 +31,7 @@ def step_memory(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
             for row in range(sequences):
                 sampling = step.Sampling(max_tokens=1, top_p=0.9)  # a full sort: what takes most
                 sampler.enter(step.NewSequence(row, step.pack_u32([0]), 1, 0, b"", sampling))
-            sampler.sample(logits, np.arange(sequences), np.zeros(sequences, np.int64))
+            sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()

@@ -221,7 +221,7 @@ class Runner:
     def _sample(self, hidden: Tensor, sampled_rows: Tensor, work: Work) -> tuple[Tensor, Explained | None]:
         """Ids [S] on every rank of the last stage."""
         shard = self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
-        if self.mesh.tensor.size > 1 and self._greedy[work.sampled_rows].all():
+        if self._greedy[work.sampled_rows].all():
             ids, explained = split_argmax(shard, self.mesh.tensor), None
         else:
             ids, explained = self._sample_whole(shard, work)

@@ -36,8 +36,8 @@ class Head(Embedding):
         pack_weight(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, hidden]. Returns f32 logits of this rank's vocabulary [S, width]; padding is -inf."""
-        logits = linear(x, self.weight).float()
+        """x: [S, hidden]. Returns logits of this rank's vocabulary, [S, width] of x's dtype; padding is -inf."""
+        logits = linear(x, self.weight)
         present = self.vocab.stop - self.vocab.start
         if present < self.vocab.width:
             logits[:, present:] = float("-inf")

@@ -108,10 +108,10 @@ def forward(model: Model, grid: mesh.Mesh, batch: Batch) -> Tensor | None:
         grid.pipe.send(hidden, grid.pipe.rank + 1)
         return None
     shard = model.logits(hidden[batch.sample_at])
-    assert shard.dtype == torch.float32
+    assert shard.dtype == model.dtype
     width = model.lm_head.vocab.stop - model.lm_head.vocab.start
     assert torch.isfinite(shard[:, :width]).all() and torch.isneginf(shard[:, width:]).all()
-    return grid.tensor.all_gather(shard).permute(1, 0, 2).flatten(1)[:, : model.vocab_size]
+    return grid.tensor.all_gather(shard).permute(1, 0, 2).flatten(1)[:, : model.vocab_size].float()
 
 
 def reference(path: Path) -> Any:
