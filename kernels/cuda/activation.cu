@@ -2,8 +2,8 @@
 
 extern "C" __global__ void silu_mul(const T* x, T* out, int width) {
     typedef Vec<T, V> Piece;
-    wait();
     release();
+    wait();
     int at = (blockIdx.x * blockDim.x + threadIdx.x) * V;
     if (at >= width) return;
     const T* row = x + (long long)blockIdx.y * 2 * width;

@@ -4,8 +4,8 @@
 
 extern "C" __global__ void decode_inputs(const int* sent, const T* last, T* ids, T* positions, T* slots, int* lengths,
                                          int* tables, int table_row, int block_size) {
-    wait();
     release();
+    wait();
     int b = blockIdx.x, n = sent[0], width = sent[1];
     if (b >= n) {
         if (threadIdx.x == 0) ids[b] = 0, positions[b] = 0, slots[b] = -1, lengths[b] = 0;

@@ -3,8 +3,8 @@
 // Row (i, j) of x starts at i * outer + j * inner, of `width` rows j; out is contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS)
 rms_norm(const T* x, const T* weight, T* out, int width, int outer, int inner, float eps) {
-    wait();
     release();
+    wait();
     const T* from = x + (long long)(blockIdx.x / width) * outer + (long long)(blockIdx.x % width) * inner;
     Piece row[PER];
 #pragma unroll
@@ -15,8 +15,8 @@ rms_norm(const T* x, const T* weight, T* out, int width, int outer, int inner, f
 
 // residual += x; x = norm(residual)
 extern "C" __global__ void __launch_bounds__(THREADS) add_rms_norm(T* x, T* residual, const T* weight, float eps) {
-    wait();
     release();
+    wait();
     Piece* a = (Piece*)(x + (long long)blockIdx.x * N);
     Piece* b = (Piece*)(residual + (long long)blockIdx.x * N);
     Piece row[PER];

@@ -38,8 +38,8 @@ __device__ inline Call begin(const Table* table, int rank) {
     call.mine = (char*)table[rank];
 #pragma unroll
     for (int r = 0; r < SIZE; r++) call.slots[r] = (char*)table[r];
-    wait();
     release();
+    wait();
     call.before = call.signals(rank)->count[blockIdx.x];
     long long offset = call.before / 2 % 2 * (long long)SLOT;
     call.mine += offset;

@@ -118,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(128)
 rope_write(T* q, const T* k, const T* v, int q_row, int k_row, int v_row, const float* cos, const float* sin,
            const T* q_weight, const T* k_weight, float eps, C* keys, C* values, const long long* slots, int tokens) {
     constexpr int HEADS = Q_HEADS + 2 * KV_HEADS, UNITS = (HEADS + PER - 1) / PER;
-    wait();
     release();
+    wait();
     int unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     int t = unit / UNITS;
     if (t >= tokens) return;
