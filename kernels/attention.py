@@ -273,7 +273,8 @@ def paged_attention_cuda(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, sc
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     n = rows.num_decodes
     if n:
-        splits = _splits(q, keys, rows, scores)
+        # All that there may be, or none: each number is a kernel of its own, to be compiled in the middle of work.
+        splits = paged.MAX_SPLITS if _splits(q, keys, rows, scores) > 1 else 1
         paged.decode(q[:n], keys, values, rows.block_tables, rows.lengths, out[:n], *scores, splits)
     start, first = n, n  # of the prompts that wait for one common launch: their first row of q, their first sequence
     for i in range(n, len(rows.query_lens)):

@@ -79,7 +79,7 @@ def _combine(
     tl.store(at, y.to(out.dtype.element_ty), mask=mine & (dims < DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])  # it differs from step to step
 def decode_kernel(
     q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
     scale, eps, q_row, k_row, v_row, table_row,
@@ -97,9 +97,9 @@ def decode_kernel(
     parts each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
     `arrived` [B, KV_HEADS], which is zero between calls, that the others have done so adds them up.
     """
-    if OVERLAP:  # as wait() and release() of cuda/common.cuh
-        gdc_wait()
+    if OVERLAP:  # as release() and wait() of cuda/common.cuh
         gdc_launch_dependents()
+        gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = (DIM + 1) // 2
     HALF_PADDED: tl.constexpr = PADDED // 2 if PADDED > 16 else 16
@@ -210,7 +210,7 @@ def _tiles(
     return acc, total, best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "table_row"])
 def prompt_kernel(
     q, keys, values, tables, lengths, starts, out, scale, first, q_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
@@ -301,7 +301,7 @@ def decode(
     kv_heads = keys.shape[2]
     padded = max(16, triton.next_power_of_2(dim))
     narrow = q.element_size() == 2
-    tile = tile or (64 if narrow and padded <= 128 else 32)
+    tile = tile or ((128 if splits > 1 else 64) if narrow and padded <= 128 else 32)
     overlap = _overlaps(q.device)
     parts = sums = out
     arrived = lengths

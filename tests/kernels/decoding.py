@@ -44,7 +44,8 @@ CASES = [
     Case([40, 7], 3, 1, 96, block_size=5, splits=2),
     Case([100, 3], 7, 1, 112, splits=2, normed=True),
     Case([66, 129], 2, 1, 256, splits=4, tile=32),
-    Case([1, 2, 90, 200], dim=10, window=1, splits=4),
+    Case([1, 2, 90, 200], dim=40, window=33, splits=4),
+    Case([1, 2, 90, 200], dim=10),
     Case([5, 24, 25, 26, 200], window=25, splits=2, normed=True),
     Case([400, 90, 150, 0], 6, 3, window=130, splits=4, block_size=8, unwritten=(2,)),
 ]
