@@ -5,6 +5,7 @@
 (a) decode: B prompts of 128 tokens; ms per token step = (t(256 new) - t(32 new)) / 224
 (b) prefill: one prompt of max_model_len - 1 tokens, 16 of 1024; 1 new token
 (c) mixed: 512 requests, prompt U[64, 1024], output U[64, 512], seed 0
+(p) on a GPU, beside these: the time of a decode step of (a), kernel by kernel
 
 Weights are random unless --load-format says otherwise. `start` ends with the first token. The ranks, the model, the
 scheduler and its step loop are the server's.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from phalanx.benchmarks import budget
 from phalanx.benchmarks import step as bench
 from phalanx.launcher import demo, mpirun
 from phalanx.rank import __main__ as program
@@ -91,6 +93,9 @@ class Offline:
                     self.prefill(batch, length)
         if "c" in ask.parts:
             self.mixed()
+        if "p" in ask.parts:
+            for batch in ask.batches:
+                self.budget(batch)
 
     def say(self, **line: Any) -> None:
         about = dict(engine="phalanx", version=VERSION, config=self.ask.config, tp=self.ask.tp)
@@ -125,6 +130,13 @@ class Offline:
                  ms_per_token_median=round(median, 4), tokens_per_s=round(batch / ms * 1e3, 1),
                  total_s=round(min(longs), 4), short_s=round(min(shorts), 4))  # fmt: skip
 
+    def budget(self, batch: int) -> None:
+        """The step of part (a) in the middle of its 256 tokens."""
+        made = [self.prompt(240) for _ in range(batch)]
+        lines = budget.budget(budget.traced(lambda: self.generate(made, [32] * batch)))
+        total = sum(line["us"] for line in lines)
+        self.say(what="budget", batch=batch, us=round(total, 1), kernels=lines)
+
     def prefill(self, batch: int, length: int) -> None:
         times = [
             self.generate([self.prompt(length) for _ in range(batch)], [1] * batch) for _ in range(self.ask.reps + 1)
@@ -158,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=sorted(CONFIGS), default="llama3-8b")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--parts", default="abc", help="which of a, b, c to run")
+    parser.add_argument("--parts", default="abc", help="which of a, b, c, p to run")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=8192)

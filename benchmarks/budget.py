@@ -1,0 +1,57 @@
+"""Where the time of a GPU's decode steps goes, kernel by kernel; offline.py's part p."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+STEP = "decode_inputs"  # the kernel that begins a replayed step
+SKIP = 4  # steps before the first that counts
+
+
+def traced(call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What the GPU did meanwhile: kernels and copies with `name`, `ts` and `dur` in us, by their end."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        found.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"] + e["dur"])
+
+
+def budget(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of a step: for each kernel its calls, its share `us`, and how long it `lasts`, most first.
+
+    Kernels overlap: one starts while its predecessor still runs. A kernel's share is the time from the end of all
+    before it to its own end, so that shares add up to the step; a gap before it is in it.
+    """
+    starts = [i for i, event in enumerate(events) if STEP in event["name"]]
+    first, last = starts[SKIP], starts[-1]
+    calls: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    before = events[first - 1]["ts"] + events[first - 1]["dur"]
+    for event in events[first:last]:
+        end = event["ts"] + event["dur"]
+        calls[short(event["name"])].append((end - before, event["dur"]))
+        before = end
+    steps = len(starts) - 1 - SKIP
+    lines = [
+        dict(kernel=name, calls=round(len(found) / steps, 2), us=round(sum(f[0] for f in found) / steps, 2),
+             lasts=round(sum(f[1] for f in found) / len(found), 2))
+        for name, found in calls.items()
+    ]  # fmt: skip
+    return sorted(lines, key=lambda line: -line["us"])
+
+
+def short(name: str) -> str:
+    """A kernel's name without its return type, its arguments and the most of its template's."""
+    bare = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
+    return re.sub(r"\(.*", "", bare)[:70]

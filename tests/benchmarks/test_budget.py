@@ -1,0 +1,22 @@
+"""The shares of overlapping kernels add up to the step."""
+
+from phalanx.benchmarks import budget
+
+
+def test_shares_add_up():
+    events = []
+    for step in range(8):
+        at = step * 100.0
+        events += [
+            dict(name="decode_inputs", ts=at, dur=4.0),
+            dict(name="void at::native::norm<float>(float*)", ts=at + 3, dur=7.0),  # starts before its predecessor ends
+            dict(name="gemm", ts=at + 12, dur=50.0),
+            dict(name="gemm", ts=at + 62, dur=28.0),
+        ]
+    lines = budget.budget(events)
+    assert [(line["kernel"], line["calls"], line["us"], line["lasts"]) for line in lines] == [
+        ("gemm", 2.0, 80.0, 39.0),
+        ("decode_inputs", 1.0, 14.0, 4.0),
+        ("norm<float>", 1.0, 6.0, 7.0),
+    ]
+    assert sum(line["us"] for line in lines) == 100
