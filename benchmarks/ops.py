@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from phalanx.kernels import activation, norm, rope, skinny
 from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
-from phalanx.kernels.linear import linear
+from phalanx.kernels.linear import gated_linear, linear
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear as torch_linear
@@ -33,6 +34,7 @@ BF16 = torch.bfloat16
 SCORES = Scores(128**-0.5)
 
 Call = Callable[[], Any]
+CUTS = ((32, 256), (48, 256), (64, 128), (64, 256), (112, 128), (128, 128), (224, 64), (224, 128))
 # Outputs and inputs of qkv, o, gate_up, down and the head, of one rank.
 SHAPES = {
     "8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
@@ -41,9 +43,9 @@ SHAPES = {
 }
 
 
-def measure(calls: list[Call], repeats: int = 20) -> float:
-    """Microseconds of one call, in a graph that goes through all of them at least 16 times."""
-    rounds = max(1, 16 // len(calls))
+def measure(calls: list[Call], least: int = 16, repeats: int = 20) -> float:
+    """Microseconds of one call, in a graph of at least so many."""
+    rounds = max(1, least // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -72,7 +74,7 @@ class Table:
     def __init__(self, only: str):
         self.only, self.lines = only, list[dict[str, Any]]()
 
-    def add(self, op: str, bytes_: float, versions: dict[str, list[Call]], flops: float = 0.0) -> None:
+    def add(self, op: str, bytes_: float, versions: dict[str, list[Call]], flops: float = 0.0, least: int = 16) -> None:
         """versions: name → the same call on each copy of the inputs."""
         if self.only and self.only not in op:
             return
@@ -80,7 +82,7 @@ class Table:
         times: dict[str, float | str] = {}
         for name, calls in versions.items():
             try:
-                times[name] = round(measure(calls), 2)
+                times[name] = round(measure(calls, least), 2)
             except Exception as error:  # one version that fails must not cost the others' numbers
                 times[name] = repr(error)[:60]
         self.lines.append(dict(what="op", op=op, limit_us=round(limit, 2), **times))
@@ -146,10 +148,71 @@ def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
     if skinny.suits(x, weights[0]):
         versions["ours"] = [partial(linear, x, w) for w in weights]
-        for high, ahead in ((1, 2), (1, 4), (2, 2), (4, 2)):
-            versions[f"h{high}a{ahead}"] = [partial(skinny.by_tensor_cores, x, w, high, ahead) for w in weights]
+    for name, cut in cuts(rows, outputs, inputs):
+        versions[name] = [partial(skinny.by_staging, x, w, cut) for w in weights]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
+
+
+def cuts(rows: int, outputs: int, inputs: int) -> Iterator[tuple[str, skinny.Cut]]:
+    """Ways to cut a product by staging."""
+    for cut in starmap(skinny.Cut, CUTS):
+        whole = rows <= skinny.MOST_ROWS and outputs % cut.outputs == 0 and inputs % cut.inputs == 0
+        if whole and skinny.stages(cut, rows)[0] > 1:
+            yield "m{}k{}".format(*cut), cut
+
+
+class Layers:
+    """The products of eight layers and what lies between them, as a decode step runs them."""
+
+    def __init__(self, shapes: str, rows: int):
+        (qkv, self.hidden), (_, self.heads), (gate_up, _), *_ = SHAPES[shapes]
+        self.kv_heads, self.shapes, self.rows = (qkv - self.heads) // 256, SHAPES[shapes][:4], rows
+        self.weights = [[randn(*shape) / 64 for shape in self.shapes] for _ in range(8)]
+        self.norm = torch.ones(self.hidden, device="cuda", dtype=BF16)
+        self.turn = rope.Rotation(*torch.rand(2, rows, 1, 128, device="cuda"))
+        self.batch, blocks = make_rows([1] * rows, [256] * rows)
+        self.batch.slots = self.batch.block_tables[:, 15].long() * 16 + 15
+        self.cache = randn(2, blocks, 16, self.kv_heads, 128)
+        self.x, self.residual = randn(2, rows, self.hidden)
+
+    def run(self, products: dict[str, Callable[..., Tensor]]) -> None:
+        x = self.x
+        for qkv, o, gate_up, down in self.weights:
+            x, _ = norm.add_rms_norm(x, self.residual, self.norm, 1e-5)
+            y = products["qkv"](x, qkv).view(self.rows, -1, 128)
+            q, k, v = y.split([self.heads // 128, self.kv_heads, self.kv_heads], 1)
+            cache = self.cache[0], self.cache[1]
+            x = write_and_attend(q, k, v, self.turn, None, cache, self.batch, SCORES)
+            x = products["o"](x, o)
+            x, _ = norm.add_rms_norm(x, self.residual, self.norm, 1e-5)
+            x = products["down"](products["gate_up"](x, gate_up), down)
+
+
+def _gemv(way: tuple, x: Tensor, weight: Tensor) -> Tensor:
+    return skinny.gemv(x, weight, *way)
+
+
+def layers(table: Table, shapes: str) -> None:
+    """Microseconds of eight layers by library products, as they are chosen, and with one product cut in another way."""
+    if table.only not in "8 layers":
+        return
+    chosen: dict[str, Callable[..., Tensor]] = {"qkv": linear, "o": linear, "gate_up": gated_linear, "down": linear}
+    library = dict.fromkeys(chosen, torch_linear) | {"gate_up": lambda x, w: activation.silu_mul(torch_linear(x, w))}
+    for rows in (1, 2, 8, 16, 32, 64, 256):
+        made = Layers(shapes, rows)
+        versions: dict[str, list[Call]] = {"cublas": [partial(made.run, library)], "ours": [partial(made.run, chosen)]}
+        for name, shape in zip(chosen, made.shapes, strict=True):
+            by_library = chosen | {name: library[name]}
+            versions[f"{name} cublas"] = [partial(made.run, by_library)]
+            if rows <= skinny.GEMV_ROWS:
+                way = (2, 4, True) if name == "gate_up" else (1, 8) if rows == 1 else (2, 4)
+                versions[f"{name} gemv"] = [partial(made.run, chosen | {name: partial(_gemv, way)})]
+            for cut_name, cut in cuts(rows, *shape):
+                product = partial(skinny.by_staging, cut=cut, gated=name == "gate_up")
+                versions[f"{name} {cut_name}"] = [partial(made.run, chosen | {name: product})]
+        bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
+        table.add(f"8 layers {rows}", bytes_, versions, least=2)
 
 
 def make_rows(query_lens: list[int], kv_lens: list[int]) -> tuple[Any, int]:
@@ -270,6 +333,7 @@ def main() -> None:
     with torch.no_grad():
         if asked.shapes == "8b":
             small(table)
+        layers(table, asked.shapes)
         products(table, asked.shapes)
         if asked.shapes == "8b":
             attentions(table)

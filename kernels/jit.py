@@ -29,6 +29,7 @@ SOURCES = Path(__file__).parent / "cuda"
 # Names of element types in common.cuh.
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "long long"}
 
+_TWO_BYTES, _SWIZZLE_128, _PROMOTE_256 = 1, 3, 3  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._SWIZZLE_128B, ..._L2_256B
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -46,8 +47,24 @@ class _Config(ctypes.Structure):
     ]
 
 
+class Map:
+    """A matrix as the copy engine of sm_90 and later takes it: boxes of 64 elements of `height` rows, for a kernel's
+    `const __grid_constant__ Map`. Rows past the end are zeros."""
+
+    def __init__(self, start: int, rows: int, columns: int, height: int):
+        """start: address of [rows, columns] elements of 2 bytes, a multiple of 16, as is the length of a row."""
+        self._room = (ctypes.c_char * 192)()  # a CUtensorMap has 128 bytes, from a multiple of 64 on
+        self.address = -(-ctypes.addressof(self._room) // 64) * 64
+        u32, u64 = ctypes.c_uint32, ctypes.c_uint64
+        status = _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.address), _TWO_BYTES, u32(2), ctypes.c_void_p(start), (u64 * 2)(columns, rows),
+            (u64 * 1)(columns * 2), (u32 * 2)(64, height), (u32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
+        )  # fmt: skip
+        _check(status, f"describing {rows} x {columns} elements in boxes of {height} rows")
+
+
 class Kernel:
-    """A function of a loaded module. Call it with tensors, ints (C int) and floats (C float)."""
+    """A function of a loaded module. Call it with tensors, maps, ints (C int) and floats (C float)."""
 
     def __init__(self, function: ctypes.c_void_p, name: str, overlap: bool):
         self.function = function
@@ -55,12 +72,14 @@ class Kernel:
         self._attribute = _Attribute(id=_OVERLAP, value=1)
         self._count = int(overlap)
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, *args: Tensor | int | float, shared: int = 0) -> None:
-        """Launch on torch's current stream. Empty grids are left out."""
+    def __call__(self, grid: tuple[int, int, int], threads: int, *args: Tensor | Map | float, shared: int = 0) -> None:
+        """Launch on torch's current stream. Empty grids are left out. shared: bytes of dynamic shared memory."""
         if 0 in grid:
             return
         values = [_c_value(a) for a in args]
-        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
+        pointers = (ctypes.c_void_p * len(values))(
+            *[v.address if isinstance(v, Map) else ctypes.addressof(v) for v in values]
+        )
         config = _Config(
             *grid, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
             ctypes.pointer(self._attribute), self._count,
@@ -68,7 +87,9 @@ class Kernel:
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None), self.name)
 
 
-def _c_value(x: Tensor | int | float) -> Any:
+def _c_value(x: Tensor | Map | float) -> Any:
+    if isinstance(x, Map):
+        return x
     if isinstance(x, Tensor):
         return ctypes.c_void_p(x.data_ptr())
     return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int(x)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from . import skinny
+from .activation import silu_mul
 from .cpu import one_core
 
 PACK_FROM = 1 << 16  # elements; a packed product costs 10 us more to start, which smaller matrices do not win back
@@ -31,6 +32,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         compiled.linear(x.contiguous().numpy(), weight.numpy(), y.numpy())
         return y if bias is None else y.add_(bias)
     return torch_linear(x, weight, bias)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(x G^T) * (x U^T): [T, O], where weight [2 O, I] is G over U and a bias [2 O] is added to the products."""
+    if bias is None and not weight.is_mkldnn and skinny.suits(x, weight):
+        return skinny.skinny_linear(x, weight, gated=True)
+    return silu_mul(linear(x, weight, bias))
 
 
 def pack(weight: Tensor) -> Tensor:

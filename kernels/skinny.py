@@ -2,47 +2,115 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Literal, NamedTuple
+
+import torch
 from torch import Tensor
 
 from . import jit
 
 GEMV_ROWS = 2  # more are faster on tensor cores
-MOST_ROWS = 16
-MOST_OUTPUTS = 4096  # of more than GEMV_ROWS rows: wider matrices keep the library's kernels busy enough
+HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 GEMV_SHARED = 100 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
+MOST_ROWS = 64
+SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
+MOST_STAGES = 16
+
+
+class Cut(NamedTuple):
+    """How staged.cu cuts a product."""
+
+    outputs: int  # of a tile
+    inputs: int  # of a chunk
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether `skinny_linear` takes x [T, I] and weight [O, I], and is the faster one."""
     if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or not 0 < len(x) <= MOST_ROWS:
         return False
-    if len(x) > GEMV_ROWS and weight.shape[0] > MOST_OUTPUTS:
+    if not x.is_contiguous() or not weight.is_contiguous() or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
-    whole = x.shape[1] % 512 == 0 and weight.shape[0] % 64 == 0 and x.is_contiguous() and weight.is_contiguous()
-    return whole and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return choose(len(x), *weight.shape, *_chip(x.device)) is not None
 
 
-def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, I] times the transpose of weight [O, I] where that `suits`; accumulated in f32."""
-    if len(x) <= GEMV_ROWS and x.nbytes <= GEMV_SHARED:
-        return gemv(x, weight, *((1, 8) if len(x) == 1 else (2, 4)))
-    return by_tensor_cores(x, weight, 1, 2 if x.shape[1] <= 4096 else 4)
+def skinny_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
+    """x [T, I] times the transpose of weight [O, I] where that `suits`; accumulated in f32.
+
+    gated: silu of the first half of the outputs times the second half.
+    """
+    way = choose(len(x), *weight.shape, *_chip(x.device))
+    if isinstance(way, Cut):
+        return by_staging(x, weight, way, gated)
+    return gemv(x, weight, *((1, 8) if len(x) == 1 and not gated else (2, 4)), gated=gated)
 
 
-def gemv(x: Tensor, weight: Tensor, outs: int, ahead: int) -> Tensor:
-    """A warp computes `outs` outputs and has `ahead` accesses to each row under way."""
-    rows, inputs = x.shape
-    y = x.new_empty(rows, weight.shape[0])
-    kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, I=inputs, R=rows, OUTS=outs, AHEAD=ahead)
-    kernel((weight.shape[0] // (8 * outs), 1, 1), 256, x, weight, y, weight.shape[0], shared=x.nbytes)
+@functools.cache
+def choose(rows: int, outputs: int, inputs: int, processors: int, staging: bool) -> Cut | Literal["gemv"] | None:
+    """The fastest way for these sizes; None: the library's."""
+    if rows <= GEMV_ROWS and inputs % 512 == 0 and outputs % 64 == 0 and rows * inputs * 2 <= GEMV_SHARED:
+        return "gemv"
+    if not staging:
+        return None
+    # One tile for each multiprocessor, so that x is read once by each; where that is too high, many in turn.
+    height = next((h for h in HEIGHTS if outputs % h == 0 and outputs // h <= processors), 128)
+    lengths = (256, 128, 64) if height <= 64 else (128, 64) if height <= 128 else (64,)
+    length = next((length for length in lengths if inputs % length == 0), 0)
+    return Cut(height, length) if length and outputs % height == 0 else None
+
+
+def gemv(x: Tensor, weight: Tensor, outs: int, ahead: int, gated: bool = False) -> Tensor:
+    """A warp computes `outs` outputs, two where `gated`, and has `ahead` accesses to each row under way."""
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    y = x.new_empty(rows, outputs // 2 if gated else outputs)
+    kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, I=inputs, R=rows, OUTS=outs, AHEAD=ahead, GATED=int(gated))
+    kernel((outputs // (8 * outs), 1, 1), 256, x, weight, y, outputs, shared=x.nbytes)
     return y
 
 
-def by_tensor_cores(x: Tensor, weight: Tensor, high: int, ahead: int) -> Tensor:
-    """A block computes 16 * high outputs and each of its warps has `ahead` steps under way, an even number."""
-    rows, inputs = x.shape
-    y = x.new_empty(rows, weight.shape[0])
-    tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    kernel = jit.kernel("skinny", "skinny", x.dtype, I=inputs, TILES=tiles, HIGH=high, AHEAD=ahead)
-    kernel((weight.shape[0] // (16 * high), 1, 1), 256, x, weight, y, rows, weight.shape[0])
+def by_staging(x: Tensor, weight: Tensor, cut: Cut, gated: bool = False) -> Tensor:
+    """By tensor cores, a block on each multiprocessor."""
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    tiles = _row_tiles(rows)
+    count, shared = stages(cut, rows)
+    y = x.new_empty(rows, outputs // 2 if gated else outputs)
+    kernel = jit.kernel(
+        "staged", "staged", x.dtype, shared, I=inputs, M=cut.outputs, KC=cut.inputs, STAGES=count, TILES=tiles,
+        GATED=int(gated),
+    )  # fmt: skip
+    blocks = min(outputs // cut.outputs, _chip(x.device)[0])
+    threads = cut.outputs // 16 * _groups(cut) * 32 + 32
+    of_x = _map(x.data_ptr(), rows, inputs, 8 * tiles)
+    of_w = _map(weight.data_ptr(), outputs, inputs, cut.outputs // 2 if gated else cut.outputs)
+    kernel((blocks, 1, 1), threads, of_x, of_w, y, rows, outputs, shared=shared)
     return y
+
+
+@functools.lru_cache(4096)
+def _map(start: int, rows: int, columns: int, height: int) -> jit.Map:
+    return jit.Map(start, rows, columns, height)  # holds for whatever lies there
+
+
+def _row_tiles(rows: int) -> int:
+    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+def _groups(cut: Cut) -> int:
+    """Warps that share a subtile of 16 outputs, as staged.cu has them."""
+    return 1 if cut.outputs > 64 else 2 if cut.outputs > 32 else 4
+
+
+def stages(cut: Cut, rows: int) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as staged.cu lays it out."""
+    padded = 8 * _row_tiles(rows)
+    sums = _groups(cut) * cut.outputs * (padded + 1) * 4
+    stage = (cut.outputs + padded) * cut.inputs * 2
+    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    return count, 1024 + count * stage + sums
+
+
+@functools.cache
+def _chip(device: torch.device) -> tuple[int, bool]:
+    """Its multiprocessors, and whether it has the copy engine that staged.cu feeds on."""
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.major >= 9

@@ -28,6 +28,12 @@ template <> __device__ inline f16 narrow<f16>(float x) {
     return y;
 }
 
+// silu(gate) * up of sums that are rounded first, as they are where the product is an operation of its own.
+template <class E> __device__ inline E gated(float gate, float up) {
+    gate = wide(narrow<E>(gate));
+    return narrow<E>(gate / (1.0f + expf(-gate)) * wide(narrow<E>(up)));
+}
+
 // Two elements of one register, the first in its lower half.
 template <class E> __device__ inline float2 pair(unsigned x);
 template <> __device__ inline float2 pair<bf16>(unsigned x) {

@@ -1,7 +1,8 @@
 // y [R, outputs] = x [R, I] W^T for one to a few rows: a warp reads OUTS rows of W as fast as memory gives them.
 //
 // The first AHEAD vectors of each are asked for before the kernel's predecessor has ended: weights do not change. I is
-// a multiple of a warp's access, outputs one of what a block computes. Shared memory: x, R * I elements.
+// a multiple of a warp's access, outputs one of what a block computes. Shared memory: x, R * I elements. With GATED, W is
+// a gate matrix over an up matrix, a warp's two rows are one of each, and y = silu(gate) * up.
 
 constexpr int V = 8;                 // elements of one access
 constexpr int STEPS = I / (32 * V);  // accesses of a warp to a row
@@ -25,14 +26,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) gemv(const T* x, const T* w
     uint4* xs = memory;
     release();
     int lane = threadIdx.x % 32;
-    int first = (blockIdx.x * 8 + threadIdx.x / 32) * OUTS;
+    int warp = blockIdx.x * 8 + threadIdx.x / 32, first = GATED ? warp : warp * OUTS;
     const Piece* rows = (const Piece*)(weight + (long long)first * I) + lane;
+    const long long apart = GATED ? (long long)outputs / 2 * (I / V) : I / V;  // of a warp's rows
     Piece ring[AHEAD][OUTS];
 #pragma unroll
     for (int u = 0; u < AHEAD; u++)
 #pragma unroll
         for (int o = 0; o < OUTS; o++)
-            if (u < STEPS) ring[u][o] = stream(rows + o * (I / V) + u * 32);
+            if (u < STEPS) ring[u][o] = stream(rows + o * apart + u * 32);
     wait();
     for (int i = threadIdx.x; i < R * I / V; i += 256) xs[i] = ((const uint4*)x)[i];
     __syncthreads();
@@ -59,15 +61,20 @@ extern "C" __global__ void __launch_bounds__(256, 2) gemv(const T* x, const T* w
             }
             if (s + u + AHEAD < STEPS) {
 #pragma unroll
-                for (int o = 0; o < OUTS; o++) ring[u][o] = stream(rows + o * (I / V) + (s + u + AHEAD) * 32);
+                for (int o = 0; o < OUTS; o++) ring[u][o] = stream(rows + o * apart + (s + u + AHEAD) * 32);
             }
         }
     }
 #pragma unroll
-    for (int o = 0; o < OUTS; o++)
+    for (int r = 0; r < R; r++) {
+        float total[OUTS];
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-            float total = warp_sum(sum[o][r]);
-            if (lane == 0) y[(long long)r * outputs + first + o] = narrow<T>(total);
-        }
+        for (int o = 0; o < OUTS; o++) total[o] = warp_sum(sum[o][r]);
+        if (lane) continue;
+        if (GATED)
+            y[(long long)r * (outputs / 2) + first] = gated<T>(total[0], total[OUTS - 1]);
+        else
+#pragma unroll
+            for (int o = 0; o < OUTS; o++) y[(long long)r * outputs + first + o] = narrow<T>(total[o]);
+    }
 }

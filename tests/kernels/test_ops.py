@@ -8,9 +8,11 @@ from phalanx.kernels import cpu
 from phalanx.kernels.activation import silu_mul
 from phalanx.kernels.cache import cache_write
 from phalanx.kernels.embedding import embedding
+from phalanx.kernels.largest import largest
 from phalanx.kernels.linear import PACK_FROM, linear, pack
 from phalanx.kernels.norm import add_rms_norm, rms_norm
 from phalanx.kernels.rope import rope, rotation
+from phalanx.kernels.skinny import MOST_STAGES, SHARED, Cut, choose, stages
 
 SIZES = [(0, 7), (1, 1), (3, 33), (17, 64)]
 NARROW = [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
@@ -90,6 +92,37 @@ def test_cache_write_touches_its_slots_alone(cache_dtype):
         untouched = [i for i in range(blocks * block_size) if i not in slots.tolist()]
         assert flat[untouched].isnan().all()
     cache_write(k[:0], v[:0], keys, values, slots[:0])
+
+
+@pytest.mark.parametrize(
+    "outputs, inputs, want",
+    [
+        (6144, 4096, Cut(48, 256)),  # of an 8B model on one GPU: qkv, o, gate and up, down, head
+        (4096, 4096, Cut(32, 256)),
+        (28672, 4096, Cut(224, 64)),
+        (4096, 14336, Cut(32, 256)),
+        (128256, 4096, Cut(128, 128)),
+        (14336, 4096, Cut(112, 128)),  # of two
+        (64, 1536, Cut(32, 256)),
+        (64, 192, Cut(32, 64)),
+        (100, 4096, None),
+        (64, 100, None),
+    ],
+)
+def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
+    assert choose(16, outputs, inputs, 132, True) == want
+    assert choose(16, outputs, inputs, 132, False) is None
+    if want:
+        for rows in (3, 16, 64):
+            count, shared = stages(want, rows)
+            assert 2 <= count <= MOST_STAGES and shared <= SHARED
+    assert (choose(1, outputs, inputs, 132, False) == "gemv") == (outputs % 64 == 0 and inputs % 512 == 0)
+
+
+def test_the_first_of_equals_is_the_largest():
+    values, ids = largest(torch.tensor([[1.0, 3, 3, -5], [-1, -1, -2, -1]], dtype=torch.bfloat16))
+    assert values.tolist() == [3, -1] and ids.tolist() == [1, 0] and values.dtype == torch.float32
+    assert largest(torch.empty(0, 4))[1].shape == (0,)
 
 
 def test_embedding_of_a_slice_is_zero_elsewhere():

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....kernels.activation import silu_mul
 from ....kernels.rope import Rotation
 from ...exits import MODEL, Stop
 from .. import base
 from ..batch import Batch
 from ..layers.attention import PagedAttention
-from ..layers.linear import QKV, Column, Row
+from ..layers.linear import QKV, Gated, Row
 from ..layers.norm import StreamNorm
 
 
@@ -46,11 +45,11 @@ class MLP(nn.Module):
     def __init__(self, args: Args, mesh: Mesh):
         super().__init__()
         hidden, inner = args.hidden_size, args.intermediate_size
-        self.gate_up_proj = Column(hidden, (inner, inner), mesh, args.mlp_bias)
+        self.gate_up_proj = Gated(hidden, inner, mesh, args.mlp_bias)
         self.down_proj = Row(inner, hidden, mesh, args.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class Layer(base.Layer):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....kernels.linear import linear
+from ....kernels.linear import gated_linear, linear
 from ..weights.slicing import Field, Sliced, pack_weight
 from .shard import Span, even, key_heads, scaled, whole
 
@@ -40,6 +40,17 @@ class Column(Linear):
     def __init__(self, inputs: int, outputs: tuple[int, ...], mesh: Mesh, bias: bool = False):
         tensor = mesh.tensor
         super().__init__(whole(inputs), tuple(even(size, tensor.rank, tensor.size) for size in outputs), bias)
+
+
+class Gated(Column):
+    """A feed-forward layer's gate and up (Shazeer 2020, arXiv 2002.05202): silu of the one times the other."""
+
+    def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool = False):
+        super().__init__(inputs, (outputs, outputs), mesh, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, inputs]. Returns [T, outputs of this rank]."""
+        return gated_linear(x, self.weight, self.bias)
 
 
 class QKV(Linear):

@@ -1,0 +1,180 @@
+// y [rows, width] = x [rows, I] W^T for up to 8 * TILES rows, at the speed at which W [outputs, I] is read: from sm_90 on.
+//
+// One warp has the copy engine bring chunks of KC inputs of M outputs, and the same inputs of x, to shared memory, STAGES
+// of them ahead and on into the next tile of outputs; the others multiply them by tensor cores. As much of W as fits is
+// asked for before the kernel's predecessor has ended. With GATED, W is a gate matrix over an up matrix and y = silu(gate)
+// * up. A chunk lies in shared memory as boxes of 64 inputs, whose pieces of 16 bytes change places in each row (the
+// engine's 128-byte swizzle): the eight rows that an instruction reads lie in different banks. Rows of x from `rows` on
+// are zeros.
+
+constexpr int ROWS = 8 * TILES;                // of x
+constexpr int BOXES = KC / 64;                 // of a chunk
+constexpr int STAGE = (M + ROWS) * KC * 2;     // bytes
+constexpr int CHUNKS = I / KC;                 // of a tile
+constexpr int SUBTILES = M / 16;               // of a tile, one to a warp
+constexpr int GROUPS = SUBTILES > 4 ? 1 : SUBTILES > 2 ? 2 : 4;  // of warps that take turns along a chunk
+constexpr int THREADS = SUBTILES * GROUPS * 32;  // that multiply
+constexpr int OUTS = GATED ? M / 2 : M;        // what a tile is to y
+constexpr int WIDE = ROWS + 1;
+struct alignas(64) Map {  // CUtensorMap
+    char opaque[128];
+};
+typedef unsigned long long Barrier;
+
+#if __CUDA_ARCH__ >= 900
+__device__ inline unsigned shared(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+__device__ inline void arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
+}
+
+__device__ inline void await(Barrier* barrier, int round) {
+    asm volatile(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(shared(barrier)),
+        "r"(round & 1)
+        : "memory");
+}
+
+// The box of `map` that begins with these inputs and rows.
+__device__ inline void copy(unsigned to, const Map* map, int input, int row, Barrier* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     to),
+                 "l"(map), "r"(input), "r"(row), "r"(shared(barrier))
+                 : "memory");
+}
+
+template <int N> __device__ inline void load(unsigned (&y)[N], unsigned from) {
+    if constexpr (N == 4)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
+                     : "r"(from) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(y[0]), "=r"(y[1]) : "r"(from) : "memory");
+}
+
+template <class E>
+__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+#define MULTIPLY(type, name)                                                                                            \
+    template <>                                                                                                         \
+    __device__ inline void multiply<type>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {            \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0, %1, %2, %3}, "                   \
+                     "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                                    \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                   \
+    }
+MULTIPLY(bf16, "bf16")
+MULTIPLY(f16, "f16")
+
+__device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
+
+__device__ inline float total(const float* sums, int out, int row) {
+    float y = 0;
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++) y += sums[(k * M + out) * WIDE + row];
+    return y;
+}
+
+// A tile's values, once all sums are there.
+__device__ inline void store(const float* sums, T* y, int first, int width, int rows) {
+    for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
+        int row = i / OUTS, out = i % OUTS;
+        float value = total(sums, out, row);
+        y[(long long)row * width + first + out] = GATED ? gated<T>(value, total(sums, OUTS + out, row)) : narrow<T>(value);
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y, int rows, int outputs) {
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ uint4 memory[];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
+    const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
+    float* sums = (float*)((char*)memory + (ring - shared(memory)) + STAGES * STAGE);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int width = GATED ? outputs / 2 : outputs, tiles = outputs / M;
+    const int mine = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
+    release();
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(full + s)) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(empty + s)), "n"(THREADS / 32) : "memory");
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    if (thread == THREADS) {
+        auto ask = [&](int n) {  // for W's part of the n-th chunk
+            int stage = n % STAGES, tile = blockIdx.x + n / CHUNKS * gridDim.x, at = n % CHUNKS * KC;
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(full + stage)), "n"(STAGE)
+                         : "memory");
+#pragma unroll
+            for (int b = 0; b < BOXES; b++) {
+                unsigned to = ring + stage * STAGE + b * M * 128;
+                copy(to, &of_w, at + b * 64, tile * OUTS, full + stage);
+                if (GATED) copy(to + OUTS * 128, &of_w, at + b * 64, width + tile * OUTS, full + stage);
+            }
+        };
+        auto ask_x = [&](int n) {
+            int stage = n % STAGES, at = n % CHUNKS * KC;
+#pragma unroll
+            for (int b = 0; b < BOXES; b++)
+                copy(ring + stage * STAGE + (BOXES * M + b * ROWS) * 128, &of_x, at + b * 64, 0, full + stage);
+        };
+        for (int n = 0; n < STAGES && n < count; n++) ask(n);
+        wait();
+        for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
+        for (int n = STAGES; n < count; n++) {
+            await(empty + n % STAGES, n / STAGES - 1);
+            ask(n);
+            ask_x(n);
+        }
+    } else if (thread < THREADS) {
+        wait();
+        const int sub = warp % SUBTILES, group = warp / SUBTILES;
+        // A lane's row of a box, and where its first piece of 16 bytes stands there.
+        const unsigned w_from = ring + (sub * 16 + lane % 16) * 128, w_piece = (lane / 16 ^ lane % 8) * 16;
+        const unsigned x_from = ring + (BOXES * M + lane % 8 + (TILES > 1 ? lane / 16 * 8 : 0)) * 128;
+        const unsigned x_piece = (lane / 8 % 2 ^ lane % 8) * 16;
+        for (int t = 0, n = 0; t < mine; t++) {
+            float sum[TILES][4] = {};
+#pragma unroll 1
+            for (int end = n + CHUNKS; n < end; n++) {
+                int stage = n % STAGES;
+                await(full + stage, n / STAGES);
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < KC / 16; i += GROUPS) {
+                    const int k = i + group, box = stage * STAGE + k / 4 * M * 128, box_x = stage * STAGE + k / 4 * ROWS * 128;
+                    unsigned a[4];
+                    load(a, w_from + box + (k % 4 * 32 ^ w_piece));
+                    if constexpr (TILES == 1) {
+                        unsigned b[2];
+                        load(b, x_from + box_x + (k % 4 * 32 ^ x_piece));
+                        multiply<T>(sum[0], a, b[0], b[1]);
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < TILES; j += 2) {
+                            unsigned b[4];
+                            load(b, x_from + box_x + j * 1024 + (k % 4 * 32 ^ x_piece));
+                            multiply<T>(sum[j], a, b[0], b[1]);
+                            multiply<T>(sum[j + 1], a, b[2], b[3]);
+                        }
+                    }
+                }
+                __syncwarp();
+                if (lane == 0) arrive(empty + stage);
+            }
+            if (t) meet();  // the values of the tile before have been stored
+            float* here = sums + (group * M + sub * 16 + lane / 4) * WIDE + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < TILES; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) here[i / 2 * 8 * WIDE + j * 8 + i % 2] = sum[j][i];
+            meet();
+            store(sums, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
+        }
+    }
+#endif
+}
