@@ -4,8 +4,8 @@ One-shot: every rank reads all of every other's input, one meeting. Two-shot: ev
 others' sums, two meetings and, of 4 ranks, half the bytes. The ranks' meetings are told of in kernels/cuda/peers.cuh.
 
 On two H200 (2026-11-22, benchmarks/allreduce.py --np 2 --width 4096 --search) BLOCKS and THREADS are the best or within
-2 us of it from 1 to 1024 rows, one-shot beats two-shot throughout and NCCL by 0.3 to 15 us; ONE_SHOT, which more than two
-ranks need, is not measured.
+2 us of it from 1 to 1024 rows, one-shot beats two-shot throughout and NCCL by 0.3 to 15 us; ONE_SHOT, which more than
+two ranks need, is not measured.
 """
 
 from __future__ import annotations

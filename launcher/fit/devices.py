@@ -19,6 +19,7 @@ import msgspec
 GIB = 1 << 30
 STREAM = 0.94  # of a GPU's memory bandwidth that reading weights reaches
 MATRIX = 0.69  # of its FLOP/s that large products reach
+NVLINK = 100  # GB/s: more is no PCIe
 WIRE = 0.56  # of its link's bandwidth that an all-reduce reaches
 
 
@@ -32,8 +33,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     flops_f32: float
     link: float  # bytes between devices of a host in an all-reduce, as nccl-tests' bus bandwidth counts
     latency: float = 17e-6  # of a small all-reduce
-    ramp: float = 5e-6  # that a product of weights takes beside reading them
-    small: float = 3e-6  # of a kernel that does little
+    ramp: float = 3.5e-6  # that a product of weights takes beside reading them
+    small: float = 2.5e-6  # of a kernel that does little
     runtime: float = 0.0  # bytes of driver, libraries and workspaces
     group: float = 0.0  # bytes more where several ranks talk
     cpu: bool = False
@@ -49,6 +50,7 @@ def _gpu(name: str, gib: float, tbs: float, tflops: float, tflops_f32: float, li
         flops=tflops * 1e12 * MATRIX,
         flops_f32=tflops_f32 * 1e12 * MATRIX,
         link=link * 1e9 * WIRE,
+        latency=7e-6 if link > NVLINK else 17e-6,  # by one kernel over mapped memory; by NCCL
         runtime=RUNTIME,
         group=GROUP,
         source=source,
@@ -57,7 +59,7 @@ def _gpu(name: str, gib: float, tbs: float, tflops: float, tflops_f32: float, li
 
 HIDDEN = 0.6  # GiB of those that nvidia-smi shows which the driver keeps from programs
 RUNTIME = 1.55e9  # CUDA's context, cuBLAS' workspace, kernels, torch's allocator; measured
-GROUP = 0.4e9  # NCCL's buffers; assumed
+GROUP = 0.4e9  # NCCL's buffers and mapped regions; measured on two H200
 
 _SHEET = "the data sheet, scaled by shares measured on H200"
 DEVICES = {

@@ -80,6 +80,14 @@ def test_a_run_on_an_h200(shape):
     assert held.kv_bytes == pytest.approx(118516 * 2**20, rel=0.01)  # "118516 MiB a rank"
 
 
+@pytest.mark.parametrize("gpus, tokens", [(1, 913616), (2, 1936928)])
+def test_runs_of_1024_sequences_on_h200(shape, gpus, tokens):
+    """Llama 8B, 1024 sequences of 8192: "KV cache: ... tokens", as rank 0 logged on 2026-11-22. Asked for 5 %."""
+    asked = Asked(context=8192, concurrency=1024, length=150)
+    held = memory.room(shape("Llama-3.1-8B"), Layout(gpus), asked, DEVICES["H200"], 8192)
+    assert held.kv_tokens == pytest.approx(tokens, rel=0.01)
+
+
 def test_llama_70b_over_four(shape):
     model = shape("Llama-3.1-70B")
     # 2 x 128256 x 8192 + 80 x (2 x 8192^2 + 2 x 1024 x 8192 + 3 x 8192 x 28672 + 16384) + 8192
