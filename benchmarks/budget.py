@@ -35,6 +35,8 @@ def budget(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     before it to its own end, so that shares add up to the step; a gap before it is in it.
     """
     starts = [i for i, event in enumerate(events) if STEP in event["name"]]
+    if len(starts) < SKIP + 2:
+        raise SystemExit(f"part p needs {SKIP + 2} replayed decode steps and found {len(starts)}: one stage, on a GPU")
     first, last = starts[SKIP], starts[-1]
     calls: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     before = events[first - 1]["ts"] + events[first - 1]["dur"]

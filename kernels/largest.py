@@ -14,7 +14,10 @@ BLOCKS = 512  # that keep a GPU busy
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest element of each row of x [S, V], f32 [S], and where the first such stands, int64 [S]."""
+    """The largest element of each row of x [S, V], f32 [S], and where the first such stands, int64 [S].
+
+    A row with NaN in it: torch finds the NaN, the GPU's kernel the largest of the others, or the first element.
+    """
     if x.is_cuda and len(x):
         return largest_cuda(x.contiguous())
     return largest_reference(x)

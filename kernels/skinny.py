@@ -12,7 +12,7 @@ from . import jit
 
 GEMV_ROWS = 2  # more are faster on tensor cores
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
-GEMV_SHARED = 100 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
+GEMV_SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
 MOST_ROWS = 64
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 16
@@ -29,7 +29,7 @@ def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether `skinny_linear` takes x [T, I] and weight [O, I], and is the faster one."""
     if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or not 0 < len(x) <= MOST_ROWS:
         return False
-    if not x.is_contiguous() or not weight.is_contiguous() or x.data_ptr() % 16 or weight.data_ptr() % 16:
+    if x.dtype != weight.dtype or not all(y.is_contiguous() and y.data_ptr() % 16 == 0 for y in (x, weight)):
         return False
     return choose(len(x), *weight.shape, *_chip(x.device)) is not None
 
@@ -53,10 +53,11 @@ def choose(rows: int, outputs: int, inputs: int, processors: int, staging: bool)
     if not staging:
         return None
     # One tile for each multiprocessor, so that x is read once by each; where that is too high, many in turn.
-    height = next((h for h in HEIGHTS if outputs % h == 0 and outputs // h <= processors), 128)
+    heights = [h for h in HEIGHTS if outputs % h == 0]
+    height = next((h for h in heights if outputs // h <= processors), max((h for h in heights if h <= 128), default=0))
     lengths = (256, 128, 64) if height <= 64 else (128, 64) if height <= 128 else (64,)
     length = next((length for length in lengths if inputs % length == 0), 0)
-    return Cut(height, length) if length and outputs % height == 0 else None
+    return Cut(height, length) if height and length else None
 
 
 def gemv(x: Tensor, weight: Tensor, outs: int, ahead: int, gated: bool = False) -> Tensor:
@@ -113,4 +114,5 @@ def stages(cut: Cut, rows: int) -> tuple[int, int]:
 def _chip(device: torch.device) -> tuple[int, bool]:
     """Its multiprocessors, and whether it has the copy engine that staged.cu feeds on."""
     found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.major >= 9
+    # From sm_120 on there is the engine, and half the shared memory.
+    return found.multi_processor_count, found.major >= 9 and found.shared_memory_per_multiprocessor >= SHARED + 2048

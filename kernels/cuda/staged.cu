@@ -143,7 +143,6 @@ staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y,
             for (int end = n + CHUNKS; n < end; n++) {
                 int stage = n % STAGES;
                 await(full + stage, n / STAGES);
-                __syncwarp();
 #pragma unroll
                 for (int i = 0; i < KC / 16; i += GROUPS) {
                     const int k = i + group, box = stage * STAGE + k / 4 * M * 128, box_x = stage * STAGE + k / 4 * ROWS * 128;
@@ -163,6 +162,9 @@ staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y,
                         }
                     }
                 }
+                // What the loads above still have on its way is read before the engine writes there again: the arrival
+                // alone does not wait for them, and the engine is another proxy.
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 __syncwarp();
                 if (lane == 0) arrive(empty + stage);
             }

@@ -199,7 +199,8 @@ class Scheduler:
             computed = len(hits) * self.blocks.size
             count = min(sequence.length - computed, budget)
             # A step of one-token rows alone writes and reads in one kernel: none may read what another one writes.
-            while count == 1 and hits and hits[-1] in draft.offered:
+            single = count == 1 and all(work.tokens == 1 for work in draft.work)
+            while single and any(block in draft.offered for block in hits):
                 hits.pop()
                 computed -= self.blocks.size
                 count = min(sequence.length - computed, budget)
@@ -251,7 +252,8 @@ class Scheduler:
         """Offer full blocks of known tokens to the prefix cache.
 
         A block is offered when the step that fills it is planned: plans are executed in order, and within a step keys
-        and values are written before any sequence reads them. A generated token's id must be known, hence `hashes`.
+        and values are written before any sequence reads them, except where all have one token, which _admit minds. A
+        generated token's id must be known, hence `hashes`.
         """
         if not self.blocks.prefix_cache:
             return

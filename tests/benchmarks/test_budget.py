@@ -1,5 +1,6 @@
 """The shares of overlapping kernels add up to the step."""
 
+import pytest
 from phalanx.benchmarks import budget
 
 
@@ -20,3 +21,8 @@ def test_shares_add_up():
         ("norm<float>", 1.0, 6.0, 7.0),
     ]
     assert sum(line["us"] for line in lines) == 100
+
+
+def test_steps_that_no_graph_replays():
+    with pytest.raises(SystemExit, match="part p needs 6 replayed decode steps and found 0: one stage, on a GPU"):
+        budget.budget([dict(name="gemm", ts=0.0, dur=1.0)])

@@ -138,6 +138,12 @@ def test_a_server_that_knows_nothing(run):
     assert len(failed) == 3 and failed[0]["wanted"] == first.answer and failed[0]["content"] == ""
 
 
+def test_a_server_that_heeds_no_bias(monkeypatch):
+    monkeypatch.setattr(demo_eval, "post", lambda *_: {"choices": [{"token_ids": [7]}]})
+    with pytest.raises(RuntimeError, match=r"^the server chose \[7\] where a bias of 100 was on token 9$"):
+        demo_eval.surprise(([1, 2], 9), "http://here", "m", "")
+
+
 @pytest.mark.long
 def test_through_a_real_server(monkeypatch, tmp_path):
     out = tmp_path / "report.json"

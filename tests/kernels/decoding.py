@@ -119,9 +119,7 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu") -> 
     moved = wide.to(device)
     parts = moved[:, :-1].split([heads, kv_heads, kv_heads], 1)
     there = HeadNorms(norms[0].to(device), norms[1].to(device), norms[2]) if norms else None
-    new = paged.Newest(
-        parts[1], parts[2], Rotation(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device)
-    )
+    new = paged.Newest(parts[1], parts[2], Rotation(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device))
     cache = before.to(device)
     for _ in range(2):  # the second time with what the first left in the counters
         run(parts[0], cache, new)

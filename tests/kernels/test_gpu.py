@@ -257,8 +257,10 @@ def test_products_by_staging(rows, outputs, inputs, gated, dtype):
     want = x.double() @ weight.double().T
     want = gate(want, dtype) if gated else want
     for cut in cuts(rows, outputs, inputs):
-        first, second = (skinny.by_staging(x, weight, cut, gated) for _ in range(2))
-        assert apart(first, want) < 4e-3 and torch.equal(first, second), cut
+        found = [skinny.by_staging(x, weight, cut, gated) for _ in range(4)]
+        assert all(apart(y, want) < 4e-3 for y in found), cut
+        differ = [(y != found[0]).nonzero() for y in found]
+        assert not any(map(len, differ)), (cut, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
 
 
 def cuts(rows, outputs, inputs):

@@ -103,6 +103,7 @@ def test_cache_write_touches_its_slots_alone(cache_dtype):
         (4096, 14336, Cut(32, 256)),
         (128256, 4096, Cut(128, 128)),
         (14336, 4096, Cut(112, 128)),  # of two
+        (32064, 8192, Cut(96, 128)),  # a quarter of a vocabulary
         (64, 1536, Cut(32, 256)),
         (64, 192, Cut(32, 64)),
         (100, 4096, None),
@@ -112,6 +113,9 @@ def test_cache_write_touches_its_slots_alone(cache_dtype):
 def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
     assert choose(16, outputs, inputs, 132, True) == want
     assert choose(16, outputs, inputs, 132, False) is None
+    for processors in (78, 114, 148):  # of an H20, an H100 on PCIe, a B200
+        cut = choose(16, outputs, inputs, processors, True)
+        assert (cut is None) == (want is None) and (cut is None or outputs % cut.outputs == inputs % cut.inputs == 0)
     if want:
         for rows in (3, 16, 64):
             count, shared = stages(want, rows)
