@@ -143,6 +143,9 @@ class Runner:
             self._receive_ids(len(self._awaited))
             if self._graphs is not None:
                 self._graphs.close()
+        except torch.OutOfMemoryError as error:
+            advice = "lower --kv-fraction, --max-num-batched-tokens or --max-num-seqs, or use more ranks"
+            self.watch.fail(MemoryError(f"{str(error).splitlines()[0]} To leave more of it free, {advice}"))
         except BaseException as error:
             self.watch.fail(error)
 

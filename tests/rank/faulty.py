@@ -1,9 +1,13 @@
-"""A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP", PLACE is join, load, start, step or hang."""
+"""A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP".
+
+PLACE is join, load, start, step, memory or hang.
+"""
 
 import os
 import sys
 import time
 
+import torch
 from phalanx.rank import __main__ as main
 from phalanx.rank.work.runner import Runner
 
@@ -14,6 +18,8 @@ def execute(self, plan, real=Runner._execute):
     if self.mesh.world.rank == int(rank) and plan.step == int(step):
         if place == "step":
             raise ZeroDivisionError("made to fail")
+        if place == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
         time.sleep(1000)
     return real(self, plan)
 

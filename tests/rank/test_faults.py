@@ -115,6 +115,17 @@ def test_an_exception_in_a_step(checkpoint, monkeypatch, rank):
         assert gone(engine.ready.pids)
 
 
+def test_a_gpu_that_runs_out_of_memory_in_the_middle(checkpoint, monkeypatch):
+    with faulty(checkpoint, monkeypatch, "memory:1:5") as engine:
+        work(engine)
+        assert engine.wait(10) == 70
+        assert engine.fatal is not None and engine.fatal.message == (
+            f"rank 1 on {HOST}: MemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. To leave more of it free, "
+            "lower --kv-fraction, --max-num-batched-tokens or --max-num-seqs, or use more ranks"
+        )
+        assert gone(engine.ready.pids)
+
+
 def test_a_rank_that_hangs_in_a_step_is_named(checkpoint, monkeypatch):
     with faulty(checkpoint, monkeypatch, "hang:1:5", timeout=6) as engine:
         work(engine)
