@@ -22,6 +22,7 @@ class Mesh:
     tensor: Comm  # the ranks that share this stage's layers
     pipe: Comm  # one rank of each stage, the same tensor index; its rank is the stage. Activations go forward on it
     feedback: Comm  # the same ranks as pipe: sampled ids go back from the last stage to the first
+    experts: Comm  # the ranks that share out the experts of this stage's layers, of all replicas that ep spans
 
     @property
     def stage(self) -> int:
@@ -41,19 +42,27 @@ class Mesh:
 
 
 def build(
-    world: HostComm, tp: int, pp: int, carry: Carry = lambda group: group, carry_tensor: Carry | None = None
+    world: HostComm,
+    tp: int,
+    pp: int,
+    carry: Carry = lambda group: group,
+    carry_tensor: Carry | None = None,
+    ep: int = 1,
 ) -> Mesh:
-    """Collective over world, whose size is a multiple of tp * pp.
+    """Collective over world, whose size is a multiple of tp * pp; ep divides the ranks that hold the same stage.
 
-    carry: what carries a group's tensors, made from the group of the world's kind; NcclComm on GPUs. carry_tensor: the
-    same for the tensor group, if it is another.
+    An expert group is ep neighbours among the ranks of one stage, replica by replica: with tp 2 one of ep 4 spans two
+    replicas. carry: what carries a group's tensors, made from the group of the world's kind; NcclComm on GPUs.
+    carry_tensor: the same for the tensor group, if it is another.
     """
     replica, place = divmod(world.rank, tp * pp)
     stage = pp - 1 - place // tp
     index = place % tp
     tensor = world.split(replica * pp + stage, index)
     pipe, feedback = world.split(replica * tp + index, stage), world.split(replica * tp + index, stage)
-    return Mesh(world, replica, (carry_tensor or carry)(tensor), carry(pipe), carry(feedback))
+    alike = replica * tp + index  # this rank's place among those of its stage
+    experts = world.split(stage * world.size + alike // ep, alike)
+    return Mesh(world, replica, (carry_tensor or carry)(tensor), carry(pipe), carry(feedback), carry(experts))
 
 
 def copies(size: int, replicas: int) -> list[range]:
