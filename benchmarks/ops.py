@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +33,6 @@ BF16 = torch.bfloat16
 SCORES = Scores(128**-0.5)
 
 Call = Callable[[], Any]
-CUTS = ((32, 256), (48, 256), (64, 128), (64, 256), (112, 128), (128, 128), (224, 64), (224, 128))
 # Outputs and inputs of qkv, o, gate_up, down and the head, of one rank.
 SHAPES = {
     "8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
@@ -148,18 +146,10 @@ def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
     if skinny.suits(x, weights[0]):
         versions["ours"] = [partial(linear, x, w) for w in weights]
-    for name, cut in cuts(rows, outputs, inputs):
-        versions[name] = [partial(skinny.by_staging, x, w, cut) for w in weights]
+    for cut in skinny.cuts(rows, outputs, inputs):
+        versions["m{}k{}".format(*cut)] = [partial(skinny.by_staging, x, w, cut) for w in weights]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
-
-
-def cuts(rows: int, outputs: int, inputs: int) -> Iterator[tuple[str, skinny.Cut]]:
-    """Ways to cut a product by staging."""
-    for cut in starmap(skinny.Cut, CUTS):
-        whole = rows <= skinny.MOST_ROWS and outputs % cut.outputs == 0 and inputs % cut.inputs == 0
-        if whole and skinny.stages(cut, rows)[0] > 1:
-            yield "m{}k{}".format(*cut), cut
 
 
 class Layers:
@@ -208,9 +198,9 @@ def layers(table: Table, shapes: str) -> None:
             if rows <= skinny.GEMV_ROWS:
                 way = (2, 4, True) if name == "gate_up" else (1, 8) if rows == 1 else (2, 4)
                 versions[f"{name} gemv"] = [partial(made.run, chosen | {name: partial(_gemv, way)})]
-            for cut_name, cut in cuts(rows, *shape):
+            for cut in skinny.cuts(rows, *shape):
                 product = partial(skinny.by_staging, cut=cut, gated=name == "gate_up")
-                versions[f"{name} {cut_name}"] = [partial(made.run, chosen | {name: product})]
+                versions["{} m{}k{}".format(name, *cut)] = [partial(made.run, chosen | {name: product})]
         bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
         table.add(f"8 layers {rows}", bytes_, versions, least=2)
 

@@ -30,6 +30,7 @@ SOURCES = Path(__file__).parent / "cuda"
 # Names of element types in common.cuh.
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "long long"}
 
+COUNTERS = 1 << 16
 _TWO_BYTES, _SWIZZLE_128, _PROMOTE_256 = 1, 3, 3  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._SWIZZLE_128B, ..._L2_256B
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -193,3 +194,13 @@ def vector(x: Tensor, *lengths: int, most: int = 16) -> int:
     while count > 1 and (x.data_ptr() % (count * x.element_size()) or any(n % count for n in lengths)):
         count //= 2
     return count
+
+
+@functools.cache
+def counters(device: torch.device, stream: int) -> Tensor:
+    """[COUNTERS] int32 that are zero between kernels: who counts there which of its blocks is the last clears them.
+
+    Of one stream, as kernels that run at once must not share them. Graphs keep their address, so they are made by a
+    call before the capture and stay.
+    """
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)

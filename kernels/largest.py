@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -38,13 +36,7 @@ def largest_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
     if parts > 1:
         part_values = x.new_empty(rows, parts, dtype=torch.float32)
         part_ids = x.new_empty(rows, parts, dtype=torch.int32)
-        arrived = _arrived(x.device, torch.cuda.current_stream().cuda_stream)
+        arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
     kernel = jit.kernel("largest", "largest", x.dtype, V=vector)
     kernel((parts, rows, 1), 256, x, width, values, ids, part_values, part_ids, arrived)
     return values, ids
-
-
-@functools.cache
-def _arrived(device: torch.device, stream: int) -> Tensor:
-    """Zeros that a call counts in and clears again; of one stream, as calls that run at once must not share them."""
-    return torch.zeros(BLOCKS, dtype=torch.int32, device=device)

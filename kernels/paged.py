@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import jit
 from .rope import HeadNorms, Rotation
 
 LOG2_E = 1.4426950408889634
@@ -23,7 +24,6 @@ LOG2_E = 1.4426950408889634
 PROGRAMS = 4
 MAX_SPLITS = 32
 PART = 256  # tokens: about what is worth a program of its own, and adding its result to the others'
-MOST_COUNTS = 1 << 16  # of sequences times key heads, where sequences are split
 
 
 @triton.jit
@@ -262,15 +262,6 @@ def _overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-@functools.cache
-def _arrived(device: torch.device, stream: int) -> Tensor:
-    """Zeros that decode_kernel counts in and clears again, of one stream: kernels that run at once must not share them.
-
-    Graphs keep their address, so they are made by a call before the capture and stay.
-    """
-    return torch.zeros(MOST_COUNTS, dtype=torch.int32, device=device)
-
-
 def choose_splits(programs: int, longest: int, processors: int) -> int:
     """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
     splits = 1
@@ -306,10 +297,10 @@ def decode(
     parts = sums = out
     arrived = lengths
     if splits > 1:
-        assert n * kv_heads <= MOST_COUNTS  # choose_splits does not cut so many
+        assert n * kv_heads <= jit.COUNTERS  # choose_splits does not cut so many
         parts = torch.empty(n, heads, splits, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
-        arrived = _arrived(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
+        arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
     # What a kernel of turned tokens does not touch.
     k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from . import jit
 
 GEMV_ROWS = 2  # more are faster on tensor cores
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
+LENGTHS = (64, 128, 256)  # inputs of a chunk
 GEMV_SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
 MOST_ROWS = 64
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
@@ -58,6 +61,14 @@ def choose(rows: int, outputs: int, inputs: int, processors: int, staging: bool)
     lengths = (256, 128, 64) if height <= 64 else (128, 64) if height <= 128 else (64,)
     length = next((length for length in lengths if inputs % length == 0), 0)
     return Cut(height, length) if height and length else None
+
+
+def cuts(rows: int, outputs: int, inputs: int) -> Iterator[Cut]:
+    """All that `by_staging` takes for these sizes."""
+    for cut in itertools.starmap(Cut, itertools.product(HEIGHTS, LENGTHS)):
+        whole = rows <= MOST_ROWS and outputs % cut.outputs == 0 and inputs % cut.inputs == 0
+        if whole and stages(cut, rows)[0] > 1:
+            yield cut
 
 
 def gemv(x: Tensor, weight: Tensor, outs: int, ahead: int, gated: bool = False) -> Tensor:

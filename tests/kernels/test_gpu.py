@@ -1,6 +1,5 @@
 """Every GPU kernel against its torch reference, on random shapes with NaN in all that must not be read or left."""
 
-import itertools
 import random
 
 import pytest
@@ -147,10 +146,9 @@ def test_empty_decode_rows_give_zeros():
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("case", decoding.CASES)
 def test_decode_kernel(case, dtype, bound):
-    from phalanx.kernels import paged
 
     decoding.check(case, dtype, max(bound, 1e-5), "cuda")
-    assert not paged._arrived(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
+    assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
 
 
 def test_decode_kernel_random_shapes():
@@ -220,7 +218,7 @@ def test_one_kernel_in_a_graph():
             new = paged.Newest(k, v, *rest, rows.slots)
             paged.decode(q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, 0.125, 0, 1, new)
             near(found, alone.flatten(1), 2e-3)
-        assert not paged._arrived(q.device, stream.cuda_stream).any()
+        assert not jit.counters(q.device, stream.cuda_stream).any()
 
 
 def apart(got, want):
@@ -256,18 +254,11 @@ def test_products_by_staging(rows, outputs, inputs, gated, dtype):
     x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
     want = x.double() @ weight.double().T
     want = gate(want, dtype) if gated else want
-    for cut in cuts(rows, outputs, inputs):
+    for cut in skinny.cuts(rows, outputs, inputs):
         found = [skinny.by_staging(x, weight, cut, gated) for _ in range(4)]
         assert all(apart(y, want) < 4e-3 for y in found), cut
         differ = [(y != found[0]).nonzero() for y in found]
         assert not any(map(len, differ)), (cut, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
-
-
-def cuts(rows, outputs, inputs):
-    for cut in itertools.starmap(skinny.Cut, itertools.product(skinny.HEIGHTS, (64, 128, 256))):
-        whole = outputs % cut.outputs == 0 and inputs % cut.inputs == 0
-        if whole and skinny.stages(cut, rows)[0] > 1:
-            yield cut
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

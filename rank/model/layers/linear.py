@@ -31,22 +31,15 @@ class Linear(Sliced):
         return linear(x, self.weight, self.bias)
 
 
-class Column(Linear):
-    """The outputs are split: every rank has whole inputs and gets its part of each output, side by side.
+class Gated(Linear):
+    """A feed-forward layer's gate and up (Shazeer 2020, arXiv 2002.05202) held as one: silu of the one times the other.
 
-    Several `outputs` are several matrices of a checkpoint held as one, such as a feed-forward layer's gate and up.
+    The outputs are split: every rank has whole inputs and gets its part of both.
     """
 
-    def __init__(self, inputs: int, outputs: tuple[int, ...], mesh: Mesh, bias: bool = False):
-        tensor = mesh.tensor
-        super().__init__(whole(inputs), tuple(even(size, tensor.rank, tensor.size) for size in outputs), bias)
-
-
-class Gated(Column):
-    """A feed-forward layer's gate and up (Shazeer 2020, arXiv 2002.05202): silu of the one times the other."""
-
     def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool = False):
-        super().__init__(inputs, (outputs, outputs), mesh, bias)
+        part = even(outputs, mesh.tensor.rank, mesh.tensor.size)
+        super().__init__(whole(inputs), (part, part), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, inputs]. Returns [T, outputs of this rank]."""
