@@ -246,7 +246,8 @@ class Scheduler:
         draft.work.append(_Work(sequence, count, samples))
         before = sequence.published
         self._publish(sequence)
-        draft.offered.update(sequence.blocks[before : sequence.published])
+        if sequence.published > before:  # once in a block's tokens
+            draft.offered.update(sequence.blocks[before : sequence.published])
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer full blocks of known tokens to the prefix cache.
