@@ -50,6 +50,7 @@ class Scores(NamedTuple):
 
     scale: float
     window: int = 0  # a token sees itself and the window - 1 tokens before it; 0: all
+    cap: float = 0.0  # scores s become cap * tanh(s / cap), before the mask (Gemma 2, arXiv 2408.00118); 0: stay
 
 
 def write_and_attend(
@@ -88,10 +89,10 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores:
     if q.is_cuda:
         return paged_attention_cuda(q, keys, values, rows, scores)
     decodes = rows.num_decodes == len(q) and keys.dtype == torch.float32 and q.stride(1) == q.shape[2]
-    if decodes and (compiled := one_core(q, len(q))):
+    if decodes and not scores.cap and (compiled := one_core(q, len(q))):
         out = q.new_empty(q.shape)
         arrays = [x.numpy() for x in (keys, values, rows.block_tables.contiguous(), rows.lengths)]
-        compiled.attend(flat(q).numpy(), q.stride(0), *arrays, *scores, out.numpy())
+        compiled.attend(flat(q).numpy(), q.stride(0), *arrays, scores.scale, scores.window, out.numpy())
         return out.flatten(1)
     return paged_attention_reference(q, keys, values, rows, scores)
 
@@ -146,7 +147,7 @@ def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, rows: Row
         parts = []
         for group in plan.groups:
             k, v = plan.gather(cache, group.slots)
-            parts.append(_decode(rows_q[group.start : group.stop], k, v, group.mask, scores.scale))
+            parts.append(_decode(rows_q[group.start : group.stop], k, v, group.mask, scores))
         if plan.order is None:
             torch.cat(parts, out=out[:decodes])
         else:
@@ -207,15 +208,25 @@ def _split(lens: list[int], row_bytes: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """One token each of n sequences: q [n, heads, head_dim], as is the result; k, v [n * L, kv_heads, head_dim]."""
     n, heads, dim = q.shape
     kv_heads = k.shape[1]
     # The query heads that share a key head stand as rows of one small matrix; keys are not repeated.
     grouped = q.reshape(n, kv_heads, heads // kv_heads, dim).float()
     k, v = (c.view(n, -1, kv_heads, dim).transpose(1, 2) for c in (k, v))
-    out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    if scores.cap:
+        out = _capped(grouped, k, v, mask, scores)
+    else:
+        out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scores.scale)
     return out.reshape(n, heads, dim).to(q.dtype)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """scaled_dot_product_attention, grouped queries too, but with a cap, for which that has no argument. All f32."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = (q @ k.mT).mul_(scores.scale / scores.cap).tanh_().mul_(scores.cap)
+    return (s if mask is None else s.add_(mask)).softmax(-1) @ v
 
 
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, scores: Scores, out: Tensor) -> None:
@@ -228,15 +239,19 @@ def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, scores: Scores, out: Tensor)
         first = max(0, computed + start + 1 - scores.window) if scores.window else 0
         shape = piece.shape[2], last - first
         mask = None
-        if shape[0] > 1 and (shape[0] < shape[1] or scores.window):
+        if shape[0] > 1 and (shape[0] < shape[1] or scores.window or scores.cap):
             mask = torch.full(shape, float("-inf"), device=q.device).triu_(1 + shape[1] - shape[0])
             if scores.window:
                 behind = torch.ones(shape, dtype=torch.bool, device=q.device).tril_(shape[1] - shape[0] - scores.window)
                 mask.masked_fill_(behind, float("-inf"))
-        done = scaled_dot_product_attention(
-            piece, k[:, :, first:last], v[:, :, first:last], attn_mask=mask, scale=scores.scale, enable_gqa=True,
-            is_causal=mask is None and shape[0] > 1,
-        )  # fmt: skip
+        seen = k[:, :, first:last], v[:, :, first:last]
+        if scores.cap:
+            done = _capped(piece, *seen, mask, scores)
+        else:
+            causal = mask is None and shape[0] > 1
+            done = scaled_dot_product_attention(
+                piece, *seen, attn_mask=mask, scale=scores.scale, enable_gqa=True, is_causal=causal
+            )
         out[start : start + PIECE] = done[0].transpose(0, 1)
 
 
@@ -255,7 +270,7 @@ def decode_cuda(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     splits = _splits(q, cache[0], rows, scores)
     newest = paged.Newest(k, v, turn, norms, rows.slots)
-    paged.decode(q, *cache, rows.block_tables, rows.lengths, out, *scores, splits, newest)
+    paged.decode(q, cache[0], cache[1], rows.block_tables, rows.lengths, out, *scores, splits, newest)
     return out.flatten(1)
 
 
@@ -308,7 +323,8 @@ def _processors(device: torch.device) -> int:
 
 def _suits_cudnn(q: Tensor, rows: Rows, i: int, scores: Scores) -> bool:
     whole = rows.query_lens[i] == rows.kv_lens[i] and rows.kv_lens[i] >= CUDNN_FROM
-    return whole and not scores.window and q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= 128
+    plain = not scores.window and not scores.cap
+    return whole and plain and q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= 128
 
 
 def _whole_prompt(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, scores: Scores, out: Tensor) -> None:

@@ -48,6 +48,14 @@ def _turn(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
+def _capped(s, CAP: tl.constexpr):
+    """CAP * tanh(s / CAP), which an overflow makes CAP; CAP 0: s. Both are to the base 2: times log2(e)."""
+    if CAP > 0:
+        s = CAP - 2 * CAP / (tl.exp(s * (2 / CAP)) + 1)
+    return s
+
+
+@triton.jit
 def _combine(
     parts, sums, out, row, count, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr
 ):
@@ -85,7 +93,7 @@ def decode_kernel(
     scale, eps, q_row, k_row, v_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
-    TURN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    CAP: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
 
@@ -146,7 +154,7 @@ def decode_kernel(
         tl.store(keys + to + HALF + half[None, :], kb, mask=low & written)
         tl.store(values + to + dims, new, mask=(dims < DIM) & written)
         products = xa.to(tl.float32) * ka.to(tl.float32) + xb.to(tl.float32) * kb.to(tl.float32)
-        best = tl.where(newest, tl.sum(products, 1) * scale, float("-inf"))
+        best = tl.where(newest, _capped(tl.sum(products, 1) * scale, CAP), float("-inf"))
         total = tl.where(newest, total + 1, total)
         acc += new.to(tl.float32)[None, :]
 
@@ -157,7 +165,7 @@ def decode_kernel(
         ya = tl.load(from_keys, mask=valid[None, :] & (half < HALF)[:, None], other=0.0)
         yb = tl.load(from_keys + HALF, mask=valid[None, :] & (half < DIM - HALF)[:, None], other=0.0)
         s = tl.dot(xb, yb, tl.dot(xa, ya, input_precision=PRECISION), input_precision=PRECISION) * scale
-        s = tl.where(valid[None, :], s, float("-inf"))
+        s = tl.where(valid[None, :], _capped(s, CAP), float("-inf"))
         top = tl.maximum(best, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         old = tl.exp2(best - top)
@@ -183,7 +191,7 @@ def decode_kernel(
 def _tiles(
     acc, total, best, x, keys, values, table, head, start, stop, positions, length,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys start:stop, in whole tiles, for query rows x at `positions`. Unless MASKED, every row sees them all."""
     dims, tile = tl.arange(0, PADDED), tl.arange(0, TILE)
@@ -191,7 +199,7 @@ def _tiles(
         valid = at + tile < length
         base = (_slots(table, at + tile, valid, BLOCK) * KV_HEADS + head) * DIM
         k = tl.load(keys + base[None, :] + dims[:, None], mask=valid[None, :] & (dims < DIM)[:, None], other=0.0)
-        s = tl.dot(x, k, input_precision=PRECISION)
+        s = _capped(tl.dot(x, k, input_precision=PRECISION), CAP)
         if MASKED:
             seen = positions[:, None] >= (at + tile)[None, :]
             if WINDOW > 0:
@@ -214,7 +222,7 @@ def _tiles(
 def prompt_kernel(
     q, keys, values, tables, lengths, starts, out, scale, first, q_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens of one sequence, the `first + program_id(2)`-th, for one query head.
 
@@ -246,11 +254,11 @@ def prompt_kernel(
         else:
             acc, total, best = _tiles(
                 acc, total, best, x, keys, values, table, head // group, 0, middle, positions, length,
-                KV_HEADS, DIM, PADDED, BLOCK, TILE, 0, False, PRECISION,
+                KV_HEADS, DIM, PADDED, BLOCK, TILE, 0, CAP, False, PRECISION,
             )  # fmt: skip
         acc, total, best = _tiles(
             acc, total, best, x, keys, values, table, head // group, middle, stop, positions, length,
-            KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, True, PRECISION,
+            KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, CAP, True, PRECISION,
         )  # fmt: skip
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + at * (HEADS * DIM) + head * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mine)
@@ -282,7 +290,8 @@ class Newest(NamedTuple):
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    splits: int, newest: Newest | None = None, tile: int = 0, stages: int = 0, warps: int = 4, part: int = 0,
+    cap: float, splits: int, newest: Newest | None = None,
+    tile: int = 0, stages: int = 0, warps: int = 4, part: int = 0,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
 
@@ -308,14 +317,14 @@ def decode(
         q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
         scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), heads, kv_heads, dim, padded,
         max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
-        int(newest is not None), int(norms is not None), "tf32" if narrow else "ieee", overlap, num_warps=warps,
-        num_stages=stages or (4 if narrow and padded <= 128 else 2), launch_pdl=overlap,
+        cap * LOG2_E, int(newest is not None), int(norms is not None), "tf32" if narrow else "ieee", overlap,
+        num_warps=warps, num_stages=stages or (4 if narrow and padded <= 128 else 2), launch_pdl=overlap,
     )  # fmt: skip
 
 
 def prompts(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor,
-    scale: float, window: int, first: int, count: int, longest: int,
+    scale: float, window: int, cap: float, first: int, count: int, longest: int,
     rows: int = 0, tile: int = 0, stages: int = 0, warps: int = 0,
 ) -> None:  # fmt: skip
     """Sequences first:first + count of the tables, with up to `longest` tokens each; q and out [T, heads, head_dim]."""
@@ -327,6 +336,7 @@ def prompts(
     tile = tile or (64 if narrow and padded <= 128 else 32)
     prompt_kernel[triton.cdiv(longest, rows), heads, count](
         q, keys, values, tables, lengths, starts, out, scale * LOG2_E, first, q.stride(0), tables.stride(0),
-        heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, "tf32" if narrow else "ieee",
-        num_warps=warps or (8 if rows >= 128 else 4), num_stages=stages or (3 if narrow and padded <= 128 else 2),
+        heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, cap * LOG2_E,
+        "tf32" if narrow else "ieee", num_warps=warps or (8 if rows >= 128 else 4),
+        num_stages=stages or (3 if narrow and padded <= 128 else 2),
     )  # fmt: skip

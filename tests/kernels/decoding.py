@@ -1,4 +1,4 @@
-"""Decoding rows by paged.decode against the torch references, where only what may be read is not NaN.
+"""Decoding rows by paged.decode, and prompts, against the torch references, where only what may be read is not NaN.
 
 Without a GPU by Triton's interpreter: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.decoding
 """
@@ -27,6 +27,7 @@ class Case(NamedTuple):
     dim: int = 64
     block_size: int = 16
     window: int = 0
+    cap: float = 0.0
     normed: bool = False
     splits: int = 1
     part: int = 32
@@ -49,6 +50,9 @@ CASES = [
     Case([1, 2, 90, 200], dim=10),
     Case([5, 24, 25, 26, 200], window=25, splits=2, normed=True),
     Case([400, 90, 150, 0], 6, 3, window=130, splits=4, block_size=8, unwritten=(2,)),
+    Case([66, 1], 4, 1, 128, window=40, cap=0.02),  # exponentials overflow
+    Case([1, 70, 0, 33], cap=1.5, splits=4, normed=True),
+    Case([200, 9], cap=10.0, splits=2),
 ]
 
 
@@ -61,8 +65,8 @@ def random_cases(count: int, seed: int = 5) -> list[Case]:
         cases.append(
             Case(
                 lengths, kv_heads * draw.choice([1, 2, 4, 5]), kv_heads, draw.choice([16, 34, 64, 96, 128]),
-                draw.choice([16, 16, 1, 7, 64]), draw.choice([0, 0, 9, 64]), draw.random() < 0.5,
-                draw.choice([1, 2, 4, 8]), draw.choice([16, 32, 100]), draw.choice([16, 32]),
+                draw.choice([16, 16, 1, 7, 64]), draw.choice([0, 0, 9, 64]), draw.choice([0.0, 0.0, 1.5]),
+                draw.random() < 0.5, draw.choice([1, 2, 4, 8]), draw.choice([16, 32, 100]), draw.choice([16, 32]),
                 tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
             )
         )  # fmt: skip
@@ -104,7 +108,7 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu") -> 
     of_keep = Rotation(turn.cos[keep], turn.sin[keep])
     at = torch.tensor([newest[i] for i in keep], dtype=torch.int64)
     turned[keep] = rope_write_reference(q[keep], k[keep], v[keep], of_keep, norms, (after[0], after[1]), at)
-    scores = Scores(dim**-0.5, case.window)
+    scores = Scores(dim**-0.5, case.window, case.cap)
     want = torch.zeros(n, heads, dim, dtype=dtype)
     found = paged_attention_reference(turned[keep], after[0], after[1], part_of(rows, keep), scores)
     want[keep] = found.view(-1, heads, dim)
@@ -133,6 +137,19 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu") -> 
         run(turned.to(device), after.to(device), None)
 
 
+def check_prompts(window: int, cap: float, dtype: torch.dtype, bound: float) -> None:
+    from phalanx.kernels import paged
+
+    rows = make_rows([40, 1, 7, 33], [40, 5, 60, 70], 16, 16)
+    keys, values = make_caches(rows, 16, 16, 2, 40, dtype)
+    q, scores = torch.randn(81, 6, 40).to(dtype), Scores(40**-0.5, window, cap)
+    out = torch.full_like(q, NAN)
+    starts = rows.query_starts
+    paged.prompts(q, keys, values, rows.block_tables, rows.lengths, starts, out, *scores, 0, 4, 40, rows=16, tile=16)
+    want = paged_attention_reference(q, keys, values, rows, scores)
+    torch.testing.assert_close(out.flatten(1), want, atol=bound, rtol=bound)
+
+
 def mend_interpreter() -> None:
     """Triton 3.6's makes ints of arrays of one element by a way that NumPy 2.5 has closed."""
     from triton.runtime import interpreter
@@ -158,6 +175,9 @@ def main() -> None:
         except Exception:
             print(f"in {case} of {dtype}", flush=True)
             raise
+    for window, cap in ((0, 0.0), (0, 1.5), (20, 1.5), (0, 0.02)):
+        check_prompts(window, cap, torch.float32, 3e-6)
+        check_prompts(window, cap, torch.float16, 2e-3)
     assert not jit.counters(torch.device("cpu"), 0).any()
 
 

@@ -53,12 +53,17 @@ def plain(q, keys, values, rows, scores):
             for h in range(q.shape[1]):
                 k = torch.stack([keys[b, o, h // group] for b, o in seen]).double()
                 v = torch.stack([values[b, o, h // group] for b, o in seen]).double()
-                out[t, h] = torch.softmax(k @ q[t, h].double() * scores.scale, 0) @ v
+                s = k @ q[t, h].double() * scores.scale
+                if scores.cap:
+                    s = scores.cap * torch.tanh(s / scores.cap)
+                out[t, h] = torch.softmax(s, 0) @ v
             t += 1
     return out.flatten(1)
 
 
-def check(query_lens, kv_lens, heads=4, kv_heads=2, dim=8, block_size=4, window=0, dtype=torch.float32, bound=2e-6):
+def check(
+    query_lens, kv_lens, heads=4, kv_heads=2, dim=8, block_size=4, window=0, cap=0.0, dtype=torch.float32, bound=2e-6
+):
     torch.manual_seed(len(query_lens) + dim)
     blocks = sum(-(-n // block_size) for n in kv_lens) + 2
     rows = make_rows(query_lens, kv_lens, block_size, blocks)
@@ -66,7 +71,7 @@ def check(query_lens, kv_lens, heads=4, kv_heads=2, dim=8, block_size=4, window=
     whole = torch.randn(sum(query_lens), heads + 3, dim).to(dtype)
     q = whole[:, :heads]  # strided, as it is when it comes out of the merged projection
     before = q.clone()
-    scores = Scores(dim**-0.5, window)
+    scores = Scores(dim**-0.5, window, cap)
     want = plain(q, keys, values, rows, scores)
     for _ in range(2):  # the second time from what the first layer left in scratch
         out = paged_attention(q, keys, values, rows, scores)
@@ -111,6 +116,35 @@ def test_sliding_window(window, monkeypatch):
     check([1, 1, 1, 13, 2], [30, 4, 5, 21, 9], window=window)
 
 
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("cap", [0.02, 1.5, 50.0])
+def test_soft_cap(cap, window, monkeypatch):
+    monkeypatch.setattr(attention, "PIECE", 5)
+    check([1, 1, 1, 13, 2, 5], [30, 4, 5, 21, 9, 5], heads=6, window=window, cap=cap)
+    monkeypatch.setattr(attention, "one_core", lambda *_: pytest.fail("compiled.attend does not cap"))
+    check([1, 1], [30, 4], window=window, cap=cap)
+
+
+def test_soft_cap_against_its_formula():
+    rows = make_rows([3], [3], 4, 2)
+    q, k, v = torch.randn(3, 3, 2, 8) * 9
+    keys, values = torch.zeros(2, 2, 4, 2, 8)
+    keys[1, :3], values[1, :3] = k, v
+    s = 5 * torch.tanh(torch.einsum("thd,shd->hts", q, k) * 0.25 / 5)
+    s = s.masked_fill(torch.ones(3, 3).triu(1).bool(), float("-inf"))
+    want = torch.einsum("hts,shd->thd", s.softmax(-1), v).flatten(1)
+    torch.testing.assert_close(paged_attention(q, keys, values, rows, Scores(0.25, cap=5.0)), want)
+    assert not torch.allclose(paged_attention(q, keys, values, rows, Scores(0.25)), want, atol=0.1)
+
+
+def test_which_prompts_suit_cudnn():
+    rows = make_rows([4096], [4096], 16, 300)
+    q = torch.empty(4096, 2, 64, dtype=torch.bfloat16, device="meta")
+    assert attention._suits_cudnn(q, rows, 0, Scores(0.1))
+    assert not attention._suits_cudnn(q, rows, 0, Scores(0.1, window=100))
+    assert not attention._suits_cudnn(q, rows, 0, Scores(0.1, cap=50.0))
+
+
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_narrow_caches_accumulate_in_f32(dtype, bound):
     check([1, 1, 9], [50, 3, 31], dtype=dtype, bound=bound)
@@ -127,8 +161,9 @@ def test_random_shapes(monkeypatch):
         query_lens = decodes + [draw.randint(2, 20) for _ in range(draw.randint(0, 3))]
         kv_lens = [n + draw.choice([0, draw.randint(0, 40)]) for n in query_lens]
         kv_heads = draw.randint(1, 3)
-        window = draw.choice([0, 0, 9])
-        check(query_lens, kv_lens, kv_heads * draw.randint(1, 3), kv_heads, draw.choice([2, 5, 16]), window=window)
+        window, cap = draw.choice([0, 0, 9]), draw.choice([0.0, 0.0, 1.5])
+        heads = kv_heads * draw.randint(1, 3)
+        check(query_lens, kv_lens, heads, kv_heads, draw.choice([2, 5, 16]), window=window, cap=cap)
 
 
 @pytest.mark.parametrize("query_lens, kv_lens", [([1, 1, 1], [1, 9, 30]), ([1, 4, 3], [12, 4, 20])])

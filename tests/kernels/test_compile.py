@@ -58,33 +58,37 @@ def test_compiles(source, sizes, arch, tmp_path):
     compile_program(jit.program_text(source, sizes), arch, tmp_path)
 
 
-# What paged.decode is given: dtype, heads, key heads, head size, splits, window, norms; None: turned before.
+class Recorder:
+    """In a kernel's place: keeps what it would be launched with."""
+
+    def __init__(self):
+        self.found = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.found.append((args, options))
+
+
+# What paged.decode is given: dtype, heads, key heads, head size, splits, window, cap, norms; None: turned before.
 DECODES = [
-    (torch.bfloat16, 32, 8, 128, 1, 0, False),
-    (torch.bfloat16, 32, 8, 128, 32, 0, True),
-    (torch.bfloat16, 28, 4, 128, 4, 0, None),
-    (torch.float16, 64, 4, 256, 8, 4096, True),
-    (torch.float16, 3, 3, 80, 2, 0, False),
-    (torch.bfloat16, 12, 4, 96, 1, 512, None),
-    (torch.float32, 8, 2, 64, 32, 0, True),
-    (torch.float32, 16, 1, 112, 2, 100, False),
+    (torch.bfloat16, 32, 8, 128, 1, 0, 0.0, False),
+    (torch.bfloat16, 32, 8, 128, 32, 0, 0.0, True),
+    (torch.bfloat16, 28, 4, 128, 4, 0, 50.0, None),
+    (torch.float16, 64, 4, 256, 8, 4096, 50.0, True),
+    (torch.float16, 3, 3, 80, 2, 0, 0.0, False),
+    (torch.bfloat16, 12, 4, 96, 1, 512, 0.0, None),
+    (torch.float32, 8, 2, 64, 32, 0, 0.0, True),
+    (torch.float32, 16, 1, 112, 2, 100, 30.0, False),
 ]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype, heads, kv_heads, dim, splits, window, normed", DECODES)
-def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, normed, arch, monkeypatch):
+@pytest.mark.parametrize("dtype, heads, kv_heads, dim, splits, window, cap, normed", DECODES)
+def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap, normed, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels import paged
 
-    launches = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda *args, **options: launches.append((args, options))
-
-    kernel = paged.decode_kernel
-    monkeypatch.setattr(paged, "decode_kernel", Recorder())
+    kernel, launches = paged.decode_kernel, Recorder()
+    monkeypatch.setattr(paged, "decode_kernel", launches)
     monkeypatch.setattr(paged, "_overlaps", lambda _: arch >= 90)
     wide, cache = torch.zeros(2, heads + 2 * kv_heads, dim, dtype=dtype), torch.zeros(2, 3, 16, kv_heads, dim).to(dtype)
     q, k, v = wide.split([heads, kv_heads, kv_heads], 1)
@@ -92,9 +96,24 @@ def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, nor
     new = paged.Newest(k, v, Rotation(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
     tables, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     new = None if normed is None else new
-    paged.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, splits, new)
-    compiled = compile_launch(kernel, *launches[0], arch)
+    paged.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, splits, new)
+    compiled = compile_launch(kernel, *launches.found[0], arch)
     assert compiled.metadata.shared <= (227 if arch >= 90 else 163) << 10
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("cap", [0.0, 50.0])
+@pytest.mark.parametrize("dtype, dim, window", [(torch.bfloat16, 128, 0), (torch.float16, 256, 4096)])
+def test_prompt_kernel_compiles(dtype, dim, window, cap, arch, monkeypatch):
+    pytest.importorskip("triton")
+    from phalanx.kernels import paged
+
+    kernel, launches = paged.prompt_kernel, Recorder()
+    monkeypatch.setattr(paged, "prompt_kernel", launches)
+    q, cache = torch.zeros(200, 8, dim, dtype=dtype), torch.zeros(2, 3, 16, 4, dim, dtype=dtype)
+    tables, ends = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    paged.prompts(q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, 0, 2, 200)
+    assert compile_launch(kernel, *launches.found[0], arch).metadata.shared <= (227 if arch >= 90 else 163) << 10
 
 
 def compile_launch(kernel, args, options, arch: int):

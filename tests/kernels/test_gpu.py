@@ -91,14 +91,14 @@ def test_negative_slots_are_not_written():
     assert cache.isnan().sum() == 2 * 7 * 8 and torch.equal(cache[1, 1, 1], v[1])
 
 
-def check_attention(query_lens, kv_lens, heads, kv_heads, dim, dtype, bound, window=0, block_size=16):
+def check_attention(query_lens, kv_lens, heads, kv_heads, dim, dtype, bound, window=0, block_size=16, cap=0.0):
     blocks = sum(-(-n // block_size) for n in kv_lens) + 2
     rows = make_rows(query_lens, kv_lens, block_size, blocks)
     keys, values = (c.cuda() for c in make_caches(rows, block_size, blocks, kv_heads, dim, dtype))
     for name in ("block_tables", "lengths", "query_starts"):
         setattr(rows, name, getattr(rows, name).cuda())
     q = torch.randn(sum(query_lens), heads + 2 * kv_heads, dim, device="cuda").to(dtype)[:, :heads]
-    scores = Scores(dim**-0.5, window)
+    scores = Scores(dim**-0.5, window, cap)
     want = attention.paged_attention_reference(q, keys, values, rows, scores)
     rows.scratch.clear()
     near(attention.paged_attention_cuda(q, keys, values, rows, scores), want, bound)
@@ -124,7 +124,16 @@ def test_attention_random_shapes():
         dtype, bound = draw.choice(KINDS)
         kv_heads, block_size = draw.randint(1, 3), draw.choice([16, 16, 8, 64])
         heads = kv_heads * draw.choice([1, 4, 7])
-        check_attention(query_lens, kv_lens, heads, kv_heads, 128, dtype, bound, draw.choice([0, 0, 100]), block_size)
+        window, cap = draw.choice([0, 0, 100]), draw.choice([0.0, 0.0, 1.5])
+        check_attention(query_lens, kv_lens, heads, kv_heads, 128, dtype, bound, window, block_size, cap)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("dim", [64, 80, 256])
+@pytest.mark.parametrize("window, cap", [(0, 0.02), (0, 1.5), (24, 1.5), (100, 50.0)])
+def test_attention_soft_caps(window, cap, dim, dtype, bound):
+    bound = max(bound, 5e-5)  # a few units in the last place of an f32 near 72, which is 50 to the base 2
+    check_attention([1, 1, 1, 40, 130], [17, 1, 300, 40, 333], 8, 2, dim, dtype, bound, window, cap=cap)
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
@@ -132,6 +141,7 @@ def test_long_prompts(dtype, bound):
     """Whole prompts that cuDNN takes, among others and alone."""
     check_attention([1, 60, 2049, 5], [77, 60, 2049, 9], 4, 2, 128, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound)
+    check_attention([2560], [2560], 4, 1, 64, dtype, bound, cap=1.5)  # not by cuDNN
 
 
 def test_empty_decode_rows_give_zeros():
@@ -216,7 +226,7 @@ def test_one_kernel_in_a_graph():
             near(found, step(), 2e-3)
             alone = torch.empty_like(q, memory_format=torch.contiguous_format)
             new = paged.Newest(k, v, *rest, rows.slots)
-            paged.decode(q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, 0.125, 0, 1, new)
+            paged.decode(q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, *Scores(0.125), 1, new)
             near(found, alone.flatten(1), 2e-3)
         assert not jit.counters(q.device, stream.cuda_stream).any()
 
