@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from . import prompt
 from .cpu import flat, one_core
 from .rope import HeadNorms, Rotation, rope_write
 
@@ -152,9 +153,9 @@ def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, rows: Row
             torch.cat(parts, out=out[:decodes])
         else:
             out.index_copy_(0, plan.order, torch.cat(parts))
-    for prompt in plan.prompts:
-        k, v = plan.gather(cache, prompt.slots)
-        _attend_prompt(q[prompt.start : prompt.stop], k, v, scores, out[prompt.start : prompt.stop])
+    for one in plan.prompts:
+        k, v = plan.gather(cache, one.slots)
+        _attend_prompt(q[one.start : one.stop], k, v, scores, out[one.start : one.stop])
     return out.flatten(1)
 
 
@@ -310,7 +311,15 @@ def _launch_prompts(
 ) -> None:
     from . import paged
 
-    if first < stop:
+    if first == stop:
+        return
+    if prompt.suits(q, keys):
+        name = f"prompts {first}:{stop}"
+        if (items := rows.scratch.get(name)) is None:  # the first layer of this step
+            listed = torch.from_numpy(prompt.work(rows.query_lens, rows.kv_lens, first, stop)).pin_memory()
+            items = rows.scratch[name] = listed.to(q.device, non_blocking=True)
+        prompt.attend(q, keys, values, rows.block_tables, items, out, *scores)
+    else:
         longest = max(rows.query_lens[first:stop])
         tables, lengths, starts = rows.block_tables, rows.lengths, rows.query_starts
         paged.prompts(q, keys, values, tables, lengths, starts, out, *scores, first, stop - first, longest)

@@ -53,16 +53,22 @@ class Map:
     """A matrix as the copy engine of sm_90 and later takes it: boxes of 64 elements of `height` rows, for a kernel's
     `const __grid_constant__ Map`. Rows past the end are zeros."""
 
-    def __init__(self, start: int, rows: int, columns: int, height: int):
-        """start: address of [rows, columns] elements of 2 bytes, a multiple of 16, as is the length of a row."""
+    def __init__(self, start: int, rows: int, columns: int, height: int, pitch: int):
+        """start: address of [rows, columns] elements of 2 bytes, `pitch` from row to row; in bytes multiples of 16."""
         self._room = (ctypes.c_char * 192)()  # a CUtensorMap has 128 bytes, from a multiple of 64 on
         self.address = -(-ctypes.addressof(self._room) // 64) * 64
         u32, u64 = ctypes.c_uint32, ctypes.c_uint64
         status = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address), _TWO_BYTES, u32(2), ctypes.c_void_p(start), (u64 * 2)(columns, rows),
-            (u64 * 1)(columns * 2), (u32 * 2)(64, height), (u32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
+            (u64 * 1)(pitch * 2), (u32 * 2)(64, height), (u32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
         )  # fmt: skip
         _check(status, f"describing {rows} x {columns} elements in boxes of {height} rows")
+
+
+@functools.lru_cache(4096)
+def boxes(start: int, rows: int, columns: int, height: int, pitch: int) -> Map:
+    """The Map of these; it holds for whatever lies there."""
+    return Map(start, rows, columns, height, pitch)
 
 
 class Kernel:
@@ -109,7 +115,8 @@ def kernel(source: str, name: str, dtype: torch.dtype, shared: int = 0, **sizes:
 def _load(source: str, name: str, dtype: torch.dtype, shared: int, sizes: tuple, device: int) -> Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
-    binary = cached(source, program_text(source, {"T": dtype, **dict(sizes)}), f"sm_{major}{minor}")
+    arch = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")  # a: what only this one has, for prompt.cu
+    binary = cached(source, program_text(source, {"T": dtype, **dict(sizes)}), arch)
     driver = _driver()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), binary), f"loading {source}.cu")

@@ -92,15 +92,10 @@ def by_staging(x: Tensor, weight: Tensor, cut: Cut, gated: bool = False) -> Tens
     )  # fmt: skip
     blocks = min(outputs // cut.outputs, _chip(x.device)[0])
     threads = cut.outputs // 16 * _groups(cut) * 32 + 32
-    of_x = _map(x.data_ptr(), rows, inputs, 8 * tiles)
-    of_w = _map(weight.data_ptr(), outputs, inputs, cut.outputs // 2 if gated else cut.outputs)
+    of_x = jit.boxes(x.data_ptr(), rows, inputs, 8 * tiles, inputs)
+    of_w = jit.boxes(weight.data_ptr(), outputs, inputs, cut.outputs // 2 if gated else cut.outputs, inputs)
     kernel((blocks, 1, 1), threads, of_x, of_w, y, rows, outputs, shared=shared)
     return y
-
-
-@functools.lru_cache(4096)
-def _map(start: int, rows: int, columns: int, height: int) -> jit.Map:
-    return jit.Map(start, rows, columns, height)  # holds for whatever lies there
 
 
 def _row_tiles(rows: int) -> int:

@@ -16,42 +16,9 @@ constexpr int GROUPS = SUBTILES > 4 ? 1 : SUBTILES > 2 ? 2 : 4;  // of warps tha
 constexpr int THREADS = SUBTILES * GROUPS * 32;  // that multiply
 constexpr int OUTS = GATED ? M / 2 : M;        // what a tile is to y
 constexpr int WIDE = ROWS + 1;
-struct alignas(64) Map {  // CUtensorMap
-    char opaque[128];
-};
-typedef unsigned long long Barrier;
+#include "engine.cuh"
 
 #if __CUDA_ARCH__ >= 900
-__device__ inline unsigned shared(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-__device__ inline void arrive(Barrier* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
-}
-
-__device__ inline void await(Barrier* barrier, int round) {
-    asm volatile(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(shared(barrier)),
-        "r"(round & 1)
-        : "memory");
-}
-
-// The box of `map` that begins with these inputs and rows.
-__device__ inline void copy(unsigned to, const Map* map, int input, int row, Barrier* barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                     to),
-                 "l"(map), "r"(input), "r"(row), "r"(shared(barrier))
-                 : "memory");
-}
-
-template <int N> __device__ inline void load(unsigned (&y)[N], unsigned from) {
-    if constexpr (N == 4)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
-                     : "r"(from) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(y[0]), "=r"(y[1]) : "r"(from) : "memory");
-}
-
 template <class E>
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 #define MULTIPLY(type, name)                                                                                            \
@@ -97,18 +64,16 @@ staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y,
     release();
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(full + s)) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(empty + s)), "n"(THREADS / 32) : "memory");
+            init(full + s, 1);
+            init(empty + s, THREADS / 32);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        publish();
     }
     __syncthreads();
     if (thread == THREADS) {
         auto ask = [&](int n) {  // for W's part of the n-th chunk
             int stage = n % STAGES, tile = blockIdx.x + n / CHUNKS * gridDim.x, at = n % CHUNKS * KC;
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(full + stage)), "n"(STAGE)
-                         : "memory");
+            expect(full + stage, STAGE);
 #pragma unroll
             for (int b = 0; b < BOXES; b++) {
                 unsigned to = ring + stage * STAGE + b * M * 128;
@@ -162,11 +127,7 @@ staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y,
                         }
                     }
                 }
-                // What the loads above still have on its way is read before the engine writes there again: the arrival
-                // alone does not wait for them, and the engine is another proxy.
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                __syncwarp();
-                if (lane == 0) arrive(empty + stage);
+                hand_back(empty + stage);
             }
             if (t) meet();  // the values of the tile before have been stored
             float* here = sums + (group * M + sub * 16 + lane / 4) * WIDE + lane % 4 * 2;

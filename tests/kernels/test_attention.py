@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from phalanx.kernels import attention
+from phalanx.kernels import attention, prompt
 from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
 from phalanx.kernels.rope import HeadNorms, Rotation, rope_write
 
@@ -212,3 +212,13 @@ def test_decode_kernel_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prompts_as_hopper_takes_them():
+    """128 rows at most of one sequence each, the ones with the most keys first."""
+    work = prompt.work([1, 1, 300, 130, 5], [9, 3, 300, 200, 1000], 2, 5)
+    assert work.dtype == "int32" and not work[:, 5:].any()
+    assert work[:, :5].tolist() == [  # sequence, first row, rows, position of the first, length
+        [4, 432, 5, 995, 1000], [2, 258, 44, 256, 300], [2, 130, 128, 128, 300], [3, 430, 2, 198, 200],
+        [3, 302, 128, 70, 200], [2, 2, 128, 0, 300],
+    ]  # fmt: skip

@@ -22,6 +22,8 @@ PROGRAMS = [
     ("staged", dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1)),
     ("staged", dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0)),
     ("staged", dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0)),
+    ("prompt", dict(T=torch.bfloat16, HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, STAGES=6, WINDOW=0, CAPPED=0)),
+    ("prompt", dict(T=torch.float16, HEADS=12, KV_HEADS=12, DIM=64, SIZE=128, BOX=64, STAGES=8, WINDOW=9, CAPPED=1)),
     ("inputs", dict(T=torch.int64)),
     ("gather", dict(T=torch.bfloat16, V=8)),
     ("gather", dict(T=torch.float32, V=1)),
@@ -52,7 +54,7 @@ def compile_program(text: str, arch: str, folder) -> None:
         assert jit.compile_text("program", text, arch)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("source, sizes", PROGRAMS)
 def test_compiles(source, sizes, arch, tmp_path):
     compile_program(jit.program_text(source, sizes), arch, tmp_path)

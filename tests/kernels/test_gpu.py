@@ -137,6 +137,19 @@ def test_attention_soft_caps(window, cap, dim, dtype, bound):
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("by_triton", [False, True])
+def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
+    """Rows and keys that end in the middle of a tile, at its end and just past it, with and without keys before."""
+    if by_triton:
+        monkeypatch.setattr(attention.prompt, "suits", lambda *_: False)
+    for block_size, window, before in ((16, 0, 0), (8, 0, 33), (128, 0, 200), (64, 90, 64), (32, 0, 1000)):
+        lens = [2, 63, 64, 65, 127, 128, 129, 500, 1024]
+        random.Random(before).shuffle(lens)
+        check_attention(lens, [n + before for n in lens], 8, 2, dim, dtype, bound, window, block_size)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS[1:])
 def test_long_prompts(dtype, bound):
     """Whole prompts that cuDNN takes, among others and alone."""
     check_attention([1, 60, 2049, 5], [77, 60, 2049, 9], 4, 2, 128, dtype, bound)

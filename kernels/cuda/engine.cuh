@@ -1,0 +1,61 @@
+// The copy engine of sm_90 and later: boxes of a matrix come to shared memory, and barriers there tell that they have.
+
+struct alignas(64) Map {  // CUtensorMap
+    char opaque[128];
+};
+typedef unsigned long long Barrier;
+
+#if __CUDA_ARCH__ >= 900
+__device__ inline unsigned shared(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+__device__ inline void init(Barrier* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
+}
+
+// After the last init(), before the barriers are used.
+__device__ inline void publish() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The one arrival at a barrier that awaits so many bytes by the engine.
+__device__ inline void expect(Barrier* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ inline void arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
+}
+
+__device__ inline void await(Barrier* barrier, int round) {
+    asm volatile(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(shared(barrier)),
+        "r"(round & 1)
+        : "memory");
+}
+
+// The box of `map` that begins with these inputs and rows.
+__device__ inline void copy(unsigned to, const Map* map, int input, int row, Barrier* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     to),
+                 "l"(map), "r"(input), "r"(row), "r"(shared(barrier))
+                 : "memory");
+}
+
+// A warp has read its part of a stage: what its loads still have on its way is read before the engine writes there again.
+// The arrival alone does not wait for them, and the engine is another proxy.
+__device__ inline void hand_back(Barrier* empty) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(empty);
+}
+
+template <int N> __device__ inline void load(unsigned (&y)[N], unsigned from) {
+    if constexpr (N == 4)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
+                     : "r"(from) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(y[0]), "=r"(y[1]) : "r"(from) : "memory");
+}
+#endif
