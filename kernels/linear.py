@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-from . import skinny
+from . import library, skinny
 from .activation import silu_mul
 from .cpu import one_core
 
@@ -31,6 +31,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = x.new_empty(len(x), len(weight))
         compiled.linear(x.contiguous().numpy(), weight.numpy(), y.numpy())
         return y if bias is None else y.add_(bias)
+    if bias is None and x.is_cuda:
+        return library.linear(x, weight)
     return torch_linear(x, weight, bias)
 
 

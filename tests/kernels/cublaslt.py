@@ -1,0 +1,108 @@
+"""A stand-in for cuBLASLt: products of many rows are tested without a GPU as well."""
+
+import ctypes
+from types import SimpleNamespace
+
+import torch
+from phalanx.kernels import library
+from phalanx.kernels.library import MOST, Sizes
+
+BF16 = torch.bfloat16
+STREAM = 0x7F0123456780
+SIZES = Sizes(BF16, 48, 32)
+
+
+class Lib:
+    """Stands for cuBLASLt: keeps what it is given as the library would, and multiplies where algorithm `works`."""
+
+    def __init__(self, proposals=3, works=(0, 1, 2), refuses_rows=()):
+        self.count, self.works, self.refuses_rows = proposals, works, refuses_rows
+        self.made, self.attributes, self.products, self.seen = {}, [], 0, []
+
+    def _make(self, into, *what):
+        into._obj.value = 0x7F00_0000_0000 + len(self.made)
+        self.made[into._obj.value] = what
+        return 0
+
+    def cublasLtGetVersion(self):
+        return 130100
+
+    def cublasLtCreate(self, handle):
+        return self._make(handle, "handle")
+
+    def cublasLtMatmulDescCreate(self, desc, compute, scale):
+        return self._make(desc, "product", compute, scale)
+
+    def cublasLtMatmulPreferenceCreate(self, wishes):
+        return self._make(wishes, "wishes")
+
+    def cublasLtMatrixLayoutCreate(self, layout, dtype, rows, columns, stride):
+        assert stride == rows
+        return self._make(layout, dtype, rows, columns)
+
+    def cublasLtMatmulDescSetAttribute(self, what, attribute, value, size):
+        self.attributes.append((*self.made[what.value], attribute, value._obj.value, size))
+        return 0
+
+    cublasLtMatmulPreferenceSetAttribute = cublasLtMatmulDescSetAttribute
+
+    def _sizes(self, weight, x, y, result):
+        """Rows, outputs and inputs."""
+        (kind, inputs, outputs), of_x, of_y = (self.made[layout.value] for layout in (weight, x, y))
+        assert of_x[:2] == (kind, inputs) and of_y == (kind, outputs, of_x[2]) and y.value == result.value
+        return of_x[2], outputs, inputs
+
+    def cublasLtMatmulAlgoGetHeuristic(self, handle, product, weight, x, y, result, wishes, most, found, count):
+        self._sizes(weight, x, y, result)
+        if not self.count:
+            return 15
+        assert self.made[handle.value] == ("handle",) and self.made[wishes.value] == ("wishes",) and most == MOST
+        for i in range(self.count):
+            found[i].algorithm[0] = i
+        count._obj.value = self.count
+        return 0
+
+    def cublasLtMatmulAlgoCheck(self, handle, product, weight, x, y, result, algorithm, found):
+        found._obj.workspace = 1 << 40 if self._sizes(weight, x, y, result)[0] in self.refuses_rows else 4
+        return 0
+
+    def cublasLtMatmul(
+        self, handle, product, one, a, of_a, b, of_b, zero, c, of_c, d, of_d, algorithm, space, size, stream
+    ):  # fmt: skip
+        assert one._obj.value == 1 and zero._obj.value == 0 and c == d and stream == STREAM
+        assert space == library.workspace(torch.device("cpu"), STREAM).data_ptr() and size == library.WORKSPACE
+        rows, outputs, inputs = self._sizes(of_a, of_b, of_c, of_d)
+        if algorithm[0] not in self.works:
+            return 15
+        self.products += 1
+        self.seen.append((algorithm[0], a))
+        weight, x, y = at(a, outputs, inputs), at(b, rows, inputs), at(d, rows, outputs)
+        y.copy_(x @ weight.T)
+        return 0
+
+
+def at(address, rows, columns):
+    room = (ctypes.c_char * (rows * columns * 2)).from_address(address)
+    return torch.frombuffer(room, dtype=BF16).view(rows, columns)
+
+
+def plain(rows, columns, dtype=BF16):
+    """Aligned as the library wants it."""
+    room = torch.zeros(rows * columns + library.ALIGNED, dtype=dtype)
+    skip = -room.data_ptr() % library.ALIGNED // room.element_size()
+    return room[skip : skip + rows * columns].view(rows, columns).normal_()
+
+
+def put(lib, choices, monkeypatch):
+    """`lib` in the library's place, and weights and rows in this machine's memory go to it by these choices."""
+    stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(library, "load", lambda: lib)
+    made = library.Library()
+    made.choices = choices
+    monkeypatch.setitem(library.in_use, torch.device("cpu"), made)
+    return lib
+
+
+def check(x, weight):
+    assert torch.equal(library.linear(x, weight), torch.nn.functional.linear(x, weight))

@@ -1,0 +1,235 @@
+"""Which algorithms products of many rows take: the choice, and what is kept of it on a node."""
+
+import json
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.kernels import choice, jit, library
+from phalanx.kernels.library import MOST, Sizes
+
+from .cublaslt import BF16, SIZES, Lib, check, plain, put
+
+
+class Clock:
+    """Stands for measuring: each way takes its time, the n-th time what `later` says."""
+
+    def __init__(self, taken, later=()):
+        self.taken, self.later, self.asked = dict(enumerate(taken)), list(later), []
+
+    def __call__(self, ways):
+        self.asked.append(list(ways))
+        if len(self.asked) > 1 and self.later:
+            self.taken.update(self.later.pop(0))
+        return [self.taken[way] for way in ways]
+
+
+@pytest.mark.parametrize(
+    "taken, want",
+    [([100], 0), ([100, 98, 99], 0), ([100, 96, 98], 1), ([100, 130, 60, 61], 2), ([100, 100.1, 97], 2)],
+)
+def test_torch_stays_unless_another_is_clearly_faster(taken, want):
+    assert choice.fastest(Clock(taken), list(range(len(taken)))) == want
+
+
+def test_slow_ones_are_measured_once():
+    clock = Clock([200, 100, 90, 140, 104, 91, 92])
+    assert choice.fastest(clock, list(range(7))) == 2
+    assert clock.asked == [[0, 1, 2, 3, 4, 5, 6], *[[0, 2, 5, 6]] * choice.ROUNDS]
+
+
+def test_nothing_is_measured_again_where_torch_is_far_ahead():
+    clock = Clock([50, 100])
+    assert choice.fastest(clock, [0, 1]) == 0 and clock.asked == [[0, 1]]
+
+
+def test_a_slow_first_time_of_torchs_decides_nothing():
+    clock = Clock([100, 90], [{0: 89}])
+    assert choice.fastest(clock, [0, 1]) == 0
+
+
+def test_ways_that_were_refused_are_left_out():
+    assert choice.fastest(Clock([100, 1, 50]), [0, 2]) == 2
+
+
+ABOUT = ["a GPU", 132, 130100, [["torch.bfloat16", 48, 32, [80, 96]], ["torch.bfloat16", 32, 48, [80]]]]
+
+
+class Measured:
+    def __init__(self, found):
+        self.found, self.times = found, 0
+
+    def __call__(self):
+        self.times += 1
+        return self.found
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_choices_are_kept_on_the_node(folder):
+    measured = Measured([[1, 0], [3]])
+    assert choice.remembered(ABOUT, measured) == ([[1, 0], [3]], False)
+    assert choice.remembered(ABOUT, measured) == ([[1, 0], [3]], True)
+    other = ["another GPU", *ABOUT[1:]]
+    assert choice.remembered(other, measured)[1] is False and measured.times == 2
+    assert not list(folder.glob(f"*.{os.getpid()}"))
+
+
+DAMAGE = {
+    "empty": lambda kept: "",
+    "half": lambda kept: json.dumps(kept)[:-9],
+    "no choices": lambda kept: json.dumps({"about": kept["about"]}),
+    "a list": lambda kept: "[1, 2]",
+    "numbers for rows": lambda kept: json.dumps(kept | {"choices": [1, 2]}),
+    "too few": lambda kept: json.dumps(kept | {"choices": [[1, 0]]}),
+    "rows too few": lambda kept: json.dumps(kept | {"choices": [[1], [3]]}),
+    "too high": lambda kept: json.dumps(kept | {"choices": [[1, 0], [MOST + 1]]}),
+    "negative": lambda kept: json.dumps(kept | {"choices": [[1, -1], [3]]}),
+    "words": lambda kept: json.dumps(kept | {"choices": [[1, "0"], [3]]}),
+    "another machine's": lambda kept: json.dumps(kept | {"about": ["another GPU", *ABOUT[1:]]}),
+    "another library's": lambda kept: json.dumps(kept | {"about": [*ABOUT[:2], 120000, ABOUT[3]]}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_and_foreign_files_are_measured_anew(damage, folder):
+    choice.remembered(ABOUT, Measured([[1, 0], [3]]))
+    (file,) = folder.glob("products-*.json")
+    kept = json.loads(file.read_text())
+    file.write_text(DAMAGE[damage](kept))
+    measured = Measured([[2, 2], [2]])
+    assert choice.remembered(ABOUT, measured) == ([[2, 2], [2]], False)
+    assert choice.remembered(ABOUT, measured) == ([[2, 2], [2]], True) and measured.times == 1
+
+
+def test_bytes_that_are_no_text_are_measured_anew(folder):
+    choice.remembered(ABOUT, Measured([[1, 0], [3]]))
+    (file,) = folder.glob("products-*.json")
+    file.write_bytes(b"\xff\xfe\x00")
+    assert choice.remembered(ABOUT, Measured([[2, 2], [2]])) == ([[2, 2], [2]], False)
+
+
+def test_of_ranks_that_start_together_one_measures(folder):
+    begun, go = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert go.wait(20)
+        return [[1, 0], [3]]
+
+    second, found = Measured([[4, 4], [4]]), []
+
+    def start(measure):
+        found.append(choice.remembered(ABOUT, measure))
+
+    ranks = [threading.Thread(target=start, args=(measure,)) for measure in (slow, second)]
+    ranks[0].start()
+    assert begun.wait(20)
+    ranks[1].start()
+    go.set()
+    for rank in ranks:
+        rank.join(20)
+    want = [[1, 0], [3]]
+    assert second.times == 0 and sorted(found, key=lambda one: one[1]) == [(want, False), (want, True)]
+
+
+@pytest.fixture
+def gpu(folder, monkeypatch):
+    """A GPU on which the way number rows % 3 is the fastest, with weights in this machine's memory."""
+    about = SimpleNamespace(name="a GPU", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    measured = []
+
+    def measure(made, turns, weight, rows):
+        measured.append((*weight.shape, rows, next(turns).data_ptr()))
+        return rows % 3
+
+    monkeypatch.setattr(choice, "_measure_rows", measure)
+    return measured
+
+
+def test_choosing(gpu, monkeypatch):
+    """Weights of a size are measured by turns; what others have to multiply is left alone."""
+    lib = put(Lib(), {}, monkeypatch)
+    first, second, head = plain(48, 32), plain(48, 32), plain(64, 32)
+    given = [(first, [80, 97]), (second, [97, 80]), (head, [80]), (plain(48, 32, torch.float32), [80])]
+    odd = plain(32, 64)[:, :48]
+    given += [(odd, [80]), (plain(32, 48), [])]
+    line = choice.choose(given)
+    addresses = [weight.data_ptr() for weight in (first, second, head)]
+    assert gpu == [(48, 32, 80, addresses[0]), (48, 32, 97, addresses[1]), (64, 32, 80, addresses[2])]
+    said = "3 of 3 products of many rows take another algorithm than torch's, measured in "
+    assert line.startswith(said) and line.endswith(" s")
+    chosen = library.in_use[torch.device("cpu")]
+    assert chosen.choices == {SIZES: {80: 2, 97: 1}, Sizes(BF16, 64, 32): {80: 2}}
+    check(plain(80, 32), second)
+    assert lib.products == 1
+    said = "3 of 3 products of many rows take another algorithm than torch's, read from this node in "
+    assert choice.choose(given).startswith(said) and len(gpu) == 3
+    assert choice.choose([(first, [80])]).startswith("1 of 1 ") and len(gpu) == 4
+
+
+def test_weights_in_f32_are_left_to_torch(gpu):
+    assert choice.choose([(plain(48, 32, torch.float32), [80])]) == "" and not gpu
+
+
+def test_without_the_library_torch_multiplies(folder, monkeypatch):
+    """As where torch was built with the library inside, or for another version of CUDA."""
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    monkeypatch.setattr(library.Path, "read_text", lambda path: "7f r--p 0 08:01 9   /lib/libcublasLt.so.11\n")
+    assert choice.choose([(plain(48, 32), [80])]) == (
+        "products of many rows take torch's algorithms: PyTorch has not loaded libcublasLt.so.12 or libcublasLt.so.13"
+    )
+    monkeypatch.setattr(library, "load", lambda: Broken())
+    said = choice.choose([(plain(48, 32), [80])])
+    assert said == "products of many rows take torch's algorithms: cublasLtCreate fails with status 1"
+    assert not library.in_use and not list(folder.iterdir())
+
+
+class Event:
+    """Of a GPU on which torch takes 100 us for a product, and the n-th algorithm what `COSTS` says."""
+
+    lib, torchs, COSTS = None, 0, (120, 97, 60, 95)
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = self.torchs * 100 + sum(self.COSTS[algorithm] for algorithm, _ in self.lib.seen)
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_measuring(monkeypatch):
+    """What is refused does not count, however fast; weights take turns."""
+    lib = Event.lib = put(Lib(proposals=4, works=(0, 1, 3)), {}, monkeypatch)
+    Event.torchs, slept, whole = 0, [], torch.mm
+
+    def mm(x, weight, out):
+        Event.torchs += 1
+        return whole(x, weight, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    weights = [plain(48, 32) for _ in range(3)]
+    made = library.in_use[torch.device("cpu")]
+    assert choice._measure(made, weights, [80, 96]) == [4, 4]
+    assert len(slept) == 2 * (1 + choice.ROUNDS)
+    used = {address for _, address in lib.seen}
+    assert used == {weight.data_ptr() for weight in weights}
+
+
+class Broken(Lib):
+    def cublasLtCreate(self, handle):
+        return 1

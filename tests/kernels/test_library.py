@@ -1,0 +1,96 @@
+"""Products of many rows: which rows a choice serves, what goes to the library, and which library that is."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.kernels import library
+from phalanx.kernels.library import nearest
+
+from .cublaslt import SIZES, Lib, check, plain, put
+
+
+@pytest.mark.parametrize(
+    "rows, count",
+    [(0, 0), (1, 0), (60, 0), (61, 80), (80, 80), (81, 96), (96, 96), (97, 0), (385, 512), (512, 512), (513, 0)],
+)
+def test_near_counts_serve_a_few_rows(rows, count):
+    assert nearest(rows, [512, 96, 80]) == count
+
+
+@pytest.mark.parametrize("rows, count", [(512, 512), (513, 0), (1024, 0), (1025, 2048), (2049, 4096), (4096, 4096)])
+def test_counts_serve_half_as_many_rows_of_prompts(rows, count):
+    assert nearest(rows, [512, 2048, 4096]) == count
+    assert nearest(rows, []) == 0
+
+
+def test_chosen_products_go_to_the_library(monkeypatch):
+    lib = put(Lib(), {SIZES: {80: 2, 96: 0}}, monkeypatch)
+    weight = plain(48, 32)
+    for rows, products in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):
+        check(plain(rows, 32), weight)
+        assert lib.products == products, rows
+    # CUBLAS_COMPUTE_32F and CUDA_R_32F; TRANSA = T; MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK = COMPUTE_TYPE.
+    assert lib.attributes == [
+        ("product", 68, 0, 3, 1, 4),
+        ("wishes", 1, 32 << 20, 8),
+        ("wishes", 3, 2, 4),
+    ]
+    assert {what[0] for what in lib.made.values() if len(what) == 3 and what[0] != "product"} == {14}  # CUDA_R_16BF
+
+
+def test_what_the_library_does_not_take_stays_with_torch(monkeypatch):
+    lib = put(Lib(works=(0,), refuses_rows=(79,)), {SIZES: {80: 1, 160: 2, 320: 3, 640: 8}}, monkeypatch)
+    weight = plain(48, 32)
+    check(plain(80, 32), weight)
+    assert lib.products == 1
+    check(plain(79, 32), weight)  # too large a workspace
+    check(plain(160, 32), weight)  # refused when called
+    check(plain(640, 32), weight)  # no such proposal
+    check(plain(80, 64)[:, :32], weight)  # rows with gaps
+    check(plain(81, 32).view(-1)[1 : 1 + 80 * 32].view(80, 32), weight)  # an odd address
+    check(plain(80, 48), plain(16, 48))  # sizes that nothing was chosen for
+    check(plain(80, 32, torch.float16), plain(48, 32, torch.float16))
+    check(plain(80, 32, torch.float32), plain(48, 32, torch.float32))
+    assert lib.products == 1
+
+
+def test_a_refusal_to_propose_leaves_torch(monkeypatch):
+    lib = put(Lib(proposals=0), {SIZES: {80: 1}}, monkeypatch)
+    check(plain(80, 32), plain(48, 32))
+    assert lib.products == 0
+
+
+def test_nothing_is_chosen_on_other_devices():
+    assert not library.in_use
+    x, weight = torch.randn(80, 32), torch.randn(48, 32)
+    assert torch.equal(library.linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+def test_a_library_that_lacks_a_function(monkeypatch):
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: SimpleNamespace(cublasLtGetVersion=SimpleNamespace()))
+    monkeypatch.setattr(library.Path, "read_text", lambda path: MAPS)
+    with pytest.raises(OSError, match="cublasLtCreate"):
+        library.load.__wrapped__()
+
+
+MAPS = """\
+7f00-7f01 r--p 00000000 08:01 99                         /usr/lib/libc.so.6
+7f02-7f03 r-xp 00000000 08:01 12                         /opt/my env/nvidia/cu13/lib/libcublasLt.so.13
+7f04-7f05 r--p 00000000 08:01 12                         /opt/my env/nvidia/cu13/lib/libcublasLt.so.13
+"""
+
+
+@pytest.mark.parametrize(
+    "line, path",
+    [
+        (MAPS, "/opt/my env/nvidia/cu13/lib/libcublasLt.so.13"),
+        ("7f r--p 0 08:01 5   /usr/local/lib/libcublasLt.so.12.8.4.1\n", "/usr/local/lib/libcublasLt.so.12.8.4.1"),
+        ("7f r--p 0 08:01 5   /usr/local/lib/libcublasLt.so.11\n", None),
+        ("7f r--p 0 08:01 5   /usr/local/lib/libcublas.so.12\n", None),
+        ("7f r--p 0 08:01 5   /usr/local/lib/libcublasLt.so.13 (deleted)\n", None),
+    ],
+)
+def test_the_library_that_torch_has_loaded(line, path):
+    found = library._PATH.search(line)
+    assert (found and found[0]) == path
