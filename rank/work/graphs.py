@@ -7,13 +7,19 @@ the rest, so all ranks capture the same sizes in the same order, and graphs must
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels import jit
+from ...kernels.library import MANY
+from ...kernels.skinny import MOST_ROWS
 from ..model.base import Model
 from ..model.batch import Batch
+from ..model.layers.embedding import Head
+from ..model.layers.linear import Linear
 from .prepare import given_ids
 from .rows import Rows, Work
 from .upload import Upload
@@ -26,6 +32,20 @@ def sizes(max_num_seqs: int) -> list[int]:
     most = min(max_num_seqs, LARGEST)
     steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, LARGEST + 1, 32)]
     return [size for size in steps if size < most] + [most]
+
+
+def products(model: Model, max_num_seqs: int, budget: int) -> Iterator[tuple[Tensor, list[int]]]:
+    """The weights of products without a bias, with the numbers of rows that the library's algorithm is chosen for:
+    the captured sizes and, but for the head, which sees sampled rows alone, steps of up to `budget` tokens."""
+    captured = [size for size in sizes(max_num_seqs) if size > MOST_ROWS]
+    prompts = [part for k in range(budget.bit_length()) if (part := budget >> k) > MANY]
+    if MOST_ROWS < budget <= MANY:
+        prompts = [budget]
+    for module in model.modules():
+        if isinstance(module, Head):
+            yield module.weight, captured
+        elif isinstance(module, Linear) and module.bias is None:
+            yield module.weight, captured + prompts
 
 
 class Graphs:

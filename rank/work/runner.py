@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ...comm.mesh import Mesh
 from ...comm.watch import LocalWatch
+from ...kernels import choice
 from .. import step
 from ..model.base import Model
-from .graphs import Graphs
+from .graphs import Graphs, products
 from .pool import Pool
 from .prepare import prepare
 from .rows import Rows, Work
@@ -99,13 +100,16 @@ class Runner:
         sampler: Sampler,
         caches: list[tuple[Tensor, Tensor]],
         watch: LocalWatch,
+        budget: int,
     ):
+        """budget: tokens of a step, at most."""
         self.model = model
         self.mesh = mesh
         self.rows = rows
         self.sampler = sampler
         self.caches = caches
         self.watch = watch
+        self.budget = budget
         self.device = sampler.device
         self.block_size = caches[0][0].shape[1]
         self._last = torch.zeros(len(rows.length), dtype=torch.int64, device=self.device)  # newest token of each row
@@ -173,6 +177,9 @@ class Runner:
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize()  # what the main thread left on its stream: weights, the cache
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
+        chosen = choice.choose(products(self.model, len(self.rows.length), self.budget))
+        if chosen and self.mesh.world.rank == 0:
+            log.info(chosen)
         if self.mesh.stages == 1:
             self._graphs = Graphs(self.model, self.rows, self._last, self.caches, self._upload)
             started = time.monotonic()

@@ -1,0 +1,87 @@
+"""Which batches are captured, and which products the library's algorithms are chosen for."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.rank.model.architectures import llama
+from phalanx.rank.work import runner
+from phalanx.rank.work.graphs import products, sizes
+
+HIDDEN, INNER, VOCABULARY = 32, 48, 100
+
+
+def model(tp=1, pp=1, **more):
+    """The model on each rank, without memory."""
+    args = llama.Args(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=VOCABULARY, rope_parameters={"rope_theta": 1e4, "rope_type": "default"}, **more,
+    )  # fmt: skip
+    return threads.run(lambda comm: llama.Model(args, mesh.build(comm, tp, pp), 64), tp * pp)
+
+
+def test_captured_sizes():
+    assert sizes(3) == [1, 2, 3] and sizes(100) == [1, 2, 4, *range(8, 65, 8), 80, 96, 100]
+    assert sizes(2000)[-3:] == [448, 480, 512]
+
+
+def found(one, seats, budget):
+    return [(tuple(weight.shape), counts) for weight, counts in products(one, seats, budget)]
+
+
+QKV, OUT, GATE_UP, DOWN = (64, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)
+
+
+@pytest.mark.parametrize(
+    "seats, budget, captured, prompts",
+    [
+        (100, 8192, [80, 96, 100], [8192, 4096, 2048]),
+        (64, 5000, [], [5000, 2500, 1250]),
+        (80, 1024, [80], [1024]),
+        (80, 65, [80], [65]),
+        (8, 64, [], []),
+        (65, 1025, [65], [1025]),
+    ],
+)
+def test_products_of_a_model(seats, budget, captured, prompts):
+    """The head sees sampled rows alone; the embedding's table is no product's."""
+    (one,) = model()
+    layer = [(shape, captured + prompts) for shape in (QKV, OUT, GATE_UP, DOWN)]
+    assert found(one, seats, budget) == [*layer, *layer, ((VOCABULARY, HIDDEN), captured)]
+
+
+def test_products_of_tied_split_and_biased_models():
+    (one,) = model(tie_word_embeddings=True)
+    assert [shape for shape, _ in found(one, 80, 64)][-2:] == [DOWN, (VOCABULARY, HIDDEN)]
+    (one,) = model(attention_bias=True)
+    assert [shape for shape, _ in found(one, 80, 64)] == [GATE_UP, DOWN] * 2 + [(VOCABULARY, HIDDEN)]
+    ranks = model(pp=2)
+    shapes = sorted([shape for shape, _ in found(one, 80, 64)] for one in ranks)
+    assert shapes == [[QKV, OUT, GATE_UP, DOWN], [QKV, OUT, GATE_UP, DOWN, (VOCABULARY, HIDDEN)]]
+    one, _ = model(tp=2)
+    assert [shape for shape, _ in found(one, 80, 64)][:4] == [(32, HIDDEN), (HIDDEN, 16), (INNER, HIDDEN), (HIDDEN, 24)]
+
+
+@pytest.mark.parametrize("rank, stages", [(0, 1), (1, 1), (0, 2)])
+def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypatch, caplog):
+    """With pipeline stages too, which have none; rank 0 speaks for all."""
+    done = []
+    for name in ("set_device", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(runner.choice, "choose", lambda products: done.extend(products) or "2 of 16 are others")
+    graphs = SimpleNamespace(capture=lambda: done.append("captured"), sizes=[1, 2])
+    monkeypatch.setattr(runner, "Graphs", lambda *_: graphs)
+    one = runner.Runner.__new__(runner.Runner)
+    one.model = model()[0]
+    one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank))
+    one.rows, one.budget, one.device, one.watch = SimpleNamespace(length=[0] * 80), 4096, None, SimpleNamespace()
+    one._last = one.caches = one._upload = None
+    with caplog.at_level(logging.INFO, "phalanx"):
+        one._enter_device()
+    assert [counts for _, counts in done[:9]] == [[80, 4096, 2048]] * 8 + [[80]]
+    assert done[9:] == ["captured"] * (stages == 1)
+    assert ("2 of 16 are others" in caplog.messages) is (rank == 0)
