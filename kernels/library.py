@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-MANY = 1024  # rows from which an algorithm serves half as many as well: there are more tiles than multiprocessors
 MOST = 8  # proposals for a product
 WORKSPACE = 32 << 20  # bytes; as many as torch gives the library on Hopper
 ALIGNED = 256  # bytes; what the library supposes of addresses unless told otherwise
@@ -167,7 +166,7 @@ def plain(x: Tensor) -> bool:
 def nearest(rows: int, counts: Iterable[int]) -> int:
     """The measured count whose algorithm serves so many rows; 0: none is near enough."""
     count = min((count for count in counts if count >= rows), default=0)
-    return count if rows > count * (0.5 if count > MANY else 0.75) else 0
+    return count if rows > count * 0.75 else 0
 
 
 @functools.cache

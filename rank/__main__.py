@@ -82,7 +82,7 @@ class Rank:
         spec = model.kv_spec
         caches = cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)
         rows = Rows(seats, max_model_len, block_size)
-        runner = Runner(model, grid, rows, sampler, caches, self.watch, budget)
+        runner = Runner(model, grid, rows, sampler, caches, self.watch)
         lines = self._open_lines(replicas)
         runner.ready.wait()
         self.world.barrier()  # rank 0 says that it is ready, and speaks for all

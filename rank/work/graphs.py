@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...kernels import jit
-from ...kernels.library import MANY
 from ...kernels.skinny import MOST_ROWS
 from ..model.base import Model
 from ..model.batch import Batch
@@ -34,18 +33,12 @@ def sizes(max_num_seqs: int) -> list[int]:
     return [size for size in steps if size < most] + [most]
 
 
-def products(model: Model, max_num_seqs: int, budget: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """The weights of products without a bias, with the numbers of rows that the library's algorithm is chosen for:
-    the captured sizes and, but for the head, which sees sampled rows alone, steps of up to `budget` tokens."""
+def products(model: Model, max_num_seqs: int) -> Iterator[tuple[Tensor, list[int]]]:
+    """The weights of products without a bias, with the captured sizes that the library's algorithm is chosen for."""
     captured = [size for size in sizes(max_num_seqs) if size > MOST_ROWS]
-    prompts = [part for k in range(budget.bit_length()) if (part := budget >> k) > MANY]
-    if MOST_ROWS < budget <= MANY:
-        prompts = [budget]
     for module in model.modules():
-        if isinstance(module, Head):
+        if isinstance(module, Head) or (isinstance(module, Linear) and module.bias is None):
             yield module.weight, captured
-        elif isinstance(module, Linear) and module.bias is None:
-            yield module.weight, captured + prompts
 
 
 class Graphs:

@@ -100,16 +100,13 @@ class Runner:
         sampler: Sampler,
         caches: list[tuple[Tensor, Tensor]],
         watch: LocalWatch,
-        budget: int,
     ):
-        """budget: tokens of a step, at most."""
         self.model = model
         self.mesh = mesh
         self.rows = rows
         self.sampler = sampler
         self.caches = caches
         self.watch = watch
-        self.budget = budget
         self.device = sampler.device
         self.block_size = caches[0][0].shape[1]
         self._last = torch.zeros(len(rows.length), dtype=torch.int64, device=self.device)  # newest token of each row
@@ -177,7 +174,7 @@ class Runner:
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize()  # what the main thread left on its stream: weights, the cache
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
-        chosen = choice.choose(products(self.model, len(self.rows.length), self.budget))
+        chosen = choice.choose(products(self.model, len(self.rows.length)))
         if chosen and self.mesh.world.rank == 0:
             log.info(chosen)
         if self.mesh.stages == 1:

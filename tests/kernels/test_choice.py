@@ -28,7 +28,7 @@ class Clock:
 
 @pytest.mark.parametrize(
     "taken, want",
-    [([100], 0), ([100, 98, 99], 0), ([100, 96, 98], 1), ([100, 130, 60, 61], 2), ([100, 100.1, 97], 2)],
+    [([100], 0), ([100, 93, 99], 0), ([100, 91, 95], 1), ([100, 130, 60, 61], 2), ([100, 100.1, 92], 2)],
 )
 def test_torch_stays_unless_another_is_clearly_faster(taken, want):
     assert choice.fastest(Clock(taken), list(range(len(taken)))) == want
@@ -197,7 +197,7 @@ def test_without_the_library_torch_multiplies(folder, monkeypatch):
 class Event:
     """Of a GPU on which torch takes 100 us for a product, and the n-th algorithm what `COSTS` says."""
 
-    lib, torchs, COSTS = None, 0, (120, 97, 60, 95)
+    lib, torchs, COSTS = None, 0, (120, 97, 60, 90)
 
     def __init__(self, enable_timing):
         assert enable_timing

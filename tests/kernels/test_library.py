@@ -15,13 +15,7 @@ from .cublaslt import SIZES, Lib, check, plain, put
     [(0, 0), (1, 0), (60, 0), (61, 80), (80, 80), (81, 96), (96, 96), (97, 0), (385, 512), (512, 512), (513, 0)],
 )
 def test_near_counts_serve_a_few_rows(rows, count):
-    assert nearest(rows, [512, 96, 80]) == count
-
-
-@pytest.mark.parametrize("rows, count", [(512, 512), (513, 0), (1024, 0), (1025, 2048), (2049, 4096), (4096, 4096)])
-def test_counts_serve_half_as_many_rows_of_prompts(rows, count):
-    assert nearest(rows, [512, 2048, 4096]) == count
-    assert nearest(rows, []) == 0
+    assert nearest(rows, [512, 96, 80]) == count and nearest(rows, []) == 0
 
 
 def test_chosen_products_go_to_the_library(monkeypatch):
