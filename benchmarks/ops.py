@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from phalanx.kernels import activation, norm, rope, skinny
+from phalanx.kernels import activation, boxes, norm, rope, skinny
 from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
 from phalanx.kernels.linear import gated_linear, linear
 from torch import Tensor
@@ -250,7 +250,7 @@ def decode_attention(table: Table, batch: int, length: int) -> None:
         paged.decode(turned, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits)
 
     def fused(c: Tensor, tile: int, stages: int, part: int) -> None:
-        newest = paged.Newest(k, v, turn, None, rows.slots)
+        newest = boxes.Newest(k, v, turn, None, rows.slots)
         paged.decode(
             q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, newest,
             tile=tile, stages=stages, part=part,

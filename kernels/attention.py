@@ -7,7 +7,6 @@ NaN, can reach a result, and no pass over the gathered keys is needed to clear t
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import prompt
+from . import boxes
+from .chip import chip
 from .cpu import flat, one_core
 from .rope import HeadNorms, Rotation, rope_write
 
@@ -28,7 +28,8 @@ PADDING = 0.25
 SLACK = 256
 # Query rows of a prompt per call: the causal mask is [PIECE, keys], and keys after a piece are not touched.
 PIECE = 256
-# On GPUs, whole prompts from this length on go to cuDNN, padded to a multiple of STEP: it plans anew for every length.
+# On GPUs but Hopper, whole prompts from this length on go to cuDNN, padded to a multiple of STEP: it plans anew for
+# every length.
 CUDNN_FROM = 2048
 CUDNN_STEP = 512
 
@@ -266,12 +267,16 @@ def decode_cuda(
     rows: Rows,
     scores: Scores,
 ) -> Tensor:
-    from . import paged
-
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    splits = _splits(q, cache[0], rows, scores)
-    newest = paged.Newest(k, v, turn, norms, rows.slots)
-    paged.decode(q, cache[0], cache[1], rows.block_tables, rows.lengths, out, *scores, splits, newest)
+    newest = boxes.Newest(k, v, turn, norms, rows.slots)
+    tables, lengths = rows.block_tables, rows.lengths
+    if boxes.suits(q, cache[0]) and len(q) <= boxes.SEQUENCES and turn.cos.dtype == torch.float32:
+        boxes.decode(q, cache[0], cache[1], tables, lengths, out, *scores, newest)
+    else:
+        from . import paged
+
+        splits = _splits(q, cache[0], rows, scores)
+        paged.decode(q, cache[0], cache[1], tables, lengths, out, *scores, splits, newest)
     return out.flatten(1)
 
 
@@ -280,22 +285,31 @@ def _splits(q: Tensor, keys: Tensor, rows: Rows, scores: Scores) -> int:
 
     longest = max(rows.kv_lens[: rows.num_decodes])
     programs = rows.num_decodes * keys.shape[2]
-    return paged.choose_splits(programs, min(longest, scores.window or longest), _processors(q.device))
+    return paged.choose_splits(programs, min(longest, scores.window or longest), chip(q.device).processors)
+
+
+def _decode_turned(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores: Scores, out: Tensor) -> None:
+    """Of the rows that decode, in a step with prompts: what is in q is turned, and the caches hold it."""
+    tables, lengths = rows.block_tables, rows.lengths
+    if boxes.suits(q, keys) and len(q) <= boxes.SEQUENCES:
+        boxes.decode(q, keys, values, tables, lengths, out, *scores)
+    else:
+        from . import paged
+
+        # All that there may be, or none: each number is a kernel of its own, to be compiled in the middle of work.
+        splits = paged.MAX_SPLITS if _splits(q, keys, rows, scores) > 1 else 1
+        paged.decode(q, keys, values, tables, lengths, out, *scores, splits)
 
 
 def paged_attention_cuda(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores: Scores) -> Tensor:
-    from . import paged
-
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     n = rows.num_decodes
     if n:
-        # All that there may be, or none: each number is a kernel of its own, to be compiled in the middle of work.
-        splits = paged.MAX_SPLITS if _splits(q, keys, rows, scores) > 1 else 1
-        paged.decode(q[:n], keys, values, rows.block_tables, rows.lengths, out[:n], *scores, splits)
+        _decode_turned(q[:n], keys, values, rows, scores, out[:n])
     start, first = n, n  # of the prompts that wait for one common launch: their first row of q, their first sequence
     for i in range(n, len(rows.query_lens)):
         count = rows.query_lens[i]
-        if _suits_cudnn(q, rows, i, scores):
+        if _suits_cudnn(q, keys, rows, i, scores):
             _launch_prompts(q, keys, values, rows, scores, out, first, i)
             _whole_prompt(
                 q[start : start + count], keys, values, rows.block_tables[i], scores, out[start : start + count]
@@ -309,28 +323,25 @@ def paged_attention_cuda(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, sc
 def _launch_prompts(
     q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores: Scores, out: Tensor, first: int, stop: int
 ) -> None:
-    from . import paged
-
     if first == stop:
         return
-    if prompt.suits(q, keys):
+    if boxes.suits_prompts(q, keys):
         name = f"prompts {first}:{stop}"
         if (items := rows.scratch.get(name)) is None:  # the first layer of this step
-            listed = torch.from_numpy(prompt.work(rows.query_lens, rows.kv_lens, first, stop)).pin_memory()
+            listed = torch.from_numpy(boxes.work(rows.query_lens, rows.kv_lens, first, stop)).pin_memory()
             items = rows.scratch[name] = listed.to(q.device, non_blocking=True)
-        prompt.attend(q, keys, values, rows.block_tables, items, out, *scores)
+        boxes.prompts(q, keys, values, rows.block_tables, items, out, *scores)
     else:
+        from . import paged
+
         longest = max(rows.query_lens[first:stop])
         tables, lengths, starts = rows.block_tables, rows.lengths, rows.query_starts
         paged.prompts(q, keys, values, tables, lengths, starts, out, *scores, first, stop - first, longest)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _suits_cudnn(q: Tensor, rows: Rows, i: int, scores: Scores) -> bool:
+def _suits_cudnn(q: Tensor, keys: Tensor, rows: Rows, i: int, scores: Scores) -> bool:
+    if boxes.suits_prompts(q, keys):  # as fast, without cuDNN's plan for each length
+        return False
     whole = rows.query_lens[i] == rows.kv_lens[i] and rows.kv_lens[i] >= CUDNN_FROM
     plain = not scores.window and not scores.cap
     return whole and plain and q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= 128

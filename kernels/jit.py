@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..rank import exits
+from .chip import chip
 
 SOURCES = Path(__file__).parent / "cuda"
 # Names of element types in common.cuh.
@@ -113,17 +114,16 @@ def kernel(source: str, name: str, dtype: torch.dtype, shared: int = 0, **sizes:
 
 @functools.cache
 def _load(source: str, name: str, dtype: torch.dtype, shared: int, sizes: tuple, device: int) -> Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
+    found = chip(torch.device("cuda", device))
     torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
-    arch = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")  # a: what only this one has, for prompt.cu
-    binary = cached(source, program_text(source, {"T": dtype, **dict(sizes)}), arch)
+    binary = cached(source, program_text(source, {"T": dtype, **dict(sizes)}), found.arch)
     driver = _driver()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), binary), f"loading {source}.cu")
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
     if shared > 48 << 10:
         _check(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), name)
-    return Kernel(function, name, major >= 9)
+    return Kernel(function, name, found.overlaps)
 
 
 def cached(name: str, text: str, arch: str) -> bytes:

@@ -7,9 +7,6 @@ whatever lies in unused slots, a NaN too, stays out.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +14,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import jit
-from .rope import HeadNorms, Rotation
+from .boxes import LOG2_E, Newest
+from .chip import chip
 
-LOG2_E = 1.4426950408889634
 # Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
 PROGRAMS = 4
 MAX_SPLITS = 32
@@ -264,10 +261,8 @@ def prompt_kernel(
         tl.store(out + at * (HEADS * DIM) + head * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mine)
 
 
-@functools.cache
-def _overlaps(device: torch.device) -> bool:
-    """Whether kernels may start before their predecessors have ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def _overlaps(x: Tensor) -> bool:
+    return x.is_cuda and chip(x.device).overlaps
 
 
 def choose_splits(programs: int, longest: int, processors: int) -> int:
@@ -276,16 +271,6 @@ def choose_splits(programs: int, longest: int, processors: int) -> int:
     while splits < MAX_SPLITS and programs * splits * 2 <= PROGRAMS * processors and longest > splits * PART:
         splits *= 2
     return splits
-
-
-class Newest(NamedTuple):
-    """The step's tokens as rope_write takes them, rotation over whole heads; kernels/cache.py explains slots."""
-
-    k: Tensor  # [n, kv_heads, head_dim], heads side by side, as in v
-    v: Tensor
-    turn: Rotation
-    norms: HeadNorms | None
-    slots: Tensor  # [n] int64; negative: not written
 
 
 def decode(
@@ -302,7 +287,7 @@ def decode(
     padded = max(16, triton.next_power_of_2(dim))
     narrow = q.element_size() == 2
     tile = tile or ((128 if splits > 1 else 64) if narrow and padded <= 128 else 32)
-    overlap = _overlaps(q.device)
+    overlap = _overlaps(q)
     parts = sums = out
     arrived = lengths
     if splits > 1:

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import jit
+from .chip import chip
 
 GEMV_ROWS = 2  # more are faster on tensor cores
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
@@ -34,7 +34,7 @@ def suits(x: Tensor, weight: Tensor) -> bool:
         return False
     if x.dtype != weight.dtype or not all(y.is_contiguous() and y.data_ptr() % 16 == 0 for y in (x, weight)):
         return False
-    return choose(len(x), *weight.shape, *_chip(x.device)) is not None
+    return _way(x, weight) is not None
 
 
 def skinny_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
@@ -42,10 +42,15 @@ def skinny_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
 
     gated: silu of the first half of the outputs times the second half.
     """
-    way = choose(len(x), *weight.shape, *_chip(x.device))
+    way = _way(x, weight)
     if isinstance(way, Cut):
         return by_staging(x, weight, way, gated)
     return gemv(x, weight, *((1, 8) if len(x) == 1 and not gated else (2, 4)), gated=gated)
+
+
+def _way(x: Tensor, weight: Tensor) -> Cut | Literal["gemv"] | None:
+    found = chip(x.device)
+    return choose(len(x), *weight.shape, found.processors, found.engine)
 
 
 @functools.cache
@@ -90,7 +95,7 @@ def by_staging(x: Tensor, weight: Tensor, cut: Cut, gated: bool = False) -> Tens
         "staged", "staged", x.dtype, shared, I=inputs, M=cut.outputs, KC=cut.inputs, STAGES=count, TILES=tiles,
         GATED=int(gated),
     )  # fmt: skip
-    blocks = min(outputs // cut.outputs, _chip(x.device)[0])
+    blocks = min(outputs // cut.outputs, chip(x.device).processors)
     threads = cut.outputs // 16 * _groups(cut) * 32 + 32
     of_x = jit.boxes(x.data_ptr(), rows, inputs, 8 * tiles, inputs)
     of_w = jit.boxes(weight.data_ptr(), outputs, inputs, cut.outputs // 2 if gated else cut.outputs, inputs)
@@ -114,11 +119,3 @@ def stages(cut: Cut, rows: int) -> tuple[int, int]:
     stage = (cut.outputs + padded) * cut.inputs * 2
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
-
-
-@functools.cache
-def _chip(device: torch.device) -> tuple[int, bool]:
-    """Its multiprocessors, and whether it has the copy engine that staged.cu feeds on."""
-    found = torch.cuda.get_device_properties(device)
-    # From sm_120 on there is the engine, and half the shared memory.
-    return found.multi_processor_count, found.major >= 9 and found.shared_memory_per_multiprocessor >= SHARED + 2048

@@ -49,13 +49,4 @@ __device__ inline void hand_back(Barrier* empty) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(empty);
 }
-
-template <int N> __device__ inline void load(unsigned (&y)[N], unsigned from) {
-    if constexpr (N == 4)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
-                     : "r"(from) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(y[0]), "=r"(y[1]) : "r"(from) : "memory");
-}
 #endif

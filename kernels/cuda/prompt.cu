@@ -1,16 +1,16 @@
 // softmax(scale q k^T) v of prompts over the paged cache, causal: 128 rows of one head at a time, for sm_90 alone.
 //
-// One warp has the copy engine bring keys and values from the cache, block by block, to shared memory, STAGES tiles of 64
+// One warp has the copy engine bring keys and values from the cache, block by block, to shared memory, STAGES tiles of 128
 // tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous tensor-core
 // instructions, 64 rows each. While a tile's scores become weights, the products of the next scores and of the last values
 // are under way. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
 // 2407.08608). All operands lie in boxes of 64 elements with the engine's 128-byte swizzle.
 #include "engine.cuh"
+#include "warp.cuh"
 
-constexpr int ROWS = 128, TILE = 64, HALVES = DIM / 64;
+constexpr int ROWS = 128, TILE = 128, HALVES = DIM / 64;
 constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = TILE * DIM * 2;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
-constexpr float LOG2_E = 1.4426950408889634f;
 #define NOTHING __int_as_float(0xff800000)  // -infinity
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -56,24 +56,6 @@ template <int N> __device__ inline void hold(float (&x)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-template <class E> __device__ inline unsigned both(float a, float b);  // a in the lower half
-template <> __device__ inline unsigned both<bf16>(float a, float b) {
-    unsigned y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-    return y;
-}
-template <> __device__ inline unsigned both<f16>(float a, float b) {
-    unsigned y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-    return y;
-}
-
-__device__ inline float power(float x) {  // of 2
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // b of the lane that has not this bit for a of the one that has.
 __device__ inline void swap(unsigned& a, unsigned& b, int bit) {
     const bool upper = threadIdx.x & bit;
@@ -95,19 +77,13 @@ struct Work {  // of an item: a sequence's rows, as prompts() of kernels/paged.p
 // Which item is a block's n-th: there and back again, as the costly ones come first.
 __device__ inline int pick(int n) { return n * gridDim.x + (n % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
 
-__device__ inline float capped(float s, float scale, float cap) {  // to the base 2
-    if (!CAPPED) return s * scale;
-    float c = cap * LOG2_E;
-    return c - 2 * c / (power(s * scale * (2 / cap)) + 1);  // scale has log2(e) in it: s scale 2 / cap = 2 x log2(e)
-}
-
 // Scores become weights: `seen` keys of the tile for the row at hand, 8 rows further one for the one below it.
 struct Rowwise {
     float top[2], sum[2], shrink[2];
     __device__ void weigh(float (&s)[TILE / 2], int row, int from, bool masked, float scale, float cap) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < TILE / 2; i++) s[i] = CAPPED ? capped(s[i], scale, cap) : s[i];
+        for (int i = 0; i < TILE / 2; i++) s[i] = CAPPED ? score<CAPPED>(s[i], scale, cap) : s[i];
         if (masked) {
 #pragma unroll
             for (int i = 0; i < TILE / 2; i++) {

@@ -17,21 +17,9 @@ constexpr int THREADS = SUBTILES * GROUPS * 32;  // that multiply
 constexpr int OUTS = GATED ? M / 2 : M;        // what a tile is to y
 constexpr int WIDE = ROWS + 1;
 #include "engine.cuh"
+#include "warp.cuh"
 
 #if __CUDA_ARCH__ >= 900
-template <class E>
-__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
-#define MULTIPLY(type, name)                                                                                            \
-    template <>                                                                                                         \
-    __device__ inline void multiply<type>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {            \
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0, %1, %2, %3}, "                   \
-                     "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                                    \
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                   \
-    }
-MULTIPLY(bf16, "bf16")
-MULTIPLY(f16, "f16")
-
 __device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
 
 __device__ inline float total(const float* sums, int out, int row) {

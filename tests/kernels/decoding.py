@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from phalanx.kernels import jit
+from phalanx.kernels import boxes, jit
 from phalanx.kernels.attention import Scores, paged_attention_reference
 from phalanx.kernels.rope import HeadNorms, Rotation, rope_write_reference
 from torch import Tensor
@@ -73,6 +73,41 @@ def random_cases(count: int, seed: int = 5) -> list[Case]:
     return cases
 
 
+# What boxes.decode takes: runs that end in the middle of a sequence, groups of up to 16 heads, empty and long ones.
+BOXES = [
+    Case([1]),
+    Case([0, 1, 16, 17, 31, 0], normed=True),
+    Case([0, 0], 32, 8, 128),
+    Case([64, 65, 66, 128, 129, 63], 32, 8, 128, normed=True, unwritten=(1,)),
+    Case([5000, 1, 300, 0, 2000], 16, 2, 128, unwritten=(2,)),
+    Case([5000, 64, 17], 16, 1, 64, block_size=8, normed=True),
+    Case([3000] * 3, 28, 4, 128, block_size=64),
+    Case([777, 1025, 5], 9, 1, 128, block_size=128),
+    Case([777, 5], 10, 2, 64, block_size=24),
+    Case([1, 2, 90, 200, 700], dim=128, window=33),
+    Case([1, 64, 65, 90, 200, 700], dim=64, window=65, block_size=32, normed=True),
+    Case([66, 1], 4, 1, 128, window=40, cap=0.02),
+    Case([1, 70, 0, 33, 1500], cap=1.5, normed=True),
+    Case([100 + i for i in range(150)] + [0] * 20, 4, 4, 128),
+]
+
+
+def random_boxes(count: int, seed: int = 6) -> list[Case]:
+    draw = random.Random(seed)
+    cases = []
+    for _ in range(count):
+        lengths = [draw.choice([0, 1, draw.randint(1, 80), draw.randint(1, 3000)]) for _ in range(draw.randint(1, 30))]
+        kv_heads = draw.randint(1, 4)
+        cases.append(
+            Case(
+                lengths, kv_heads * draw.choice([1, 2, 4, 5, 8, 16]), kv_heads, draw.choice(boxes.DIMS),
+                draw.choice([16, 16, 8, 64, 32]), draw.choice([0, 0, 9, 300]), draw.choice([0.0, 0.0, 1.5]),
+                draw.random() < 0.5, unwritten=tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
+            )
+        )  # fmt: skip
+    return cases
+
+
 def part_of(rows, keep: list[int]) -> SimpleNamespace:
     """These sequences of decoding rows alone."""
     return SimpleNamespace(
@@ -82,7 +117,7 @@ def part_of(rows, keep: list[int]) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
+def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_boxes: bool = False) -> None:
     """Both ways: turned, written and attended by one call, and attended alone when that is done."""
     from phalanx.kernels import paged
 
@@ -113,18 +148,22 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu") -> 
     found = paged_attention_reference(turned[keep], after[0], after[1], part_of(rows, keep), scores)
     want[keep] = found.view(-1, heads, dim)
 
-    def run(q: Tensor, cache: Tensor, new: paged.Newest | None) -> Tensor:
+    def run(q: Tensor, cache: Tensor, new: boxes.Newest | None) -> Tensor:
         out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
         tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
-        options = dict(tile=case.tile, part=case.part)
-        paged.decode(q, cache[0], cache[1], tables, lengths, out, *scores, case.splits, new, **options)
+        if by_boxes:
+            assert boxes.suits(q, cache[0])
+            boxes.decode(q, cache[0], cache[1], tables, lengths, out, *scores, new)
+        else:
+            options = dict(tile=case.tile, part=case.part)
+            paged.decode(q, cache[0], cache[1], tables, lengths, out, *scores, case.splits, new, **options)
         torch.testing.assert_close(out.cpu(), want, atol=bound, rtol=bound)
         return out
 
     moved = wide.to(device)
     parts = moved[:, :-1].split([heads, kv_heads, kv_heads], 1)
     there = HeadNorms(norms[0].to(device), norms[1].to(device), norms[2]) if norms else None
-    new = paged.Newest(parts[1], parts[2], Rotation(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device))
+    new = boxes.Newest(parts[1], parts[2], Rotation(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device))
     cache = before.to(device)
     for _ in range(2):  # the second time with what the first left in the counters
         run(parts[0], cache, new)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from phalanx.kernels import attention, prompt
+from phalanx.kernels import attention, boxes
 from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
 from phalanx.kernels.rope import HeadNorms, Rotation, rope_write
 
@@ -137,12 +137,14 @@ def test_soft_cap_against_its_formula():
     assert not torch.allclose(paged_attention(q, keys, values, rows, Scores(0.25)), want, atol=0.1)
 
 
-def test_which_prompts_suit_cudnn():
+def test_which_prompts_suit_cudnn(monkeypatch):
     rows = make_rows([4096], [4096], 16, 300)
-    q = torch.empty(4096, 2, 64, dtype=torch.bfloat16, device="meta")
-    assert attention._suits_cudnn(q, rows, 0, Scores(0.1))
-    assert not attention._suits_cudnn(q, rows, 0, Scores(0.1, window=100))
-    assert not attention._suits_cudnn(q, rows, 0, Scores(0.1, cap=50.0))
+    q, keys = (torch.empty(*shape, 2, 64, dtype=torch.bfloat16, device="meta") for shape in ((4096,), (300, 16)))
+    assert attention._suits_cudnn(q, keys, rows, 0, Scores(0.1))
+    assert not attention._suits_cudnn(q, keys, rows, 0, Scores(0.1, window=100))
+    assert not attention._suits_cudnn(q, keys, rows, 0, Scores(0.1, cap=50.0))
+    monkeypatch.setattr(attention.boxes, "suits_prompts", lambda *_: True)
+    assert not attention._suits_cudnn(q, keys, rows, 0, Scores(0.1))
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -216,7 +218,7 @@ def test_decode_kernel_in_the_interpreter():
 
 def test_prompts_as_hopper_takes_them():
     """128 rows at most of one sequence each, the ones with the most keys first."""
-    work = prompt.work([1, 1, 300, 130, 5], [9, 3, 300, 200, 1000], 2, 5)
+    work = boxes.work([1, 1, 300, 130, 5], [9, 3, 300, 200, 1000], 2, 5)
     assert work.dtype == "int32" and not work[:, 5:].any()
     assert work[:, :5].tolist() == [  # sequence, first row, rows, position of the first, length
         [4, 432, 5, 995, 1000], [2, 258, 44, 256, 300], [2, 130, 128, 128, 300], [3, 430, 2, 198, 200],

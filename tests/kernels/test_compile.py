@@ -7,10 +7,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from phalanx.kernels import allreduce, jit
+from phalanx.kernels import allreduce, boxes, jit
 from phalanx.kernels.rope import HeadNorms, Rotation
 from phalanx.rank import exits
 
+LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
+OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512)),
     ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64)),
@@ -22,8 +24,11 @@ PROGRAMS = [
     ("staged", dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1)),
     ("staged", dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0)),
     ("staged", dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0)),
-    ("prompt", dict(T=torch.bfloat16, HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, STAGES=6, WINDOW=0, CAPPED=0)),
-    ("prompt", dict(T=torch.float16, HEADS=12, KV_HEADS=12, DIM=64, SIZE=128, BOX=64, STAGES=8, WINDOW=9, CAPPED=1)),
+    ("prompt", dict(T=torch.bfloat16, **LLAMA, STAGES=3)),
+    ("prompt", dict(T=torch.float16, **OTHER, STAGES=6)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, STAGES=3, LEAST=4, TURN=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **OTHER, STAGES=5, LEAST=4, TURN=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, STAGES=3, LEAST=4, TURN=0, NORM=0)),
     ("inputs", dict(T=torch.int64)),
     ("gather", dict(T=torch.bfloat16, V=8)),
     ("gather", dict(T=torch.float32, V=1)),
@@ -95,7 +100,7 @@ def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap
     wide, cache = torch.zeros(2, heads + 2 * kv_heads, dim, dtype=dtype), torch.zeros(2, 3, 16, kv_heads, dim).to(dtype)
     q, k, v = wide.split([heads, kv_heads, kv_heads], 1)
     norms = HeadNorms(wide[0, 0], wide[0, 0], 1e-6) if normed else None
-    new = paged.Newest(k, v, Rotation(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
+    new = boxes.Newest(k, v, Rotation(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
     tables, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     new = None if normed is None else new
     paged.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, splits, new)

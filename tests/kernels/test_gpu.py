@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from phalanx.kernels import activation, attention, embedding, jit, largest, linear, norm, rope, skinny
+from phalanx.kernels import activation, attention, boxes, embedding, jit, largest, linear, norm, rope, skinny
 from phalanx.kernels.attention import Scores
 
 from . import decoding
@@ -13,6 +13,9 @@ from .test_attention import make_caches, make_rows
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KINDS = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
 NAN = float("nan")
+engine = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="needs the copy engine of sm_90"
+)
 
 
 def near(got, want, bound):
@@ -142,7 +145,7 @@ def test_attention_soft_caps(window, cap, dim, dtype, bound):
 def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
     """Rows and keys that end in the middle of a tile, at its end and just past it, with and without keys before."""
     if by_triton:
-        monkeypatch.setattr(attention.prompt, "suits", lambda *_: False)
+        monkeypatch.setattr(attention.boxes, "suits", lambda *_: False)
     for block_size, window, before in ((16, 0, 0), (8, 0, 33), (128, 0, 200), (64, 90, 64), (32, 0, 1000)):
         lens = [2, 63, 64, 65, 127, 128, 129, 500, 1024]
         random.Random(before).shuffle(lens)
@@ -178,6 +181,21 @@ def test_decode_kernel_random_shapes():
     for i, case in enumerate(decoding.random_cases(15)):
         dtype, bound = KINDS[i % 3]
         decoding.check(case, dtype, max(bound, 1e-5), "cuda")
+
+
+@engine
+@pytest.mark.parametrize("dtype, bound", KINDS[1:])
+@pytest.mark.parametrize("case", decoding.BOXES)
+def test_decode_by_boxes(case, dtype, bound):
+    decoding.check(case, dtype, bound, "cuda", by_boxes=True)
+    assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
+
+
+@engine
+def test_decode_by_boxes_random_shapes():
+    for i, case in enumerate(decoding.random_boxes(40)):
+        dtype, bound = KINDS[1 + i % 2]
+        decoding.check(case, dtype, bound, "cuda", by_boxes=True)
 
 
 @pytest.mark.parametrize("turned", [64, 32])
@@ -238,7 +256,7 @@ def test_one_kernel_in_a_graph():
             found = out.clone()
             near(found, step(), 2e-3)
             alone = torch.empty_like(q, memory_format=torch.contiguous_format)
-            new = paged.Newest(k, v, *rest, rows.slots)
+            new = boxes.Newest(k, v, *rest, rows.slots)
             paged.decode(q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, *Scores(0.125), 1, new)
             near(found, alone.flatten(1), 2e-3)
         assert not jit.counters(q.device, stream.cuda_stream).any()
@@ -265,7 +283,7 @@ def gate(y, dtype):
     return first.sigmoid() * first * second
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="needs sm_90")
+@engine
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     "outputs, inputs, dtype",

@@ -1,0 +1,137 @@
+"""Attention over the paged cache, whose blocks the copy engine brings: cuda/decode.cu, and cuda/prompt.cu on Hopper."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import jit
+from .chip import SHARED, chip
+from .rope import HeadNorms, Rotation
+
+LOG2_E = 1.4426950408889634
+DIMS = 64, 128  # head sizes
+
+# Of decode.cu.
+TILE = 64  # tokens
+SEQUENCES = 512  # at most: a block counts their tiles
+LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
+WARPS = 4
+# Of prompt.cu.
+ROWS, KEYS = 128, 128  # of queries that a block takes at once, and of keys
+STAGES = {64: 6, 128: 3}  # tiles of keys, and as many of values, that lie in shared memory, by head size
+
+
+class Newest(NamedTuple):
+    """The step's tokens as rope_write takes them, rotation over whole heads; kernels/cache.py explains slots."""
+
+    k: Tensor  # [n, kv_heads, head_dim], heads side by side, as in v
+    v: Tensor
+    turn: Rotation
+    norms: HeadNorms | None
+    slots: Tensor  # [n] int64; negative: not written
+
+
+def suits(q: Tensor, keys: Tensor) -> bool:
+    """Whether `decode` takes q [n, heads, dim], n <= SEQUENCES, and caches like keys [blocks, size, kv_heads, dim]."""
+    size, dim = keys.shape[1], q.shape[2]
+    if not q.is_cuda or not chip(q.device).engine or q.element_size() != 2 or q.dtype != keys.dtype:
+        return False
+    whole = math.gcd(size, TILE) >= 8  # a box is of one block, and 8 rows are a swizzle
+    aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
+    side_by_side = q.stride()[1:] == (dim, 1) and keys.is_contiguous()
+    return dim in DIMS and whole and aligned and side_by_side and q.shape[1] <= 16 * keys.shape[2]
+
+
+def suits_prompts(q: Tensor, keys: Tensor) -> bool:
+    """Whether `prompts` takes q [T, heads, dim] and caches like keys."""
+    return suits(q, keys) and chip(q.device).hopper
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
+    cap: float, newest: Newest | None = None,
+) -> None:  # fmt: skip
+    """The newest token of each of n sequences, as paged.decode: q and out [n, heads, head_dim], out contiguous.
+
+    With `newest`, q is neither normed nor turned yet, and the caches do not hold these tokens yet.
+    """
+    (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
+    group, box = heads // kv_heads, math.gcd(size, TILE)
+    stages, shared = _decode_room(group, dim)
+    kernel = jit.kernel(
+        "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, STAGES=stages,
+        LEAST=LEAST, TURN=int(newest is not None), NORM=int(newest is not None and newest.norms is not None),
+        WINDOW=window, CAPPED=int(cap > 0),
+    )  # fmt: skip
+    grid = max(2 * chip(q.device).processors, kv_heads)
+    parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
+    sums = parts.view(-1)[grid * 2 * group * dim :]
+    arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
+    # What a kernel of turned tokens does not touch.
+    k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
+    q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
+    of_k, of_v = _caches(keys, values, box)
+    kernel(
+        (grid, 1, 1), (WARPS + 2) * 32, of_k, of_v, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables,
+        lengths, out, parts, sums, arrived, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
+        float(eps), float(cap), shared=shared,
+    )  # fmt: skip
+
+
+def _decode_room(group: int, dim: int) -> tuple[int, int]:
+    """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out."""
+    rows = 16 if group > 8 else 8
+    heads = rows * (dim + 8) * 2 + dim * 2 + 64
+    rest = 1024 + WARPS * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
+    tile = 2 * TILE * dim * 2
+    stages = min(6, (SHARED - rest) // tile)
+    return stages, rest + stages * tile
+
+
+def work(query_lens: list[int], kv_lens: list[int], first: int, stop: int) -> np.ndarray:
+    """What blocks take one by one, the longest first: [n, 8] int32 of sequence, first row, rows, position, length.
+
+    Of sequences first:stop, whose query_lens[i] newest tokens of kv_lens[i] are in the step, row after row.
+    """
+    items = []
+    row = sum(query_lens[:first])
+    for i in range(first, stop):
+        count, length = query_lens[i], kv_lens[i]
+        for at in range(0, count, ROWS):
+            items.append((i, row + at, min(ROWS, count - at), length - count + at, length, 0, 0, 0))
+        row += count
+    items.sort(key=lambda item: -(item[2] + item[3]))
+    return np.array(items, np.int32)
+
+
+def prompts(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, items: Tensor, out: Tensor,
+    scale: float, window: int, cap: float,
+) -> None:  # fmt: skip
+    """The rows of `items`, which is work() on the device; q and out [T, heads, dim], out contiguous."""
+    (rows, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
+    stages, box = STAGES[dim], math.gcd(size, KEYS)
+    shared = 1024 + (ROWS + 2 * stages * KEYS) * dim * 2
+    kernel = jit.kernel(
+        "prompt", "prompt", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, STAGES=stages,
+        WINDOW=window, CAPPED=int(cap > 0),
+    )  # fmt: skip
+    of_q = jit.boxes(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
+    of_k, of_v = _caches(keys, values, box)
+    grid = min(chip(q.device).processors, len(items) * heads)
+    kernel(
+        (grid, 1, 1), 384, of_q, of_k, of_v, items, len(items), tables, tables.stride(0), out, scale * LOG2_E,
+        float(cap), shared=shared,
+    )  # fmt: skip
+
+
+def _caches(keys: Tensor, values: Tensor, box: int) -> tuple[jit.Map, jit.Map]:
+    blocks, size, kv_heads, dim = keys.shape
+    width = kv_heads * dim
+    of_k, of_v = (jit.boxes(x.data_ptr(), blocks * size, width, box, width) for x in (keys, values))
+    return of_k, of_v

@@ -1,0 +1,56 @@
+// What a warp does with tensor cores: tiles of 8 rows of 16 bytes from shared memory, and products of them, from sm_80 on.
+
+template <int N> __device__ inline void load(unsigned (&y)[N], unsigned from) {
+    if constexpr (N == 4)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
+                     : "r"(from) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(y[0]), "=r"(y[1]) : "r"(from) : "memory");
+}
+
+// Each tile across: a lane has elements of a column.
+__device__ inline void load_across(unsigned (&y)[4], unsigned from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
+                 : "r"(from) : "memory");
+}
+
+// c [16, 8] += a [16, 16] b [16, 8].
+template <class E>
+__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+#define MULTIPLY(type, name)                                                                                            \
+    template <>                                                                                                         \
+    __device__ inline void multiply<type>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {            \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0, %1, %2, %3}, "                   \
+                     "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                                    \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                   \
+    }
+MULTIPLY(bf16, "bf16")
+MULTIPLY(f16, "f16")
+#undef MULTIPLY
+
+template <class E> __device__ inline unsigned both(float a, float b);  // a in the lower half
+template <> __device__ inline unsigned both<bf16>(float a, float b) {
+    unsigned y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+}
+template <> __device__ inline unsigned both<f16>(float a, float b) {
+    unsigned y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+}
+
+__device__ inline float power(float x) {  // of 2
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A score to the base 2 from a product, softly capped where CAP: cap tanh(x / cap). `scale` has log2(e) in it.
+template <bool CAP> __device__ inline float score(float product, float scale, float cap) {
+    const float c = cap * 1.4426950408889634f;
+    return CAP ? c - 2 * c / (power(product * scale * (2 / cap)) + 1) : product * scale;
+}
