@@ -32,7 +32,7 @@ SOURCES = Path(__file__).parent / "cuda"
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "long long"}
 
 COUNTERS = 1 << 16
-_TWO_BYTES, _SWIZZLE_128, _PROMOTE_256 = 1, 3, 3  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._SWIZZLE_128B, ..._L2_256B
+_TWO_BYTES, _SWIZZLE_128, _PROMOTE_128 = 1, 3, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._SWIZZLE_128B, ..._L2_128B
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -61,7 +61,7 @@ class Map:
         u32, u64 = ctypes.c_uint32, ctypes.c_uint64
         status = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address), _TWO_BYTES, u32(2), ctypes.c_void_p(start), (u64 * 2)(columns, rows),
-            (u64 * 1)(pitch * 2), (u32 * 2)(64, height), (u32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
+            (u64 * 1)(pitch * 2), (u32 * 2)(64, height), (u32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_128, 0,
         )  # fmt: skip
         _check(status, f"describing {rows} x {columns} elements in boxes of {height} rows")
 
