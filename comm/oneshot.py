@@ -62,7 +62,8 @@ class OneShotComm(NcclComm):
 
 def all_reduce_add_norm(group: Comm, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of `residual` plus the group's sum of x, and that new residual; [T, H], both may be overwritten."""
-    done = group.all_reduce_add_norm(x, residual, weight, eps) if isinstance(group, OneShotComm) else None
+    fused = getattr(group, "all_reduce_add_norm", None)
+    done = fused(x, residual, weight, eps) if fused else None
     return done or add_rms_norm(group.all_reduce(x), residual, weight, eps)
 
 

@@ -7,39 +7,10 @@ reordered and contracted, so that they are computed in vectors; infinities and N
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
-from llvmlite.binding import get_host_cpu_name
 
-from ..rank.exits import Stop
-from . import jit
-
-
-def _cache() -> str:
-    """Where this node keeps what was compiled for its kind of processor; "" where nothing can be kept."""
-    try:
-        return str(jit.cache_folder() / f"numba-{get_host_cpu_name()}")
-    except (OSError, Stop):
-        return ""
-
-
-numba.config.CACHE_DIR = _cache()
-
-
-def compiled(signature: str) -> Any:
-    """Compile now, or take what this node has compiled before: no step waits for a compiler."""
-    options = dict(fastmath={"reassoc", "contract", "nsz"}, nogil=True, error_model="numpy")
-
-    def make(function: Any) -> Any:
-        try:
-            return numba.njit(f"void({signature})", cache=bool(numba.config.CACHE_DIR), **options)(function)
-        except Exception:  # what was kept is damaged, or no more can be kept: this process compiles for itself
-            return numba.njit(f"void({signature})", **options)(function)
-
-    return make
-
+from .compiler import LINES, compiled, dots, load, store
 
 F = np.float32
 LOG2_E, LN2_HIGH, LN2_LOW = F(1.4426950408889634), F(0.693359375), F(-2.12194440e-4)
@@ -97,6 +68,9 @@ def linear(x, weight, y):
         while m + 4 <= rows:
             _four_by_four(x, weight, y, m, o, inputs)
             m += 4
+        while m < rows and inputs % LINES == 0:
+            y[m, o], y[m, o + 1], y[m, o + 2], y[m, o + 3] = dots(x, m, weight, o, inputs)
+            m += 1
         while m < rows:
             a, b, c, d = F(0), F(0), F(0), F(0)
             for i in range(inputs):
@@ -113,6 +87,27 @@ def linear(x, weight, y):
             for i in range(inputs):
                 a += x[m, i] * weight[o, i]
             y[m, o] = a
+
+
+@compiled("i8[::1], f4[:,::1], i8, f4[:,::1]")
+def embedding(ids, weight, start, y):
+    """y[t] = weight[ids[t] - start], zeros where there is no such row."""
+    for t in range(len(ids)):
+        row = ids[t] - start
+        here = 0 <= row < weight.shape[0]
+        for i in range(weight.shape[1]):
+            y[t, i] = weight[row, i] if here else F(0)
+
+
+@compiled("f4[:,:,::1], i8[::1], f4[:,:,:,::1]")
+def rotation(table, positions, turn):
+    """turn [2, T, 1, r]: cosines and sines of kernels/rope.py's Rotation."""
+    half = table.shape[2]
+    for t in range(len(positions)):
+        for i in range(half):
+            cos, sin = table[positions[t], 0, i], table[positions[t], 1, i]
+            turn[0, t, 0, i], turn[0, t, 0, half + i] = cos, cos
+            turn[1, t, 0, i], turn[1, t, 0, half + i] = -sin, sin
 
 
 @compiled("f4[:,::1], f4[::1], f4, f4[:,::1]")
@@ -279,3 +274,82 @@ def attend(q, row, keys, values, tables, lengths, scale, window, out):
                 for g in range(group):
                     _mix(scores[g, i:], values, block, offset, here, kv, out[b, kv * group + g])
                 i += here
+
+
+LOOKS = 100_000  # for another rank, some 40 us
+
+
+@compiled("f4[::1], f4[:,:,::1], i8[::1], i8, i8", "b1")
+def all_reduce(x, slots, counts, rank, call):
+    """x = the sum of all ranks' x in this call; False: some are not here yet, and the same has to be called again.
+
+    slots [2, ranks, most elements] and counts [ranks lines] are shared by the ranks, which count their calls.
+    """
+    parts, ranks = slots[call & 1], slots.shape[1]
+    for i in range(len(x)):
+        parts[rank, i] = x[i]
+    store(counts, rank * (len(counts) // ranks), call)
+    for other in range(ranks):
+        looks = 0
+        while load(counts, other * (len(counts) // ranks)) < call:
+            looks += 1
+            if looks == LOOKS:
+                return False
+    for i in range(len(x)):
+        x[i] = parts[0, i]
+    for other in range(1, ranks):
+        for i in range(len(x)):
+            x[i] += parts[other, i]
+    return True
+
+
+@compiled("f4[:,::1], f4[:,::1], f4[::1], f4, f4[:,:,::1], i8[::1], i8, i8", "b1")
+def all_reduce_add_norm(x, residual, weight, eps, slots, counts, rank, call):
+    """add_rms_norm of the sum of all ranks' x."""
+    here = all_reduce(x.reshape(-1), slots, counts, rank, call)
+    if here:
+        add_rms_norm(x, residual, weight, eps)
+    return here
+
+
+@compiled(
+    "f4[:,::1], f4[:,::1], f4[::1], f4, f4[:,::1], i8, i8, i8, f4[:,::1], f4[:,:,:,::1], f4[:,:,:,::1], f4, i8, "
+    "f4[::1], f4[::1], f4, f4[:,:,::1], f4[:,:,::1], i8[::1], i4[:,::1], i4[::1], f4[:,:,::1], i8[::1], i8, i8",
+    "b1",
+)
+def attention(
+    x, residual, weight, epsilon, qkv_weight, heads, kv_heads, dim, out_weight, keys, values, scale, window, q_weight,
+    k_weight, eps, cos, sin, slots, tables, lengths, board, counts, rank, call
+):  # fmt: skip
+    """A layer's half of decoding rows: x = what they attend to times out_weight, where qkv_weight makes q, k and v.
+
+    Before, all_reduce_add_norm of x, unless `call` is 0.
+    """
+    if call and not all_reduce_add_norm(x, residual, weight, epsilon, board, counts, rank, call):
+        return False
+    tokens, row = x.shape[0], qkv_weight.shape[0]
+    qkv = np.empty((tokens, row), np.float32)
+    linear(x, qkv_weight, qkv)
+    q = qkv.reshape(-1)
+    k, v = q[heads * dim :], q[(heads + kv_heads) * dim :]
+    key_rows, value_rows = keys.reshape(-1, kv_heads * dim), values.reshape(-1, kv_heads * dim)
+    rope_write(
+        q, k, v, row, row, row, heads, kv_heads, dim, cos, sin, q_weight, k_weight, eps, key_rows, value_rows, slots
+    )
+    out = np.empty((tokens, heads, dim), np.float32)
+    attend(q, row, keys, values, tables, lengths, scale, window, out)
+    linear(out.reshape(tokens, heads * dim), out_weight, x)
+    return True
+
+
+@compiled("f4[:,::1], f4[:,::1], f4[::1], f4, f4[:,::1], f4[:,::1], f4[:,:,::1], i8[::1], i8, i8", "b1")
+def feed_forward(x, residual, weight, eps, gate_up_weight, down_weight, board, counts, rank, call):
+    """A layer's other half, in the same way."""
+    if call and not all_reduce_add_norm(x, residual, weight, eps, board, counts, rank, call):
+        return False
+    both = np.empty((x.shape[0], gate_up_weight.shape[0]), np.float32)
+    linear(x, gate_up_weight, both)
+    inner = np.empty((x.shape[0], gate_up_weight.shape[0] // 2), np.float32)
+    silu_mul(both, inner)
+    linear(inner, down_weight, x)
+    return True

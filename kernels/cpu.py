@@ -6,6 +6,7 @@ import functools
 import logging
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,14 @@ def one_core(x: Tensor, most: int = MOST_ROWS) -> ModuleType | None:
     """kernels/compiled.py, if it takes x [T, ...] and is faster; None: torch is to do it."""
     few = 0 < len(x) <= most and x.dtype == torch.float32 and x.device.type == "cpu"
     return _compiled() if few and torch.get_num_threads() == 1 else None
+
+
+def array(x: Tensor) -> np.ndarray:
+    """x's memory, of a tensor that is used more than once and stays where it is: a weight, a cache, a step's input."""
+    kept = x.__dict__
+    if "array" not in kept:
+        kept["array"] = x.numpy()
+    return kept["array"]
 
 
 def flat(x: Tensor) -> Tensor:

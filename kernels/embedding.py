@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 from . import jit
+from .cpu import MOST_ROWS, one_core
 
 
 def embedding(ids: Tensor, weight: Tensor, start: int = 0, whole: bool = True) -> Tensor:
     """Row ids[t] - start of weight [V, H] for each t: [T, H]. Unless `whole`, an id outside the table gives zeros."""
     if ids.is_cuda:
         return embedding_cuda(ids, weight, start)
+    if len(ids) <= MOST_ROWS and weight.is_contiguous() and (compiled := one_core(weight, len(weight))):
+        rows = weight.new_empty(len(ids), weight.shape[1])
+        compiled.embedding(ids.contiguous().numpy(), weight.numpy(), start, rows.numpy())
+        return rows
     return embedding_reference(ids, weight, start, whole)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import jit
 from .cache import cache_write_reference
-from .cpu import flat, one_core
+from .cpu import MOST_ROWS, array, flat, one_core
 from .norm import rms_norm_reference
 
 ENOUGH = 256  # tokens, on GPUs: a warp does several heads of one, for which cosines and sines are read once
@@ -42,6 +42,10 @@ def rotation(table: Tensor, positions: Tensor) -> Rotation:
     """table [positions, 2, r/2] f32: cosines and sines; positions [T] int64."""
     if positions.is_cuda:
         return rotation_cuda(table, positions)
+    if table.is_contiguous() and (compiled := one_core(table, len(table))) and len(positions) <= MOST_ROWS:
+        turn = table.new_empty(2, len(positions), 1, 2 * table.shape[2])
+        compiled.rotation(array(table), positions.numpy(), turn.numpy())
+        return Rotation(*turn)
     return rotation_reference(table, positions)
 
 

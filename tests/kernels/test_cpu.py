@@ -63,11 +63,16 @@ def test_more_rows_and_other_types_and_more_threads_are_left_to_torch(calls):
     assert calls == []
 
 
+def forget(monkeypatch):
+    for name in ("compiled", "compiler"):
+        monkeypatch.delitem(sys.modules, f"phalanx.kernels.{name}")
+        monkeypatch.delattr(phalanx.kernels, name)
+
+
 @pytest.fixture
 def found_anew(monkeypatch):
     """compiled.py is not imported yet; whatever is made of it here is forgotten."""
-    monkeypatch.delitem(sys.modules, "phalanx.kernels.compiled")
-    monkeypatch.delattr(phalanx.kernels, "compiled")
+    forget(monkeypatch)
     monkeypatch.setattr(cpu, "_compiled", find)
     find.cache_clear()
     yield
@@ -99,8 +104,7 @@ def test_a_cache_that_is_no_use_is_done_without(monkeypatch, found_anew, tmp_pat
         assert len(files) > 5
         for file in files:
             file.write_bytes(b"")
-        monkeypatch.delitem(sys.modules, "phalanx.kernels.compiled")
-        monkeypatch.delattr(phalanx.kernels, "compiled")
+        forget(monkeypatch)
         find.cache_clear()
     else:
         (tmp_path / f"phalanx-kernels-{jit.os.getuid()}").touch()
@@ -155,7 +159,7 @@ def test_rope_write(calls, rows, heads, kv_heads, dim, rotated, normed):
         found.append((write(q, k, v, turn, norms, caches, slots), *caches))
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
-    assert calls == ["rope_write"]
+    assert calls == ["rotation", "rope_write"]
 
 
 @pytest.mark.parametrize("lengths", [[1], [16], [5, 40, 33], [100] * 20])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
+from ....kernels.halves import feed_forward
 from ....kernels.rope import Rotation
 from ...exits import MODEL, Stop
 from .. import base
@@ -36,9 +37,10 @@ class Attention(nn.Module):
         self.o_proj = Row(heads * dim, hidden, mesh, bias)
         self.attention = PagedAttention(dim, local)
 
-    def forward(self, x: Tensor, turn: Rotation, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj.split(x)
-        return self.o_proj(self.attention(q, k, v, turn, batch))
+    def forward(
+        self, x: Tensor, residual: Tensor | None, norm: StreamNorm, turn: Rotation, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        return self.attention(x, residual, norm, self.qkv_proj, self.o_proj, turn, batch)
 
 
 class MLP(nn.Module):
@@ -48,8 +50,8 @@ class MLP(nn.Module):
         self.gate_up_proj = Gated(hidden, inner, mesh, args.mlp_bias)
         self.down_proj = Row(inner, hidden, mesh, args.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj(x))
+    def forward(self, x: Tensor, residual: Tensor, norm: StreamNorm) -> tuple[Tensor, Tensor]:
+        return feed_forward(x, residual, norm, self.gate_up_proj.product, self.down_proj.product)
 
 
 class Layer(base.Layer):
@@ -63,10 +65,8 @@ class Layer(base.Layer):
         self.mlp = MLP(args, mesh)
 
     def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, turn, batch)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn(x, residual, self.input_layernorm, turn, batch)
+        return self.mlp(x, residual, self.post_attention_layernorm)
 
 
 class Model(base.Model):

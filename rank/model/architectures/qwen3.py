@@ -10,7 +10,7 @@ from ....comm.mesh import Mesh
 from ....kernels.rope import Rotation
 from ..batch import Batch
 from ..layers.attention import PagedAttention
-from ..layers.norm import RMSNorm
+from ..layers.norm import RMSNorm, StreamNorm
 from . import llama
 
 
@@ -36,9 +36,11 @@ class Attention(llama.Attention):
         self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps)
         self.attention = PagedAttention(args.head_dim, local, args.window(index))
 
-    def forward(self, x: Tensor, turn: Rotation, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj.split(x)
-        return self.o_proj(self.attention(q, k, v, turn, batch, (self.q_norm, self.k_norm)))
+    def forward(
+        self, x: Tensor, residual: Tensor | None, norm: StreamNorm, turn: Rotation, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        norms = self.q_norm, self.k_norm
+        return self.attention(x, residual, norm, self.qkv_proj, self.o_proj, turn, batch, norms)
 
 
 class Layer(llama.Layer):

@@ -1,36 +1,41 @@
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ....kernels.attention import Scores, write_and_attend
+from ....kernels.attention import Scores
+from ....kernels.halves import attention
 from ....kernels.rope import HeadNorms, Rotation
 from ..batch import Batch
-from .norm import RMSNorm
+from .linear import QKV, Row
+from .norm import RMSNorm, StreamNorm
 
 
-class PagedAttention(nn.Module):
+class PagedAttention:
     """Turns queries and keys, writes the step's keys and values to a layer's cache and attends to all that it holds.
 
     `layer` counts this stage's layers: it chooses the cache.
     """
 
     def __init__(self, head_dim: int, layer: int, window: int = 0):
-        super().__init__()
         self.layer = layer
         self.scores = Scores(scale=head_dim**-0.5, window=window)
 
-    def forward(
+    def __call__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: StreamNorm,
+        qkv: QKV,
+        out: Row,
         turn: Rotation,
         batch: Batch,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
-    ) -> Tensor:
-        """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]. Returns [T, heads * head_dim].
+    ) -> tuple[Tensor, Tensor]:
+        """Of what `norm` makes of x and residual [T, hidden], qkv makes queries, keys and values.
 
-        norms: what each head of q and of k passes before it is turned. q, k and v may be overwritten.
+        Returns `out`'s part of a sum, [T, hidden], and the new residual. norms: what each head of q and of k passes
+        before it is turned.
         """
         heads = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
-        return write_and_attend(q, k, v, turn, heads, batch.caches[self.layer], batch, self.scores)
+        cache = batch.caches[self.layer]
+        return attention(x, residual, norm, qkv.product, qkv.heads, out.product, turn, heads, cache, batch, self.scores)

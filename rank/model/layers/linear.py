@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ....comm.mesh import Mesh
-from ....kernels.linear import gated_linear, linear
+from ....kernels.halves import Heads, Product
 from ..weights.slicing import Field, Sliced, pack_weight
 from .shard import Span, even, key_heads, scaled, whole
 
@@ -25,10 +25,7 @@ class Linear(Sliced):
 
     def finish(self) -> None:
         pack_weight(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, inputs of this rank]. Returns [T, outputs of this rank]."""
-        return linear(x, self.weight, self.bias)
+        self.product = Product(self.weight, self.bias)
 
 
 class Gated(Linear):
@@ -41,10 +38,6 @@ class Gated(Linear):
         part = even(outputs, mesh.tensor.rank, mesh.tensor.size)
         super().__init__(whole(inputs), (part, part), bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, inputs]. Returns [T, outputs of this rank]."""
-        return gated_linear(x, self.weight, self.bias)
-
 
 class QKV(Linear):
     """Queries, keys and values of this rank's heads; key heads are replicated where there are fewer than ranks."""
@@ -55,14 +48,7 @@ class QKV(Linear):
         keys = key_heads(kv_heads, tensor.rank, tensor.size)
         outputs = tuple(scaled(span, head_dim) for span in (queries, keys, keys))
         super().__init__(whole(inputs), outputs, bias)
-        self.heads = [queries.width, keys.width, keys.width]
-        self.head_dim = head_dim
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, inputs]. Returns q [T, heads, head_dim] and k, v [T, kv_heads, head_dim]: views of one tensor."""
-        y = super().forward(x)
-        q, k, v = y.view(len(x), sum(self.heads), self.head_dim).split(self.heads, dim=1)
-        return q, k, v
+        self.heads = Heads(queries.width, keys.width, head_dim)
 
 
 class Row(Linear):
@@ -76,6 +62,7 @@ class Row(Linear):
         super().__init__(even(inputs, tensor.rank, tensor.size), (whole(outputs),), bias)
         self.adds_bias = tensor.rank == 0  # once, not once per rank
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, inputs of this rank]. Returns [T, outputs], this rank's part of the sum."""
-        return linear(x, self.weight, self.bias if self.adds_bias else None)
+    def finish(self) -> None:
+        super().finish()
+        if not self.adds_bias:
+            self.product = Product(self.weight)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ....comm.mesh import Mesh
 from ....comm.oneshot import all_reduce_add_norm
 from ....kernels import norm
+from ....kernels.board import Board
 from ..weights.slicing import Field, Sliced
 from .shard import whole
 
@@ -31,6 +32,7 @@ class StreamNorm(RMSNorm):
     def __init__(self, size: int, eps: float, mesh: Mesh):
         super().__init__(size, eps)
         self.tensor = mesh.tensor
+        self.board: Board | None = getattr(mesh.tensor, "board", None)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [T, H] is this rank's part of what is added: their sum over the tensor group goes to the residual.

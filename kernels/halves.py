@@ -1,0 +1,126 @@
+"""The halves of a layer, from its norm to this rank's part of what it adds to the stream.
+
+Each is made of other operations. Steps of few rows on one core are one compiled function, as the calls between the
+operations, whose code has to come from memory each time, would take as long as the sums over ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .attention import Rows, Scores, write_and_attend
+from .board import Board
+from .cpu import array, one_core
+from .linear import gated_linear, linear
+from .rope import HeadNorms, Rotation
+
+NONE = np.zeros(0, np.float32)
+NOBODY = np.zeros((2, 0, 0), np.float32), np.zeros(0, np.int64), 0, 0  # a board on which there is no call
+
+
+@dataclass
+class Product:
+    """What `linear` multiplies by."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @functools.cached_property
+    def array(self) -> np.ndarray | None:
+        """The weight as compiled functions take it; None: they do not."""
+        plain = self.weight.device.type == "cpu" and not self.weight.is_mkldnn and self.weight.dtype == torch.float32
+        return self.weight.numpy() if plain and self.bias is None else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Heads(NamedTuple):
+    """How the outputs of queries', keys' and values' common product are cut."""
+
+    queries: int
+    keys: int  # and as many values
+    dim: int
+
+
+class Norm(Protocol):
+    """The norm before a half: rank/model/layers/norm.py's."""
+
+    eps: float
+    board: Board | None  # over which the sum goes
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of residual and the ranks' sum of x, and the new residual."""
+
+
+def attention(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm,
+    qkv: Product,
+    heads: Heads,
+    out: Product,
+    turn: Rotation,
+    norms: HeadNorms | None,
+    cache: tuple[Tensor, Tensor],
+    rows: Rows,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    """x, residual [T, hidden] pass the norm; returns out of write_and_attend of qkv of it, and the new residual."""
+    plain = qkv.array is not None and out.array is not None and not scores.cap
+    if plain and (step := _step(x, turn, cache, rows)):
+        compiled, shared = step
+        weights = (array(norms[0]), array(norms[1]), norms[2]) if norms else (NONE, NONE, 0.0)
+        caches = array(cache[0]), array(cache[1])
+        inputs = (qkv.array, *heads, out.array, *caches, scores.scale, scores.window, *weights, *shared)
+        return _half(compiled.attention, x, residual, norm, inputs)
+    x, residual = norm.add(x, residual)
+    parts = [heads.queries, heads.keys, heads.keys]
+    q, k, v = qkv(x).view(len(x), sum(parts), heads.dim).split(parts, dim=1)
+    return out(write_and_attend(q, k, v, turn, norms, cache, rows, scores)), residual
+
+
+def feed_forward(
+    x: Tensor, residual: Tensor | None, norm: Norm, gate_up: Product, down: Product
+) -> tuple[Tensor, Tensor]:
+    """x, residual [T, hidden] pass the norm; returns down of gated_linear of it, and the new residual."""
+    if gate_up.array is not None and down.array is not None and (compiled := one_core(x)):
+        inputs = gate_up.array, down.array
+        return _half(compiled.feed_forward, x, residual, norm, inputs)
+    x, residual = norm.add(x, residual)
+    return down(gated_linear(x, gate_up.weight, gate_up.bias)), residual
+
+
+def _half(
+    function: Callable[..., bool], x: Tensor, residual: Tensor | None, norm: Norm, inputs: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """The half of what norm.add makes of x, in place; with a board the function does norm.add as well."""
+    if residual is not None and norm.board is not None and norm.board.takes(x):
+        norm.board.meet(function, array(x), array(residual), array(norm.weight), norm.eps, *inputs)
+    else:
+        x, residual = norm.add(x, residual)
+        function(array(x), array(residual), array(norm.weight), norm.eps, *inputs, *NOBODY)
+    return x, residual
+
+
+def _step(
+    x: Tensor, turn: Rotation, cache: tuple[Tensor, Tensor], rows: Rows
+) -> tuple[ModuleType, tuple[np.ndarray, ...]] | None:
+    """Of a step that is compiled what all layers share; the first one finds it."""
+    if "compiled" not in rows.scratch:
+        decodes = rows.num_decodes == len(x) and cache[0].dtype == torch.float32
+        compiled = one_core(x) if decodes else None
+        tensors = [*turn, rows.slots, rows.block_tables, rows.lengths]
+        rows.scratch["compiled"] = (compiled, tuple(map(array, tensors))) if compiled else None
+    return rows.scratch["compiled"]
