@@ -187,7 +187,11 @@ class Rank:
         except ValueError as error:
             raise exits.Stop(str(error), exits.USAGE) from None
         if device.type == "cpu":
-            return replicas, mesh.build(self.world, tp, pp)
+            if isinstance(self.world, threads.ThreadComm):
+                return replicas, mesh.build(self.world, tp, pp)
+            from ..comm.shared import SharedComm
+
+            return replicas, mesh.build(self.world, tp, pp, carry_tensor=SharedComm)
         from ..comm.nccl import NcclComm
         from ..comm.oneshot import OneShotComm
 

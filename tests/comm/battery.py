@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib.util import find_spec
 
 import torch
 from phalanx.comm import control, mesh
@@ -107,10 +108,30 @@ def all_of_it(comm, line) -> None:
     plans(comm, line)
 
 
+def over_shared_memory(world) -> None:
+    """What SharedComm takes and what it leaves to MPI, and that all ranks get the same bits."""
+    from phalanx.comm import shared
+
+    comm = shared.SharedComm(world)
+    assert comm.board is not None
+    for size in (1, 1000, shared.SLOT, shared.SLOT + 1):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
+        want = sum(world.all_gather(x))
+        torch.testing.assert_close(comm.all_reduce(x), want)
+        assert len(set(control.gather_bytes(world, x.numpy().tobytes()))) == 1
+    assert comm.board.calls == 3
+    collectives(comm)
+    assert comm.board.calls == 7  # its sums and gathers of f32, and its sums of shorter floats
+    assert shared.share(world, 4096, able=world.rank > 0) is None
+
+
 def main() -> None:
     from phalanx.comm import mpi, watch
 
+    torch.set_num_threads(1)
     world = mpi.join(int(sys.argv[1]))
+    if find_spec("numba"):
+        over_shared_memory(world)
     guard = watch.Watch(world, ["here"] * world.size, timeout=20)
     all_of_it(world, control.MpiControl(world, guard, range(world.size)))
     guard.stop()

@@ -1,0 +1,83 @@
+"""A tensor group of one-core ranks on one host: sums of few rows go over memory that they share, not through MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.board import LINE, Board
+from ..kernels.cpu import array, one_core
+from .base import Comm
+from .control import broadcast_bytes
+from .mpi import MpiComm
+
+SLOT = 1 << 16  # elements that one call can sum
+
+
+class SharedComm(MpiComm):
+    """MpiComm whose small all-reduces of f32 go over shared memory; `board` says whether it has."""
+
+    def __init__(self, host: Comm):
+        assert isinstance(host, MpiComm)
+        super().__init__(host.handle)
+        self._compiled = one_core(torch.zeros(1, 1))
+        counts = self.size * LINE
+        memory = share(host, 8 * counts + 8 * self.size * SLOT, self._compiled is not None) if self.size > 1 else None
+        self.board: Board | None = None
+        if memory is not None:
+            slots = np.frombuffer(memory, np.float32, offset=8 * counts).reshape(2, self.size, SLOT)
+            self.board = Board(slots, np.frombuffer(memory, np.int64, counts), self.rank)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._compiled is None or self.board is None or not self.board.takes(x):
+            return super().all_reduce(x)
+        self.board.meet(self._compiled.all_reduce, x.view(-1).numpy())
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(self.size, *x.shape)
+        if self.board is None or not self.board.takes(out):
+            return super().all_gather(x)
+        out[self.rank] = x
+        return self.all_reduce(out)
+
+    def all_reduce_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Both as one function; None where x is too large."""
+        if self._compiled is None or self.board is None or not self.board.takes(x):
+            return None
+        self.board.meet(self._compiled.all_reduce_add_norm, x.numpy(), array(residual), array(weight), eps)
+        return x, residual
+
+
+def share(host: Comm, size: int, able: bool) -> mmap.mmap | None:
+    """Zeroed memory that all ranks of the group map, or None for all of them: as they are on several hosts, or cannot
+    see each other's files, or one of them is not `able`. Nothing of it has a name, or is left when they end.
+    """
+    secret, found, file = secrets.token_bytes(16), None, -1
+    with contextlib.suppress(OSError):
+        if host.rank == 0:
+            file = os.memfd_create("phalanx")
+            os.ftruncate(file, size)
+            os.write(file, secret)
+    place = broadcast_bytes(host, secret + f"/proc/{os.getpid()}/fd/{file}".encode())
+    with contextlib.suppress(OSError, ValueError):
+        if host.rank > 0:
+            file = os.open(place[16:], os.O_RDWR)
+        found = mmap.mmap(file, size)
+    able = able and found is not None and found[:16] == place[:16]
+    everybody = int(host.all_reduce(torch.tensor([int(able)]))) == host.size
+    if file >= 0:
+        os.close(file)
+    if not everybody or found is None:
+        return None
+    found[:16] = bytes(16)
+    host.barrier()
+    return found
