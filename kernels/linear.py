@@ -3,8 +3,9 @@
 On CPUs, f32 matrices are kept in oneDNN's blocked layout in place of the plain one, unless steps of few rows are
 compiled (cpu.py). Measured with a rank on each of two cores with AVX-512 (2026-11-21), the products of 12 layers of
 3.1 M elements and of a head of 12 M, from memory: 1, 4, 16 and 48 rows take 14.4, 16.6, 24 and 41 ms packed, 13.4, 27,
-32 and 51 plain, and 14.5, 19, 33 and 65 compiled. Beside the other operations of a step a lone row's compiled ones take
-13.7 ms, packed ones 15 to 18: their code has to come from memory as well.
+32 and 51 plain, and 14.5, 19, 33 and 65 compiled. Beside the other operations of a step a lone row's compiled ones took
+13.7 ms, packed ones 15 to 18: their code has to come from memory as well. Since then compiled ones of up to three rows
+ask for the rows of the weights that come next, and read a sixth faster (compiler.py).
 """
 
 from __future__ import annotations
