@@ -232,7 +232,7 @@ def attentions(table: Table) -> None:
 
 
 def decode_attention(table: Table, batch: int, length: int) -> None:
-    """Of tokens that are not turned yet. Variants: tile, stages, and the part of a sequence that a program takes."""
+    """Of tokens that are not turned yet."""
     from phalanx.kernels import paged
 
     rows, blocks = make_rows([1] * batch, [length] * batch)
@@ -247,23 +247,18 @@ def decode_attention(table: Table, batch: int, length: int) -> None:
     def unfused(c: Tensor) -> None:
         # As a step with prompts does it; q is turned further each time, which changes nothing here.
         turned = rope.rope_write(q, k, v, turn, None, (c[0], c[1]), rows.slots)
-        paged.decode(turned, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits)
+        boxes.decode(turned, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES)
 
-    def fused(c: Tensor, tile: int, stages: int, part: int) -> None:
-        newest = boxes.Newest(k, v, turn, None, rows.slots)
-        paged.decode(
-            q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, newest,
-            tile=tile, stages=stages, part=part,
-        )  # fmt: skip
+    def by_triton(c: Tensor) -> None:
+        new = boxes.Newest(k, v, turn, None, rows.slots)
+        paged.decode(q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, new)
 
-    versions: dict[str, list[Call]] = {}
     rest = turn, None
-    versions["fused"] = [partial(write_and_attend, q, k, v, *rest, (c[0], c[1]), rows, SCORES) for c in caches]
-    versions["unfused: rope_write then TURN=0"] = [partial(unfused, c) for c in caches]
-    parts = (128, 256, 512) if splits > 1 else (256,)
-    variants = [(tile, stages, part) for tile in (64, 128) for stages in (3, 4) for part in parts]
-    for variant in [*variants, (64, 6, 256)]:
-        versions["t{}s{}p{}".format(*variant)] = [partial(fused, c, *variant) for c in caches]
+    versions: dict[str, list[Call]] = {
+        "ours": [partial(write_and_attend, q, k, v, *rest, (c[0], c[1]), rows, SCORES) for c in caches],
+        "ours, turned before": [partial(unfused, c) for c in caches],
+        "ours by triton": [partial(by_triton, c) for c in caches],
+    }
     keys = [randn(2, batch, 8, length, 128) for _ in range(min(4, copies(bytes_)))]
     alone = q.reshape(batch, 32, 1, 128)
     versions["sdpa, not paged"] = [partial(sdpa, alone, x[0], x[1], enable_gqa=True) for x in keys]
@@ -278,15 +273,12 @@ def prompt_attention(table: Table, batch: int, length: int) -> None:
     q = randn(batch * length, 48, 128)[:, :32]
     out = torch.empty(q.shape, device="cuda", dtype=BF16)
 
-    def prompts(r: int, tile: int, stages: int, warps: int) -> None:
-        paged.prompts(
-            q, keys, values, rows.block_tables, rows.lengths, rows.query_starts, out, *SCORES, 0, batch, length,
-            rows=r, tile=tile, stages=stages, warps=warps,
-        )  # fmt: skip
+    def by_triton() -> None:
+        tables, lengths, starts = rows.block_tables, rows.lengths, rows.query_starts
+        paged.prompts(q, keys, values, tables, lengths, starts, out, *SCORES, 0, batch, length)
 
     versions: dict[str, list[Call]] = {"ours": [partial(paged_attention, q, keys, values, rows, SCORES)]}
-    for v in ((128, 64, 3, 8), (128, 128, 3, 8), (64, 64, 3, 4)):
-        versions["r{}t{}s{}w{}".format(*v)] = [partial(prompts, *v)]
+    versions["ours by triton"] = [by_triton]
     x, k = randn(batch, 32, length, 128), randn(batch, 8, length, 128)
 
     def library(backend: SDPBackend) -> Tensor:

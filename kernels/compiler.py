@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -16,9 +18,13 @@ from . import jit
 
 
 def _cache() -> str:
-    """Where this node keeps what was compiled for its kind of processor; "" where nothing can be kept."""
+    """Where this node keeps what was compiled for its kind of processor; "" where nothing can be kept.
+
+    Numba compiles anew when compiled.py has changed, and does not look at what that takes from here.
+    """
+    here = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     try:
-        return str(jit.cache_folder() / f"numba-{get_host_cpu_name()}")
+        return str(jit.cache_folder() / f"numba-{get_host_cpu_name()}-{here}")
     except (OSError, Stop):
         return ""
 

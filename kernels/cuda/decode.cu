@@ -63,193 +63,8 @@ struct Way {
     __device__ bool newest(const Span& span) const { return TURN && stop == tiles && span.length > 0; }
 };
 
-struct Heads {  // of a sequence, as one warp prepares them for the others
-    T turned[ROWS * WIDE], v[DIM];
-    float scores[16];  // of the newest token
-};
-
-// Heads are normed and turned where TURN; with `newest` its key and value go to the cache.
-__device__ inline void prepare(const Step& step, int b, int head, bool newest, Heads& to) {
-    const int lane = threadIdx.x % 32, at = lane * PAIRS;
-    typedef Vec<T, PAIRS> Part;
-    Part low[GROUP + 1], high[GROUP + 1], v_low, v_high;  // the last one: the key
-    const long long slot = newest ? step.slots[b] : -1, in_cache = (slot * KV_HEADS + head) * DIM + at;
-#pragma unroll
-    for (int g = 0; g < GROUP + TURN; g++) {
-        const T* x = (g < GROUP ? step.q + (long long)b * step.q_row + (head * GROUP + g) * DIM : step.k + (long long)b * step.k_row + head * DIM) + at;
-        low[g] = *(const Part*)x, high[g] = *(const Part*)(x + HALF);
-    }
-    if (TURN) {
-        const T* x = step.v + (long long)b * step.v_row + head * DIM + at;
-        v_low = *(const Part*)x, v_high = *(const Part*)(x + HALF);
-        float cos[PAIRS], sin[PAIRS];
-#pragma unroll
-        for (int i = 0; i < PAIRS; i++)
-            cos[i] = step.cos[(long long)b * DIM + at + i], sin[i] = step.sin[(long long)b * DIM + HALF + at + i];
-#pragma unroll
-        for (int g = 0; g < GROUP + 1; g++) {
-            const T* weight = g < GROUP ? step.q_weight : step.k_weight;
-            float scale = 0;
-            if (NORM) {
-#pragma unroll
-                for (int i = 0; i < PAIRS; i++) scale += wide(low[g].x[i]) * wide(low[g].x[i]) + wide(high[g].x[i]) * wide(high[g].x[i]);
-                scale = rsqrtf(warp_sum(scale) / DIM + step.eps);
-            }
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                float x0 = wide(low[g].x[i]), x1 = wide(high[g].x[i]);
-                if (NORM) {
-                    x0 = wide(narrow<T>(x0 * scale * wide(weight[at + i])));
-                    x1 = wide(narrow<T>(x1 * scale * wide(weight[HALF + at + i])));
-                }
-                low[g].x[i] = narrow<T>(x0 * cos[i] - x1 * sin[i]), high[g].x[i] = narrow<T>(x1 * cos[i] + x0 * sin[i]);
-            }
-        }
-    }
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) *(Part*)(to.turned + g * WIDE + at) = low[g], *(Part*)(to.turned + g * WIDE + HALF + at) = high[g];
-    if (!newest) return;
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-        float s = 0;
-#pragma unroll
-        for (int i = 0; i < PAIRS; i++)
-            s += wide(low[g].x[i]) * wide(low[GROUP].x[i]) + wide(high[g].x[i]) * wide(high[GROUP].x[i]);
-        s = warp_sum(s);
-        if (lane == 0) to.scores[g] = score<CAPPED>(s, step.scale, step.cap);
-    }
-    *(Part*)(to.v + at) = v_low, *(Part*)(to.v + HALF + at) = v_high;
-    if (slot < 0) return;
-    *(Part*)(step.keys + in_cache) = low[GROUP], *(Part*)(step.keys + in_cache + HALF) = high[GROUP];
-    *(Part*)(step.values + in_cache) = v_low, *(Part*)(step.values + in_cache + HALF) = v_high;
-}
-
-// The softmax of GROUP heads over what one warp has seen: a lane has rows lane / 4 and 8 below, pairs of columns.
-struct Seen {
-    float top[ROWS / 8], sum[ROWS / 8], o[DIM / 8][4];
-
-    __device__ Seen() {
-#pragma unroll
-        for (int h = 0; h < ROWS / 8; h++) top[h] = NOTHING, sum[h] = 0;
-#pragma unroll
-        for (int i = 0; i < DIM / 8; i++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) o[i][j] = 0;
-    }
-    __device__ void take_newest(const Heads& heads) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int h = 0; h < ROWS / 8; h++) {
-            top[h] = lane / 4 + h * 8 < GROUP ? heads.scores[lane / 4 + h * 8] : 0, sum[h] = lane % 4 == 0;
-#pragma unroll
-            for (int i = 0; i < DIM / 8; i++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) o[i][h * 2 + j] = wide(heads.v[i * 8 + lane % 4 * 2 + j]);
-        }
-    }
-    // 16 tokens, of which those from `from` to `to` count.
-    __device__ void take(float (&s)[2][4], int from, int to, float scale, float cap) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int h = 0; h < ROWS / 8; h++) {
-            float best = top[h], total = 0;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
-                float& x = s[i / 2][h * 2 + i % 2];
-                x = token >= from && token < to ? score<CAPPED>(x, scale, cap) : NOTHING;
-                best = fmaxf(best, x);
-            }
-            best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
-            best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
-            const float shrink = power(top[h] - best);  // some token counts: best is a number
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float& x = s[i / 2][h * 2 + i % 2];
-                total += x = power(x - best);
-            }
-            top[h] = best, sum[h] = sum[h] * shrink + total;
-#pragma unroll
-            for (int i = 0; i < DIM / 8; i++) o[i][h * 2] *= shrink, o[i][h * 2 + 1] *= shrink;
-        }
-    }
-    // To shared memory: tops and sums [2, GROUP], values [GROUP, DIM].
-    __device__ void store(float* tops, float* values) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int h = 0; h < ROWS / 8; h++) {
-            float all = sum[h];
-            all += __shfl_xor_sync(~0u, all, 1);
-            all += __shfl_xor_sync(~0u, all, 2);
-            const int row = lane / 4 + h * 8;
-            if (row >= GROUP) continue;
-            if (lane % 4 == 0) tops[row] = top[h], tops[GROUP + row] = all;
-#pragma unroll
-            for (int i = 0; i < DIM / 8; i++)
-                *(float2*)(values + row * DIM + i * 8 + lane % 4 * 2) = make_float2(o[i][h * 2], o[i][h * 2 + 1]);
-        }
-    }
-};
-
-__device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // the four warps
-
-__device__ inline void store_out(T* to, float4 x, float by) {
-    Vec<T, 4> y = {narrow<T>(x.x * by), narrow<T>(x.y * by), narrow<T>(x.z * by), narrow<T>(x.w * by)};
-    *(Vec<T, 4>*)to = y;
-}
-
-// What the four warps have stored as one result: the heads' own, or a part of it in the slot `part`.
-__device__ inline void merge(const Step& step, const float* tops, const float* values, T* out, int part) {
-    for (int i = threadIdx.x; i < GROUP * DIM / 4; i += THREADS) {
-        const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
-        float top = NOTHING, sum = 0;
-        float4 x = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w * 2 * GROUP + g]);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const float by = top == NOTHING ? 0 : power(tops[w * 2 * GROUP + g] - top);
-            const float4 y = *(const float4*)(values + (w * GROUP + g) * DIM + d);
-            sum += by * tops[(w * 2 + 1) * GROUP + g];
-            x.x += by * y.x, x.y += by * y.y, x.z += by * y.z, x.w += by * y.w;
-        }
-        const float by = sum > 0 ? 1 / sum : 0;
-        if (part < 0) {
-            store_out(out + g * DIM + d, x, by);
-        } else {
-            *(float4*)(step.parts + (part * GROUP + g) * DIM + d) = make_float4(x.x * by, x.y * by, x.z * by, x.w * by);
-            if (d == 0) step.sums[part * GROUP + g] = sum > 0 ? top + log2f(sum) : NOTHING;
-        }
-    }
-}
-
-// The parts of `count` runs from `first` on, which all have been stored, as the heads' result.
-__device__ inline void add_up(const Step& step, int first, int count, int head, T* out) {
-    const int lane = threadIdx.x % 32;
-    typedef Vec<float, DIM / 32> Part;
-    auto slot = [&](int i) { return ((first + i) * KV_HEADS + head) * 2 + (i == 0); };
-    for (int g = threadIdx.x / 32; g < GROUP; g += WARPS) {
-        float top = NOTHING, total = 0;
-        for (int i = lane; i < count; i += 32) top = fmaxf(top, __ldcg(step.sums + slot(i) * GROUP + g));
-#pragma unroll
-        for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-        float x[DIM / 32] = {};
-#pragma unroll 4
-        for (int i = 0; i < count; i++) {
-            const float by = top == NOTHING ? 0 : power(__ldcg(step.sums + slot(i) * GROUP + g) - top);
-            const float* from = step.parts + (slot(i) * GROUP + g) * DIM + lane * (DIM / 32);
-            total += by;
-#pragma unroll
-            for (int d = 0; d < DIM / 32; d += 2) {
-                const float2 y = __ldcg((const float2*)(from + d));
-                x[d] += by * y.x, x[d + 1] += by * y.y;
-            }
-        }
-        const float by = total > 0 ? 1 / total : 0;
-#pragma unroll
-        for (int d = 0; d < DIM / 32; d++) out[g * DIM + lane * (DIM / 32) + d] = narrow<T>(x[d] * by);
-    }
-}
+#include "heads.cuh"
+#include "seen.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(ALL, 2)
@@ -264,9 +79,9 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
     const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, out, tables, lengths, parts, sums, arrived,
                        n, q_row, k_row, v_row, table_row, scale, eps, cap};
     const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
-    float* const mixed = (float*)((char*)memory + (ring - shared(memory)) + STAGES * 2 * TILE_BYTES);  // [WARPS, GROUP, DIM]
-    float* const tops = mixed + WARPS * GROUP * DIM;                                                   // [WARPS, 2, GROUP]
-    Heads* const heads = (Heads*)(tops + WARPS * 2 * GROUP);                                           // [2]
+    float* const mixed = (float*)((char*)memory + (ring - shared(memory)) + STAGES * 2 * TILE_BYTES);
+    float* const tops = mixed + WARPS * GROUP * DIM;  // mixed [WARPS, GROUP, DIM], tops [WARPS, 2, GROUP]
+    Heads* const heads = (Heads*)(tops + WARPS * 2 * GROUP);  // [2]
     int* const ends = (int*)(heads + 2);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     release();
@@ -390,7 +205,7 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
                     for (int i = lane; i < 16 * 8 * HALVES; i += 32) {
                         const int row = i / 8 % 16;
                         const unsigned at = v_at + (i / 128 * TILE + warp * 16 + row) * 128 + i % 8 * 16;
-                        if (row < first || row >= last) asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+                        if (row < first || row >= last) clear(at);
                     }
                     __syncwarp();
                 }

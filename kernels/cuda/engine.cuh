@@ -42,6 +42,11 @@ __device__ inline void copy(unsigned to, const Map* map, int input, int row, Bar
                  : "memory");
 }
 
+// 16 bytes of shared memory.
+__device__ inline void clear(unsigned at) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+}
+
 // A warp has read its part of a stage: what its loads still have on its way is read before the engine writes there again.
 // The arrival alone does not wait for them, and the engine is another proxy.
 __device__ inline void hand_back(Barrier* empty) {

@@ -63,7 +63,7 @@ __device__ inline void swap(unsigned& a, unsigned& b, int bit) {
     (upper ? a : b) = got;
 }
 
-struct Work {  // of an item: a sequence's rows, as prompts() of kernels/paged.py lists them
+struct Work {  // of an item: a sequence's rows, as work() of kernels/boxes.py lists them
     int sequence, row, rows, position, length;
 
     __device__ Work(const int* items, int i) {
@@ -248,10 +248,9 @@ prompt(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, const
             const int last = t + mine - 1, stage = last % STAGES, valid = work.length - (work.first() + mine - 1) * TILE;
             await(v_full + stage, last / STAGES);
             if (valid < TILE) {  // whatever lies past the end, a NaN too, stays out; both groups may write these zeros
-                for (int k = thread % 128; k < (TILE - valid) * 8 * HALVES; k += 128) {
-                    unsigned at = v_at + stage * TILE_BYTES + k / (8 * (TILE - valid)) * TILE * 128 + valid * 128 + k % (8 * (TILE - valid)) * 16;
-                    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
-                }
+                const int pieces = (TILE - valid) * 8;
+                for (int k = thread % 128; k < pieces * HALVES; k += 128)
+                    clear(v_at + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
             }
