@@ -1,4 +1,4 @@
-"""Attention over the paged cache on GPUs, in Triton; attention.py imports this where there is one.
+"""Attention over the paged cache on GPUs, in Triton, where boxes.py does not suit; attention.py imports this there.
 
 Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691); the split over a sequence after Flash-Decoding (Dao
 et al. 2023). Exponentials are to the base 2. Every load of keys and values is masked by the sequence's length, so that
@@ -275,8 +275,7 @@ def choose_splits(programs: int, longest: int, processors: int) -> int:
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    cap: float, splits: int, newest: Newest | None = None,
-    tile: int = 0, stages: int = 0, warps: int = 4, part: int = 0,
+    cap: float, splits: int, newest: Newest | None = None, tile: int = 0, part: int = 0,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
 
@@ -303,14 +302,14 @@ def decode(
         scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), heads, kv_heads, dim, padded,
         max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
         cap * LOG2_E, int(newest is not None), int(norms is not None), "tf32" if narrow else "ieee", overlap,
-        num_warps=warps, num_stages=stages or (4 if narrow and padded <= 128 else 2), launch_pdl=overlap,
+        num_warps=4, num_stages=4 if narrow and padded <= 128 else 2, launch_pdl=overlap,
     )  # fmt: skip
 
 
 def prompts(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor,
     scale: float, window: int, cap: float, first: int, count: int, longest: int,
-    rows: int = 0, tile: int = 0, stages: int = 0, warps: int = 0,
+    rows: int = 0, tile: int = 0,
 ) -> None:  # fmt: skip
     """Sequences first:first + count of the tables, with up to `longest` tokens each; q and out [T, heads, head_dim]."""
     heads, dim = q.shape[1:]
@@ -322,6 +321,6 @@ def prompts(
     prompt_kernel[triton.cdiv(longest, rows), heads, count](
         q, keys, values, tables, lengths, starts, out, scale * LOG2_E, first, q.stride(0), tables.stride(0),
         heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, cap * LOG2_E,
-        "tf32" if narrow else "ieee", num_warps=warps or (8 if rows >= 128 else 4),
-        num_stages=stages or (3 if narrow and padded <= 128 else 2),
+        "tf32" if narrow else "ieee", num_warps=8 if rows >= 128 else 4,
+        num_stages=3 if narrow and padded <= 128 else 2,
     )  # fmt: skip
