@@ -62,7 +62,7 @@ def share(host: Comm, size: int, able: bool) -> mmap.mmap | None:
     see each other's files, or one of them is not `able`. Nothing of it has a name, or is left when they end.
     """
     secret, found, file = secrets.token_bytes(16), None, -1
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # Python may have been built without memfd_create
         if host.rank == 0:
             file = os.memfd_create("phalanx")
             os.ftruncate(file, size)
