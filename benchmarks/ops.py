@@ -247,7 +247,7 @@ def decode_attention(table: Table, batch: int, length: int) -> None:
     def unfused(c: Tensor) -> None:
         # As a step with prompts does it; q is turned further each time, which changes nothing here.
         turned = rope.rope_write(q, k, v, turn, None, (c[0], c[1]), rows.slots)
-        boxes.decode(turned, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES)
+        paged_attention(turned, c[0], c[1], rows, SCORES)
 
     def by_triton(c: Tensor) -> None:
         new = boxes.Newest(k, v, turn, None, rows.slots)
