@@ -6,6 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import activation, attention, boxes, embedding, jit, largest, linear, norm, rope, skinny
 from phalanx.kernels.attention import Scores
+from phalanx.kernels.chip import chip
 
 from . import decoding
 from .test_attention import make_caches, make_rows
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 KINDS = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
 NAN = float("nan")
 engine = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="needs the copy engine of sm_90"
+    not torch.cuda.is_available() or not chip(torch.device("cuda", 0)).engine,
+    reason="needs the copy engine of sm_90 or sm_100, and their shared memory",
 )
 
 
