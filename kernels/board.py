@@ -28,9 +28,9 @@ class Board:
     rank: int
     calls: int = 0
 
-    def takes(self, x: Tensor) -> bool:
-        """The same on all ranks."""
-        return x.dtype == torch.float32 and 0 < x.numel() <= self.slots.shape[2]
+    def takes(self, x: Tensor, times: int = 1) -> bool:
+        """Whether so many of x can be summed at once: the same on all ranks."""
+        return x.dtype == torch.float32 and 0 < x.numel() * times <= self.slots.shape[2]
 
     def meet(self, function: Callable[..., bool], *arguments: Any) -> None:
         """Call one of the functions of compiled.py that begin with all_reduce.

@@ -69,7 +69,8 @@ def both_ways(monkeypatch, half):
 
 @pytest.mark.parametrize("lengths", [[1], [5, 40, 33], [20] * 16])
 @pytest.mark.parametrize("normed, biased, first", [(False, False, False), (True, False, True), (False, True, False)])
-def test_attention(monkeypatch, lengths, normed, biased, first):
+@pytest.mark.parametrize("window", [0, 7])
+def test_attention(monkeypatch, lengths, normed, biased, first, window):
     rows, turn = batch(lengths)
     qkv, out = product(8 * HEADS.dim, HIDDEN, biased), product(HIDDEN, 4 * HEADS.dim)
     norms = HeadNorms(torch.randn(HEADS.dim), torch.randn(HEADS.dim), 1e-6) if normed else None
@@ -80,7 +81,7 @@ def test_attention(monkeypatch, lengths, normed, biased, first):
         rows.scratch.clear()
         cache = tuple(part.clone() for part in caches)
         stream = None if first else residual.clone()
-        scores = Scores(HEADS.dim**-0.5)
+        scores = Scores(HEADS.dim**-0.5, window)
         return *halves.attention(x.clone(), stream, Norm(), qkv, HEADS, out, turn, norms, cache, rows, scores), *cache
 
     both_ways(monkeypatch, half)
@@ -167,4 +168,5 @@ def test_a_half_meets_the_others_first():
 def test_what_a_board_takes():
     (alone,) = boards(1)
     assert alone.takes(torch.zeros(2, SLOT // 2)) and not alone.takes(torch.zeros(2, SLOT))
+    assert alone.takes(torch.zeros(SLOT // 4), 4) and not alone.takes(torch.zeros(SLOT // 4), 5)
     assert not alone.takes(torch.zeros(0, 4)) and not alone.takes(torch.zeros(4, dtype=torch.bfloat16))
