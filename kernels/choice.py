@@ -122,9 +122,12 @@ def remembered(about: list[Any], measure: Callable[[], list[list[int]]]) -> tupl
             return found, True
         found = measure()
         part = file.with_suffix(f".{os.getpid()}")
-        with contextlib.suppress(OSError):  # a full disk costs the next start a second
+        try:
             part.write_text(json.dumps({"about": about, "choices": found}))
             part.rename(file)
+        except OSError:  # a full disk costs the next start a second
+            with contextlib.suppress(OSError):
+                part.unlink()
     return found, False
 
 

@@ -1,5 +1,6 @@
 """Which algorithms products of many rows take: the choice, and what is kept of it on a node."""
 
+import errno
 import json
 import os
 import threading
@@ -113,6 +114,16 @@ def test_bytes_that_are_no_text_are_measured_anew(folder):
     (file,) = folder.glob("products-*.json")
     file.write_bytes(b"\xff\xfe\x00")
     assert choice.remembered(ABOUT, Measured([[2, 2], [2]])) == ([[2, 2], [2]], False)
+
+
+def test_a_full_disk_keeps_nothing(folder, monkeypatch):
+    def full(file, text):
+        file.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(choice.Path, "write_text", full)
+    assert choice.remembered(ABOUT, Measured([[1, 0], [3]])) == ([[1, 0], [3]], False)
+    assert [file.suffix for file in folder.iterdir()] == [".lock"]
 
 
 def test_of_ranks_that_start_together_one_measures(folder):
