@@ -19,7 +19,7 @@ def _compiled() -> ModuleType | None:
     try:
         from . import compiled
     except ImportError:
-        log.info("Numba is not installed (phalanx[cpu]): a sequence alone takes up to twice as long on one core")
+        log.info("Numba is not installed (phalanx[cpu]): a sequence alone takes up to three times as long on one core")
         return None
     except Exception as error:  # torch can do without it
         log.warning("torch computes steps of few rows, as Numba cannot compile them here: %s", error)

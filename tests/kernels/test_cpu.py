@@ -84,7 +84,7 @@ def test_without_numba_torch_computes(monkeypatch, found_anew, caplog):
     weight = torch.randn(PACK_FROM // 64, 128)
     with caplog.at_level("INFO", "phalanx"):
         assert cpu.one_core(weight[:1]) is None and pack(weight).is_mkldnn
-    said = "Numba is not installed (phalanx[cpu]): a sequence alone takes up to twice as long on one core"
+    said = "Numba is not installed (phalanx[cpu]): a sequence alone takes up to three times as long on one core"
     assert caplog.messages == [said]
 
 
