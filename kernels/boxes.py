@@ -44,7 +44,8 @@ def suits(q: Tensor, keys: Tensor) -> bool:
     whole = math.gcd(size, TILE) >= 8  # a box is of one block, and 8 rows are a swizzle
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
     side_by_side = q.stride()[1:] == (dim, 1) and keys.is_contiguous()
-    return dim in DIMS and whole and aligned and side_by_side and q.shape[1] <= 16 * keys.shape[2]
+    counted = keys.shape[2] * SEQUENCES <= jit.COUNTERS  # one for each sequence and key head
+    return dim in DIMS and whole and aligned and side_by_side and counted and q.shape[1] <= 16 * keys.shape[2]
 
 
 def suits_prompts(q: Tensor, keys: Tensor) -> bool:
@@ -65,8 +66,8 @@ def decode(
     stages, shared = _decode_room(group, dim)
     kernel = jit.kernel(
         "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, STAGES=stages,
-        LEAST=LEAST, TURN=int(newest is not None), NORM=int(newest is not None and newest.norms is not None),
-        WINDOW=window, CAPPED=int(cap > 0),
+        LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared, TURN=int(newest is not None),
+        NORM=int(newest is not None and newest.norms is not None), WINDOW=window, CAPPED=int(cap > 0),
     )  # fmt: skip
     grid = max(2 * chip(q.device).processors, kv_heads)
     parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)

@@ -65,6 +65,8 @@ struct Way {
 
 #include "heads.cuh"
 #include "seen.cuh"
+static_assert(1024 + STAGES * 2 * TILE_BYTES + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
+              "boxes.py reckons with another layout of shared memory");
 #endif
 
 extern "C" __global__ void __launch_bounds__(ALL, 2)

@@ -13,6 +13,14 @@ from phalanx.rank import exits
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
+
+
+def room(sizes):
+    """How boxes.decode has decode.cu share out its memory."""
+    stages, whole = boxes._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"])
+    return dict(STAGES=stages, ROOM=whole, SEQUENCES=boxes.SEQUENCES, LEAST=boxes.LEAST)
+
+
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512)),
     ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64)),
@@ -26,9 +34,9 @@ PROGRAMS = [
     ("staged", dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0)),
     ("prompt", dict(T=torch.bfloat16, **LLAMA, STAGES=3)),
     ("prompt", dict(T=torch.float16, **OTHER, STAGES=6)),
-    ("decode", dict(T=torch.bfloat16, **LLAMA, STAGES=3, LEAST=4, TURN=1, NORM=0)),
-    ("decode", dict(T=torch.float16, **OTHER, STAGES=5, LEAST=4, TURN=1, NORM=1)),
-    ("decode", dict(T=torch.bfloat16, **LLAMA, STAGES=3, LEAST=4, TURN=0, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), TURN=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
     ("inputs", dict(T=torch.int64)),
     ("gather", dict(T=torch.bfloat16, V=8)),
     ("gather", dict(T=torch.float32, V=1)),
