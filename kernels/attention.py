@@ -270,7 +270,8 @@ def decode_cuda(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     newest = boxes.Newest(k, v, turn, norms, rows.slots)
     tables, lengths = rows.block_tables, rows.lengths
-    if boxes.suits(q, cache[0]) and len(q) <= boxes.SEQUENCES and turn.cos.dtype == torch.float32:
+    narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
+    if boxes.suits(q, cache[0]) and len(q) <= boxes.SEQUENCES and narrow and turn.cos.dtype == torch.float32:
         boxes.decode(q, cache[0], cache[1], tables, lengths, out, *scores, newest)
     else:
         from . import paged

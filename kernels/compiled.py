@@ -276,7 +276,7 @@ def attend(q, row, keys, values, tables, lengths, scale, window, out):
                 i += here
 
 
-LOOKS = 100_000  # for another rank, some 40 us
+LOOKS = 100_000  # for another rank, some tens of microseconds
 
 
 @compiled("f4[::1], f4[:,:,::1], i8[::1], i8, i8", "b1")

@@ -144,7 +144,11 @@ def cached(name: str, text: str, arch: str) -> bytes:
 def cache_folder() -> Path:
     """Of this node and user. Nobody else may write to it: what lies there is run."""
     folder = Path(tempfile.gettempdir()) / f"phalanx-kernels-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        reason = f"no folder {folder} can be made ({error.strerror}): set TMPDIR to one that this user may write to"
+        raise exits.Stop(reason, exits.USAGE) from None
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise exits.Stop(f"{folder} is not this user's alone: remove it, or set TMPDIR", exits.USAGE)

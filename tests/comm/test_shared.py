@@ -1,5 +1,6 @@
 """Memory that ranks share, and what keeps them from sharing it. tests/comm/battery.py adds up over it."""
 
+import mmap
 import os
 
 import pytest
@@ -48,3 +49,9 @@ def test_another_file_of_that_number(monkeypatch, tmp_path):
 
 def test_one_that_is_not_able_keeps_all_from_it():
     assert share(lambda rank: rank != 1) == [None] * 3
+
+
+def test_mappings_that_do_not_see_each_other(monkeypatch):
+    whole = mmap.mmap
+    monkeypatch.setattr(shared.mmap, "mmap", lambda file, size: whole(file, size, flags=mmap.MAP_PRIVATE))
+    assert share() == [None] * 3

@@ -84,6 +84,9 @@ BOXES = [
     Case([3000] * 3, 28, 4, 128, block_size=64),
     Case([777, 1025, 5], 9, 1, 128, block_size=128),
     Case([777, 5], 10, 2, 64, block_size=24),
+    Case([300, 20, 1500], 10, 5, 128),  # key heads that do not divide the blocks
+    Case([300, 20, 1500], 7, 7, 64),
+    Case([i % 90 for i in range(boxes.SEQUENCES)], 4, 1, 64),
     Case([1, 2, 90, 200, 700], dim=128, window=33),
     Case([1, 64, 65, 90, 200, 700], dim=64, window=65, block_size=32, normed=True),
     Case([66, 1], 4, 1, 128, window=40, cap=0.02),

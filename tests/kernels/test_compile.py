@@ -1,5 +1,6 @@
 """The kernels compile for every supported generation, also where no GPU is."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -173,6 +174,16 @@ def test_a_folder_that_others_write_to_is_not_used(tmp_path, monkeypatch):
         jit.cache_folder()
     assert str(stop.value) == f"{folder} is not this user's alone: remove it, or set TMPDIR"
     assert stop.value.code == exits.USAGE
+
+
+def test_nowhere_to_keep_binaries(tmp_path, monkeypatch):
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path / "absent"))
+    with pytest.raises(exits.Stop) as stop:
+        jit.cache_folder()
+    folder = tmp_path / "absent" / f"phalanx-kernels-{os.getuid()}"
+    assert str(stop.value) == (
+        f"no folder {folder} can be made (No such file or directory): set TMPDIR to one that this user may write to"
+    )
 
 
 def test_without_cupy(monkeypatch):
