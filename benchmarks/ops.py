@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from phalanx.kernels import activation, boxes, norm, rope, skinny
+from phalanx.kernels import activation, boxes, embedding, largest, norm, rope, skinny
 from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
 from phalanx.kernels.linear import gated_linear, linear
 from torch import Tensor
@@ -100,6 +100,8 @@ def small(table: Table) -> None:
         norms(table, rows)
         gates(table, rows)
         ropes(table, rows)
+        if rows < 8192:
+            lookups(table, rows)
 
 
 def norms(table: Table, rows: int) -> None:
@@ -131,6 +133,29 @@ def ropes(table: Table, rows: int) -> None:
         f"rope_write {rows}x48x128", 2 * rows * 48 * 256,
         {"ours": [partial(rope.rope_write, y[0], y[1], y[2], *rest) for y in ys],
          "reference": [partial(rope.rope_write_reference, y[0], y[1], y[2], *rest) for y in ys]},
+    )  # fmt: skip
+
+
+def lookups(table: Table, rows: int) -> None:
+    """What a step begins and ends with."""
+    weight, turns = randn(128256, 4096), torch.rand(8192, 2, 64, device="cuda")
+    ids, positions = torch.randint(128256, (rows,), device="cuda"), torch.randint(8192, (rows,), device="cuda")
+    xs = [randn(rows, 128256) for _ in range(copies(rows * 128256 * 2))]
+    table.add(
+        f"embedding {rows}x4096", 2 * rows * 4096 * 2,
+        {"ours": [partial(embedding.embedding, ids, weight)],
+         "reference": [partial(embedding.embedding_reference, ids, weight, 0, True)]},
+    )  # fmt: skip
+    table.add(
+        f"rotation {rows}x128", rows * 128 * 12,
+        {"ours": [partial(rope.rotation, turns, positions)],
+         "reference": [partial(rope.rotation_reference, turns, positions)]},
+    )  # fmt: skip
+    table.add(
+        f"largest {rows}x128256", rows * 128256 * 2,
+        {"ours": [partial(largest.largest, x) for x in xs],
+         "reference": [partial(largest.largest_reference, x) for x in xs],
+         "argmax": [partial(torch.argmax, x, -1) for x in xs]},
     )  # fmt: skip
 
 
