@@ -14,17 +14,14 @@ constexpr int WARPS = 4, THREADS = WARPS * 32, ALL = THREADS + 64, TILE = 64, HA
 constexpr int TILE_BYTES = TILE * DIM * 2, GROUP = HEADS / KV_HEADS, PER_TILE = TILE / BOX;
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
 constexpr int PAIRS = HALF / 32;                          // of elements that are turned together, of a lane
-#define NOTHING __int_as_float(0xff800000)                // -infinity
 
 struct Step {  // pointers and sizes that the warps share
     const T *q, *k, *v, *q_weight, *k_weight;
     const float *cos, *sin;
     const long long* slots;
-    T *keys, *values, *out;
-    const int *tables, *lengths;
+    T *keys, *values;
     float *parts, *sums;
-    int* arrived;
-    int n, q_row, k_row, v_row, table_row;
+    int q_row, k_row, v_row;
     float scale, eps, cap;
 };
 
@@ -78,8 +75,8 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2];
     __shared__ int counts[ALL / 32], latest;
-    const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, out, tables, lengths, parts, sums, arrived,
-                       n, q_row, k_row, v_row, table_row, scale, eps, cap};
+    const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, parts, sums, q_row, k_row, v_row,
+                       scale, eps, cap};
     const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
     float* const mixed = (float*)((char*)memory + (ring - shared(memory)) + STAGES * 2 * TILE_BYTES);
     float* const tops = mixed + WARPS * GROUP * DIM;  // mixed [WARPS, GROUP, DIM], tops [WARPS, 2, GROUP]

@@ -12,10 +12,13 @@ __device__ inline void init(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
 }
 
+// What was written to shared memory, or read from it, comes before what the engine and asynchronous products do there.
+__device__ inline void settle() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // After the last init(), before the barriers are used.
 __device__ inline void publish() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    settle();
 }
 
 // The one arrival at a barrier that awaits so many bytes by the engine.
@@ -50,7 +53,7 @@ __device__ inline void clear(unsigned at) {
 // A warp has read its part of a stage: what its loads still have on its way is read before the engine writes there again.
 // The arrival alone does not wait for them, and the engine is another proxy.
 __device__ inline void hand_back(Barrier* empty) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    settle();
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(empty);
 }

@@ -11,7 +11,6 @@
 constexpr int ROWS = 128, TILE = 128, HALVES = DIM / 64;
 constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = TILE * DIM * 2;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
-#define NOTHING __int_as_float(0xff800000)  // -infinity
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The operand that begins at `start`: boxes of 8 rows of 128 bytes, 1024 bytes apart, and `apart` bytes from one run of 64
@@ -77,13 +76,17 @@ struct Work {  // of an item: a sequence's rows, as work() of kernels/boxes.py l
 // Which item is a block's n-th: there and back again, as the costly ones come first.
 __device__ inline int pick(int n) { return n * gridDim.x + (n % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
 
-// Scores become weights: `seen` keys of the tile for the row at hand, 8 rows further one for the one below it.
+// The softmax of two rows, 8 apart, of which a lane has a quarter.
 struct Rowwise {
     float top[2], sum[2], shrink[2];
+
+    // A tile's scores become weights: of keys `from` on for position `row`, and 8 further for the other.
     __device__ void weigh(float (&s)[TILE / 2], int row, int from, bool masked, float scale, float cap) {
         const int lane = threadIdx.x % 32;
+        if (CAPPED) {
 #pragma unroll
-        for (int i = 0; i < TILE / 2; i++) s[i] = CAPPED ? score<CAPPED>(s[i], scale, cap) : s[i];
+            for (int i = 0; i < TILE / 2; i++) s[i] = score<CAPPED>(s[i], scale, cap);
+        }
         if (masked) {
 #pragma unroll
             for (int i = 0; i < TILE / 2; i++) {
@@ -251,7 +254,7 @@ prompt(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, const
                 const int pieces = (TILE - valid) * 8;
                 for (int k = thread % 128; k < pieces * HALVES; k += 128)
                     clear(v_at + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                settle();
                 asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
             }
             values(mine - 1);

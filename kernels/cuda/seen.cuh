@@ -102,7 +102,6 @@ __device__ inline void merge(const Step& step, const float* tops, const float* v
 // The parts of `count` runs from `first` on, which all have been stored, as the heads' result.
 __device__ inline void add_up(const Step& step, int first, int count, int head, T* out) {
     const int lane = threadIdx.x % 32;
-    typedef Vec<float, DIM / 32> Part;
     auto slot = [&](int i) { return ((first + i) * KV_HEADS + head) * 2 + (i == 0); };
     for (int g = threadIdx.x / 32; g < GROUP; g += WARPS) {
         float top = NOTHING, total = 0;

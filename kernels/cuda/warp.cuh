@@ -1,5 +1,7 @@
 // What a warp does with tensor cores: tiles of 8 rows of 16 bytes from shared memory, and products of them, from sm_80 on.
 
+#define NOTHING __int_as_float(0xff800000)  // -infinity
+
 template <int N> __device__ inline void load(unsigned (&y)[N], unsigned from) {
     if constexpr (N == 4)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
