@@ -7,11 +7,9 @@ starts compute the same bits, and wait for nothing.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -116,18 +114,12 @@ def remembered(about: list[Any], measure: Callable[[], list[list[int]]]) -> tupl
     folder = jit.cache_folder()
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
     file = folder / f"products-{key}.json"
-    with open(folder / f"{key}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with jit.locked(folder / f"{key}.lock"):
         if (found := _read(file, about)) is not None:
             return found, True
         found = measure()
-        part = file.with_suffix(f".{os.getpid()}")
-        try:
-            part.write_text(json.dumps({"about": about, "choices": found}))
-            part.rename(file)
-        except OSError:  # a full disk costs the next start a second
-            with contextlib.suppress(OSError):
-                part.unlink()
+        with contextlib.suppress(OSError):  # a full disk costs the next start a second
+            jit.keep(file, json.dumps({"about": about, "choices": found}).encode())
     return found, False
 
 

@@ -11,6 +11,7 @@ writes them must not start its own successors early.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -18,6 +19,7 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +134,30 @@ def cached(name: str, text: str, arch: str) -> bytes:
     folder = cache_folder()
     file = folder / f"{name}-{key}.cubin"
     if not file.exists():
-        with open(folder / f"{key}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(folder / f"{key}.lock"):
             if not file.exists():  # another rank may have been faster
-                part = file.with_suffix(f".{os.getpid()}")
-                part.write_bytes(compile_text(name, text, arch))
-                part.rename(file)  # a rank that dies here leaves no half file behind
+                keep(file, compile_text(name, text, arch))
     return file.read_bytes()
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """One process of the node at a time."""
+    with open(file, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def keep(file: Path, content: bytes) -> None:
+    """Write all of it, or raise OSError: a rank that dies here, or a full disk, leaves no half file behind."""
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_bytes(content)
+        part.rename(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def cache_folder() -> Path:

@@ -117,11 +117,12 @@ def test_bytes_that_are_no_text_are_measured_anew(folder):
 
 
 def test_a_full_disk_keeps_nothing(folder, monkeypatch):
-    def full(file, text):
-        file.write_bytes(text[:9].encode())
+    def full(file, content):
+        with open(file, "wb") as part:
+            part.write(content[:9])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(choice.Path, "write_text", full)
+    monkeypatch.setattr(choice.Path, "write_bytes", full)
     assert choice.remembered(ABOUT, Measured([[1, 0], [3]])) == ([[1, 0], [3]], False)
     assert [file.suffix for file in folder.iterdir()] == [".lock"]
 
