@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import secrets
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class SharedComm(MpiComm):
     def __init__(self, host: Comm):
         assert isinstance(host, MpiComm)
         super().__init__(host.handle)
-        self._compiled = one_core(torch.zeros(1, 1))
+        self._compiled: Any = one_core(torch.zeros(1, 1))  # on all ranks, where there is a board
         counts = self.size * LINE
         memory = share(host, 8 * counts + 8 * self.size * SLOT, self._compiled is not None) if self.size > 1 else None
         self.board: Board | None = None
@@ -35,7 +36,7 @@ class SharedComm(MpiComm):
             self.board = Board(slots, np.frombuffer(memory, np.int64, counts), self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._compiled is None or self.board is None or not self.board.takes(x):
+        if self.board is None or not self.board.takes(x):
             return super().all_reduce(x)
         self.board.meet(self._compiled.all_reduce, x.view(-1).numpy())
         return x
@@ -51,7 +52,7 @@ class SharedComm(MpiComm):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
         """Both as one function; None where x is too large."""
-        if self._compiled is None or self.board is None or not self.board.takes(x):
+        if self.board is None or not self.board.takes(x):
             return None
         self.board.meet(self._compiled.all_reduce_add_norm, x.numpy(), array(residual), array(weight), eps)
         return x, residual
