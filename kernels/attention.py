@@ -268,45 +268,35 @@ def decode_cuda(
     scores: Scores,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    newest = boxes.Newest(k, v, turn, norms, rows.slots)
-    tables, lengths = rows.block_tables, rows.lengths
-    narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
-    if boxes.suits(q, cache[0]) and len(q) <= boxes.SEQUENCES and narrow and turn.cos.dtype == torch.float32:
-        boxes.decode(q, cache[0], cache[1], tables, lengths, out, *scores, newest)
-    else:
-        from . import paged
-
-        splits = _splits(q, cache[0], rows, scores)
-        paged.decode(q, cache[0], cache[1], tables, lengths, out, *scores, splits, newest)
+    _decode_rows(q, cache, rows, scores, out, boxes.Newest(k, v, turn, norms, rows.slots))
     return out.flatten(1)
 
 
-def _splits(q: Tensor, keys: Tensor, rows: Rows, scores: Scores) -> int:
+def _decode_rows(
+    q: Tensor, cache: tuple[Tensor, Tensor], rows: Rows, scores: Scores, out: Tensor, newest: boxes.Newest | None = None
+) -> None:
+    """Without `newest`, in a step with prompts, what is in q is turned, and the caches hold it."""
+    keys, values = cache
+    tables, lengths = rows.block_tables, rows.lengths
+    if boxes.suits(q, keys, newest):
+        boxes.decode(q, keys, values, tables, lengths, out, *scores, newest)
+        return
     from . import paged
 
     longest = max(rows.kv_lens[: rows.num_decodes])
-    programs = rows.num_decodes * keys.shape[2]
-    return paged.choose_splits(programs, min(longest, scores.window or longest), chip(q.device).processors)
-
-
-def _decode_turned(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores: Scores, out: Tensor) -> None:
-    """Of the rows that decode, in a step with prompts: what is in q is turned, and the caches hold it."""
-    tables, lengths = rows.block_tables, rows.lengths
-    if boxes.suits(q, keys) and len(q) <= boxes.SEQUENCES:
-        boxes.decode(q, keys, values, tables, lengths, out, *scores)
-    else:
-        from . import paged
-
+    programs, processors = rows.num_decodes * keys.shape[2], chip(q.device).processors
+    splits = paged.choose_splits(programs, min(longest, scores.window or longest), processors)
+    if newest is None and splits > 1:
         # All that there may be, or none: each number is a kernel of its own, to be compiled in the middle of work.
-        splits = paged.MAX_SPLITS if _splits(q, keys, rows, scores) > 1 else 1
-        paged.decode(q, keys, values, tables, lengths, out, *scores, splits)
+        splits = paged.MAX_SPLITS
+    paged.decode(q, keys, values, tables, lengths, out, *scores, splits, newest)
 
 
 def paged_attention_cuda(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scores: Scores) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     n = rows.num_decodes
     if n:
-        _decode_turned(q[:n], keys, values, rows, scores, out[:n])
+        _decode_rows(q[:n], (keys, values), rows, scores, out[:n])
     start, first = n, n  # of the prompts that wait for one common launch: their first row of q, their first sequence
     for i in range(n, len(rows.query_lens)):
         count = rows.query_lens[i]
@@ -341,11 +331,10 @@ def _launch_prompts(
 
 
 def _suits_cudnn(q: Tensor, keys: Tensor, rows: Rows, i: int, scores: Scores) -> bool:
-    if boxes.suits_prompts(q, keys):  # as fast, without cuDNN's plan for each length
-        return False
     whole = rows.query_lens[i] == rows.kv_lens[i] and rows.kv_lens[i] >= CUDNN_FROM
     plain = not scores.window and not scores.cap
-    return whole and plain and q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= 128
+    takes = whole and plain and q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= 128
+    return takes and not boxes.suits_prompts(q, keys)  # which is as fast, without a plan for each length
 
 
 def _whole_prompt(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, scores: Scores, out: Tensor) -> None:

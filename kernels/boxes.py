@@ -36,21 +36,30 @@ class Newest(NamedTuple):
     slots: Tensor  # [n] int64; negative: not written
 
 
-def suits(q: Tensor, keys: Tensor) -> bool:
-    """Whether `decode` takes q [n, heads, dim], n <= SEQUENCES, and caches like keys [blocks, size, kv_heads, dim]."""
+def suits(q: Tensor, keys: Tensor, newest: Newest | None = None) -> bool:
+    """Whether `decode` takes q [n, heads, dim] and caches like keys [blocks, size, kv_heads, dim]."""
+    if len(q) > SEQUENCES or not _boxed(q, keys):
+        return False
+    norms = newest.norms if newest else None
+    narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
+    return narrow and (newest is None or newest.turn.cos.dtype == torch.float32)
+
+
+def suits_prompts(q: Tensor, keys: Tensor) -> bool:
+    """Whether `prompts` takes q [T, heads, dim] and caches like keys."""
+    return _boxed(q, keys) and chip(q.device).hopper
+
+
+def _boxed(q: Tensor, keys: Tensor) -> bool:
+    """Whether the engine can bring them."""
     size, dim = keys.shape[1], q.shape[2]
     if not q.is_cuda or not chip(q.device).engine or q.element_size() != 2 or q.dtype != keys.dtype:
         return False
     whole = math.gcd(size, TILE) >= 8  # a box is of one block, and 8 rows are a swizzle
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
     side_by_side = q.stride()[1:] == (dim, 1) and keys.is_contiguous()
-    counted = keys.shape[2] * SEQUENCES <= jit.COUNTERS  # one for each sequence and key head
+    counted = keys.shape[2] * SEQUENCES <= jit.COUNTERS  # by decode: one for each sequence and key head
     return dim in DIMS and whole and aligned and side_by_side and counted and q.shape[1] <= 16 * keys.shape[2]
-
-
-def suits_prompts(q: Tensor, keys: Tensor) -> bool:
-    """Whether `prompts` takes q [T, heads, dim] and caches like keys."""
-    return suits(q, keys) and chip(q.device).hopper
 
 
 def decode(

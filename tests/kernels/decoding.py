@@ -155,7 +155,7 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
         out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
         tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
         if by_boxes:
-            assert boxes.suits(q, cache[0])
+            assert boxes.suits(q, cache[0], new)
             boxes.decode(q, cache[0], cache[1], tables, lengths, out, *scores, new)
         else:
             options = dict(tile=case.tile, part=case.part)

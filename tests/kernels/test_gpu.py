@@ -147,7 +147,7 @@ def test_attention_soft_caps(window, cap, dim, dtype, bound):
 def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
     """Rows and keys that end in the middle of a tile, at its end and just past it, with and without keys before."""
     if by_triton:
-        monkeypatch.setattr(attention.boxes, "suits", lambda *_: False)
+        monkeypatch.setattr(attention.boxes, "suits_prompts", lambda *_: False)
     for block_size, window, before in ((16, 0, 0), (8, 0, 33), (128, 0, 200), (64, 90, 64), (32, 0, 1000)):
         lens = [2, 63, 64, 65, 127, 128, 129, 500, 1024]
         random.Random(before).shuffle(lens)
@@ -156,7 +156,7 @@ def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
 def test_long_prompts(dtype, bound):
-    """Whole prompts that cuDNN takes, among others and alone."""
+    """Whole prompts that cuDNN takes on GPUs but Hopper, among others and alone."""
     check_attention([1, 60, 2049, 5], [77, 60, 2049, 9], 4, 2, 128, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound, cap=1.5)  # not by cuDNN
@@ -174,7 +174,6 @@ def test_empty_decode_rows_give_zeros():
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("case", decoding.CASES)
 def test_decode_kernel(case, dtype, bound):
-
     decoding.check(case, dtype, max(bound, 1e-5), "cuda")
     assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
 
