@@ -156,7 +156,7 @@ def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
 def test_long_prompts(dtype, bound):
-    """Whole prompts that cuDNN takes on GPUs but Hopper, among others and alone."""
+    """Whole prompts that cuDNN takes where boxes.py does not suit, among others and alone."""
     check_attention([1, 60, 2049, 5], [77, 60, 2049, 9], 4, 2, 128, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound, cap=1.5)  # not by cuDNN
