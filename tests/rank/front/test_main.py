@@ -259,6 +259,10 @@ def test_its_job_file_is_there_while_it_runs(start, tmp_path):
     end = time.time() + 3600
     front = start(job_file=str(path), url="http://node7:2000/v1", api_key="k", batch_job="991", end_time=end)
     front.connect()
+    until = time.monotonic() + 10
+    while not path.exists():  # written when the lead can connect
+        assert time.monotonic() < until
+        time.sleep(0.02)
     (job,) = jobfile.running(path.parent, socket.gethostname()).values()
     assert (job.url, job.host, job.model) == ("http://node7:2000", socket.gethostname(), "tiny")
     assert (job.pid, job.key, job.batch, job.end) == (front.process.pid, "k", "991", end)
