@@ -54,8 +54,8 @@ class OneShotComm(NcclComm):
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Both as one kernel; None where two are faster, or needed."""
-        if self.peers is None or not allreduce.suits_norm(x, self.size):
+        """Both as one kernel; None where that does not take x."""
+        if self.peers is None or not allreduce.suits(x, self.size):
             return None
         return allreduce.all_reduce_add_norm(x, residual, weight, eps, self.peers)
 

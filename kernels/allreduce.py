@@ -4,8 +4,8 @@ One-shot: every rank reads all of every other's input, one meeting. Two-shot: ev
 others' sums, two meetings and, of 4 ranks, half the bytes. The ranks' meetings are told of in kernels/cuda/peers.cuh.
 
 On two H200 (2026-11-22, benchmarks/allreduce.py --np 2 --width 4096 --search) BLOCKS and THREADS are the best or within
-2 us of it from 1 to 1024 rows, one-shot beats two-shot throughout and NCCL by 0.3 to 15 us; ONE_SHOT, which more than
-two ranks need, is not measured.
+2 us of it from 1 to 1024 rows, one-shot beats two-shot throughout and NCCL by 0.3 to 15 us. Not measured: ONE_SHOT,
+which more than two ranks need, and blocks of less than THREADS for small sums, which that search had 2 us faster.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ def suits(x: Tensor, ranks: int) -> bool:
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.nbytes <= SLOT and ranks <= MOST_RANKS
 
 
-def suits_norm(x: Tensor, ranks: int) -> bool:
-    """Whether `all_reduce_add_norm` takes x [T, H], and is faster than two-shot and a norm."""
-    return suits(x, ranks) and (ranks == 2 or x.nbytes <= ONE_SHOT)
-
-
 def all_reduce(x: Tensor, peers: Peers) -> Tensor:
     """The sum of x over the group, in place; accumulated in f32 in rank order, so that all ranks get the same bits.
 
@@ -63,13 +58,13 @@ def all_reduce(x: Tensor, peers: Peers) -> Tensor:
     return one_shot(x, peers)
 
 
-def one_shot(x: Tensor, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS) -> Tensor:
-    """`all_reduce` by at most `blocks` <= BLOCKS blocks."""
+def one_shot(x: Tensor, peers: Peers, blocks: int = BLOCKS, threads: int = 0) -> Tensor:
+    """`all_reduce` by at most `blocks` <= BLOCKS blocks of `threads`, or as many as fit."""
     vector = jit.vector(x, x.numel())
     return _launch("one_shot", x, peers, vector, x.numel() // vector, blocks, threads)
 
 
-def two_shot(x: Tensor, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS) -> Tensor:
+def two_shot(x: Tensor, peers: Peers, blocks: int = BLOCKS, threads: int = 0) -> Tensor:
     """The same, of a number of elements that the ranks divide."""
     share = x.numel() // peers.size
     vector = jit.vector(x, share)
@@ -77,6 +72,8 @@ def two_shot(x: Tensor, peers: Peers, blocks: int = BLOCKS, threads: int = THREA
 
 
 def _launch(name: str, x: Tensor, peers: Peers, vector: int, items: int, blocks: int, threads: int) -> Tensor:
+    # Small blocks as long as all of them can be there: more multiprocessors ask at once.
+    threads = threads or next((t for t in (128, 256) if items <= blocks * t), THREADS)
     kernel = jit.kernel("allreduce", name, x.dtype, SIZE=peers.size, V=vector, THREADS=threads, **ROOM)
     grid = min(-(-items // threads), blocks), 1, 1
     kernel(grid, threads, x, peers.table, peers.rank, x.numel() // vector)
@@ -85,13 +82,34 @@ def _launch(name: str, x: Tensor, peers: Peers, vector: int, items: int, blocks:
 
 def all_reduce_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
     """`all_reduce` of x and norm.add_rms_norm of the sum as one kernel, with the same bits. x, residual: [T, H]."""
+    kind = two_shot_add_norm if peers.size > 2 and x.nbytes > ONE_SHOT else one_shot_add_norm
+    return kind(x, residual, weight, eps, peers)
+
+
+def one_shot_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS
+) -> tuple[Tensor, Tensor]:
+    """`all_reduce_add_norm` by at most `blocks` <= BLOCKS blocks of at most `threads`."""
+    return _launch_norm("one_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
+
+
+def two_shot_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS
+) -> tuple[Tensor, Tensor]:
+    """The same; each rank adds up a share of each row's columns."""
+    return _launch_norm("two_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
+
+
+def _launch_norm(
+    name: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int, threads: int
+) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     vector = min(jit.vector(x, size), jit.vector(residual, size), jit.vector(weight, size))
-    threads = min(max(-(-size // vector // 32) * 32, 32), THREADS)
+    threads = min(max(-(-size // vector // 32) * 32, 32), threads)
     sizes = dict(SIZE=peers.size, N=size, V=vector, THREADS=threads, **ROOM)
-    kernel = jit.kernel("allreduce_norm", "one_shot_add_norm", x.dtype, **sizes)
+    kernel = jit.kernel("allreduce_norm", name, x.dtype, **sizes)
     rows = len(x)
-    kernel((min(rows, BLOCKS), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
+    kernel((min(rows, blocks), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual
 
 

@@ -21,26 +21,30 @@ struct Signals {
 typedef unsigned long long Table;  // the addresses of all ranks' regions, as this rank has mapped them, in rank order
 
 struct Call {
-    const Table* table;
-    int rank;
     char* slots[SIZE];  // this call's, of all ranks; indexed by constants alone, so that they stay in registers
     char* mine;         // slots[rank]
+    Signals* signals;   // this rank's
     unsigned before;    // the count of meetings before this call
-
-    __device__ Signals* signals(int of) const { return (Signals*)(table[of] + 2ll * SLOT); }
+    // Where this thread, if it is among the first SIZE, tells another rank that this one has arrived, and looks for that.
+    unsigned *there, *here;
 };
+
+__device__ inline Signals* signals(Table region) { return (Signals*)(region + 2ll * SLOT); }
 
 // The table is asked for before the kernel's predecessor has ended, the count that the last call wrote after that.
 __device__ inline Call begin(const Table* table, int rank) {
     Call call;
-    call.table = table;
-    call.rank = rank;
     call.mine = (char*)table[rank];
+    call.signals = signals(table[rank]);
+    if (threadIdx.x < SIZE) {
+        call.there = &signals(table[threadIdx.x])->arrived[blockIdx.x][rank];
+        call.here = &call.signals->arrived[blockIdx.x][threadIdx.x];
+    }
 #pragma unroll
     for (int r = 0; r < SIZE; r++) call.slots[r] = (char*)table[r];
     release();
     wait();
-    call.before = call.signals(rank)->count[blockIdx.x];
+    call.before = call.signals->count[blockIdx.x];
     long long offset = call.before / 2 % 2 * (long long)SLOT;
     call.mine += offset;
 #pragma unroll
@@ -53,10 +57,8 @@ __device__ inline void meet(const Call& call, int step) {
     __syncthreads();
     if (threadIdx.x < SIZE) {
         unsigned now = call.before + step, seen;
-        unsigned* theirs = &call.signals(threadIdx.x)->arrived[blockIdx.x][call.rank];
-        unsigned* mine = &call.signals(call.rank)->arrived[blockIdx.x][threadIdx.x];
-        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(now) : "memory");
-        do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(call.there), "r"(now) : "memory");
+        do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(call.here) : "memory");
         while ((int)(seen - now) < 0);
     }
     __syncthreads();
@@ -65,21 +67,47 @@ __device__ inline void meet(const Call& call, int step) {
 // After the last meeting, which all threads' look at the count precedes.
 __device__ inline void end(const Call& call) {
     if (threadIdx.x == 0)
-        for (int i = blockIdx.x; i < BLOCKS; i += gridDim.x) call.signals(call.rank)->count[i] = call.before + 2;
+        for (int i = blockIdx.x; i < BLOCKS; i += gridDim.x) call.signals->count[i] = call.before + 2;
 }
 
-// The sum of vector `at` of all ranks' slots, in rank order, so that it has the same bits everywhere.
-template <class P> __device__ inline P total(const Call& call, int at) {
-    P parts[SIZE];
+typedef Vec<T, V> Piece;
+constexpr int AHEAD = SIZE > 4 ? 1 : 2;  // vectors of all ranks that a thread has registers for
+
+struct Parts {
+    Piece of[SIZE];  // one of each rank
+};
+
+// Vector `at` of all ranks' slots.
+__device__ inline Parts parts(const Call& call, int at) {
+    Parts found;
 #pragma unroll
-    for (int r = 0; r < SIZE; r++) parts[r] = ((const P*)call.slots[r])[at];
-    P y;
+    for (int r = 0; r < SIZE; r++) found.of[r] = ((const Piece*)call.slots[r])[at];
+    return found;
+}
+
+// In rank order, so that the sum has the same bits everywhere.
+__device__ inline Piece total(const Parts& parts) {
+    Piece y;
 #pragma unroll
     for (int j = 0; j < V; j++) {
-        float sum = wide(parts[0].x[j]);
+        float sum = wide(parts.of[0].x[j]);
 #pragma unroll
-        for (int r = 1; r < SIZE; r++) sum += wide(parts[r].x[j]);
+        for (int r = 1; r < SIZE; r++) sum += wide(parts.of[r].x[j]);
         y.x[j] = narrow<T>(sum);
     }
     return y;
+}
+
+// store(i, load(i)) for i = first, first + stride, ... below count: MOST loads at a time are under way before the first
+// store, which the compiler could not see for itself to leave the later loads alone. Another GPU answers after 1 to 2 us.
+template <int MOST, class L, class S> __device__ inline void pass(int first, int count, int stride, L load, S store) {
+    for (int i = first; i < count; i += MOST * stride) {
+        decltype(load(0)) held[MOST];
+#pragma unroll
+        for (int j = 0; j < MOST; j++)
+            if (i + j * stride < count) held[j] = load(i + j * stride);
+#pragma unroll
+        for (int j = 0; j < MOST; j++)
+            if (i + j * stride < count) store(i + j * stride, held[j]);
+    }
 }

@@ -3,16 +3,22 @@
 constexpr int PER = (N / V + THREADS - 1) / THREADS;  // vectors of a thread
 typedef Vec<T, V> Piece;
 
+// Whether the row has a vector threadIdx.x + i * THREADS; the compiler knows it of all i but the last.
+__device__ inline bool within(int i) { return (i + 1) * THREADS <= N / V || threadIdx.x + i * THREADS < N / V; }
+
 // Writes the norm of what `row` holds (vectors threadIdx.x, + THREADS, ...) to `out`. A second call needs a barrier before.
 __device__ inline void finish(const Piece (&row)[PER], const T* weight, T* out, float eps) {
     __shared__ float sums[32];
+    Piece w[PER];  // on their way while the block adds up
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+        if (within(i)) w[i] = ((const Piece*)weight)[threadIdx.x + i * THREADS];
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
-        if (threadIdx.x + i * THREADS < N / V)
+    for (int i = 0; i < PER; i++)
+        if (within(i))
 #pragma unroll
             for (int j = 0; j < V; j++) sum += wide(row[i].x[j]) * wide(row[i].x[j]);
-    }
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
@@ -21,12 +27,11 @@ __device__ inline void finish(const Piece (&row)[PER], const T* weight, T* out, 
     for (int i = 0; i < THREADS / 32; i++) total += sums[i];
     float scale = rsqrtf(total / N + eps);
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
-        int at = threadIdx.x + i * THREADS;
-        if (at >= N / V) break;
-        Piece w = ((const Piece*)weight)[at], y;
+    for (int i = 0; i < PER; i++)
+        if (within(i)) {
+            Piece y;
 #pragma unroll
-        for (int j = 0; j < V; j++) y.x[j] = narrow<T>(wide(row[i].x[j]) * scale * wide(w.x[j]));
-        ((Piece*)out)[at] = y;
-    }
+            for (int j = 0; j < V; j++) y.x[j] = narrow<T>(wide(row[i].x[j]) * scale * wide(w[i].x[j]));
+            ((Piece*)out)[threadIdx.x + i * THREADS] = y;
+        }
 }
