@@ -1,9 +1,11 @@
 """All-reduces of a tensor group: NCCL beside the kernels over mapped memory, alone and with the norm that follows.
 
-    python benchmarks/allreduce.py --np 2 [--search] [--json FILE]
+    python benchmarks/allreduce.py --np 2 [--width 4096] [--rows 16,64] [--search] [--json FILE]
 
 Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
-elements as in a decode step of that many sequences. --search tries numbers of blocks and threads.
+elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
+both ways; what is chosen for more than two ranks goes by allreduce.ONE_SHOT. --search tries numbers of blocks and
+threads.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from phalanx.kernels import allreduce, norm
 from phalanx.launcher import mpirun
 from torch import Tensor
 
-ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
+ROWS = "1,4,16,32,64,128,256,512,1024"
 CALLS = 50
+BLOCKS = (16, 32, 64)
 
 
 def measure(call: Callable[[], Any], host: mpi.MpiComm) -> float:
@@ -68,12 +71,19 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     kinds = {"one-shot": allreduce.one_shot, "two-shot": allreduce.two_shot}
     found |= {name: partial(kind, x, peers) for name, kind in kinds.items()}
     found["chosen, norm"] = partial(after, group.all_reduce)
-    found["one kernel"] = partial(allreduce.all_reduce_add_norm, x, residual, weight, 1e-5, peers)
+    whole = (x, residual, weight, 1e-5, peers)
+    found["one kernel"] = partial(allreduce.all_reduce_add_norm, *whole)
+    normed = {"one-shot norm": allreduce.one_shot_add_norm, "two-shot norm": allreduce.two_shot_add_norm}
+    found |= {name: partial(kind, *whole) for name, kind in normed.items()}
     if search:
-        for name, kind in kinds.items():
-            for blocks in (8, 16, 32, 64):
+        for blocks in BLOCKS:
+            for name, kind in kinds.items():
                 for threads in (128, 256, 512):
                     found[f"{name} b{blocks}t{threads}"] = partial(kind, x, peers, blocks, threads)
+            for name, kind in normed.items():
+                for threads in (256, 512, 1024):
+                    if threads <= max(width // 8, 256) and blocks <= max(rows, BLOCKS[0]):
+                        found[f"{name} b{blocks}t{threads}"] = partial(kind, *whole, blocks, threads)
     return found
 
 
@@ -84,7 +94,7 @@ def rank_main(asked: argparse.Namespace) -> None:
     nccl, group = NcclComm(host), oneshot.OneShotComm(host)
     if group.why and host.rank == 0:
         print(f"NCCL alone: {group.why}", flush=True)
-    for rows in ROWS:
+    for rows in map(int, asked.rows.split(",")):
         calls = versions(rows, asked.width, group, nccl, asked.search)
         times = {name: round(measure(call, host), 2) for name, call in calls.items()}
         if host.rank == 0:
@@ -101,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--json", default="", help="append the lines to this file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

@@ -12,6 +12,7 @@ from phalanx.kernels import allreduce
 from phalanx.kernels.allreduce import ONE_SHOT, SLOT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((1, 1), (3, 33), (1, 4096), (64, 4096), (65, 1000), (16, 8192), (300, 512), (64, 8192), (300, 1000))
 
 
 def plain(comm) -> None:
@@ -62,7 +63,7 @@ def sums(comm) -> None:
             assert torch.equal(x, want), (dtype, count)
         over = torch.ones(SLOT // dtype.itemsize + 1, device="cuda", dtype=dtype)
         assert (comm.all_reduce(over) == comm.size).all()  # over NCCL
-        for rows, width in ((1, 1), (3, 33), (1, 4096), (64, 4096), (65, 1000), (16, 8192), (300, 512)):
+        for rows, width in SHAPES:
             torch.manual_seed(rows + comm.rank)
             x = torch.randn(rows, width, device="cuda").to(dtype)
             parts = list(comm.all_gather(x))
@@ -81,7 +82,7 @@ def sums(comm) -> None:
 def graphs(comm, host) -> None:
     """1000 replays of calls of all kinds, NCCL's among them, with input that changes on the device."""
     n = comm.size
-    shapes = [(8,), (3, 4096), (1,), (ONE_SHOT // 2 + 8 * n,), (70, 512), (SLOT // 2 + 8,)]
+    shapes = [(8,), (3, 4096), (1,), (ONE_SHOT // 2 + 8 * n,), (70, 512), (SLOT // 2 + 8,), (1040, 512)]
     base = [torch.randint(0, 8, shape, device="cuda").bfloat16() for shape in shapes]
     whole = [comm.all_gather(b).sum(0) for b in base]
     weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
@@ -91,7 +92,7 @@ def graphs(comm, host) -> None:
         now = turn.add_(1).remainder(16).bfloat16()
         for shape, mine, total in zip(shapes, base, whole, strict=True):
             x, want = mine + now, total + n * now  # whole numbers below 256: exact
-            if shape == (70, 512):
+            if shape[-1] == 512:
                 _, x = oneshot.all_reduce_add_norm(comm, x, torch.zeros_like(x), weight, 1e-5)
             else:
                 comm.all_reduce(x)

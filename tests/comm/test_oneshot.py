@@ -208,3 +208,14 @@ def test_the_log_says_why_nccl_does_it_all(monkeypatch, caplog, why):
     with caplog.at_level(logging.INFO, "phalanx"):
         threads.run(one, 2)
     assert caplog.messages == ([f"all-reduces go over NCCL alone: {why}"] if why else [])
+
+
+def test_above_one_shot_more_than_two_ranks_share_the_sum(monkeypatch):
+    for name in ("one_shot_add_norm", "two_shot_add_norm"):
+        monkeypatch.setattr(allreduce, name, lambda *_, name=name: name)
+    x = torch.empty(33, 8192, dtype=torch.bfloat16)
+
+    def chosen(rows, size):
+        return allreduce.all_reduce_add_norm(x[:rows], x[:rows], x[0], 1e-5, allreduce.Peers(0, torch.zeros(size)))
+
+    assert [chosen(33, 2), chosen(32, 3), chosen(33, 3)] == [f"{n}_shot_add_norm" for n in ("one", "one", "two")]

@@ -1,4 +1,4 @@
-"""kernels/cuda/peers.cuh and allreduce.cu, thread by thread and access by access, under a scheduler out for trouble.
+"""kernels/cuda/peers.cuh and what calls it, thread by thread and access by access, under a scheduler out for trouble.
 
 Every thread of every block of every rank is a generator that stops before each access to memory. What a rank stores is
 seen by the others later, each store on its own and in any order, as the memory model allows: only two stores to the
@@ -16,8 +16,10 @@ Steps = Generator[Callable[[], bool] | None, None, Any]
 FLAWS = (
     "one slot", "compared by ==", "relaxed flags", "only used blocks count", "no barrier before the flag",
     "no barrier after the flag", "no first meeting", "count of calls chooses no slot", "no meeting",
+    "shares of other blocks' rows",
 )  # fmt: skip
 WRAP = 1 << 32
+ROW = 5  # vectors of a row
 
 
 class Wrong(Exception):
@@ -171,6 +173,30 @@ class Thread:
         for i in self.own_share(share):
             for r in range(size):
                 x[r * share + i] = yield from self.load(r, "slot", self.slot, r * share + i)
+        yield from self.end()
+
+    def two_shot_add_norm(self) -> Steps:
+        """Without the norm. Rows of ROW, of which each rank adds up a share."""
+        x, size, block, threads = self.block.x, self.group.size, self.block, self.group.threads
+        rows, share = range(block.index, len(x) // ROW, block.grid), -(-ROW // size)
+        yield from self.begin()
+        for i in range(self.index, len(rows) * ROW, threads):
+            at = rows[i // ROW] * ROW + i % ROW
+            yield from self.store(x[at], self.rank, "slot", self.slot, at)
+        yield from self.meet(1)
+        first, width = self.rank * share, max(min(share, ROW - self.rank * share), 0)
+        if self.group.flaw == "shares of other blocks' rows":
+            rows = range((block.index + 1) % block.grid, len(x) // ROW, block.grid)
+        sums = {}
+        for i in range(self.index, len(rows) * width, threads):
+            at = rows[i // width] * ROW + first + i % width
+            sums[at] = yield from self.total(at)
+        for at, sum_ in sums.items():  # the kernel stores some before it loads others
+            yield from self.store(sum_, self.rank, "slot", self.slot, at)
+        yield from self.meet(2)
+        for row in range(block.index, len(x) // ROW, block.grid):
+            for i in range(self.index, ROW, threads):
+                x[row * ROW + i] = yield from self.load(i // share, "slot", self.slot, row * ROW + i)
         yield from self.end()
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from .meeting import FLAWS, WRAP, Group, Wrong, run
+from .meeting import FLAWS, ROW, WRAP, Group, Wrong, run
 
 
 def attempt(seed: int, flaw: str = "") -> None:
@@ -15,9 +15,14 @@ def attempt(seed: int, flaw: str = "") -> None:
     group = Group(size, blocks=3, threads=4, rng=rng, start=start, flaw=flaw)
     calls = []
     for _ in range(rng.randint(2, 6)):
-        kind, count = rng.choice(["one_shot", "one_shot", "two_shot"]), rng.choice([1, 3, 4, 5, 9, 13])
-        items, length = count, count * size if kind == "two_shot" else count
-        calls.append((kind, min(-(-items // group.threads), group.blocks), length))
+        kind = rng.choice(["one_shot", "one_shot", "two_shot", "two_shot_add_norm"])
+        count = rng.choice([1, 3, 4, 5, 9, 13])
+        if kind == "two_shot_add_norm":
+            rows = -(-count // 2)
+            calls.append((kind, min(rows, group.blocks), rows * ROW))
+        else:
+            length = count * size if kind == "two_shot" else count
+            calls.append((kind, min(-(-count // group.threads), group.blocks), length))
     run(group, calls)
 
 
