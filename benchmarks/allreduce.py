@@ -71,19 +71,19 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     kinds = {"one-shot": allreduce.one_shot, "two-shot": allreduce.two_shot}
     found |= {name: partial(kind, x, peers) for name, kind in kinds.items()}
     found["chosen, norm"] = partial(after, group.all_reduce)
-    whole = (x, residual, weight, 1e-5, peers)
+    whole: Any = (x, residual, weight, 1e-5, peers)
     found["one kernel"] = partial(allreduce.all_reduce_add_norm, *whole)
     normed = {"one-shot norm": allreduce.one_shot_add_norm, "two-shot norm": allreduce.two_shot_add_norm}
-    found |= {name: partial(kind, *whole) for name, kind in normed.items()}
+    found |= {name: partial(both, *whole) for name, both in normed.items()}
     if search:
         for blocks in BLOCKS:
             for name, kind in kinds.items():
                 for threads in (128, 256, 512):
                     found[f"{name} b{blocks}t{threads}"] = partial(kind, x, peers, blocks, threads)
-            for name, kind in normed.items():
+            for name, both in normed.items():
                 for threads in (256, 512, 1024):
                     if threads <= max(width // 8, 256) and blocks <= max(rows, BLOCKS[0]):
-                        found[f"{name} b{blocks}t{threads}"] = partial(kind, *whole, blocks, threads)
+                        found[f"{name} b{blocks}t{threads}"] = partial(both, *whole, blocks=blocks, threads=threads)
     return found
 
 
