@@ -71,7 +71,7 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     kinds = {"one-shot": allreduce.one_shot, "two-shot": allreduce.two_shot}
     found |= {name: partial(kind, x, peers) for name, kind in kinds.items()}
     found["chosen, norm"] = partial(after, group.all_reduce)
-    whole: Any = (x, residual, weight, 1e-5, peers)
+    whole: tuple[Tensor, Tensor, Tensor, float, allreduce.Peers] = (x, residual, weight, 1e-5, peers)
     found["one kernel"] = partial(allreduce.all_reduce_add_norm, *whole)
     normed = {"one-shot norm": allreduce.one_shot_add_norm, "two-shot norm": allreduce.two_shot_add_norm}
     found |= {name: partial(both, *whole) for name, both in normed.items()}
@@ -83,7 +83,7 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
             for name, both in normed.items():
                 for threads in (256, 512, 1024):
                     if threads <= max(width // 8, 256) and blocks <= max(rows, BLOCKS[0]):
-                        found[f"{name} b{blocks}t{threads}"] = partial(both, *whole, blocks=blocks, threads=threads)
+                        found[f"{name} b{blocks}t{threads}"] = partial(both, *whole, blocks, threads)
     return found
 
 
