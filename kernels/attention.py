@@ -41,6 +41,7 @@ class Rows(Protocol):
     block_tables: Tensor
     lengths: Tensor
     query_starts: Tensor
+    sample_at: Tensor  # read by halves.attention alone
     num_decodes: int
     query_lens: list[int]
     kv_lens: list[int]

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention import Rows, Scores, write_and_attend
+from .attention import Rows, Scores, paged_attention, write_and_attend
 from .board import Board
 from .cpu import array, one_core
 from .linear import gated_linear, linear
-from .rope import HeadNorms, Rotation
+from .rope import HeadNorms, Rotation, rope_write
 
 NONE = np.zeros(0, np.float32)
 NOBODY = np.zeros((2, 0, 0), np.float32), np.zeros(0, np.int64), 0, 0  # a board on which there is no call
@@ -76,10 +76,15 @@ def attention(
     cache: tuple[Tensor, Tensor],
     rows: Rows,
     scores: Scores,
+    sampled: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [T, hidden] pass the norm; returns out of write_and_attend of qkv of it, and the new residual."""
+    """x, residual [T, hidden] pass the norm; returns out of write_and_attend of qkv of it, and the new residual.
+
+    sampled: the S rows at rows.sample_at, the last ones of their sequences, as a step of decoding sequences. Only they
+    go on once all keys and values are written: what is returned is [S, hidden].
+    """
     plain = qkv.array is not None and out.array is not None and not scores.cap
-    if plain and (step := _step(x, turn, cache, rows)):
+    if plain and sampled is None and (step := _step(x, turn, cache, rows)):
         compiled, shared = step
         weights = (array(norms[0]), array(norms[1]), norms[2]) if norms else (NONE, NONE, 0.0)
         caches = array(cache[0]), array(cache[1])
@@ -88,7 +93,12 @@ def attention(
     x, residual = norm.add(x, residual)
     parts = [heads.queries, heads.keys, heads.keys]
     q, k, v = qkv(x).view(len(x), sum(parts), heads.dim).split(parts, dim=1)
-    return out(write_and_attend(q, k, v, turn, norms, cache, rows, scores)), residual
+    if sampled is None:
+        return out(write_and_attend(q, k, v, turn, norms, cache, rows, scores)), residual
+    q = rope_write(q, k, v, turn, norms, cache, rows.slots)
+    if len(rows.sample_at) == 0:
+        return x[:0], residual[:0]
+    return out(paged_attention(q[rows.sample_at], *cache, sampled, scores)), residual[rows.sample_at]
 
 
 def feed_forward(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,14 +65,20 @@ class KVSpec(NamedTuple):
 
 
 class Layer(nn.Module):
-    """One transformer layer. `index` counts the model's layers, `local` this stage's."""
+    """One transformer layer. `index` counts the model's layers, `local` this stage's.
+
+    Each half takes x [T, hidden], this rank's part of what the half before adds to the stream `residual`, and returns
+    the same for the next. Without a residual, x is the stream.
+    """
 
     def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
         super().__init__()
 
-    def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] is this rank's part of what the layer before adds to the stream `residual`; returns the same
-        for the next. Without a residual, x is the stream."""
+    def attend(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
+        """In the last of the stage's layers only the rows of batch.sampled go on, where there is that: none perhaps."""
+        raise NotImplementedError
+
+    def feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
 
@@ -116,7 +122,8 @@ class Model(nn.Module):
         self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group.
+        """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group; with
+        batch.sampled [S, hidden], of the rows at batch.sample_at.
 
         hidden is what the stage before returned, None on the first stage; it may be overwritten.
         """
@@ -125,9 +132,11 @@ class Model(nn.Module):
         assert hidden is not None
         x, residual = hidden, None
         turn = self.rope(batch.positions)
-        for layer in self.model.layers.values():
-            x, residual = layer(x, residual, turn, batch)
-        return x if residual is None else residual.add_(self.tensor.all_reduce(x))
+        for layer in cast(Iterable[Layer], self.model.layers.values()):
+            x, residual = layer.attend(x, residual, turn, batch)
+            if len(x):
+                x, residual = layer.feed_forward(x, residual)
+        return x if residual is None or len(x) == 0 else residual.add_(self.tensor.all_reduce(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows [S, hidden] of the last stage's forward → [S, width]: tokens from lm_head.vocab.start on.

@@ -24,9 +24,10 @@ class Batch:
     query_starts: Tensor  # [B + 1] int32: sequence i has tokens query_starts[i]:query_starts[i + 1]
     sample_at: Tensor  # [S] int64: indices into T whose logits are wanted
     num_decodes: int
-    max_query: int  # longest number of query tokens of one sequence
-    max_length: int  # largest of lengths
     query_lens: list[int]  # the same as query_starts and lengths, on the host
     kv_lens: list[int]
     caches: list[tuple[Tensor, Tensor]]  # per local layer: keys, values [blocks, block_size, kv_heads, head_dim]
+    # The rows at sample_at as S sequences of one token each, without ids: all that goes on in the last layer once its
+    # keys and values are written. None: all rows go on.
+    sampled: Batch | None = None
     scratch: dict[str, Any] = field(default_factory=dict)  # what a kernel works out once for all layers of the step

@@ -103,8 +103,6 @@ class Graphs:
             query_starts=self._starts[: size + 1],
             sample_at=self._ids[:0],
             num_decodes=size,
-            max_query=1,
-            max_length=longest,
             query_lens=[1] * size,
             kv_lens=[longest] * size,
             caches=self.caches,

@@ -39,7 +39,10 @@ def step_memory(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
 
 
 def _prompts(model: Model, tokens: int, block_size: int, device: torch.device) -> Batch:
-    """Prompts as long as the model takes, all in the same blocks of one layer's cache."""
+    """Prompts as long as the model takes, all in the same blocks of one layer's cache.
+
+    As beside embeddings all rows go through the last layer: no step takes more.
+    """
     longest = min(tokens, model.max_model_len)
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     blocks = -(-longest // block_size)
@@ -56,8 +59,6 @@ def _prompts(model: Model, tokens: int, block_size: int, device: torch.device) -
         query_starts=torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32))).to(device),
         sample_at=positions[:0],
         num_decodes=0,
-        max_query=longest,
-        max_length=longest,
         query_lens=counts,
         kv_lens=counts,
         caches=[(cache[0], cache[1])] * spec.layers,

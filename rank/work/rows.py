@@ -24,6 +24,14 @@ class Work:
         return self.rows[self.samples]
 
     @property
+    def newest(self) -> Work:
+        """The rows that sample, as if their last tokens were all that there is to compute."""
+        at = np.flatnonzero(self.samples)
+        ones = np.ones(len(at), np.int64)
+        last = (self.starts + self.counts)[at] - 1
+        return Work(self.rows[at], last, ones, ones.astype(bool), self.outputs[at])
+
+    @property
     def singles(self) -> int:
         """How many rows compute exactly one token."""
         return int(np.count_nonzero(self.counts == 1))

@@ -204,7 +204,8 @@ class Runner:
         self._receive_ids(self._owed(work.rows))
         if self._graphs is not None and self._graphs.suits(work) and self._pool.empty:
             return Computed(*self._sample(*self._graphs.replay(work), work))
-        batch, sampled_rows = prepare(self.rows, work, self._last, self.caches, self.block_size, self._upload)
+        narrow = self.mesh.last and self._pool.empty  # embeddings are made of all rows
+        batch, sampled_rows = prepare(self.rows, work, self._last, self.caches, self.block_size, self._upload, narrow)
         pipe = self.mesh.pipe
         hidden = None
         if not self.mesh.first:
@@ -219,7 +220,8 @@ class Runner:
         pooled = self._pool.take(hidden, work) if self._samples_here and not self._pool.empty else {}
         if not work.samples.any():
             return Computed()
-        return Computed(*self._sample(hidden[batch.sample_at], sampled_rows, work), pooled)
+        sampled = hidden if narrow else hidden[batch.sample_at]
+        return Computed(*self._sample(sampled, sampled_rows, work), pooled)
 
     @property
     def _samples_here(self) -> bool:

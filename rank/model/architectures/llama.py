@@ -64,8 +64,10 @@ class Layer(base.Layer):
         self.post_attention_layernorm = StreamNorm(args.hidden_size, args.rms_norm_eps, mesh)
         self.mlp = MLP(args, mesh)
 
-    def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.self_attn(x, residual, self.input_layernorm, turn, batch)
+    def attend(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.self_attn(x, residual, self.input_layernorm, turn, batch)
+
+    def feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.mlp(x, residual, self.post_attention_layernorm)
 
 

@@ -33,9 +33,11 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor]:
         """Of what `norm` makes of x and residual [T, hidden], qkv makes queries, keys and values.
 
-        Returns `out`'s part of a sum, [T, hidden], and the new residual. norms: what each head of q and of k passes
-        before it is turned.
+        Returns `out`'s part of a sum, [T, hidden], and the new residual; in the last layer both of the rows that go on.
+        norms: what each head of q and of k passes before it is turned.
         """
         heads = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
         cache = batch.caches[self.layer]
-        return attention(x, residual, norm, qkv.product, qkv.heads, out.product, turn, heads, cache, batch, self.scores)
+        sampled = batch.sampled if self.layer == len(batch.caches) - 1 else None
+        products = qkv.product, qkv.heads, out.product
+        return attention(x, residual, norm, *products, turn, heads, cache, batch, self.scores, sampled)

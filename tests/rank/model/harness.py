@@ -41,8 +41,6 @@ def make_batch(parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], block_
         query_starts=starts,
         sample_at=torch.arange(sum(query_lens)),
         num_decodes=num_decodes,
-        max_query=max(query_lens, default=0),
-        max_length=max(kv_lens, default=0),
         query_lens=query_lens,
         kv_lens=kv_lens,
         caches=caches,

@@ -62,6 +62,17 @@ def test_prepare(device):
         assert batch.query_starts.tolist() == [0, *np.cumsum(work.counts).tolist()]
         assert batch.block_tables.tolist() == rows.table[work.rows, : -(-max(batch.kv_lens) // BLOCK)].tolist()
         assert batch.num_decodes == work.singles and batch.query_lens == work.counts.tolist()
+        narrowed, _ = prepare(rows, work, last.to(device), [], BLOCK, upload, narrow=True)
+        assert torch.equal(narrowed.ids, batch.ids) and torch.equal(narrowed.sample_at, batch.sample_at)
+        if len(at) == len(ids):
+            assert narrowed.sampled is None
+        else:
+            alone, chosen = narrowed.sampled, torch.from_numpy(work.samples)
+            assert alone.positions.tolist() == [positions[i] for i in at] and alone.num_decodes == len(at)
+            assert alone.kv_lens == alone.lengths.tolist() == batch.lengths.cpu()[chosen].tolist()
+            assert alone.query_starts.tolist() == list(range(len(at) + 1)) and alone.query_lens == [1] * len(at)
+            width = alone.block_tables.shape[1]
+            assert torch.equal(alone.block_tables.cpu(), batch.block_tables.cpu()[chosen, :width])
         kinds = {
             batch.ids: torch.int64,
             batch.slots: torch.int64,

@@ -1,0 +1,94 @@
+"""However a step is computed, its sampled rows are those of the plain way, within f32's rounding."""
+
+import numpy as np
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.rank.model.load import load
+from phalanx.rank.work.prepare import prepare
+from phalanx.rank.work.rows import Rows, Work
+from phalanx.rank.work.upload import Upload
+
+from .harness import BLOCK, distance, tokens
+
+TOLERANCE = 1e-5
+PROMPTS = [30, 7, 41, 2, 1, 19]  # tokens of each sequence's prompt
+# Steps of (sequence, tokens), single ones first: a chunk alone, none of whose rows is sampled; chunks in the middle
+# beside prompts that end; decodes beside both; decodes alone.
+STEPS = [
+    [(0, 9)],
+    [(1, 7), (0, 12)],
+    [(4, 1), (1, 1), (0, 9), (3, 2), (2, 23)],
+    [(1, 1), (4, 1), (3, 1), (2, 18), (5, 5)],
+    [(5, 1), (1, 1)],
+    [(1, 1), (4, 1), (5, 13)],
+    [(1, 1), (3, 1), (4, 1), (2, 1), (5, 1)],
+]
+
+
+def compute(comm, path, tp, pp, narrow, **options):
+    """Of each step the stream's rows [S, hidden] that are sampled, on the last stage. Caches begin as NaN."""
+    torch.set_grad_enabled(False)
+    grid = mesh.build(comm, tp, pp)
+    model = load(path, grid)
+    width = 16
+    rows = Rows(len(PROMPTS), width * BLOCK, BLOCK)
+    rows.table[:] = np.random.default_rng(0).permutation(rows.table.size).reshape(rows.table.shape)
+    ids = [tokens(width * BLOCK, seed) for seed in range(len(PROMPTS))]
+    for row, count in enumerate(PROMPTS):
+        rows.tokens[row], rows.known[row] = np.array(ids[row][:count]), count
+    shape = (2, rows.table.size, BLOCK, model.kv_spec.kv_heads, model.kv_spec.head_dim)
+    nan = [torch.full(shape, float("nan")) for _ in range(model.kv_spec.layers)]
+    caches = [(cache[0], cache[1]) for cache in nan]
+    found = []
+    for step in STEPS:
+        members, counts = (np.array(part) for part in zip(*step, strict=True))
+        starts = rows.computed[members]
+        rows.computed[members] += counts
+        samples = rows.computed[members] >= rows.known[members]
+        last = torch.tensor([ids[row][min(start, 63)] for row, start in enumerate(rows.computed - 1)])
+        work = Work(members, starts, counts, samples, np.zeros(len(members), np.int64))
+        narrowed = narrow and grid.last
+        batch, sampled = prepare(rows, work, last, caches, BLOCK, Upload(last.device), narrowed, **options)
+        assert sampled.tolist() == members[samples].tolist()
+        hidden = None
+        if not grid.first:
+            hidden = grid.pipe.recv(torch.empty(counts.sum(), model.hidden_size), grid.pipe.rank - 1)
+        hidden = model(batch, hidden)
+        if grid.last:
+            found.append(hidden if narrowed else hidden[batch.sample_at])
+            assert len(found[-1]) == samples.sum() and len(hidden) == (samples.sum() if narrowed else counts.sum())
+        else:
+            assert len(hidden) == counts.sum()
+            grid.pipe.send(hidden, grid.pipe.rank + 1)
+    return found
+
+
+def sampled_rows(path, tp=1, pp=1, narrow=False, **options):
+    return threads.run(lambda comm: compute(comm, path, tp, pp, narrow, **options), tp * pp)[0]
+
+
+MODELS = {
+    "llama": dict(model_type="llama", num_hidden_layers=2),
+    "one layer": dict(model_type="llama", num_hidden_layers=1),
+    "biased": dict(model_type="llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True),
+    "qwen3": dict(
+        model_type="qwen3", num_hidden_layers=2, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+}
+
+
+@pytest.mark.parametrize("threads_of_torch", [1, 2])  # with one the kernels of few rows are compiled
+@pytest.mark.parametrize("name", MODELS)
+def test_the_last_layer_goes_on_with_the_sampled_rows(checkpoint, name, threads_of_torch):
+    torch.set_num_threads(threads_of_torch)
+    path = checkpoint(**MODELS[name])
+    for plain, narrowed in zip(sampled_rows(path), sampled_rows(path, narrow=True), strict=True):
+        assert len(plain) == 0 or distance(plain, narrowed) < TOLERANCE * plain.abs().max()
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
+def test_on_several_ranks(checkpoint, tp, pp):
+    path = checkpoint(num_hidden_layers=3)
+    for plain, narrowed in zip(sampled_rows(path), sampled_rows(path, tp, pp, narrow=True), strict=True):
+        assert len(plain) == 0 or distance(plain, narrowed) < TOLERANCE * plain.abs().max()
