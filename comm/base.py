@@ -20,6 +20,13 @@ class Comm(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of x over the group, in place; returns x. Ranks may differ in the last bit: one rank decides for all."""
 
+    def begin_all_reduce(self, x: Tensor) -> None:
+        """The sum of x may begin now, beside what the caller computes; a call of all_reduce must end it.
+
+        Until then x is neither touched nor given up, and the group's only other collectives are sums that begin or
+        end like this one, in the same order on all ranks.
+        """
+
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: every rank's x, in rank order."""
 

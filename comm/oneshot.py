@@ -51,6 +51,11 @@ class OneShotComm(NcclComm):
             return allreduce.all_reduce(x, self.peers)
         return super().all_reduce(x)
 
+    def begin_all_reduce(self, x: Tensor) -> None:
+        """What kernels take stays on the caller's stream: all of them have to be on one."""
+        if self.peers is None or not allreduce.suits(x, self.size):
+            super().begin_all_reduce(x)
+
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
@@ -78,8 +78,18 @@ class Layer(nn.Module):
         """In the last of the stage's layers only the rows of batch.sampled go on, where there is that: none perhaps."""
         raise NotImplementedError
 
-    def feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
+
+
+@dataclass
+class _Part:
+    """Rows of a step that go through the layers together."""
+
+    batch: Batch
+    turn: Rotation
+    x: Tensor
+    residual: Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -121,21 +131,32 @@ class Model(nn.Module):
         kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
         self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
 
-    def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group; with
-        batch.sampled [S, hidden], of the rows at batch.sample_at.
+    def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
+        """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group, of all
+        batches one after the other; of those with `sampled` only the rows at sample_at.
+
+        Batches take turns, half a layer at a time: while one computes, another's sum goes over the wire. A sequence
+        may begin in one and go on in the next, which finds its keys and values written in every layer.
 
         hidden is what the stage before returned, None on the first stage; it may be overwritten.
         """
         if self.model.embed_tokens is not None:
-            hidden = self.model.embed_tokens(batch.ids)
-        assert hidden is not None
-        x, residual = hidden, None
-        turn = self.rope(batch.positions)
+            streams = [self.model.embed_tokens(batch.ids) for batch in batches]
+        else:
+            assert hidden is not None
+            streams = list(hidden.split([len(batch.ids) for batch in batches]))
+        parts = [_Part(batch, self.rope(batch.positions), x) for batch, x in zip(batches, streams, strict=True)]
         for layer in cast(Iterable[Layer], self.model.layers.values()):
-            x, residual = layer.attend(x, residual, turn, batch)
-            if len(x):
-                x, residual = layer.feed_forward(x, residual)
+            for half in (layer.attend, layer.feed_forward):
+                for part in parts:
+                    if len(part.x):
+                        part.x, part.residual = half(part.x, part.residual, part.turn, part.batch)
+                    if len(part.x) and len(parts) > 1:
+                        self.tensor.begin_all_reduce(part.x)
+        streams = [self._stream(part.x, part.residual) for part in parts]
+        return torch.cat(streams) if len(streams) > 1 else streams[0]
+
+    def _stream(self, x: Tensor, residual: Tensor | None) -> Tensor:
         return x if residual is None or len(x) == 0 else residual.add_(self.tensor.all_reduce(x))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -107,4 +107,4 @@ class Graphs:
             kv_lens=[longest] * size,
             caches=self.caches,
         )
-        return self.model.forward(batch)
+        return self.model.forward([batch])

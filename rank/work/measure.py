@@ -23,7 +23,7 @@ def step_memory(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
     hidden = None
     if not mesh.first:
         hidden = torch.zeros(tokens, model.hidden_size, dtype=model.dtype, device=device)
-    hidden = model.forward(_prompts(model, tokens, block_size, device), hidden)
+    hidden = model.forward([_prompts(model, tokens, block_size, device)], hidden)
     if mesh.last:
         shard = model.logits(hidden[torch.arange(sequences, device=device) % tokens])
         logits = mesh.tensor.all_gather(shard).permute(1, 0, 2).reshape(sequences, -1)[:, : model.vocab_size]
@@ -41,7 +41,7 @@ def step_memory(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
 def _prompts(model: Model, tokens: int, block_size: int, device: torch.device) -> Batch:
     """Prompts as long as the model takes, all in the same blocks of one layer's cache.
 
-    As beside embeddings all rows go through the last layer: no step takes more.
+    As beside embeddings all rows go through all layers together: no step takes more.
     """
     longest = min(tokens, model.max_model_len)
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])

@@ -31,6 +31,20 @@ class Work:
         last = (self.starts + self.counts)[at] - 1
         return Work(self.rows[at], last, ones, ones.astype(bool), self.outputs[at])
 
+    def cut(self, at: int) -> tuple[Work, Work]:
+        """The tokens before `at` and the others. A row that it divides is in both, as in two chunks of a prompt."""
+        begins = np.cumsum(self.counts) - self.counts
+        before = np.clip(at - begins, 0, self.counts)
+        first, second = before > 0, before < self.counts
+        samples = self.samples & ~second
+        return (
+            Work(self.rows[first], self.starts[first], before[first], samples[first], self.outputs[first]),
+            Work(
+                self.rows[second], (self.starts + before)[second], (self.counts - before)[second],
+                self.samples[second], self.outputs[second],
+            ),
+        )  # fmt: skip
+
     @property
     def singles(self) -> int:
         """How many rows compute exactly one token."""

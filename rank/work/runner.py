@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...comm.mesh import Mesh
 from ...comm.watch import LocalWatch
-from ...kernels import choice
+from ...kernels import allreduce, choice
 from .. import step
 from ..model.base import Model
 from .graphs import Graphs, products
@@ -32,6 +32,7 @@ from .sampler import Explained, Sampler, plainly_greedy, split_argmax
 from .upload import Upload
 
 log = logging.getLogger("phalanx")
+LEAST_ROWS = 1024  # of fewer, products would leave a part of the GPU idle
 
 
 class Computed(NamedTuple):
@@ -91,6 +92,16 @@ def _to_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
+def least_rows(model: Model, mesh: Mesh, device: torch.device) -> int:
+    """Of each of two parts that steps are cut into, so that the one's sums hide behind the other's products.
+
+    0: none is, as on CPUs, where nothing computes beside a sum. Small sums are not worth it: allreduce.py is quick.
+    """
+    if device.type != "cuda" or mesh.tensor.size == 1:
+        return 0
+    return max(LEAST_ROWS, allreduce.SLOT // (model.hidden_size * model.dtype.itemsize) + 1)
+
+
 class Runner:
     def __init__(
         self,
@@ -116,6 +127,7 @@ class Runner:
         self._greedy = np.zeros(len(rows.length), bool)  # rows whose next token the largest logit decides alone
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
+        self._least = least_rows(model, mesh, self.device)
         self._graphs: Graphs | None = None
         self._queue: queue.SimpleQueue[tuple[step.Plan, Result] | None] = queue.SimpleQueue()
         self.ready = threading.Event()  # the step thread can execute plans; where it cannot, the process ends
@@ -204,14 +216,19 @@ class Runner:
         self._receive_ids(self._owed(work.rows))
         if self._graphs is not None and self._graphs.suits(work) and self._pool.empty:
             return Computed(*self._sample(*self._graphs.replay(work), work))
-        narrow = self.mesh.last and self._pool.empty  # embeddings are made of all rows
-        batch, sampled_rows = prepare(self.rows, work, self._last, self.caches, self.block_size, self._upload, narrow)
+        narrow, least = self.mesh.last, self._least
+        if not self._pool.empty:  # embeddings are made of all rows in their order
+            narrow, least = False, 0
+        batches, sampled_rows = prepare(
+            self.rows, work, self._last, self.caches, self.block_size, self._upload, narrow, least
+        )
         pipe = self.mesh.pipe
         hidden = None
         if not self.mesh.first:
-            hidden = torch.empty(len(batch.ids), self.model.hidden_size, dtype=self.model.dtype, device=self.device)
+            shape = int(work.counts.sum()), self.model.hidden_size
+            hidden = torch.empty(shape, dtype=self.model.dtype, device=self.device)
             pipe.recv(hidden, pipe.rank - 1)
-        hidden = self.model.forward(batch, hidden)
+        hidden = self.model.forward(batches, hidden)
         if not self.mesh.last:
             pipe.send(hidden, pipe.rank + 1)
             if self.mesh.first and len(sampled_rows):
@@ -220,7 +237,7 @@ class Runner:
         pooled = self._pool.take(hidden, work) if self._samples_here and not self._pool.empty else {}
         if not work.samples.any():
             return Computed()
-        sampled = hidden if narrow else hidden[batch.sample_at]
+        sampled = hidden if narrow else hidden[batches[0].sample_at]
         return Computed(*self._sample(sampled, sampled_rows, work), pooled)
 
     @property

@@ -31,6 +31,27 @@ def plain(comm) -> None:
     comm.barrier()
 
 
+def beside(comm) -> None:
+    """Sums that begin ahead of other work: each is made once, in any order of waiting, whatever the size."""
+    n, r = comm.size, comm.rank
+    rng, order = random.Random(r), random.Random(0)
+    for count in (33, SLOT // 2 + 8):
+        a, b = (torch.full((count,), i + r, device="cuda", dtype=torch.bfloat16) for i in (1, 2))
+        want = [n * i + n * (n - 1) // 2 for i in (1, 2)]
+        for _ in range(20):
+            x, y = a.clone(), b.clone()
+            dawdle(rng)
+            comm.begin_all_reduce(x)
+            other = torch.randn(2048, 2048, device="cuda")
+            other @ other
+            comm.begin_all_reduce(y)
+            pairs = [(x, want[0]), (y, want[1])]
+            for begun, total in pairs if order.random() < 0.5 else pairs[::-1]:
+                assert comm.all_reduce(begun) is begun and (begun == total).all()
+        assert (comm.all_reduce(a.clone()) == want[0]).all()  # and nothing is remembered
+    comm.barrier()
+
+
 def poison(comm) -> None:
     """NaN in all slots of this rank; nobody is in a call then."""
     from cupy.cuda import runtime
@@ -120,10 +141,13 @@ def graphs(comm, host) -> None:
 def main() -> None:
     host = mpi.join(int(sys.argv[1]))
     torch.cuda.set_device(host.rank)
-    plain(nccl.NcclComm(host))
+    over_nccl = nccl.NcclComm(host)
+    plain(over_nccl)
+    beside(over_nccl)
     comm = oneshot.OneShotComm(host)
     assert comm.peers is not None, comm.why
     sums(comm)
+    beside(comm)
     graphs(comm, host)
     again = oneshot.OneShotComm(host)  # a second group of the same ranks
     sums(again)

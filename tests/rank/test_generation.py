@@ -2,6 +2,7 @@
 
 import functools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,22 @@ def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected,
         assert again.tokens == want["0"][100:150] and again.cached == 144
         stats = engine.rest()
         assert stats.cached_tokens >= 144 and stats.blocks_used == 0
+        assert engine.drain() == 0
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), pytest.param(2, 2, marks=pytest.mark.long)])
+def test_cut_steps_change_no_token(checkpoint, expected, tp, pp):
+    """Prompts divided between the parts of a step, beside sequences that decode; steps with an embedding stay whole."""
+    program = (str(Path(__file__).parent / "cutting.py"),)
+    options = dict(program=program, tp=tp, pp=pp, max_num_seqs=8, max_num_batched_tokens=50, device="cpu")
+    with Engine(checkpoint("llama"), tp * pp, **options) as engine:
+        requests = {str(i): (prompt(i), greedy(COUNT)) for i in range(3)}
+        outputs = engine.generate(requests)
+        assert engine.log().count("a step is cut") >= 4 * tp * pp
+        assert {i: outputs[i].tokens for i in requests} == {i: expected("llama", int(i)) for i in requests}
+        requests = {f"again {i}": (prompt(i), greedy(COUNT)) for i in range(3)}
+        outputs = engine.generate(requests | {"pooled": (prompt(9), step.Sampling(max_tokens=1, pooling="mean"))})
+        assert all(outputs[f"again {i}"].tokens == expected("llama", i) for i in range(3))
         assert engine.drain() == 0
 
 

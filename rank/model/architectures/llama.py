@@ -50,7 +50,7 @@ class MLP(nn.Module):
         self.gate_up_proj = Gated(hidden, inner, mesh, args.mlp_bias)
         self.down_proj = Row(inner, hidden, mesh, args.mlp_bias)
 
-    def forward(self, x: Tensor, residual: Tensor, norm: StreamNorm) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, norm: StreamNorm) -> tuple[Tensor, Tensor]:
         return feed_forward(x, residual, norm, self.gate_up_proj.product, self.down_proj.product)
 
 
@@ -67,7 +67,7 @@ class Layer(base.Layer):
     def attend(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.self_attn(x, residual, self.input_layernorm, turn, batch)
 
-    def feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.mlp(x, residual, self.post_attention_layernorm)
 
 

@@ -101,7 +101,7 @@ def forward(model: Model, grid: mesh.Mesh, batch: Batch) -> Tensor | None:
     if not grid.first:
         hidden = torch.empty(len(batch.ids), model.hidden_size, dtype=model.dtype)
         grid.pipe.recv(hidden, grid.pipe.rank - 1)
-    hidden = model(batch, hidden)
+    hidden = model([batch], hidden)
     if not grid.last:
         grid.pipe.send(hidden, grid.pipe.rank + 1)
         return None

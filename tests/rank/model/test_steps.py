@@ -5,6 +5,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.rank.model.load import load
+from phalanx.rank.work import prepare as module
 from phalanx.rank.work.prepare import prepare
 from phalanx.rank.work.rows import Rows, Work
 from phalanx.rank.work.upload import Upload
@@ -40,7 +41,7 @@ def compute(comm, path, tp, pp, narrow, **options):
     shape = (2, rows.table.size, BLOCK, model.kv_spec.kv_heads, model.kv_spec.head_dim)
     nan = [torch.full(shape, float("nan")) for _ in range(model.kv_spec.layers)]
     caches = [(cache[0], cache[1]) for cache in nan]
-    found = []
+    found, parts = [], []
     for step in STEPS:
         members, counts = (np.array(part) for part in zip(*step, strict=True))
         starts = rows.computed[members]
@@ -49,18 +50,21 @@ def compute(comm, path, tp, pp, narrow, **options):
         last = torch.tensor([ids[row][min(start, 63)] for row, start in enumerate(rows.computed - 1)])
         work = Work(members, starts, counts, samples, np.zeros(len(members), np.int64))
         narrowed = narrow and grid.last
-        batch, sampled = prepare(rows, work, last, caches, BLOCK, Upload(last.device), narrowed, **options)
+        batches, sampled = prepare(rows, work, last, caches, BLOCK, Upload(last.device), narrowed, **options)
+        parts.append(len(batches))
         assert sampled.tolist() == members[samples].tolist()
         hidden = None
         if not grid.first:
             hidden = grid.pipe.recv(torch.empty(counts.sum(), model.hidden_size), grid.pipe.rank - 1)
-        hidden = model(batch, hidden)
+        hidden = model(batches, hidden)
         if grid.last:
-            found.append(hidden if narrowed else hidden[batch.sample_at])
+            found.append(hidden if narrowed else hidden[(np.cumsum(counts) - 1)[samples]])
             assert len(found[-1]) == samples.sum() and len(hidden) == (samples.sum() if narrowed else counts.sum())
         else:
             assert len(hidden) == counts.sum()
             grid.pipe.send(hidden, grid.pipe.rank + 1)
+    # Steps in which a prompt's single token comes first stay whole.
+    assert parts == ([2, 2, 1, 2, 1, 2, 2] if options.get("least") else [1] * len(STEPS))
     return found
 
 
@@ -92,3 +96,14 @@ def test_on_several_ranks(checkpoint, tp, pp):
     path = checkpoint(num_hidden_layers=3)
     for plain, narrowed in zip(sampled_rows(path), sampled_rows(path, tp, pp, narrow=True), strict=True):
         assert len(plain) == 0 or distance(plain, narrowed) < TOLERANCE * plain.abs().max()
+
+
+@pytest.mark.parametrize("tp, pp, narrow", [(1, 1, True), (2, 1, False), (2, 1, True), (2, 2, True)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_may_be_cut(checkpoint, monkeypatch, name, tp, pp, narrow):
+    monkeypatch.setattr(module, "TILE", 4)
+    path = checkpoint(**MODELS[name])
+    if pp > MODELS[name]["num_hidden_layers"]:
+        pytest.skip("more stages than layers")
+    for plain, cut in zip(sampled_rows(path), sampled_rows(path, tp, pp, narrow, least=1), strict=True):
+        assert len(plain) == 0 or distance(plain, cut) < TOLERANCE * plain.abs().max()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from phalanx.rank.work import graphs
-from phalanx.rank.work.prepare import given_ids, prepare
+from phalanx.rank.work import prepare as module
+from phalanx.rank.work.prepare import cut_at, given_ids, prepare
 from phalanx.rank.work.rows import Rows, Work
 from phalanx.rank.work.upload import Upload
 
@@ -47,7 +48,7 @@ def test_prepare(device):
         for row, start, known in zip(work.rows, work.starts, rows.known[work.rows], strict=True):
             if start >= known:
                 last[row] = tokens[row][start]
-        batch, sampled = prepare(rows, work, last.to(device), [], BLOCK, upload)
+        (batch,), sampled = prepare(rows, work, last.to(device), [], BLOCK, upload)
         ids, positions, slots, at = [], [], [], []
         for row, start, count, samples in zip(work.rows, work.starts, work.counts, work.samples, strict=True):
             for p in range(start, start + count):
@@ -62,7 +63,7 @@ def test_prepare(device):
         assert batch.query_starts.tolist() == [0, *np.cumsum(work.counts).tolist()]
         assert batch.block_tables.tolist() == rows.table[work.rows, : -(-max(batch.kv_lens) // BLOCK)].tolist()
         assert batch.num_decodes == work.singles and batch.query_lens == work.counts.tolist()
-        narrowed, _ = prepare(rows, work, last.to(device), [], BLOCK, upload, narrow=True)
+        (narrowed,), _ = prepare(rows, work, last.to(device), [], BLOCK, upload, narrow=True)
         assert torch.equal(narrowed.ids, batch.ids) and torch.equal(narrowed.sample_at, batch.sample_at)
         if len(at) == len(ids):
             assert narrowed.sampled is None
@@ -80,6 +81,74 @@ def test_prepare(device):
             batch.block_tables: torch.int32,
         }
         assert all(tensor.dtype == dtype for tensor, dtype in kinds.items())
+
+
+def test_a_step_is_cut_like_chunks_of_prompts(monkeypatch):
+    """Whatever is cut: each token is in one part, as it was in the whole, and what is sampled keeps its order."""
+    monkeypatch.setattr(module, "TILE", 4)
+    upload, found = Upload(torch.device("cpu")), 0
+    for seed in range(200):
+        rows, work, _ = make(seed)
+        last = torch.arange(8)
+        (whole,), sampled = prepare(rows, work, last, [], BLOCK, upload)
+        parts, same = prepare(rows, work, last, [], BLOCK, upload, least=5)
+        assert torch.equal(sampled, same)
+        if len(parts) == 1:
+            continue
+        found += 1
+        a, b = parts
+        for name in ("ids", "positions", "slots"):
+            assert torch.equal(torch.cat((getattr(a, name), getattr(b, name))), getattr(whole, name))
+        assert min(len(a.ids), len(b.ids)) >= 5
+        assert torch.equal(torch.cat((a.sample_at, b.sample_at + len(a.ids))), whole.sample_at)
+        for part in parts:
+            singles = part.query_lens.count(1)
+            assert part.num_decodes == singles and part.query_lens[:singles] == [1] * singles
+            ends = part.positions[part.query_starts[1:].long() - 1] + 1
+            assert part.kv_lens == part.lengths.tolist() == ends.tolist()
+        assert a.num_decodes + b.num_decodes == whole.num_decodes
+        divided = len(a.kv_lens) + len(b.kv_lens) - len(whole.kv_lens)
+        assert divided in (0, 1) and abs(len(a.ids) - len(b.ids)) <= (4 if divided else 6)
+    assert found > 50
+
+
+def counted(*counts, starts=None, known=0):
+    """A step of so many tokens of each sequence."""
+    work = Work(
+        np.arange(len(counts)), np.zeros(len(counts), int) if starts is None else np.array(starts), np.array(counts),
+        np.ones(len(counts), bool), np.zeros(len(counts), int),
+    )  # fmt: skip
+    rows = Rows(len(counts), 1, 16)
+    rows.known[:] = known
+    return rows, work
+
+
+@pytest.mark.parametrize(
+    "counts, at",
+    [
+        ((4096,), 2048),
+        ((2047,), 1024),
+        ((2046,), 0),  # a part would have 1022
+        ((2303,), 1152),
+        ((1, 1, 1, 4000), 2048),
+        ((2047, 2049), 2047),  # else the second sequence's first token would be alone
+        ((2049, 2047), 2049),
+        ((2046, 2, 2048), 2048),
+        ((2047, 2, 2047), 2047),
+        ((1024, 1024), 1024),
+        ((1, *[128] * 32), 2049),
+        ((100, 27), 0),
+        ((1,), 0),
+    ],
+)
+def test_where_a_step_is_cut(counts, at):
+    assert cut_at(*counted(*counts), 1023) == at
+
+
+def test_a_prompts_single_token_keeps_a_step_whole():
+    """Its beginning may be cached by what a later sequence of the same step writes."""
+    assert cut_at(*counted(1, 4096, starts=[16, 0], known=16), 1024) == 2048
+    assert cut_at(*counted(1, 4096, starts=[16, 0], known=17), 1024) == 0
 
 
 def test_given_ids_are_negative_where_only_the_sampler_knows():

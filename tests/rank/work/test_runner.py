@@ -7,7 +7,7 @@ import pytest
 import torch
 from phalanx.rank import step
 from phalanx.rank.work.pool import Pool
-from phalanx.rank.work.runner import Runner
+from phalanx.rank.work.runner import Runner, least_rows
 
 
 class Samples:
@@ -41,3 +41,19 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     runner._enter(step.Plan(step=1, freed=step.pack_u16([3])))
     assert runner._pool.empty
     assert runner.sampler.calls == ([] if rank else [1, 2, 3, -3])
+
+
+@pytest.mark.parametrize(
+    "device, ranks, hidden, dtype, least",
+    [
+        ("cpu", 2, 8192, torch.bfloat16, 0),
+        ("cuda", 1, 8192, torch.bfloat16, 0),
+        ("cuda", 4, 8192, torch.bfloat16, 1024),
+        ("cuda", 4, 4096, torch.bfloat16, 1025),  # more than kernels add up
+        ("cuda", 2, 4096, torch.float32, 1024),
+        ("cuda", 2, 1024, torch.bfloat16, 4097),
+    ],
+)
+def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtype, least):
+    mesh = SimpleNamespace(tensor=SimpleNamespace(size=ranks))
+    assert least_rows(SimpleNamespace(hidden_size=hidden, dtype=dtype), mesh, torch.device(device)) == least
