@@ -17,6 +17,7 @@ HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (64, 128, 256)  # inputs of a chunk
 GEMV_SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
 MOST_ROWS = 64
+WHOLE_FROM = 32  # rows, beyond which Hopper's instructions for 64 rows are the faster ones
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 16
 
@@ -88,23 +89,24 @@ def gemv(x: Tensor, weight: Tensor, outs: int, ahead: int, gated: bool = False) 
 def by_staging(x: Tensor, weight: Tensor, cut: Cut, gated: bool = False) -> Tensor:
     """By tensor cores, a block on each multiprocessor."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    tiles = _row_tiles(rows)
-    count, shared = stages(cut, rows)
+    found = chip(x.device)
+    whole = found.hopper and rows > WHOLE_FROM
+    count, shared = stages(cut, rows, whole)
     y = x.new_empty(rows, outputs // 2 if gated else outputs)
     kernel = jit.kernel(
-        "staged", "staged", x.dtype, shared, I=inputs, M=cut.outputs, KC=cut.inputs, STAGES=count, TILES=tiles,
-        GATED=int(gated),
+        "staged", "staged", x.dtype, shared, I=inputs, M=cut.outputs, KC=cut.inputs, STAGES=count,
+        TILES=_row_tiles(rows, whole), GATED=int(gated), WHOLE=int(whole),
     )  # fmt: skip
-    blocks = min(outputs // cut.outputs, chip(x.device).processors)
-    threads = cut.outputs // 16 * _groups(cut) * 32 + 32
-    of_x = jit.boxes(x.data_ptr(), rows, inputs, 8 * tiles, inputs)
+    blocks = min(outputs // cut.outputs, found.processors)
+    threads = 32 + 32 * (4 if whole else cut.outputs // 16 * _groups(cut))
+    of_x = jit.boxes(x.data_ptr(), rows, inputs, rows, inputs)
     of_w = jit.boxes(weight.data_ptr(), outputs, inputs, cut.outputs // 2 if gated else cut.outputs, inputs)
     kernel((blocks, 1, 1), threads, of_x, of_w, y, rows, outputs, shared=shared)
     return y
 
 
-def _row_tiles(rows: int) -> int:
-    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+def _row_tiles(rows: int, whole: bool) -> int:
+    return 8 if whole else next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
 
 
 def _groups(cut: Cut) -> int:
@@ -112,10 +114,10 @@ def _groups(cut: Cut) -> int:
     return 1 if cut.outputs > 64 else 2 if cut.outputs > 32 else 4
 
 
-def stages(cut: Cut, rows: int) -> tuple[int, int]:
+def stages(cut: Cut, rows: int, whole: bool = False) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as staged.cu lays it out."""
-    padded = 8 * _row_tiles(rows)
-    sums = _groups(cut) * cut.outputs * (padded + 1) * 4
+    padded = 8 * _row_tiles(rows, whole)
+    sums = 0 if whole else _groups(cut) * cut.outputs * (padded + 1) * 4
     stage = (cut.outputs + padded) * cut.inputs * 2
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums

@@ -7,61 +7,13 @@
 // 2407.08608). All operands lie in boxes of 64 elements with the engine's 128-byte swizzle.
 #include "engine.cuh"
 #include "warp.cuh"
+#include "wgmma.cuh"
 
 constexpr int ROWS = 128, TILE = 128, HALVES = DIM / 64;
 constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = TILE * DIM * 2;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// The operand that begins at `start`: boxes of 8 rows of 128 bytes, 1024 bytes apart, and `apart` bytes from one run of 64
-// elements to the next where the rows are the sum's (PTX ISA, Shared Memory Matrix Layout).
-__device__ inline unsigned long long describe(unsigned start, int apart) {
-    return 1ull << 62 | (unsigned long long)(1024 >> 4) << 32 | (unsigned long long)(apart >> 4) << 16 | (start & 0x3ffff) >> 4;
-}
-
-#define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
-#define MULTIPLY(type, name)                                                                                            \
-    /* c [64, 64] = or += a [64, 16] b: rows of b are outputs, or with ACROSS, of the sum */                            \
-    template <bool ACROSS> __device__ inline void multiply(type, float (&c)[32], const unsigned (&a)[4],                \
-                                                           unsigned long long b, bool add) {                            \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name "."  \
-                     name " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "\
-                     "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, " \
-                     "1, %38; }"                                                                                        \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 16)                                                                    \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ACROSS));            \
-    }                                                                                                                   \
-    template <bool ACROSS> __device__ inline void multiply(type, float (&c)[64], const unsigned (&a)[4],                \
-                                                           unsigned long long b, bool add) {                            \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." \
-                     name " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "\
-                     "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, "  \
-                     "%39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "  \
-                     "%58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, %70; }"                      \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32), SIXTEEN(c, 48)                                    \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ACROSS));            \
-    }
-MULTIPLY(bf16, "bf16")
-MULTIPLY(f16, "f16")
-
-__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most N of the groups of products are under way.
-template <int N> __device__ inline void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-// Registers that products under way read or write must not be moved past here.
-template <int N> __device__ inline void hold(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-
-// b of the lane that has not this bit for a of the one that has.
-__device__ inline void swap(unsigned& a, unsigned& b, int bit) {
-    const bool upper = threadIdx.x & bit;
-    const unsigned got = __shfl_xor_sync(~0u, upper ? a : b, bit);
-    (upper ? a : b) = got;
-}
-
 struct Work {  // of an item: a sequence's rows, as work() of kernels/boxes.py lists them
     int sequence, row, rows, position, length;
 

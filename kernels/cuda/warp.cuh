@@ -45,6 +45,13 @@ template <> __device__ inline unsigned both<f16>(float a, float b) {
     return y;
 }
 
+// b of the lane that has not this bit for a of the one that has.
+__device__ inline void swap(unsigned& a, unsigned& b, int bit) {
+    const bool upper = threadIdx.x & bit;
+    const unsigned got = __shfl_xor_sync(~0u, upper ? a : b, bit);
+    (upper ? a : b) = got;
+}
+
 __device__ inline float power(float x) {  // of 2
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -117,8 +117,8 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
         cut = choose(16, outputs, inputs, processors, True)
         assert (cut is None) == (want is None) and (cut is None or outputs % cut.outputs == inputs % cut.inputs == 0)
     if want:
-        for rows in (3, 16, 64):
-            count, shared = stages(want, rows)
+        for rows, whole in ((3, False), (16, False), (64, False), (33, True), (64, True)):
+            count, shared = stages(want, rows, whole)
             assert 2 <= count <= MOST_STAGES and shared <= SHARED
     assert (choose(1, outputs, inputs, 132, False) == "gemv") == (outputs % 64 == 0 and inputs % 512 == 0)
 
