@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from phalanx.kernels import activation, boxes, embedding, largest, norm, rope, skinny
+from phalanx.kernels import activation, boxes, embedding, gated, largest, norm, rope, skinny
 from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
 from phalanx.kernels.linear import gated_linear, linear
 from torch import Tensor
@@ -175,6 +175,30 @@ def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
         versions["m{}k{}".format(*cut)] = [partial(skinny.by_staging, x, w, cut) for w in weights]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
+
+
+def gated_products(table: Table, shapes: str) -> None:
+    """A feed-forward layer's first half for prompts, on Hopper; the library's product needs silu_mul after it."""
+    outputs, inputs = SHAPES[shapes][2]
+    weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
+    for rows in (1024, 2048, 8192):
+        x = randn(rows, inputs)
+        versions: dict[str, list[Call]] = {
+            "reference": [partial(gated_reference, x, w) for w in weights],
+            "library and silu_mul": [partial(library_and_silu, x, w) for w in weights],
+        }
+        if gated.suits(x, weights[0]):
+            versions["ours"] = [partial(gated.gated_product, x, w) for w in weights]
+        bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs / 2))
+        table.add(f"gated_product {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs, least=4)
+
+
+def gated_reference(x: Tensor, weight: Tensor) -> Tensor:
+    return activation.silu_mul_reference(torch_linear(x, weight))
+
+
+def library_and_silu(x: Tensor, weight: Tensor) -> Tensor:
+    return activation.silu_mul(torch_linear(x, weight))
 
 
 class Layers:
@@ -342,6 +366,7 @@ def main() -> None:
             small(table)
         layers(table, asked.shapes)
         products(table, asked.shapes)
+        gated_products(table, asked.shapes)
         if asked.shapes == "8b":
             attentions(table)
             plans(table)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-from . import library, skinny
+from . import gated, library, skinny
 from .activation import silu_mul
 from .cpu import one_core
 
@@ -41,6 +41,8 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """silu(x G^T) * (x U^T): [T, O], where weight [2 O, I] is G over U and a bias [2 O] is added to the products."""
     if bias is None and not weight.is_mkldnn and skinny.suits(x, weight):
         return skinny.skinny_linear(x, weight, gated=True)
+    if bias is None and gated.suits(x, weight):
+        return gated.gated_product(x, weight)
     return silu_mul(linear(x, weight, bias))
 
 

@@ -45,6 +45,33 @@ __device__ inline void copy(unsigned to, const Map* map, int input, int row, Bar
                  : "memory");
 }
 
+// Of two blocks that share a cluster.
+__device__ inline int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ inline void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ inline void arrive_at(Barrier* barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
+            shared(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
+// The box to both blocks, to the same place; each one's barrier awaits its own.
+__device__ inline void copy_to_both(unsigned to, const Map* map, int input, int row, Barrier* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+        "[%4], %5;" ::"r"(to),
+        "l"(map), "r"(input), "r"(row), "r"(shared(barrier)), "h"((unsigned short)3)
+        : "memory");
+}
+
 // 16 bytes of shared memory.
 __device__ inline void clear(unsigned at) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");

@@ -34,6 +34,8 @@ PROGRAMS = [
     ("staged", dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1)),
     ("staged", dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1)),
     ("staged", dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0)),
+    ("gated", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4)),
+    ("gated", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4)),
     ("prompt", dict(T=torch.bfloat16, **LLAMA, STAGES=3)),
     ("prompt", dict(T=torch.float16, **OTHER, STAGES=6)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from phalanx.kernels import activation, attention, boxes, embedding, jit, largest, linear, norm, rope, skinny
+from phalanx.kernels import activation, attention, boxes, embedding, gated, jit, largest, linear, norm, rope, skinny
 from phalanx.kernels.attention import Scores
 from phalanx.kernels.chip import chip
 
@@ -301,6 +301,21 @@ def test_products_by_staging(rows, outputs, inputs, gated, dtype):
         assert all(apart(y, want) < 4e-3 for y in found), cut
         differ = [(y != found[0]).nonzero() for y in found]
         assert not any(map(len, differ)), (cut, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
+
+
+@engine
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs, inputs", [(128, 64), (384, 4096), (14336, 512), (3072, 1088)])
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 256, 1000, 2049, 4500])
+def test_gated_products_of_many_rows(rows, outputs, inputs, dtype):
+    """Twice each into memory that holds NaN: a race would show as a difference."""
+    if not chip(torch.device("cuda")).hopper:
+        pytest.skip("for Hopper alone")
+    x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, 2 * outputs))
+    want = gate(x.double() @ weight.double().T, dtype)
+    found = [gated.gated_product(x, weight) for _ in range(3)]
+    assert apart(found[0], want) < 4e-3
+    assert all(torch.equal(y, found[0]) for y in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
