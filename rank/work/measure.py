@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -32,6 +34,8 @@ def step_memory(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
                 sampling = step.Sampling(max_tokens=1, top_p=0.9)  # a full sort: what takes most
                 sampler.enter(step.NewSequence(row, step.pack_u32([0]), 1, 0, b"", sampling))
             sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
+        # What the last layer takes when only sampled rows go on: compiled here, not while the first request waits.
+        model.forward([_narrowed(_prompts(model, 2, block_size, device))], hidden[:2])
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
@@ -63,3 +67,13 @@ def _prompts(model: Model, tokens: int, block_size: int, device: torch.device) -
         kv_lens=counts,
         caches=[(cache[0], cache[1])] * spec.layers,
     )
+
+
+def _narrowed(prompt: Batch) -> Batch:
+    """Of the same, one sequence: its last token alone is sampled."""
+    none = prompt.query_starts[:1]
+    last = dataclasses.replace(
+        prompt, ids=prompt.ids[:0], positions=prompt.positions[-1:], slots=prompt.slots[-1:], sample_at=none.long(),
+        query_starts=torch.cat((none, none + 1)), num_decodes=1, query_lens=[1], scratch={},
+    )  # fmt: skip
+    return dataclasses.replace(prompt, sample_at=prompt.query_starts[-1:].long() - 1, sampled=last)
