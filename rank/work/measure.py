@@ -35,7 +35,7 @@ def step_memory(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
                 sampler.enter(step.NewSequence(row, step.pack_u32([0]), 1, 0, b"", sampling))
             sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
         # What the last layer takes when only sampled rows go on: compiled here, not while the first request waits.
-        model.forward([_narrowed(_prompts(model, 2, block_size, device))], hidden[:2])
+        model.forward([_narrowed(_prompts(model, 2, block_size, device))], hidden.new_zeros(2, model.hidden_size))
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
