@@ -1,5 +1,7 @@
 """However a step is computed, its sampled rows are those of the plain way, within f32's rounding."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -27,10 +29,36 @@ STEPS = [
 ]
 
 
-def compute(comm, path, tp, pp, narrow, **options):
+class Early:
+    """Sums are made as they begin, and what is not a sum that ends one finds none under way: comm/base.py."""
+
+    def __init__(self, comm):
+        self.comm, self.begun, self.count = comm, {}, 0
+
+    def __getattr__(self, name):
+        found = getattr(self.comm, name)
+        assert not self.begun or not callable(found), name
+        return found
+
+    def begin_all_reduce(self, x):
+        assert x.data_ptr() not in self.begun
+        self.begun[x.data_ptr()] = x, self.comm.all_reduce(x).clone()
+        self.count += 1
+
+    def all_reduce(self, x):
+        if (begun := self.begun.pop(x.data_ptr(), None)) is None:
+            assert not self.begun
+            return self.comm.all_reduce(x)
+        assert x.shape == begun[0].shape and torch.equal(x, begun[1])  # nobody has touched it
+        return x
+
+
+def compute(comm, path, tp, pp, narrow, early=False, **options):
     """Of each step the stream's rows [S, hidden] that are sampled, on the last stage. Caches begin as NaN."""
     torch.set_grad_enabled(False)
     grid = mesh.build(comm, tp, pp)
+    if early:
+        grid = dataclasses.replace(grid, tensor=Early(grid.tensor))
     model = load(path, grid)
     width = 16
     rows = Rows(len(PROMPTS), width * BLOCK, BLOCK)
@@ -63,6 +91,7 @@ def compute(comm, path, tp, pp, narrow, **options):
         else:
             assert len(hidden) == counts.sum()
             grid.pipe.send(hidden, grid.pipe.rank + 1)
+    assert not early or (grid.tensor.count > 0 and not grid.tensor.begun)
     # Steps in which a prompt's single token comes first stay whole.
     assert parts == ([2, 2, 1, 2, 1, 2, 2] if options.get("least") else [1] * len(STEPS))
     return found
@@ -107,3 +136,11 @@ def test_a_step_may_be_cut(checkpoint, monkeypatch, name, tp, pp, narrow):
         pytest.skip("more stages than layers")
     for plain, cut in zip(sampled_rows(path), sampled_rows(path, tp, pp, narrow, least=1), strict=True):
         assert len(plain) == 0 or distance(plain, cut) < TOLERANCE * plain.abs().max()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_what_begins_a_sum_leaves_it_alone_until_it_has_ended(checkpoint, monkeypatch, narrow):
+    monkeypatch.setattr(module, "TILE", 4)
+    path = checkpoint(num_hidden_layers=3)
+    plain, early = (sampled_rows(path, 2, 1, narrow, early=early, least=1) for early in (False, True))
+    assert all(map(torch.equal, plain, early))
