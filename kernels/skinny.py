@@ -17,7 +17,7 @@ HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (64, 128, 256)  # inputs of a chunk
 GEMV_SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
 MOST_ROWS = 64
-WHOLE_FROM = 32  # rows, beyond which Hopper's instructions for 64 rows are the faster ones
+WHOLE_FROM = 33  # rows, for which Hopper's instructions for 64 rows are the faster ones
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 16
 
@@ -90,7 +90,7 @@ def by_staging(x: Tensor, weight: Tensor, cut: Cut, gated: bool = False) -> Tens
     """By tensor cores, a block on each multiprocessor."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     found = chip(x.device)
-    whole = found.hopper and rows > WHOLE_FROM
+    whole = found.hopper and rows >= WHOLE_FROM
     count, shared = stages(cut, rows, whole)
     y = x.new_empty(rows, outputs // 2 if gated else outputs)
     kernel = jit.kernel(
