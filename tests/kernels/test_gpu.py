@@ -308,7 +308,7 @@ def test_products_by_staging(rows, outputs, inputs, gated, dtype):
 @pytest.mark.parametrize("outputs, inputs", [(128, 64), (384, 4096), (14336, 512), (3072, 1088)])
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 256, 1000, 2049, 4500])
 def test_gated_products_of_many_rows(rows, outputs, inputs, dtype):
-    """Twice each into memory that holds NaN: a race would show as a difference."""
+    """Three times each into memory that holds NaN: a race would show as a difference."""
     if not chip(torch.device("cuda")).hopper:
         pytest.skip("for Hopper alone")
     x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, 2 * outputs))
