@@ -25,7 +25,7 @@ struct Place {  // of a cluster's tile
     }
 };
 
-// silu(gate) * up, the gate and the up rounded first, as they are where the product is an operation of its own.
+// gated() of common.cuh in f32, by approximate instructions: a lane has 64 of them to make between two tiles.
 __device__ inline float gate(float g, float up) {
     g = wide(narrow<T>(g));
     float by;
@@ -95,15 +95,14 @@ gated_product(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w
                 const int row = place.row + rank * ROWS + group * 64 + quarter * 16 + lane / 4 + h * 8;
                 T* const to = y + (long long)row * OUTPUTS + place.out;
 #pragma unroll
-                for (int k = 0; k < OUTS / 32; k++) {  // four lanes exchange their pairs of four runs of 8: one run each
+                for (int k = 0; k < OUTS / 32; k++) {
                     unsigned x[4];
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         const int at = k * 16 + j * 4 + h * 2;
                         x[j] = both<T>(gate(sum[at], sum[at + OUTS / 2]), gate(sum[at + 1], sum[at + 1 + OUTS / 2]));
                     }
-                    swap(x[0], x[1], 1), swap(x[2], x[3], 1);
-                    swap(x[0], x[2], 2), swap(x[1], x[3], 2);
+                    line_up(x);
                     if (row < rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
                 }
             }

@@ -231,12 +231,11 @@ prompt(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, const
             const int row = skip + quarter * 16 + lane / 4 + h * 8;
             T* to = out + (long long)(work.row + row) * HEADS * DIM + head * DIM;
 #pragma unroll
-            for (int k = 0; k < DIM / 32; k++) {  // four lanes exchange their pairs of four runs of 8: one run each
+            for (int k = 0; k < DIM / 32; k++) {
                 unsigned x[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) x[j] = both<T>(o[k * 16 + j * 4 + h * 2] * by, o[k * 16 + j * 4 + h * 2 + 1] * by);
-                swap(x[0], x[1], 1), swap(x[2], x[3], 1);
-                swap(x[0], x[2], 2), swap(x[1], x[3], 2);
+                line_up(x);
                 if (row < work.rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
             }
         }

@@ -52,6 +52,12 @@ __device__ inline void swap(unsigned& a, unsigned& b, int bit) {
     (upper ? a : b) = got;
 }
 
+// Four lanes exchange their pairs of four runs of 8 elements: each has one run then, to be stored at once.
+__device__ inline void line_up(unsigned (&x)[4]) {
+    swap(x[0], x[1], 1), swap(x[2], x[3], 1);
+    swap(x[0], x[2], 2), swap(x[1], x[3], 2);
+}
+
 __device__ inline float power(float x) {  // of 2
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
