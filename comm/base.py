@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,12 +21,16 @@ class Comm(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of x over the group, in place; returns x. Ranks may differ in the last bit: one rank decides for all."""
 
-    def begin_all_reduce(self, x: Tensor) -> None:
-        """The sum of x may begin now, beside what the caller computes; a call of all_reduce must end it.
+    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
+        """The sum of x, and `then` what follows it, may begin now, beside what the caller computes.
 
-        Until then x is neither touched nor given up, and the group's only other collectives are sums that begin or
-        end like this one, in the same order on all ranks.
+        end_all_reduce ends it, or all_reduce where nothing follows. Until then what they read and write is neither
+        touched nor given up, and the group's only other collectives are sums that begin or end like this one, in the
+        same order on all ranks. `then` works in place: on GPUs it runs on another stream.
         """
+
+    def end_all_reduce(self, x: Tensor) -> Any:
+        """What `then` has returned, or x where nothing follows. None: the sum has not begun."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: every rank's x, in rank order."""

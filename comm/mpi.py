@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import mpi4py
@@ -39,8 +40,10 @@ class MpiComm:
         self.handle.Allreduce(MPI.IN_PLACE, _buffer(x))
         return x
 
-    def begin_all_reduce(self, x: Tensor) -> None:
+    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
         """Nothing computes beside the thread that waits."""
+
+    def end_all_reduce(self, x: Tensor) -> None: ...
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.size, *x.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class NcclComm:
         self._nccl = None
         self._aside: torch.cuda.Stream | None = None  # where `post` waits for the receiver
         self._beside: torch.cuda.Stream | None = None  # where `begin_all_reduce` adds up
-        self._begun: dict[int, torch.cuda.Event] = {}  # by address: sums that `all_reduce` waits for
+        self._begun: dict[int, tuple[torch.cuda.Event, Any]] = {}  # by address: what `end_all_reduce` waits for
         if self.size > 1:
             nccl = _nccl()
             mine = bytes(b & 0xFF for b in nccl.get_unique_id()) if self.rank == 0 else b""
@@ -63,16 +64,13 @@ class NcclComm:
         return torch.cuda.current_stream().cuda_stream
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if (begun := self._begun.pop(x.data_ptr(), None)) is not None:
-            torch.cuda.current_stream().wait_event(begun)
-            return x
-        if self._nccl is not None:
+        if self.end_all_reduce(x) is None and self._nccl is not None:
             self._nccl.allReduce(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], self._sum, self._stream())
         return x
 
-    def begin_all_reduce(self, x: Tensor) -> None:
-        """On a stream of its own. x's memory needs no record_stream: it is given up on the current stream, after that
-        has waited in all_reduce."""
+    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
+        """On a stream of its own. Memory needs no record_stream: it is given up on the current stream, after that has
+        waited in end_all_reduce."""
         if self._nccl is None:
             return
         if self._beside is None:
@@ -80,7 +78,14 @@ class NcclComm:
         self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
             self.all_reduce(x)
-        self._begun[x.data_ptr()] = self._beside.record_event()
+            done = then() if then else x
+        self._begun[x.data_ptr()] = self._beside.record_event(), done
+
+    def end_all_reduce(self, x: Tensor) -> Any:
+        event, done = self._begun.pop(x.data_ptr(), (None, None))
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+        return done
 
     def all_gather(self, x: Tensor) -> Tensor:
         if self._nccl is None:

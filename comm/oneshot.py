@@ -6,6 +6,7 @@ What kernels/allreduce.py does not take, and groups whose GPUs cannot reach each
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,10 @@ class OneShotComm(NcclComm):
             return allreduce.all_reduce(x, self.peers)
         return super().all_reduce(x)
 
-    def begin_all_reduce(self, x: Tensor) -> None:
+    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
         """What kernels take stays on the caller's stream: all of them have to be on one."""
         if self.peers is None or not allreduce.suits(x, self.size):
-            super().begin_all_reduce(x)
+            super().begin_all_reduce(x, then)
 
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -65,8 +65,10 @@ class ThreadComm:
                 x += part
         return x
 
-    def begin_all_reduce(self, x: Tensor) -> None:
+    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
         """Nothing computes beside the thread that waits."""
+
+    def end_all_reduce(self, x: Tensor) -> None: ...
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange(x.clone()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
@@ -16,7 +16,7 @@ from ..exits import MODEL, Stop
 from .batch import Batch
 from .config import Config
 from .layers.embedding import Embedding, Head
-from .layers.norm import RMSNorm
+from .layers.norm import RMSNorm, StreamNorm
 from .layers.rope import Rope
 from .layers.shard import stage_layers
 from .weights.slicing import Slice, Sliced, slices
@@ -56,6 +56,9 @@ class Args:
         return cls(**values)
 
 
+Half = Callable[[Tensor, Tensor | None, Rotation, Batch], tuple[Tensor, Tensor]]
+
+
 class KVSpec(NamedTuple):
     """What this rank's KV cache has to hold."""
 
@@ -65,20 +68,18 @@ class KVSpec(NamedTuple):
 
 
 class Layer(nn.Module):
-    """One transformer layer. `index` counts the model's layers, `local` this stage's.
-
-    Each half takes x [T, hidden], this rank's part of what the half before adds to the stream `residual`, and returns
-    the same for the next. Without a residual, x is the stream.
-    """
+    """One transformer layer. `index` counts the model's layers, `local` this stage's."""
 
     def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
         super().__init__()
 
-    def attend(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
-        """In the last of the stage's layers only the rows of batch.sampled go on, where there is that: none perhaps."""
-        raise NotImplementedError
+    def halves(self) -> tuple[tuple[StreamNorm, Half], ...]:
+        """One after the other, each behind the norm that it begins with.
 
-    def feed_forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
+        Each takes x [T, hidden], this rank's part of what the half before adds to the stream `residual`, and returns
+        the same for the next. Without a residual, x is the stream. In the last of a stage's layers only the rows of
+        batch.sampled go on from attention, where there is that: none perhaps.
+        """
         raise NotImplementedError
 
 
@@ -146,15 +147,24 @@ class Model(nn.Module):
             assert hidden is not None
             streams = list(hidden.split([len(batch.ids) for batch in batches]))
         parts = [_Part(batch, self.rope(batch.positions), x) for batch, x in zip(batches, streams, strict=True)]
-        for layer in cast(Iterable[Layer], self.model.layers.values()):
-            for half in (layer.attend, layer.feed_forward):
-                for part in parts:
-                    if len(part.x):
-                        part.x, part.residual = half(part.x, part.residual, part.turn, part.batch)
-                    if len(part.x) and len(parts) > 1:
-                        self.tensor.begin_all_reduce(part.x)
+        halves = [half for layer in cast(Iterable[Layer], self.model.layers.values()) for half in layer.halves()]
+        for (_, half), following in zip(halves, [norm for norm, _ in halves[1:]] + [None], strict=True):
+            self._turn(half, following, parts)
         streams = [self._stream(part.x, part.residual) for part in parts]
         return torch.cat(streams) if len(streams) > 1 else streams[0]
+
+    def _turn(self, half: Half, following: StreamNorm | None, parts: list[_Part]) -> None:
+        """Half a layer of each part. With several, each one's sum and the norm that follows begin beside the next."""
+        for part in parts:
+            if len(part.x) == 0:
+                continue
+            part.x, part.residual = half(part.x, part.residual, part.turn, part.batch)
+            if len(parts) == 1 or len(part.x) == 0:
+                continue
+            if following:
+                following.begin(part.x, part.residual)
+            else:
+                self.tensor.begin_all_reduce(part.x)
 
     def _stream(self, x: Tensor, residual: Tensor | None) -> Tensor:
         return x if residual is None or len(x) == 0 else residual.add_(self.tensor.all_reduce(x))

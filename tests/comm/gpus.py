@@ -44,11 +44,16 @@ def beside(comm) -> None:
             comm.begin_all_reduce(x)
             other = torch.randn(2048, 2048, device="cuda")
             other @ other
-            comm.begin_all_reduce(y)
-            pairs = [(x, want[0]), (y, want[1])]
-            for begun, total in pairs if order.random() < 0.5 else pairs[::-1]:
-                assert comm.all_reduce(begun) is begun and (begun == total).all()
-        assert (comm.all_reduce(a.clone()) == want[0]).all()  # and nothing is remembered
+            comm.begin_all_reduce(y, lambda y=y: y.add_(1))
+            for wait_for_y in order.sample((False, True), 2):
+                if wait_for_y:  # a small sum that has not begun is made whole by its end
+                    found = comm.end_all_reduce(y)
+                    assert found is y or (found is None and comm.all_reduce(y).add_(1) is y)
+                    assert (y == want[1] + 1).all()
+                else:
+                    assert comm.all_reduce(x) is x and (x == want[0]).all()
+        assert comm.end_all_reduce(x) is None  # nothing is remembered
+        assert (comm.all_reduce(a.clone()) == want[0]).all()
     comm.barrier()
 
 

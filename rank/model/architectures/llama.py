@@ -64,6 +64,9 @@ class Layer(base.Layer):
         self.post_attention_layernorm = StreamNorm(args.hidden_size, args.rms_norm_eps, mesh)
         self.mlp = MLP(args, mesh)
 
+    def halves(self) -> tuple[tuple[StreamNorm, base.Half], ...]:
+        return (self.input_layernorm, self.attend), (self.post_attention_layernorm, self.feed_forward)
+
     def attend(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.self_attn(x, residual, self.input_layernorm, turn, batch)
 

@@ -34,6 +34,10 @@ class StreamNorm(RMSNorm):
         self.tensor = mesh.tensor
         self.board: Board | None = getattr(mesh.tensor, "board", None)
 
+    def begin(self, x: Tensor, residual: Tensor) -> None:
+        """What `add` will be asked for may begin now, beside other work; until then x and residual stay as they are."""
+        self.tensor.begin_all_reduce(x, lambda: norm.add_rms_norm(x, residual, self.weight, self.eps))
+
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [T, H] is this rank's part of what is added: their sum over the tensor group goes to the residual.
 
@@ -42,4 +46,5 @@ class StreamNorm(RMSNorm):
         """
         if residual is None:
             return norm.rms_norm(x, self.weight, self.eps), x
-        return all_reduce_add_norm(self.tensor, x, residual, self.weight, self.eps)
+        begun = self.tensor.end_all_reduce(x)
+        return begun or all_reduce_add_norm(self.tensor, x, residual, self.weight, self.eps)
