@@ -1,11 +1,11 @@
 """All-reduces of a tensor group: NCCL beside the kernels over mapped memory, alone and with the norm that follows.
 
-    python benchmarks/allreduce.py --np 2 [--width 4096] [--rows 16,64] [--search] [--json FILE]
+    python benchmarks/allreduce.py --np 2 [--width 4096] [--rows 16,64] [--only norm] [--search] [--json FILE]
 
 Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
 elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
 both ways; what is chosen for more than two ranks goes by allreduce.ONE_SHOT. --search tries numbers of blocks and
-threads.
+threads, --only measures what has this in its name.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     whole: tuple[Tensor, Tensor, Tensor, float, allreduce.Peers] = (x, residual, weight, 1e-5, peers)
     found["one kernel"] = partial(allreduce.all_reduce_add_norm, *whole)
     normed = {"one-shot norm": allreduce.one_shot_add_norm, "two-shot norm": allreduce.two_shot_add_norm}
+    if allreduce.suits_sending(x, group.size):
+        normed["sent norm"] = allreduce.sent_add_norm
     found |= {name: partial(both, *whole) for name, both in normed.items()}
     if search:
         for blocks in BLOCKS:
@@ -96,7 +98,7 @@ def rank_main(asked: argparse.Namespace) -> None:
         print(f"NCCL alone: {group.why}", flush=True)
     for rows in map(int, asked.rows.split(",")):
         calls = versions(rows, asked.width, group, nccl, asked.search)
-        times = {name: round(measure(call, host), 2) for name, call in calls.items()}
+        times = {name: round(measure(call, host), 2) for name, call in calls.items() if asked.only in name}
         if host.rank == 0:
             print(f"{rows:5} x {asked.width} " + "   ".join(f"{k} {v}" for k, v in times.items()), flush=True)
             line = dict(what="allreduce", ranks=host.size, rows=rows, width=asked.width, bytes=rows * asked.width * 2)
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--np", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--only", default="", help="part of a name")
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--json", default="", help="append the lines to this file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

@@ -1,11 +1,14 @@
 """Sums over the GPUs of one host that map each other's memory: one kernel, nothing of the host's in it.
 
 One-shot: every rank reads all of every other's input, one meeting. Two-shot: every rank adds up one share and reads the
-others' sums, two meetings and, of 4 ranks, half the bytes. The ranks' meetings are told of in kernels/cuda/peers.cuh.
+others' sums: two meetings and, of 4 ranks, half the bytes. kernels/cuda/peers.cuh tells of the meetings. Sent: as
+two-shot, but shares and sums are written to the others, who wait for data alone (kernels/cuda/push.cuh): the fastest
+for small sums, while many bytes arrive more slowly than they are read.
 
 On two H200 (2026-11-22, benchmarks/allreduce.py --np 2 --width 4096 --search) BLOCKS and THREADS are the best or within
-2 us of it from 1 to 1024 rows, one-shot beats two-shot throughout and NCCL by 0.3 to 15 us. Not measured: ONE_SHOT,
-which more than two ranks need, and blocks of less than THREADS for small sums, which that search had 2 us faster.
+2 us of it from 1 to 1024 rows, one-shot beats two-shot throughout and NCCL by 0.3 to 15 us. On four, rows of 8192 with
+the norm, us: 16 rows one-shot 7.8, two-shot 9.1, sent 6.4; 32: 11.7, 10.3, 7.2; 64: 16.5, 12.5, 9.6; 128: 28.4, 18.3,
+17.7; 256: 48.4, 30.5, 33.1; 512: 89, 51, 65. Fewer rows than 16 were not measured there.
 """
 
 from __future__ import annotations
@@ -19,16 +22,19 @@ from . import jit
 from .norm import add_rms_norm_reference
 
 SLOT = 8 << 20  # bytes that one call can sum
-ONE_SHOT = 512 << 10  # bytes from which two-shot is faster where there are more than two ranks
+# Bytes, where there are more than two ranks:
+ONE_SHOT = 128 << 10  # above, to share the sum is faster
+SENT = 2 << 20  # up to here, to write it to the others
+INBOX = SENT + (SENT >> 3)  # of a mailbox for all ranks' shares, of rows whose vectors they do not divide
 BLOCKS = 64  # at once on every GPU, beside what else is there
 THREADS = 512
 MOST_RANKS = 8
-ROOM = {"SLOT": SLOT, "BLOCKS": BLOCKS}  # constants of the kernels
+ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": BLOCKS}  # constants of the kernels
 
 
 def region_bytes(size: int) -> int:
-    """Of the memory that each of `size` ranks gives to the group: two slots, and struct Signals of peers.cuh."""
-    return 2 * SLOT + 4 * BLOCKS * (1 + size)
+    """Of the memory that each of `size` ranks gives to the group: two slots, Signals of peers.cuh, two mailboxes."""
+    return 2 * SLOT + 4 * BLOCKS * (1 + size) + 2 * (INBOX + SENT)
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,16 @@ def _launch(name: str, x: Tensor, peers: Peers, vector: int, items: int, blocks:
 
 def all_reduce_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
     """`all_reduce` of x and norm.add_rms_norm of the sum as one kernel, with the same bits. x, residual: [T, H]."""
-    kind = two_shot_add_norm if peers.size > 2 and x.nbytes > ONE_SHOT else one_shot_add_norm
+    kind = one_shot_add_norm
+    if peers.size > 2 and x.nbytes > ONE_SHOT:
+        kind = sent_add_norm if suits_sending(x, peers.size) else two_shot_add_norm
     return kind(x, residual, weight, eps, peers)
+
+
+def suits_sending(x: Tensor, ranks: int) -> bool:
+    """Whether a mailbox has room; not for rows that are very short for so many ranks, of which some get whole vectors
+    of up to 16 bytes and others none."""
+    return x.nbytes <= SENT and x.nbytes + len(x) * ranks * 16 <= INBOX
 
 
 def one_shot_add_norm(
@@ -98,6 +112,14 @@ def two_shot_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """The same; each rank adds up a share of each row's columns."""
     return _launch_norm("two_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
+
+
+def sent_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS
+) -> tuple[Tensor, Tensor]:
+    """The same for an x that suits_sending."""
+    assert suits_sending(x, peers.size)
+    return _launch_norm("sent_add_norm", x, residual, weight, eps, peers, blocks, threads)
 
 
 def _launch_norm(

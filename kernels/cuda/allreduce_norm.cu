@@ -1,5 +1,7 @@
-// residual += the sum of x over the group; x = norm(residual). Rows of N elements, a block to a row. See peers.cuh.
+// residual += the sum of x over the group; x = norm(residual). Rows of N elements, a block to a row. See peers.cuh and
+// push.cuh.
 #include "peers.cuh"
+#include "push.cuh"
 #include "row.cuh"
 
 constexpr int ROW = N / V;
@@ -26,8 +28,8 @@ __device__ inline void lay_out(const Call& call, const T* x, int rows) {
             [&](int i, const Piece& p) { ((Piece*)call.mine)[place(i)] = p; });
 }
 
-// fetch(row, at) loads what the sum of vector `at` of a row needs, sum(that) is this sum. A row is fetched while the one
-// before is normed.
+// fetch(row, at) loads what the sum of vector `at` of a row needs, sum(that, row, at) is this sum. A row is fetched
+// while the one before is normed.
 template <class F, class S>
 __device__ inline void add_norm(T* x, T* residual, const T* weight, int rows, float eps, F fetch, S sum) {
     decltype(fetch(0, 0)) held[PER];
@@ -47,7 +49,7 @@ __device__ inline void add_norm(T* x, T* residual, const T* weight, int rows, fl
         for (int i = 0; i < PER; i++)
             if (within(i)) {
                 // Rounded before it is added, as the two operations one after the other do.
-                Piece p = sum(held[i]);
+                Piece p = sum(held[i], row, threadIdx.x + i * THREADS);
 #pragma unroll
                 for (int j = 0; j < V; j++) found[i].x[j] = narrow<T>(wide(p.x[j]) + wide(stream[i].x[j]));
                 ((Piece*)residual)[row * ROW + threadIdx.x + i * THREADS] = found[i];
@@ -56,6 +58,23 @@ __device__ inline void add_norm(T* x, T* residual, const T* weight, int rows, fl
         __syncthreads();
         finish(found, weight, x + row * N, eps);
     }
+}
+
+// All ranks' pieces of one vector of this rank's share, when they have come.
+__device__ inline Parts receive(const Piece* inbox) {
+    Sent got[SIZE];
+    bool all;
+    do {
+        all = true;
+#pragma unroll
+        for (int r = 0; r < SIZE; r++) look(got[r], inbox + r * SHARE);
+#pragma unroll
+        for (int r = 0; r < SIZE; r++) all &= complete(got[r]);
+    } while (!all);
+    Parts p;
+#pragma unroll
+    for (int r = 0; r < SIZE; r++) p.of[r] = opened(got[r]);
+    return p;
 }
 
 // Every rank reads everything.
@@ -67,10 +86,10 @@ one_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int ra
     meet(call, 2);
     auto ask = [&](int row, int at) { return parts(call, row * ROW + at); };
     if constexpr (PER * SIZE <= 8)
-        add_norm(x, residual, weight, rows, eps, ask, [](const Parts& p) { return total(p); });
+        add_norm(x, residual, weight, rows, eps, ask, [](const Parts& p, int, int) { return total(p); });
     else  // so many do not fit in registers
         add_norm(x, residual, weight, rows, eps, [&](int row, int at) { return total(ask(row, at)); },
-                 [](const Piece& p) { return p; });
+                 [](const Piece& p, int, int) { return p; });
     end(call);
 }
 
@@ -96,6 +115,72 @@ two_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int ra
         }
         return ((const Piece*)slot)[row * ROW + at];
     };
-    add_norm(x, residual, weight, rows, eps, ask, [](const Piece& p) { return p; });
+    add_norm(x, residual, weight, rows, eps, ask, [](const Piece& p, int, int) { return p; });
+    end(call);
+}
+
+// Each rank sends every rank its share of each row, adds up the shares that it gets, and sends the sum to all. There is
+// no barrier between these: a thread waits for single vectors, so that sums travel while later shares still arrive.
+extern "C" __global__ void __launch_bounds__(THREADS)
+sent_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
+    prefetch(weight);
+    // From the next rank on, this one last: no two ranks begin with the same.
+    auto whose = [&](int j) { return (rank + 1 + j) % SIZE; };
+    Table regions[SIZE];
+#pragma unroll
+    for (int j = 0; j < SIZE; j++) regions[j] = table[whose(j)];
+    Call call = begin(table, rank);
+
+    // A mailbox has the shares that it gets in rows of SIZE times SHARE vectors, and then all rows' sums.
+    auto row_of = [&](int i) { return (int)(blockIdx.x + i * gridDim.x); };
+    auto exists = [&](int j, int column) { return ROW % SIZE == 0 || whose(j) * SHARE + column < ROW; };
+    auto shares = [&](int i) {
+        Parts p;
+#pragma unroll
+        for (int j = 0; j < SIZE; j++)
+            if (exists(j, i % SHARE))
+                p.of[j] = ((const Piece*)x)[start(i / SHARE) + whose(j) * SHARE + i % SHARE];
+        return p;
+    };
+    const int count = own_rows(rows) * SHARE;
+    Parts held;  // on their way while the count of meetings, which the mailboxes depend on, is
+    if (threadIdx.x < count) held = shares(threadIdx.x);
+    tell(call, 2);
+    Piece* to[SIZE];
+#pragma unroll
+    for (int j = 0; j < SIZE; j++) to[j] = (Piece*)mailbox(regions[j], call.before);
+    auto deliver = [&](int i, const Parts& p) {
+        const int at = (row_of(i / SHARE) * SIZE + rank) * SHARE + i % SHARE;
+#pragma unroll
+        for (int j = 0; j < SIZE; j++)
+            if (exists(j, i % SHARE)) send(to[j] + at, p.of[j]);
+    };
+    if (threadIdx.x < count) deliver(threadIdx.x, held);
+    pass<AHEAD>(threadIdx.x + THREADS, count, THREADS, shares, deliver);
+
+    Piece* mine = to[SIZE - 1];
+    const int first = rank * SHARE, width = ROW % SIZE ? max(min(SHARE, ROW - first), 0) : SHARE;
+    for (int i = threadIdx.x; i < own_rows(rows) * width; i += THREADS) {
+        const int row = row_of(i / width), column = i % width;
+        Piece* inbox = mine + row * SIZE * SHARE + column;
+        const Piece sum = total(receive(inbox));
+#pragma unroll
+        for (int j = 0; j < SIZE; j++) send(to[j] + RESULTS + row * ROW + first + column, sum);
+#pragma unroll
+        for (int r = 0; r < SIZE; r++) clear(inbox + r * SHARE);
+    }
+    await(call, 2);
+
+    Piece* sums = mine + RESULTS;
+    auto ask = [&](int row, int at) {
+        Sent y;
+        look(y, sums + row * ROW + at);
+        return y;
+    };
+    add_norm(x, residual, weight, rows, eps, ask, [&](Sent y, int row, int at) {
+        while (!complete(y)) look(y, sums + row * ROW + at);
+        clear(sums + row * ROW + at);
+        return opened(y);
+    });
     end(call);
 }

@@ -1,10 +1,11 @@
 // How the SIZE ranks of a group meet whose GPUs map each other's memory; tests/kernels/meeting.py runs it step by step.
 //
-// Each rank has a region that the others have mapped: two slots for what it contributes, then its signals. A call lays
-// its input out in one slot and the next call in the other, so that one meeting a call is enough: whoever has passed the
-// meeting of call n + 1 knows that every other rank has begun call n + 1, so that its call n, the last reader of the
-// slot that call n + 2 writes, has ended. For this the calls of a rank must follow each other on its stream, the kernels
-// between them must pass wait() in every block, and all ranks must make the same calls with the same grids.
+// Each rank has a region that the others have mapped: two slots for what it contributes, its signals, two mailboxes of
+// push.cuh. A call lays its input out in one slot and the next call in the other, so that one meeting a call is enough:
+// whoever has passed the meeting of call n + 1 knows that every other rank has begun call n + 1, so that its call n,
+// the last reader of the slot that call n + 2 writes, has ended. For this the calls of a rank must follow each other on
+// its stream, the kernels between them must pass wait() in every block, and all ranks must make the same calls with the
+// same grids.
 //
 // Block i meets block i of the other ranks and reads only what these have laid out. Its flags count meetings, two to a
 // call; they are compared by >=, as another rank may be at its next call before this one has looked. The count is kept
@@ -25,20 +26,28 @@ struct Call {
     char* mine;         // slots[rank]
     Signals* signals;   // this rank's
     unsigned before;    // the count of meetings before this call
-    // Where this thread, if it is among the first SIZE, tells another rank that this one has arrived, and looks for that.
+    // Where this thread, if it is among the last SIZE, tells another rank that this one has arrived, and looks for
+    // that. The last ones have least to do where a block's work is not a multiple of its threads.
     unsigned *there, *here;
 };
 
+__device__ inline int peer() { return THREADS - 1 - (int)threadIdx.x; }
+
 __device__ inline Signals* signals(Table region) { return (Signals*)(region + 2ll * SLOT); }
+
+// The one of push.cuh for the call that `before` meetings precede.
+__device__ inline char* mailbox(Table region, unsigned before) {
+    return (char*)(region + 2ll * SLOT + sizeof(Signals) + before / 2 % 2 * ((long long)INBOX + SENT));
+}
 
 // The table is asked for before the kernel's predecessor has ended, the count that the last call wrote after that.
 __device__ inline Call begin(const Table* table, int rank) {
     Call call;
     call.mine = (char*)table[rank];
     call.signals = signals(table[rank]);
-    if (threadIdx.x < SIZE) {
-        call.there = &signals(table[threadIdx.x])->arrived[blockIdx.x][rank];
-        call.here = &call.signals->arrived[blockIdx.x][threadIdx.x];
+    if (peer() < SIZE) {
+        call.there = &signals(table[peer()])->arrived[blockIdx.x][rank];
+        call.here = &call.signals->arrived[blockIdx.x][peer()];
     }
 #pragma unroll
     for (int r = 0; r < SIZE; r++) call.slots[r] = (char*)table[r];
@@ -52,19 +61,29 @@ __device__ inline Call begin(const Table* table, int rank) {
     return call;
 }
 
-// What the block's threads have written before is seen by those of the other ranks' blocks after theirs. `step`: 1 or 2.
-__device__ inline void meet(const Call& call, int step) {
-    __syncthreads();
-    if (threadIdx.x < SIZE) {
+// What this thread has written or seen before is seen by those who await this. `step`: 1 or 2.
+__device__ inline void tell(const Call& call, int step) {
+    if (peer() < SIZE)
+        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(call.there), "r"(call.before + step) : "memory");
+}
+
+__device__ inline void await(const Call& call, int step) {
+    if (peer() < SIZE) {
         unsigned now = call.before + step, seen;
-        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(call.there), "r"(now) : "memory");
         do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(call.here) : "memory");
         while ((int)(seen - now) < 0);
     }
+}
+
+// What the block's threads have written before is seen by those of the other ranks' blocks after theirs.
+__device__ inline void meet(const Call& call, int step) {
+    __syncthreads();
+    tell(call, step);
+    await(call, step);
     __syncthreads();
 }
 
-// After the last meeting, which all threads' look at the count precedes.
+// After the last meeting and a barrier, which all threads' look at the count precedes.
 __device__ inline void end(const Call& call) {
     if (threadIdx.x == 0)
         for (int i = blockIdx.x; i < BLOCKS; i += gridDim.x) call.signals->count[i] = call.before + 2;

@@ -210,12 +210,15 @@ def test_the_log_says_why_nccl_does_it_all(monkeypatch, caplog, why):
     assert caplog.messages == ([f"all-reduces go over NCCL alone: {why}"] if why else [])
 
 
-def test_above_one_shot_more_than_two_ranks_share_the_sum(monkeypatch):
-    for name in ("one_shot_add_norm", "two_shot_add_norm"):
-        monkeypatch.setattr(allreduce, name, lambda *_, name=name: name)
-    x = torch.empty(33, 8192, dtype=torch.bfloat16)
+def test_more_than_two_ranks_share_large_sums(monkeypatch):
+    for name in ("one_shot", "two_shot", "sent"):
+        monkeypatch.setattr(allreduce, f"{name}_add_norm", lambda *_, name=name: name)
 
-    def chosen(rows, size):
-        return allreduce.all_reduce_add_norm(x[:rows], x[:rows], x[0], 1e-5, allreduce.Peers(0, torch.zeros(size)))
+    def chosen(rows, size, width=8192):
+        x = torch.empty(rows, width, dtype=torch.bfloat16)
+        return allreduce.all_reduce_add_norm(x, x, x[0], 1e-5, allreduce.Peers(0, torch.zeros(size)))
 
-    assert [chosen(33, 2), chosen(32, 3), chosen(33, 3)] == [f"{n}_shot_add_norm" for n in ("one", "one", "two")]
+    assert [chosen(9, 2), chosen(512, 2), chosen(8, 3)] == ["one_shot"] * 3
+    assert [chosen(9, 3), chosen(128, 4), chosen(128, 8)] == ["sent"] * 3
+    assert [chosen(129, 4), chosen(512, 8)] == ["two_shot"] * 2
+    assert chosen(100_000, 4, 8) == "two_shot"  # too short for a mailbox

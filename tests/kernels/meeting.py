@@ -1,4 +1,4 @@
-"""kernels/cuda/peers.cuh and what calls it, thread by thread and access by access, under a scheduler out for trouble.
+"""kernels/cuda/peers.cuh and push.cuh, thread by thread and access by access, under a scheduler out for trouble.
 
 Every thread of every block of every rank is a generator that stops before each access to memory. What a rank stores is
 seen by the others later, each store on its own and in any order, as the memory model allows: only two stores to the
@@ -16,10 +16,12 @@ Steps = Generator[Callable[[], bool] | None, None, Any]
 FLAWS = (
     "one slot", "compared by ==", "relaxed flags", "only used blocks count", "no barrier before the flag",
     "no barrier after the flag", "no first meeting", "count of calls chooses no slot", "no meeting",
-    "shares of other blocks' rows",
+    "shares of other blocks' rows", "one mailbox", "one word is looked at", "zeros are sent", "nothing is cleared",
+    "cleared before it is used again",
 )  # fmt: skip
 WRAP = 1 << 32
 ROW = 5  # vectors of a row
+WORD = 1 << 20  # a vector that is sent is two words of less
 
 
 class Wrong(Exception):
@@ -38,7 +40,7 @@ class Group:
         self.stores = 0
 
     def load(self, rank: int, place: tuple) -> Any:
-        return self.views[rank].get(place, None if place[1] == "slot" else self.start)
+        return self.views[rank].get(place, {"slot": None, "mail": 0}.get(place[1], self.start))
 
     def store(self, rank: int, place: tuple, value: Any, after: frozenset[int]) -> int:
         """after: the numbers of stores that others have to see first."""
@@ -117,19 +119,45 @@ class Thread:
             return
         if flaw != "no barrier before the flag":
             yield from self.barrier()
-        if self.index < self.group.size:
-            now = (self.before + step) % WRAP
-            there = (self.index, "arrived", self.block.index, self.rank)
-            yield from self.store(now, *there, release=flaw != "relaxed flags")
-            here = (self.rank, "arrived", self.block.index, self.index)
-
-            def arrived() -> bool:
-                ahead = (self.group.load(self.rank, here) - now) % WRAP
-                return ahead == 0 if flaw == "compared by ==" else ahead < WRAP // 2
-
-            yield arrived
+        yield from self.tell(step)
+        yield from self.await_(step)
         if flaw != "no barrier after the flag":
             yield from self.barrier()
+
+    def tell(self, step: int) -> Steps:
+        if self.index < self.group.size:
+            there = (self.index, "arrived", self.block.index, self.rank)
+            now = (self.before + step) % WRAP
+            yield from self.store(now, *there, release=self.group.flaw != "relaxed flags")
+
+    def await_(self, step: int) -> Steps:
+        here = (self.rank, "arrived", self.block.index, self.index)
+
+        def arrived() -> bool:
+            ahead = (self.group.load(self.rank, here) - self.before - step) % WRAP
+            return ahead == 0 if self.group.flaw == "compared by ==" else ahead < WRAP // 2
+
+        if self.index < self.group.size:
+            yield arrived
+
+    def send(self, value: int, *place: Any) -> Steps:
+        zero = 0 if self.group.flaw == "zeros are sent" else 1
+        words = [value // WORD + zero, value % WORD + zero]
+        for i in self.group.rng.sample(range(2), 2):
+            yield from self.store(words[i], *place, i)
+
+    def receive(self, *place: Any) -> Steps:
+        """What has been sent to this place, once it is there."""
+        looked_at = range(1 if self.group.flaw == "one word is looked at" else 2)
+        yield lambda: all(self.group.load(self.rank, (*place, i)) for i in looked_at)
+        words = []
+        for i in range(2):
+            words.append((yield from self.load(*place, i)))
+        return (words[0] - 1) * WORD + words[1] - 1
+
+    def clear(self, *place: Any) -> Steps:
+        for i in range(2):
+            yield from self.store(0, *place, i)
 
     def end(self) -> Steps:
         if self.index == 0:
@@ -199,11 +227,58 @@ class Thread:
                 x[row * ROW + i] = yield from self.load(i // share, "slot", self.slot, row * ROW + i)
         yield from self.end()
 
+    def sent_add_norm(self) -> Steps:
+        """Without the norm. Rows of ROW, of which each rank adds up a share."""
+        x, size, block, threads, flaw = self.block.x, self.group.size, self.block, self.group.threads, self.group.flaw
+        rows, share = range(block.index, len(x) // ROW, block.grid), -(-ROW // size)
+        yield from self.begin()
+        if flaw == "one mailbox":
+            self.slot = 0
+        yield from self.tell(2)
+        others = [(self.rank + 1 + j) % size for j in range(size)]
+        first, width = self.rank * share, max(min(share, ROW - self.rank * share), 0)
+        received = [
+            (self.rank, "mail", self.slot, "share", rows[i // width], i % width, r)
+            for i in range(self.index, len(rows) * width, threads)
+            for r in range(size)
+        ]
+        summed = [
+            (self.rank, "mail", self.slot, "sum", row, i) for row in rows for i in range(self.index, ROW, threads)
+        ]
+        if flaw == "cleared before it is used again":
+            for place in received + summed:
+                yield from self.clear(*place)
+        for i in range(self.index, len(rows) * share, threads):
+            row, column = rows[i // share], i % share
+            for r in others:
+                if r * share + column < ROW:
+                    at = row * ROW + r * share + column
+                    yield from self.send(x[at], r, "mail", self.slot, "share", row, column, self.rank)
+        for i in range(0, len(received), size):
+            sum_ = 0
+            for place in received[i : i + size]:
+                sum_ += yield from self.receive(*place)
+            _, _, _, _, row, column, _ = received[i]
+            for r in others:
+                yield from self.send(sum_, r, "mail", self.slot, "sum", row, first + column)
+            if "cleared" not in flaw:
+                for place in received[i : i + size]:
+                    yield from self.clear(*place)
+        yield from self.await_(2)
+        for place in summed:
+            _, _, _, _, row, i = place
+            x[row * ROW + i] = yield from self.receive(*place)
+            if "cleared" not in flaw:
+                yield from self.clear(*place)
+        yield from self.barrier()
+        yield from self.end()
+
 
 def run(group: Group, calls: list[tuple[str, int, int]]) -> None:
     """Every rank makes the same calls: name, grid, and how many elements. Raises Wrong where a sum is, or all wait."""
     rng = group.rng
-    inputs = [[[rng.randrange(1 << 40) for _ in range(count)] for _, _, count in calls] for _ in range(group.size)]
+    value = lambda: rng.choice([0, rng.randrange(WORD), rng.randrange(1 << 40)])  # noqa: E731
+    inputs = [[[value() for _ in range(count)] for _, _, count in calls] for _ in range(group.size)]
     want = [[sum(column) for column in zip(*parts, strict=True)] for parts in zip(*inputs, strict=True)]
     todo = [0] * group.size  # each rank's next call
     running: list[list[list]] = [[] for _ in range(group.size)]  # each rank's threads: generator, what it waits for

@@ -13,11 +13,12 @@ def attempt(seed: int, flaw: str = "") -> None:
     size = rng.choice([2, 2, 3, 4])
     start = rng.choice([0, WRAP - 2, WRAP - 6])  # the count wraps around
     group = Group(size, blocks=3, threads=4, rng=rng, start=start, flaw=flaw)
+    kinds = rng.choice([["one_shot", "two_shot", "two_shot_add_norm", "sent_add_norm"], ["sent_add_norm"]])
     calls = []
     for _ in range(rng.randint(2, 6)):
-        kind = rng.choice(["one_shot", "one_shot", "two_shot", "two_shot_add_norm"])
+        kind = rng.choice(kinds)
         count = rng.choice([1, 3, 4, 5, 9, 13])
-        if kind == "two_shot_add_norm":
+        if kind.endswith("norm"):
             rows = -(-count // 2)
             calls.append((kind, min(rows, group.blocks), rows * ROW))
         else:
@@ -28,7 +29,7 @@ def attempt(seed: int, flaw: str = "") -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_all_ranks_get_the_sum_whatever_the_interleaving(part):
-    for seed in range(60):
+    for seed in range(40):
         attempt(1000 * part + seed)
 
 
