@@ -85,7 +85,7 @@ def decode(
     # What a kernel of turned tokens does not touch.
     k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
-    of_k, of_v = _caches(keys, values, box)
+    of_k, of_v = _caches(keys, values, box, dim // 64)
     kernel(
         (grid, 1, 1), (WARPS + 2) * 32, of_k, of_v, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables,
         lengths, out, parts, sums, arrived, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
@@ -140,8 +140,8 @@ def prompts(
     )  # fmt: skip
 
 
-def _caches(keys: Tensor, values: Tensor, box: int) -> tuple[jit.Map, jit.Map]:
+def _caches(keys: Tensor, values: Tensor, box: int, runs: int = 0) -> tuple[jit.Map, jit.Map]:
     blocks, size, kv_heads, dim = keys.shape
     width = kv_heads * dim
-    of_k, of_v = (jit.boxes(x.data_ptr(), blocks * size, width, box, width) for x in (keys, values))
+    of_k, of_v = (jit.boxes(x.data_ptr(), blocks * size, width, box, width, runs) for x in (keys, values))
     return of_k, of_v

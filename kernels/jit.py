@@ -56,22 +56,29 @@ class Map:
     """A matrix as the copy engine of sm_90 and later takes it: boxes of 64 elements of `height` rows, for a kernel's
     `const __grid_constant__ Map`. Rows past the end are zeros."""
 
-    def __init__(self, start: int, rows: int, columns: int, height: int, pitch: int):
-        """start: address of [rows, columns] elements of 2 bytes, `pitch` from row to row; in bytes multiples of 16."""
+    def __init__(self, start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0):
+        """start: address of [rows, columns] elements of 2 bytes, `pitch` from row to row; in bytes multiples of 16.
+
+        runs: of 64 elements side by side that a box has of each row, one after the other; columns are multiples of 64.
+        """
         self._room = (ctypes.c_char * 192)()  # a CUtensorMap has 128 bytes, from a multiple of 64 on
         self.address = -(-ctypes.addressof(self._room) // 64) * 64
         u32, u64 = ctypes.c_uint32, ctypes.c_uint64
+        sizes, pitches, box = [columns, rows], [pitch * 2], [64, height]
+        if runs:
+            sizes, pitches, box = [64, columns // 64, rows], [128, pitch * 2], [64, runs, height]
+        n = len(sizes)
         status = _driver().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(self.address), _TWO_BYTES, u32(2), ctypes.c_void_p(start), (u64 * 2)(columns, rows),
-            (u64 * 1)(pitch * 2), (u32 * 2)(64, height), (u32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_128, 0,
+            ctypes.c_void_p(self.address), _TWO_BYTES, u32(n), ctypes.c_void_p(start), (u64 * n)(*sizes),
+            (u64 * (n - 1))(*pitches), (u32 * n)(*box), (u32 * n)(*[1] * n), 0, _SWIZZLE_128, _PROMOTE_128, 0,
         )  # fmt: skip
         _check(status, f"describing {rows} x {columns} elements in boxes of {height} rows")
 
 
 @functools.lru_cache(4096)
-def boxes(start: int, rows: int, columns: int, height: int, pitch: int) -> Map:
+def boxes(start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0) -> Map:
     """The Map of these; it holds for whatever lies there."""
-    return Map(start, rows, columns, height, pitch)
+    return Map(start, rows, columns, height, pitch, runs)
 
 
 class Kernel:

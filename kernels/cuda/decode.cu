@@ -35,6 +35,13 @@ struct Span {  // of a sequence: the tokens that are read from the cache, and th
     __device__ int tiles() const { return max((last + TILE - 1) / TILE - tile, 1); }  // one where there is nothing, too
 };
 
+// Where a token's piece of 16 bytes lies in a tile, whose runs of 64 elements of a token stand side by side: the engine's
+// swizzle changes places of pieces by the run's number.
+__device__ inline unsigned lies(int token, int half, int piece) {
+    const int run = token * HALVES + half;
+    return run * 128 + (piece ^ run % 8) * 16;
+}
+
 // A block's way through its run: tiles `at` to `stop` of sequence b, which has `tiles`.
 struct Way {
     const int* ends;  // of sequences, in tiles
@@ -139,13 +146,9 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
                 if (lane == 0) expect(full + stage, max(min(PER_TILE, boxes), 0) * 2 * BOX * DIM * 2);
                 __syncwarp();
                 if (now >= 0) {
-                    const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * 128;
-#pragma unroll
-                    for (int h = 0; h < HALVES; h++)
-                        copy(at + h * TILE * 128, &of_k, head * DIM + h * 64, now, full + stage);
-#pragma unroll
-                    for (int h = 0; h < HALVES; h++)
-                        copy(at + TILE_BYTES + h * TILE * 128, &of_v, head * DIM + h * 64, now, full + stage);
+                    const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * 2;
+                    copy_runs(at, &of_k, head * HALVES, now, full + stage);
+                    copy_runs(at + TILE_BYTES, &of_v, head * HALVES, now, full + stage);
                 }
             }
             way = after, span = span_after;
@@ -193,7 +196,7 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
                     const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i % 4 * 2 + lane / 8 % 2;
-                    load(x[i], k_at + (i / 4 * TILE + row) * 128 + (piece ^ lane % 8) * 16);
+                    load(x[i], k_at + lies(row, i / 4, piece));
                 }
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
@@ -203,15 +206,14 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
                 if (first > 0 || last < 16) {  // whatever lies beside them, a NaN too, stays out
                     for (int i = lane; i < 16 * 8 * HALVES; i += 32) {
                         const int row = i / 8 % 16;
-                        const unsigned at = v_at + (i / 128 * TILE + warp * 16 + row) * 128 + i % 8 * 16;
-                        if (row < first || row >= last) clear(at);
+                        if (row < first || row >= last) clear(v_at + lies(warp * 16 + row, i / 128, i % 8));
                     }
                     __syncwarp();
                 }
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
                     const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i % 4 * 2 + lane / 16;
-                    load_across(x[i], v_at + (i / 4 * TILE + row) * 128 + (piece ^ lane % 8) * 16);
+                    load_across(x[i], v_at + lies(row, i / 4, piece));
                 }
 #pragma unroll
                 for (int i = 0; i < 8; i++) s[i / 4][i % 4] += odd[i / 4][i % 4];

@@ -45,6 +45,14 @@ __device__ inline void copy(unsigned to, const Map* map, int input, int row, Bar
                  : "memory");
 }
 
+// The box of a map that counts runs of 64 inputs: of these runs and rows.
+__device__ inline void copy_runs(unsigned to, const Map* map, int run, int row, Barrier* barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+                     to),
+                 "l"(map), "r"(0), "r"(run), "r"(row), "r"(shared(barrier))
+                 : "memory");
+}
+
 // Of two blocks that share a cluster.
 __device__ inline int cluster_rank() {
     int rank;
