@@ -35,7 +35,9 @@ def step_memory(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
                 sampler.enter(step.NewSequence(row, step.pack_u32([0]), 1, 0, b"", sampling))
             sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
         # What the last layer takes when only sampled rows go on: compiled here, not while the first request waits.
-        model.forward([_narrowed(_prompts(model, 2, block_size, device))], hidden.new_zeros(2, model.hidden_size))
+        for longest in (2, model.max_model_len):  # which some GPUs have a kernel of its own for
+            two = _prompts(model, 2, block_size, device)
+            model.forward([_narrowed(two, longest)], hidden.new_zeros(2, model.hidden_size))
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
@@ -69,11 +71,11 @@ def _prompts(model: Model, tokens: int, block_size: int, device: torch.device) -
     )
 
 
-def _narrowed(prompt: Batch) -> Batch:
-    """Of the same, one sequence: its last token alone is sampled."""
+def _narrowed(prompt: Batch, longest: int) -> Batch:
+    """Of the same, one sequence: its last token alone is sampled. longest: its length, as far as kernels go by that."""
     none = prompt.query_starts[:1]
     last = dataclasses.replace(
         prompt, ids=prompt.ids[:0], positions=prompt.positions[-1:], slots=prompt.slots[-1:], sample_at=none.long(),
-        query_starts=torch.cat((none, none + 1)), num_decodes=1, query_lens=[1], scratch={},
+        query_starts=torch.cat((none, none + 1)), num_decodes=1, query_lens=[1], kv_lens=[longest], scratch={},
     )  # fmt: skip
     return dataclasses.replace(prompt, sample_at=prompt.query_starts[-1:].long() - 1, sampled=last)

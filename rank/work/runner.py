@@ -22,6 +22,7 @@ from torch import Tensor
 from ...comm.mesh import Mesh
 from ...comm.watch import LocalWatch
 from ...kernels import allreduce, choice
+from ...kernels.chip import chip
 from .. import step
 from ..model.base import Model
 from .graphs import Graphs, products
@@ -95,9 +96,10 @@ def _to_host(x: Tensor) -> Tensor:
 def least_rows(model: Model, mesh: Mesh, device: torch.device) -> int:
     """Of each of two parts that steps are cut into, so that the one's sums hide behind the other's products.
 
-    0: none is, as on CPUs, where nothing computes beside a sum. Small sums are not worth it: allreduce.py is quick.
+    0: none is, as on CPUs, where nothing computes beside a sum, or on GPUs where cuDNN takes whole prompts. Small sums
+    are not worth it: allreduce.py is quick.
     """
-    if device.type != "cuda" or mesh.tensor.size == 1:
+    if device.type != "cuda" or mesh.tensor.size == 1 or not chip(device).hopper:
         return 0
     return max(LEAST_ROWS, allreduce.SLOT // (model.hidden_size * model.dtype.itemsize) + 1)
 

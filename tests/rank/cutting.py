@@ -1,8 +1,9 @@
-"""A rank that cuts every step it may, small as they are here."""
+"""A rank that cuts every step it may, small as they are here. With SUMS=nccl no kernel of ours makes a sum."""
 
 import os
 import sys
 
+from phalanx.kernels import allreduce
 from phalanx.rank import __main__ as main
 from phalanx.rank.work import prepare, runner
 
@@ -17,4 +18,6 @@ def cut_at(*arguments, real=prepare.cut_at):
 prepare.TILE = 4
 prepare.cut_at = cut_at
 runner.least_rows = lambda *_: 2
+if os.environ.get("SUMS") == "nccl":
+    allreduce.suits = lambda *_: False
 os._exit(main.main())

@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 from phalanx.launcher import hosts
@@ -74,6 +75,20 @@ def test_tokens(checkpoint, expected, kind, tp, pp, dp):
         assert "NCCL alone" not in engine.log()
         assert engine.drain(60) == 0
         assert gone(engine.ready.pids)
+
+
+@pytest.mark.parametrize("sums", ["kernels", "nccl"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_cut_steps_change_no_token(checkpoint, expected, tp, sums, monkeypatch):
+    """Over NCCL sums and the norms that follow run beside the other part's products."""
+    monkeypatch.setenv("SUMS", sums)
+    program = (str(Path(__file__).parent / "cutting.py"),)
+    with start(checkpoint("llama"), tp, tp=tp, max_num_batched_tokens=50, program=program) as engine:
+        wanted = expected("llama")
+        outputs = engine.generate({str(i): (tokens, greedy(COUNT)) for i, (tokens, _) in enumerate(wanted)})
+        assert engine.log().count("a step is cut") >= 4 * tp
+        assert [outputs[str(i)].tokens for i in range(len(wanted))] == [tokens for _, tokens in wanted]
+        assert engine.drain(60) == 0
 
 
 @pytest.mark.parametrize("tp", [2, 4])

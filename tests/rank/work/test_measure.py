@@ -47,4 +47,4 @@ def test_the_largest_step():
 
 
 def test_the_narrowed_step():
-    same(measure._narrowed(measure._prompts(model(24), 2, BLOCK, CPU)), prepared(2, sampled=1, narrow=True))
+    same(measure._narrowed(measure._prompts(model(24), 2, BLOCK, CPU), 2), prepared(2, sampled=1, narrow=True))

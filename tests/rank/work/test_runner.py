@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from phalanx.rank import step
+from phalanx.rank.work import runner as module
 from phalanx.rank.work.pool import Pool
 from phalanx.rank.work.runner import Runner, least_rows
 
@@ -47,13 +48,16 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     "device, ranks, hidden, dtype, least",
     [
         ("cpu", 2, 8192, torch.bfloat16, 0),
-        ("cuda", 1, 8192, torch.bfloat16, 0),
-        ("cuda", 4, 8192, torch.bfloat16, 1024),
-        ("cuda", 4, 4096, torch.bfloat16, 1025),  # more than kernels add up
-        ("cuda", 2, 4096, torch.float32, 1024),
-        ("cuda", 2, 1024, torch.bfloat16, 4097),
+        ("hopper", 1, 8192, torch.bfloat16, 0),
+        ("hopper", 4, 8192, torch.bfloat16, 1024),
+        ("hopper", 4, 4096, torch.bfloat16, 1025),  # more than kernels add up
+        ("hopper", 2, 4096, torch.float32, 1024),
+        ("hopper", 2, 1024, torch.bfloat16, 4097),
+        ("ampere", 4, 8192, torch.bfloat16, 0),
     ],
 )
-def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtype, least):
-    mesh = SimpleNamespace(tensor=SimpleNamespace(size=ranks))
-    assert least_rows(SimpleNamespace(hidden_size=hidden, dtype=dtype), mesh, torch.device(device)) == least
+def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtype, least, monkeypatch):
+    chip = SimpleNamespace(hopper=device == "hopper")
+    monkeypatch.setattr(module, "chip", lambda _: chip)
+    model, mesh = SimpleNamespace(hidden_size=hidden, dtype=dtype), SimpleNamespace(tensor=SimpleNamespace(size=ranks))
+    assert least_rows(model, mesh, torch.device("cpu" if device == "cpu" else "cuda")) == least
