@@ -21,7 +21,10 @@ def __getattr__(name: str) -> object:
 
         return getattr(llm, name)
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("phalanx")
+        try:
+            return version("phalanx")
+        except PackageNotFoundError:  # run from a checkout that is on the path, not installed
+            return "0+checkout"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Where the time of a GPU's decode steps goes, kernel by kernel; offline.py's part p."""
+"""Where the time of a GPU's steps goes, kernel by kernel; offline.py's parts p and t."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-STEP = "decode_inputs"  # the kernel that begins a replayed step
+STEP, LAST = "decode_inputs", "largest"  # the kernels that a replayed step begins and ends with
 SKIP = 4  # steps before the first that counts
 
 
@@ -51,6 +51,25 @@ def budget(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, found in calls.items()
     ]  # fmt: skip
     return sorted(lines, key=lambda line: -line["us"])
+
+
+def shares(events: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Seconds by kernel, most first, in budget's shares: of `decode` steps, which are replayed, and of the `prompt`
+    steps between."""
+    found: dict[str, defaultdict[str, float]] = {"decode": defaultdict(float), "prompt": defaultdict(float)}
+    kind, before = "prompt", events[0]["ts"]
+    for event in events:
+        if STEP in event["name"]:
+            kind = "decode"
+        end = event["ts"] + event["dur"]
+        found[kind][short(event["name"])] += (end - before) / 1e6
+        before = end
+        if LAST in event["name"]:
+            kind = "prompt"
+    return {
+        kind: {name: round(seconds, 4) for name, seconds in sorted(names.items(), key=lambda item: -item[1])}
+        for kind, names in found.items()
+    }
 
 
 def short(name: str) -> str:

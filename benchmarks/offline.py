@@ -6,6 +6,7 @@
 (b) prefill: one prompt of max_model_len - 1 tokens, 16 of 1024; 1 new token
 (c) mixed: 512 requests, prompt U[64, 1024], output U[64, 512], seed 0
 (p) on a GPU, beside these: the time of a decode step of (a), kernel by kernel
+(t) the same of all of (c), with prompt steps apart
 
 Weights are random unless --load-format says otherwise. `start` ends with the first token. The ranks, the model, the
 scheduler and its step loop are the server's.
@@ -96,6 +97,8 @@ class Offline:
         if "p" in ask.parts:
             for batch in ask.batches:
                 self.budget(batch)
+        if "t" in ask.parts:
+            self.trace()
 
     def say(self, **line: Any) -> None:
         about = dict(engine="phalanx", version=VERSION, config=self.ask.config, tp=self.ask.tp)
@@ -146,13 +149,25 @@ class Offline:
                  median_s=round(statistics.median(times), 5),
                  tokens_per_s=round(batch * length / min(times), 1))  # fmt: skip
 
-    def mixed(self) -> None:
+    def requests(self) -> tuple[list[bytes], list[int]]:
+        """Of part (c), after a few of them."""
         r, count = random.Random(0), self.ask.n_mixed
         lengths = [r.randint(64, 1024) for _ in range(count)]
         outs = [r.randint(64, 512) for _ in range(count)]
         lengths = [min(p, self.scheduler.max_model_len - o) for p, o in zip(lengths, outs, strict=True)]
         prompts = [self.prompt(p) for p in lengths]
         self.generate(prompts[:32], outs[:32])
+        return prompts, outs
+
+    def trace(self) -> None:
+        made = self.requests()
+        found = budget.shares(budget.traced(lambda: self.generate(*made)))
+        totals = {f"{kind}_s": round(sum(names.values()), 3) for kind, names in found.items()}
+        self.say(what="trace", **totals, kernels=found)
+
+    def mixed(self) -> None:
+        prompts, outs = self.requests()
+        count, lengths = len(outs), [len(prompt) // 4 for prompt in prompts]
         for rep in range(2 if self.ask.reps > 1 else 1):
             seconds = self.generate(prompts, outs)
             total_in, total_out = sum(lengths), sum(outs)
@@ -170,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=sorted(CONFIGS), default="llama3-8b")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--parts", default="abc", help="which of a, b, c, p to run")
+    parser.add_argument("--parts", default="abc", help="which of a, b, c, p, t to run")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=8192)

@@ -1,5 +1,6 @@
 """The `phalanx` command: help, verbs, exit codes, and how little it loads."""
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -141,3 +142,11 @@ def test_the_public_face():
     assert phalanx.LLM.__name__ == "LLM" and phalanx.SamplingParams().n == 1
     with pytest.raises(AttributeError, match="module 'phalanx' has no attribute 'nothing'"):
         phalanx.nothing  # noqa: B018
+
+
+def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert sys.modules["phalanx"].__version__ == "0+checkout"

@@ -1,0 +1,157 @@
+"""What HTTP, text and streams cost: a server under benchmarks/serve.py, then offline.py's part c on the same devices.
+
+    python benchmarks/served.py --config llama3-8b --tp 1 [--clients 256] [--requests 1536] [--out FILE]
+
+The server has random weights of the config's shape and a byte-level tokenizer of its vocabulary, made for the run. Each
+client streams one request after the other over HTTP, prompts U[64, 1024] and answers U[64, 512] tokens long, as part
+c's 512 requests are. Prints a JSON line for each of both, and their output tokens/s as a ratio; ends with code 1 below
+--least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from phalanx.benchmarks.offline import CONFIGS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+HERE = Path(__file__).resolve().parent
+PHALANX = [sys.executable, "-m", "phalanx.launcher.cli"]
+LONGEST = 8192  # tokens of a sequence
+STARTS = 300.0  # seconds that a server may take to be ready
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=sorted(CONFIGS), default="llama3-8b")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=1536)
+    parser.add_argument("--prompts", default="64-1024", metavar="LOW-HIGH", help="tokens of the served prompts")
+    parser.add_argument("--answers", default="64-512", metavar="LOW-HIGH", help="tokens of the served answers")
+    parser.add_argument("--reps", type=int, default=2, help="of part c, from 2 on: two")
+    parser.add_argument("--least", type=float, default=0.95, help="the ratio that is wanted")
+    parser.add_argument("--args", default="", help="more flags for the server and for offline.py, such as --device=cpu")
+    parser.add_argument("--n-mixed", type=int, default=512, help="requests of part c")
+    parser.add_argument("--out", default="", help="append the lines to this file")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(asked.config, Path(folder))
+        lines = [served(asked, folder), offline(asked)]
+    ratio = lines[0]["output_tokens_per_s"] / lines[1]["output_tokens_per_s"]
+    lines.append(dict(what="served / mixed", config=asked.config, tp=asked.tp, ratio=round(ratio, 3)))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    print(text, end="")
+    if asked.out:
+        with open(asked.out, "a") as file:
+            file.write(text)
+    return int(ratio < asked.least)
+
+
+def write_model(name: str, folder: Path) -> None:
+    """config.json, and a tokenizer that has a token for each id: bytes, then words of lower-case letters by length."""
+    config = CONFIGS[name]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab, merges = {letter: i for i, letter in enumerate(alphabet)}, []
+    letters = ["Ġ", *string.ascii_lowercase]  # Ġ: a space
+    for first in (queue := list(letters)):
+        for second in letters:
+            if len(vocab) == config["vocab_size"]:
+                break
+            vocab[first + second] = len(vocab)
+            merges.append((first, second))
+            queue.append(first + second)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def served(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+    results = os.path.join(folder, "results.jsonl")
+    longest = str(min(LONGEST, CONFIGS[asked.config]["max_position_embeddings"]))
+    flags = ["--load-format", "dummy", "--max-model-len", longest, "--disable-prefix-cache", "--np", str(asked.tp)]
+    with server(["serve", folder, *flags, "--max-num-seqs", "1024", *asked.args.split()]) as port:
+        command = [sys.executable, str(HERE / "serve.py"), "--port", str(port), "--token-ids", "--ignore-eos"]
+        command += ["--num-prompts", str(asked.requests), "--concurrency", str(asked.clients), "--json", results]
+        command += ["--warmup", str(min(64, asked.clients)), "--input-lens", between(asked.prompts)]
+        subprocess.run([*command, "--output-lens", between(asked.answers)], check=True, stdout=sys.stderr)
+    found = json.loads(Path(results).read_text().splitlines()[-1])
+    if found["failed"]:
+        raise SystemExit(f"served.py: {found['failed']} of {asked.requests} requests failed: {found['failures']}")
+    names = ("prompt_tokens", "output_tokens", "wall_s", "output_tokens_per_s", "client_cpu", "ttft_s", "tpot_s")
+    about = dict(what="served", config=asked.config, tp=asked.tp, clients=asked.clients, requests=asked.requests)
+    return about | {name: found[name] for name in names}
+
+
+@contextlib.contextmanager
+def server(arguments: list[str]) -> Iterator[int]:
+    """The port of one that answers; its own words go to stderr."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*PHALANX, *arguments, "--p", str(port)]
+    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    try:
+        until = time.monotonic() + STARTS
+        while not healthy(port):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"served.py: the server is not ready: {' '.join(command)}")
+            time.sleep(0.2)
+        yield port
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+    except (OSError, urllib.error.HTTPError):
+        return False
+
+
+def between(text: str) -> str:
+    """Lengths for serve.py, which draws from them: all from LOW to HIGH, in an order of their own."""
+    low, high = map(int, text.split("-"))
+    lengths = list(range(low, high + 1))
+    random.Random(0).shuffle(lengths)
+    return ",".join(map(str, lengths))
+
+
+def offline(asked: argparse.Namespace) -> dict[str, Any]:
+    """The median of part c's lines."""
+    command = [sys.executable, str(HERE / "offline.py"), "--config", asked.config, "--tp", str(asked.tp)]
+    command += ["--parts", "c", "--reps", str(asked.reps), "--n-mixed", str(asked.n_mixed), *asked.args.split()]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = sorted((line for line in lines if line["what"] == "mixed"), key=lambda line: line["output_tokens_per_s"])
+    rate = statistics.median(line["output_tokens_per_s"] for line in lines)
+    return lines[0] | {"rep": len(lines), "output_tokens_per_s": rate}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+"""benchmarks/served.py with a small model on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from phalanx.benchmarks import served
+from tokenizers import Tokenizer
+
+PROGRAM = Path(served.__file__).resolve()
+SMALL = "--config tiny --clients 4 --requests 8 --prompts 8-16 --answers 4-8 --reps 1 --n-mixed 4 --args=--device=cpu"
+
+
+@pytest.mark.parametrize("config", ["tiny", "llama3-8b"])
+def test_each_id_has_a_token(tmp_path, config):
+    served.write_model(config, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    assert tokenizer.get_vocab_size() == size
+    assert tokenizer.decode(tokenizer.encode("a word, and another").ids) == "a word, and another"
+    assert tokenizer.decode([size - 1]).isascii()
+
+
+def test_lengths():
+    assert sorted(map(int, served.between("3-6").split(","))) == [3, 4, 5, 6]
+
+
+def test_a_server_that_does_not_start():
+    expected = pytest.raises(SystemExit, match="the server is not ready: .* serve /nowhere")
+    with expected, served.server(["serve", "/nowhere"]):
+        raise AssertionError
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("least", [0.001, 1000])
+def test_both_and_their_ratio(tmp_path, least):
+    out = tmp_path / "lines.jsonl"
+    command = [sys.executable, str(PROGRAM), *SMALL.split(), "--least", str(least), "--out", str(out)]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=180)
+    assert done.returncode == (least > 1), done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["what"] for line in lines] == ["served", "mixed", "served / mixed"]
+    assert out.read_text() == done.stdout
+    assert lines[0]["requests"] == 8 and lines[1]["requests"] == 4
+    want = lines[0]["output_tokens_per_s"] / lines[1]["output_tokens_per_s"]
+    assert lines[2]["ratio"] == pytest.approx(want, abs=1e-3)
