@@ -30,7 +30,7 @@ from torch import Tensor
 
 ROWS = "1,4,16,32,64,128,256,512,1024"
 CALLS = 50
-BLOCKS = (16, 32, 64)
+BLOCKS = (16, 32, 64, 128)
 
 
 def measure(call: Callable[[], Any], host: mpi.MpiComm) -> float:

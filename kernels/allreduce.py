@@ -27,14 +27,15 @@ ONE_SHOT = 128 << 10  # above, to share the sum is faster
 SENT = 2 << 20  # up to here, to write it to the others
 INBOX = SENT + (SENT >> 3)  # of a mailbox for all ranks' shares, of rows whose vectors they do not divide
 BLOCKS = 64  # at once on every GPU, beside what else is there
+MOST_BLOCKS = 128  # that a call may have; a GPU holds them all
 THREADS = 512
 MOST_RANKS = 8
-ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": BLOCKS}  # constants of the kernels
+ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MOST_BLOCKS}  # constants of the kernels
 
 
 def region_bytes(size: int) -> int:
     """Of the memory that each of `size` ranks gives to the group: two slots, Signals of peers.cuh, two mailboxes."""
-    return 2 * SLOT + 4 * BLOCKS * (1 + size) + 2 * (INBOX + SENT)
+    return 2 * SLOT + 4 * MOST_BLOCKS * (1 + size) + 2 * (INBOX + SENT)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def all_reduce(x: Tensor, peers: Peers) -> Tensor:
 
 
 def one_shot(x: Tensor, peers: Peers, blocks: int = BLOCKS, threads: int = 0) -> Tensor:
-    """`all_reduce` by at most `blocks` <= BLOCKS blocks of `threads`, or as many as fit."""
+    """`all_reduce` by at most `blocks` <= MOST_BLOCKS blocks of `threads`, or as many as fit."""
     vector = jit.vector(x, x.numel())
     return _launch("one_shot", x, peers, vector, x.numel() // vector, blocks, threads)
 
@@ -103,7 +104,7 @@ def suits_sending(x: Tensor, ranks: int) -> bool:
 def one_shot_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS
 ) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add_norm` by at most `blocks` <= BLOCKS blocks of at most `threads`."""
+    """`all_reduce_add_norm` by at most `blocks` <= MOST_BLOCKS blocks of at most `threads`."""
     return _launch_norm("one_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
 
 

@@ -12,7 +12,7 @@
 // here, not by the host, so that calls may be replayed in a CUDA graph, and each block keeps one of its own; blocks that
 // a call leaves out are counted on by the others, so that all agree on the slot.
 //
-// All blocks of a grid have to be on the GPU at the same time: BLOCKS is chosen far below what it holds.
+// All blocks of a grid have to be on the GPU at the same time: BLOCKS, which no call exceeds, is below what it holds.
 
 struct Signals {
     unsigned count[BLOCKS];          // meetings up to the last call, for this rank alone
