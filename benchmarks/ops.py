@@ -308,10 +308,20 @@ def decode_attention(table: Table, batch: int, length: int) -> None:
         "ours, turned before": [partial(unfused, c) for c in caches],
         "ours by triton": [partial(by_triton, c) for c in caches],
     }
+    if batch * 8 <= boxes.SEQUENCES:  # the same bytes as if a block held one head's tokens after another's
+        apart = (rows.block_tables[:, None] * 8 + torch.arange(8, device="cuda")[:, None]).flatten(0, 1).int()
+        each = q.reshape(batch * 8, 4, 128), apart, rows.lengths.repeat_interleave(8), torch.empty_like(out)
+        versions["heads apart"] = [partial(decode_apart, *each, c.view(2, -1, 16, 1, 128)) for c in caches]
+        whole = q.contiguous(), rows.block_tables, rows.lengths, out
+        versions["heads together"] = [partial(decode_apart, *whole, c) for c in caches]
     keys = [randn(2, batch, 8, length, 128) for _ in range(min(4, copies(bytes_)))]
     alone = q.reshape(batch, 32, 1, 128)
     versions["sdpa, not paged"] = [partial(sdpa, alone, x[0], x[1], enable_gqa=True) for x in keys]
     table.add(f"attention decode {batch} x {length}", bytes_, versions)
+
+
+def decode_apart(q: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, c: Tensor) -> None:
+    boxes.decode(q, c[0], c[1], tables, lengths, out.view(q.shape), *SCORES)
 
 
 def prompt_attention(table: Table, batch: int, length: int) -> None:
