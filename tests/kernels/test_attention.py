@@ -207,6 +207,7 @@ def test_which_steps_suit_one_kernel():
     assert not suits(q=q[:0], rows=make_rows([], [], 4, 8))
 
 
+@pytest.mark.long
 def test_decode_kernel_in_the_interpreter():
     """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
     pytest.importorskip("triton")

@@ -73,8 +73,17 @@ def compile_program(text: str, arch: str, folder) -> None:
         assert jit.compile_text("program", text, arch)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
-@pytest.mark.parametrize("source, sizes", PROGRAMS)
+def checked():
+    """The first program of each source for all, the others in the long run but for Hopper."""
+    seen = set()
+    for source, sizes in PROGRAMS:
+        for arch in ("sm_80", "sm_90a", "sm_100"):
+            marks = [pytest.mark.long] if source in seen and arch != "sm_90a" else []
+            yield pytest.param(source, sizes, arch, marks=marks)
+        seen.add(source)
+
+
+@pytest.mark.parametrize("source, sizes, arch", checked())
 def test_compiles(source, sizes, arch, tmp_path):
     compile_program(jit.program_text(source, sizes), arch, tmp_path)
 

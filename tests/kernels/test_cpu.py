@@ -95,6 +95,7 @@ def test_where_numba_cannot_compile_torch_computes(monkeypatch, found_anew, capl
     assert caplog.messages == [said]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["damaged", "not writable"])
 def test_a_cache_that_is_no_use_is_done_without(monkeypatch, found_anew, tmp_path, fault):
     monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
