@@ -131,6 +131,9 @@ class Model(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
         self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
+        halves = [half for layer in cast(Iterable[Layer], self.model.layers.values()) for half in layer.halves()]
+        following = [*(norm for norm, _ in halves[1:]), None]
+        self._halves = [(half, norm) for (_, half), norm in zip(halves, following, strict=True)]
 
     def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
         """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group, of all
@@ -147,8 +150,7 @@ class Model(nn.Module):
             assert hidden is not None
             streams = list(hidden.split([len(batch.ids) for batch in batches]))
         parts = [_Part(batch, self.rope(batch.positions), x) for batch, x in zip(batches, streams, strict=True)]
-        halves = [half for layer in cast(Iterable[Layer], self.model.layers.values()) for half in layer.halves()]
-        for (_, half), following in zip(halves, [norm for norm, _ in halves[1:]] + [None], strict=True):
+        for half, following in self._halves:
             self._turn(half, following, parts)
         streams = [self._stream(part.x, part.residual) for part in parts]
         return torch.cat(streams) if len(streams) > 1 else streams[0]
