@@ -4,8 +4,8 @@
 
 Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
 elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
-both ways; what is chosen for more than two ranks goes by allreduce.ONE_SHOT. --search tries numbers of blocks and
-threads, --only measures what has this in its name.
+all ways; what is chosen for more than two ranks goes by allreduce.ONE_SHOT and SENT. --search tries numbers of blocks
+and threads, --only measures what has this in its name.
 """
 
 from __future__ import annotations
