@@ -68,11 +68,11 @@ class Map:
         if runs:
             sizes, pitches, box = [64, columns // 64, rows], [128, pitch * 2], [64, runs, height]
         n = len(sizes)
-        status = _driver().cuTensorMapEncodeTiled(
+        status = libcuda().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address), _TWO_BYTES, u32(n), ctypes.c_void_p(start), (u64 * n)(*sizes),
             (u64 * (n - 1))(*pitches), (u32 * n)(*box), (u32 * n)(*[1] * n), 0, _SWIZZLE_128, _PROMOTE_128, 0,
         )  # fmt: skip
-        _check(status, f"describing {rows} x {columns} elements in boxes of {height} rows")
+        check(status, f"describing {rows} x {columns} elements in boxes of {height} rows")
 
 
 @functools.lru_cache(4096)
@@ -102,7 +102,7 @@ class Kernel:
             *grid, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
             ctypes.pointer(self._attribute), self._count,
         )  # fmt: skip
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None), self.name)
+        check(libcuda().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None), self.name)
 
 
 def _c_value(x: Tensor | Map | float) -> Any:
@@ -126,12 +126,12 @@ def _load(source: str, name: str, dtype: torch.dtype, shared: int, sizes: tuple,
     found = chip(torch.device("cuda", device))
     torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
     binary = cached(source, program_text(source, {"T": dtype, **dict(sizes)}), found.arch)
-    driver = _driver()
+    driver = libcuda()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver.cuModuleLoadData(ctypes.byref(module), binary), f"loading {source}.cu")
-    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+    check(driver.cuModuleLoadData(ctypes.byref(module), binary), f"loading {source}.cu")
+    check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
     if shared > 48 << 10:
-        _check(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), name)
+        check(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), name)
     return Kernel(function, name, found.overlaps)
 
 
@@ -214,14 +214,15 @@ def compile_text(name: str, text: str, arch: str) -> bytes:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def libcuda() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(status: int, what: str) -> None:
+def check(status: int, what: str) -> None:
+    """Raises RuntimeError with the driver's words where a call's status is an error."""
     if status:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
+        libcuda().cuGetErrorString(status, ctypes.byref(text))
         raise RuntimeError(f"CUDA error {status} in {what}: {(text.value or b'?').decode()}")
 
 

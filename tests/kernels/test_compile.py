@@ -231,10 +231,10 @@ def test_an_error_of_the_driver_is_named(monkeypatch):
     def text(status, found):
         found._obj.value = b"out of memory"
 
-    monkeypatch.setattr(jit, "_driver", lambda: SimpleNamespace(cuGetErrorString=text))
-    jit._check(0, "norm")
+    monkeypatch.setattr(jit, "libcuda", lambda: SimpleNamespace(cuGetErrorString=text))
+    jit.check(0, "norm")
     with pytest.raises(RuntimeError, match="CUDA error 2 in norm: out of memory"):
-        jit._check(2, "norm")
+        jit.check(2, "norm")
 
 
 def test_vector_follows_alignment():
