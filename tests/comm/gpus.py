@@ -7,7 +7,7 @@ import random
 import sys
 
 import torch
-from phalanx.comm import mpi, nccl, oneshot
+from phalanx.comm import mapped, mpi, nccl, oneshot
 from phalanx.kernels import allreduce
 from phalanx.kernels.allreduce import ONE_SHOT, SLOT
 
@@ -57,13 +57,50 @@ def beside(comm) -> None:
     comm.barrier()
 
 
+def regions(host) -> None:
+    """Each rank writes to all regions at equal distances; each owner finds what all have written, and zeros."""
+    driver = mapped.Driver()
+    base, stride = mapped.map_regions(host, driver, 1 << 20)
+    own = base + host.rank * stride
+    aside = own + (1 << 19)
+    assert driver.read(own, 1 << 20) == bytes(1 << 20)
+    host.barrier()
+    driver.fill(aside, host.rank + 1, 64)
+    for rank in range(host.size):
+        driver.copy(base + rank * stride + 64 * host.rank, aside, 64)
+    host.barrier()
+    assert driver.read(own, 64 * host.size) == b"".join(bytes([r + 1] * 64) for r in range(host.size))
+    host.barrier()
+
+
+def refused(host) -> None:
+    """What fails at the last moment is taken back on all ranks: no memory is lost."""
+
+    class Blind(mapped.Driver):
+        def read(self, address: int, size: int) -> bytes:
+            if host.rank == 1:
+                raise RuntimeError("blind")
+            return super().read(address, size)
+
+    torch.cuda.synchronize()
+    host.barrier()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        try:
+            mapped.map_regions(host, Blind(), 1 << 30)
+        except mapped.NoPeers as error:
+            assert str(error) == "rank 1 of the group: blind"
+        else:
+            raise AssertionError("mapped")
+    host.barrier()
+    assert torch.cuda.mem_get_info()[0] > free - (1 << 29)
+
+
 def poison(comm) -> None:
     """NaN in all slots of this rank; nobody is in a call then."""
-    from cupy.cuda import runtime
-
+    torch.cuda.synchronize()
     comm.barrier()
-    runtime.memset(int(comm.peers.table[comm.rank]), 0xFF, 2 * SLOT)
-    runtime.deviceSynchronize()
+    mapped.Driver().fill(int(comm.peers.table[comm.rank]), 0xFF, 2 * SLOT)
     comm.barrier()
 
 
@@ -149,6 +186,8 @@ def main() -> None:
     over_nccl = nccl.NcclComm(host)
     plain(over_nccl)
     beside(over_nccl)
+    regions(host)
+    refused(host)
     comm = oneshot.OneShotComm(host)
     assert comm.peers is not None, comm.why
     sums(comm)
