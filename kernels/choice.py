@@ -72,7 +72,7 @@ def _measure_rows(library: Library, turns: Iterator[Tensor], weight: Tensor, row
     x, y = weight.new_empty(rows, inputs).normal_(), weight.new_empty(rows, outputs)
     ways: list[Callable[[Tensor], Any]] = [lambda w: torch.mm(x, w.t(), out=y)]
     for plan in library.proposals(Sizes(weight.dtype, outputs, inputs), rows):
-        ways.append(partial(library.run, plan, x, y=y))
+        ways.append(partial(library.run, plan, x, y=y.data_ptr()))
     launches = max(1, min(8, round(READ / weight.nbytes)))
     taken = [i for i, way in enumerate(ways) if way(next(turns)) is not False]  # the first call loads the kernel
 

@@ -28,6 +28,7 @@ _COMPUTE_F32, _F32 = 68, 0  # CUBLAS_COMPUTE_32F, CUDA_R_32F
 _TRANSPOSE_A, _TRANSPOSED = 3, 1  # CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T
 _MAX_WORKSPACE, _REDUCTIONS = 1, 3  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, ..._REDUCTION_SCHEME_MASK
 _IN_F32 = 2  # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: no sums of parts in the narrower type
+_BATCHES, _BATCH_STRIDE = 5, 6  # CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, ..._STRIDED_BATCH_OFFSET
 _PATH = re.compile(r"/.*/libcublasLt\.so\.1[23][.\d]*$", re.M)
 
 _P, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -38,6 +39,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cublasLtMatmulPreferenceCreate": [_P],
     "cublasLtMatmulPreferenceSetAttribute": [_P, _INT, _P, _SIZE],
     "cublasLtMatrixLayoutCreate": [_P, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
+    "cublasLtMatrixLayoutSetAttribute": [_P, _INT, _P, _SIZE],
     "cublasLtMatmulAlgoGetHeuristic": [_P, _P, _P, _P, _P, _P, _P, _INT, _P, _P],
     "cublasLtMatmulAlgoCheck": [_P] * 8,
     "cublasLtMatmul": [*[_P] * 14, _SIZE, _P],
@@ -56,11 +58,13 @@ class _Proposal(ctypes.Structure):
 
 
 class Sizes(NamedTuple):
-    """Of a weight."""
+    """Of a weight, and of where its products go."""
 
     dtype: torch.dtype
     outputs: int
     inputs: int
+    parts: int = 1  # that the outputs are cut into: [parts, rows, outputs / parts]
+    apart: int = 0  # elements from one part to the next
 
 
 class Plan(NamedTuple):
@@ -102,13 +106,13 @@ class Library:
             return []
         return [Plan(_Algorithm(*one.algorithm), *layouts) for one in found[: count.value] if not one.state]
 
-    def run(self, plan: Plan, x: Tensor, weight: Tensor, y: Tensor) -> bool:
-        """y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses."""
+    def run(self, plan: Plan, x: Tensor, weight: Tensor, y: int) -> bool:
+        """To address y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses."""
         stream = torch.cuda.current_stream().cuda_stream
         status = self._lib.cublasLtMatmul(
             self._handle, self._product,
             ctypes.byref(self._one), weight.data_ptr(), plan.of_weight, x.data_ptr(), plan.of_x,
-            ctypes.byref(self._zero), y.data_ptr(), plan.of_y, y.data_ptr(), plan.of_y,
+            ctypes.byref(self._zero), y, plan.of_y, y, plan.of_y,
             plan.algorithm, workspace(x.device, stream).data_ptr(), WORKSPACE, stream,
         )  # fmt: skip
         return status == 0
@@ -128,12 +132,17 @@ class Library:
         return None if status or found.state or found.workspace > WORKSPACE else Plan(algorithm, *layouts)
 
     def _layouts(self, sizes: Sizes, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
-        dtype, outputs, inputs = sizes
-        layout = functools.partial(self._layout, dtype)
-        return layout(inputs, outputs), layout(inputs, rows), layout(outputs, rows)
+        dtype, outputs, inputs, parts, apart = sizes
+        layout, part = functools.partial(self._layout, dtype, parts), outputs // parts
+        return layout(inputs, part, part * inputs), layout(inputs, rows, 0), layout(part, rows, apart)
 
-    def _make_layout(self, dtype: torch.dtype, width: int, rows: int) -> ctypes.c_void_p:
-        return self._create("cublasLtMatrixLayoutCreate", TYPES[dtype], width, rows, width)
+    def _make_layout(self, dtype: torch.dtype, parts: int, width: int, rows: int, apart: int) -> ctypes.c_void_p:
+        layout = self._create("cublasLtMatrixLayoutCreate", TYPES[dtype], width, rows, width)
+        if parts > 1:
+            set_layout = functools.partial(self._set, "cublasLtMatrixLayoutSetAttribute", layout)
+            set_layout(_BATCHES, ctypes.c_int32(parts))
+            set_layout(_BATCH_STRIDE, ctypes.c_int64(apart))
+        return layout
 
     def _create(self, function: str, *args: int) -> ctypes.c_void_p:
         made = _P()
@@ -154,7 +163,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         plan = library.plan(Sizes(x.dtype, *weight.shape), len(x))
         if plan is not None:
             y = x.new_empty(len(x), len(weight))
-            if library.run(plan, x, weight, y):
+            if library.run(plan, x, weight, y.data_ptr()):
                 return y
     return torch_linear(x, weight)
 
