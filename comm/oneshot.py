@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import allreduce
+from ..kernels import allreduce, spread
+from ..kernels.chip import chip
 from ..kernels.norm import add_rms_norm
 from .base import Comm
+from .control import gather_bytes
 from .mapped import Driver, NoPeers, map_regions
 from .nccl import NcclComm
 
@@ -24,6 +26,7 @@ class OneShotComm(NcclComm):
     def __init__(self, host: Comm):
         self.peers: allreduce.Peers | None = None  # NcclComm tries a sum out
         self.why = ""
+        self._landing = 0  # the address of a product whose sum has not ended
         super().__init__(host)
         if self.size == 1:
             return
@@ -33,10 +36,25 @@ class OneShotComm(NcclComm):
         except NoPeers as error:
             self.why = str(error)
         else:
-            table = torch.tensor([base + r * stride for r in range(self.size)], device="cuda")
-            self.peers = allreduce.Peers(self.rank, table)
+            mine = chip(torch.device("cuda", torch.cuda.current_device())).processors
+            everybodys = gather_bytes(host, str(mine).encode())  # grids have to be the same on all ranks
+            blocks = min(allreduce.MOST_BLOCKS, *map(int, everybodys))
+            self.peers = allreduce.Peers(self.rank, self.size, base, stride, blocks)
+            _ = self.peers.table, self.peers.landing  # made now: not while a graph is captured
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """x [T, I] times the transpose of weight [O, I], whose sum over the group begins with it: [T, O] for
+        all_reduce_add_norm or all_reduce, which end it. None: nothing has begun."""
+        if self.peers is None or self._landing or not spread.suits(len(x), weight, self.peers):
+            return None
+        y = spread.product(x, weight, self.peers)
+        self._landing = y.data_ptr() if y is not None else 0
+        return y
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self._landed(x):  # the sum cannot be where parts of it still arrive
+            whole = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            return self._end(x, whole, whole[0], 0.0)[1]
         if self.peers is not None and allreduce.suits(x, self.size):
             return allreduce.all_reduce(x, self.peers)
         return super().all_reduce(x)
@@ -50,9 +68,26 @@ class OneShotComm(NcclComm):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
         """Both as one kernel; None where that does not take x."""
-        if self.peers is None or not allreduce.suits(x, self.size):
+        if self._landed(x):
+            return self._end(x, residual, weight, eps)
+        if self.peers is None or not allreduce.suits_norm(x, self.size):
             return None
         return allreduce.all_reduce_add_norm(x, residual, weight, eps, self.peers)
+
+    def _landed(self, x: Tensor) -> bool:
+        """Whether x is what the last product has returned."""
+        return bool(self._landing) and x.data_ptr() == self._landing
+
+    def _end(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        assert self.peers is not None
+        self._landing = 0
+        return spread.add_norm(x, residual, weight, eps, self.peers)
+
+
+def begin_product(group: Comm, x: Tensor, weight: Tensor) -> Tensor | None:
+    """What OneShotComm.product returns; None where a group has none."""
+    begin = getattr(group, "product", None)
+    return begin(x, weight) if begin else None
 
 
 def all_reduce_add_norm(group: Comm, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,14 @@ for small sums, while many bytes arrive more slowly than they are read.
 
 On two H200 (2026-11-22, benchmarks/allreduce.py --np 2 --width 4096 --search) BLOCKS and THREADS are the best or within
 2 us of it from 1 to 1024 rows, one-shot beats two-shot throughout and NCCL by 0.3 to 15 us. On four, rows of 8192 with
-the norm, us: 16 rows one-shot 7.8, two-shot 9.1, sent 6.4; 32: 11.7, 10.3, 7.2; 64: 16.5, 12.5, 9.6; 128: 28.4, 18.3,
-17.7; 256: 48.4, 30.5, 33.1; 512: 89, 51, 65. Fewer rows than 16 were not measured there.
+the norm, us: 1 row one-shot 8.0, sent 7.3, two kernels 6.2; 4: 6.4, 5.9, 6.7; 16: 8.0, 6.2; 64: 16.5, 8.6, two-shot
+12.5; 128: 28.4, 13.7, 18.3; 256: 48, 33, 30; 512: 89, 65, 51 (products begin these sums: spread.py). Sent ones are the
+faster the more threads there are: 128 rows take 13.7 with 128 blocks of 1024, 17.6 with 64 of 512.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,32 +24,59 @@ from . import jit
 from .norm import add_rms_norm_reference
 
 SLOT = 8 << 20  # bytes that one call can sum
-# Bytes, where there are more than two ranks:
-ONE_SHOT = 128 << 10  # above, to share the sum is faster
-SENT = 2 << 20  # up to here, to write it to the others
+# Where there are more than two ranks:
+ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
+SENT = 2 << 20  # bytes up to which, with the norm, to write it to the others is
+FEW = 2  # rows that are summed and normed faster one after the other
 INBOX = SENT + (SENT >> 3)  # of a mailbox for all ranks' shares, of rows whose vectors they do not divide
 BLOCKS = 64  # at once on every GPU, beside what else is there
 MOST_BLOCKS = 128  # that a call may have; a GPU holds them all
 THREADS = 512
+MOST_THREADS = 1024
 MOST_RANKS = 8
+LANDING = SLOT  # bytes of a region where others' parts of a product arrive, of spread.py
 ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MOST_BLOCKS}  # constants of the kernels
 
 
-def region_bytes(size: int) -> int:
-    """Of the memory that each of `size` ranks gives to the group: two slots, Signals of peers.cuh, two mailboxes."""
+def landing_at(size: int) -> int:
+    """Where the landing begins in a region of `size` ranks: behind two slots, Signals of peers.cuh, two mailboxes."""
     return 2 * SLOT + 4 * MOST_BLOCKS * (1 + size) + 2 * (INBOX + SENT)
+
+
+def region_bytes(size: int) -> int:
+    """Of the memory that each of `size` ranks gives to the group."""
+    return landing_at(size) + LANDING
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The group's regions as one rank has mapped them. They are zero before the first call."""
+    """The group's regions as one rank has mapped them: rank r's at base + r * stride, in bytes, on the current device.
+
+    They are zero before the first call.
+    """
 
     rank: int
-    table: Tensor  # [ranks] int64 on the GPU: addresses in rank order
+    size: int
+    base: int
+    stride: int
+    blocks: int = BLOCKS  # of MOST_THREADS that all ranks' GPUs hold at once, up to MOST_BLOCKS
 
-    @property
-    def size(self) -> int:
-        return len(self.table)
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """[ranks] int64 on the GPU: addresses in rank order."""
+        return torch.tensor([self.base + r * self.stride for r in range(self.size)], device="cuda")
+
+    @functools.cached_property
+    def landing(self) -> Tensor:
+        """[LANDING] uint8: this rank's."""
+        return torch.as_tensor(_Memory(self.base + self.rank * self.stride + landing_at(self.size)), device="cuda")
+
+
+class _Memory:
+    """What torch takes for an array on the current device (CUDA Array Interface, version 3)."""
+
+    def __init__(self, address: int):
+        self.__cuda_array_interface__ = dict(shape=(LANDING,), typestr="|u1", data=(address, False), version=3)
 
 
 def suits(x: Tensor, ranks: int) -> bool:
@@ -89,10 +118,16 @@ def _launch(name: str, x: Tensor, peers: Peers, vector: int, items: int, blocks:
 
 def all_reduce_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
     """`all_reduce` of x and norm.add_rms_norm of the sum as one kernel, with the same bits. x, residual: [T, H]."""
-    kind = one_shot_add_norm
-    if peers.size > 2 and x.nbytes > ONE_SHOT:
-        kind = sent_add_norm if suits_sending(x, peers.size) else two_shot_add_norm
-    return kind(x, residual, weight, eps, peers)
+    if peers.size == 2:
+        return one_shot_add_norm(x, residual, weight, eps, peers)
+    if suits_sending(x, peers.size):
+        return sent_add_norm(x, residual, weight, eps, peers, peers.blocks, MOST_THREADS)
+    return two_shot_add_norm(x, residual, weight, eps, peers)
+
+
+def suits_norm(x: Tensor, ranks: int) -> bool:
+    """Whether that is faster than two kernels; of more than two ranks a row or two are not enough for their blocks."""
+    return suits(x, ranks) and (ranks == 2 or len(x) > FEW)
 
 
 def suits_sending(x: Tensor, ranks: int) -> bool:

@@ -14,35 +14,47 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import jit
+from . import jit, spread
+from .allreduce import Peers
 from .library import MOST, TYPES, Library, Sizes, in_use, plain
 
-# Of torch's time that a proposal may take to be chosen. A GPU's clock moves by a few percent while it measures: prompts
-# of thousands of rows, where no proposal is more ahead than that, are left to torch.
+# Of the first way's time that another may take to be chosen. A GPU's clock moves by a few percent while it measures:
+# prompts of thousands of rows, where no proposal is more ahead than that, are left to torch.
 GAIN = 0.92
+SPREAD_GAIN = 0.97  # of the first proposal's, where products are spread over ranks and differ by more
 SLOWER = 1.15  # times the fastest: not measured again
 ROUNDS = 3  # of measuring the fastest again
 READ = 100e6  # bytes of weights that launches read in a measurement: more than caches hold
 AHEAD = 400_000  # cycles that the GPU waits, so that it never waits for launches while it is measured
 
 
-def choose(products: Iterable[tuple[Tensor, Sequence[int]]]) -> str:
+class Wanted(NamedTuple):
+    """Products that are measured."""
+
+    weight: Tensor
+    counts: Sequence[int]  # of rows
+    peers: Peers | None = None  # over whose ranks they are spread
+
+
+def choose(products: Iterable[Wanted]) -> str:
     """Choose on the current device and stream for these weights and numbers of their rows; a line for the log.
 
     Weights of equal sizes are measured by turns, as they come from memory in a model.
     """
     weights: dict[Sizes, list[Tensor]] = {}
     counts: dict[Sizes, set[int]] = {}
-    for weight, rows in products:
+    targets: dict[Sizes, Peers | None] = {}
+    for weight, rows, peers in products:
         if weight.dtype in TYPES and plain(weight):
-            sizes = Sizes(weight.dtype, *weight.shape)
+            sizes = spread.sizes(weight, peers) if peers else Sizes(weight.dtype, *weight.shape)
             weights.setdefault(sizes, []).append(weight)
-            counts.setdefault(sizes, set()).update(rows)
+            counts.setdefault(sizes, set()).update(n for n in rows if not peers or spread.suits(n, weight, peers))
+            targets[sizes] = peers
     wanted = [(sizes, sorted(counts[sizes])) for sizes in weights if counts[sizes]]
     if not wanted:
         return ""
@@ -51,30 +63,41 @@ def choose(products: Iterable[tuple[Tensor, Sequence[int]]]) -> str:
     except OSError as error:
         return f"products of many rows take torch's algorithms: {error}"
     started = time.monotonic()
-    found, kept = remembered(about(library, wanted), lambda: [_measure(library, weights[s], n) for s, n in wanted])
+
+    def measure() -> list[list[int]]:
+        return [_measure(library, sizes, weights[sizes], n, targets[sizes]) for sizes, n in wanted]
+
+    found, kept = remembered(about(library, wanted), measure)
     library.choices = {sizes: dict(zip(n, row, strict=True)) for (sizes, n), row in zip(wanted, found, strict=True)}
     in_use[next(iter(weights.values()))[0].device] = library
-    others, total = sum(map(bool, itertools.chain(*found))), sum(map(len, found))
+    plain_ones = [choice for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes] for choice in row]
     how = f"{'read from this node' if kept else 'measured'} in {time.monotonic() - started:.1f} s"
-    return f"{others} of {total} products of many rows take another algorithm than torch's, {how}"
+    return (
+        f"{sum(map(bool, plain_ones))} of {len(plain_ones)} products of many rows take another algorithm than torch's, "
+        f"{how}"
+    )
 
 
-def _measure(library: Library, weights: list[Tensor], counts: list[int]) -> list[int]:
+def _measure(
+    library: Library, sizes: Sizes, weights: list[Tensor], counts: list[int], peers: Peers | None
+) -> list[int]:
     """The fastest for each number of rows."""
     turns = itertools.cycle(weights)
-    found = [_measure_rows(library, turns, weights[0], rows) for rows in counts]
+    found = [_measure_rows(library, sizes, turns, rows, peers) for rows in counts]
     torch.cuda.empty_cache()  # graphs have a pool of their own
     return found
 
 
-def _measure_rows(library: Library, turns: Iterator[Tensor], weight: Tensor, rows: int) -> int:
-    outputs, inputs = weight.shape
-    x, y = weight.new_empty(rows, inputs).normal_(), weight.new_empty(rows, outputs)
+def _measure_rows(library: Library, sizes: Sizes, turns: Iterator[Tensor], rows: int, peers: Peers | None) -> int:
+    """Torch has no way to spread what it multiplies: then the first proposal is what the others have to beat."""
+    weight = next(turns)
+    x, y = weight.new_empty(rows, sizes.inputs).normal_(), weight.new_empty(rows, sizes.outputs)
+    to = spread.address(rows, weight, peers) if peers else y.data_ptr()
     ways: list[Callable[[Tensor], Any]] = [lambda w: torch.mm(x, w.t(), out=y)]
-    for plan in library.proposals(Sizes(weight.dtype, outputs, inputs), rows):
-        ways.append(partial(library.run, plan, x, y=y.data_ptr()))
+    ways += [partial(library.run, plan, x, y=to) for plan in library.proposals(sizes, rows)]
     launches = max(1, min(8, round(READ / weight.nbytes)))
-    taken = [i for i, way in enumerate(ways) if way(next(turns)) is not False]  # the first call loads the kernel
+    # The first call loads the kernel.
+    taken = [i for i, way in enumerate(ways) if not (peers and i == 0) and way(next(turns)) is not False]
 
     def times(which: list[int]) -> list[float]:
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in which]
@@ -87,25 +110,26 @@ def _measure_rows(library: Library, turns: Iterator[Tensor], weight: Tensor, row
         torch.cuda.current_stream().synchronize()
         return [start.elapsed_time(end) for start, end in marks]
 
-    return fastest(times, taken)
+    return fastest(times, taken, SPREAD_GAIN if peers else GAIN) if taken else 0
 
 
-def fastest(times: Callable[[list[int]], list[float]], ways: list[int]) -> int:
-    """Of these ways; torch's, which is number 0 and always there, unless another is clearly faster by their `times`."""
+def fastest(times: Callable[[list[int]], list[float]], ways: list[int], gain: float = GAIN) -> int:
+    """Of these ways the first, unless another takes at most `gain` of its time, by their `times`."""
+    usual, *_ = ways
     best = dict(zip(ways, times(ways), strict=True))
     limit = SLOWER * min(best.values())
-    near = sorted((i for i in ways if i and best[i] <= limit), key=best.__getitem__)[:3]
+    near = sorted((i for i in ways if i != usual and best[i] <= limit), key=best.__getitem__)[:3]
     for _ in range(ROUNDS if near else 0):
-        for i, taken in zip([0, *near], times([0, *near]), strict=True):
+        for i, taken in zip([usual, *near], times([usual, *near]), strict=True):
             best[i] = min(best[i], taken)
-    first = min(near, key=best.__getitem__, default=0)
-    return first if best[first] <= GAIN * best[0] else 0
+    first = min(near, key=best.__getitem__, default=usual)
+    return first if best[first] <= gain * best[usual] else usual
 
 
 def about(library: Library, wanted: list[tuple[Sizes, list[int]]]) -> list[Any]:
     """All that a choice depends on, as JSON has it."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    products = [[str(sizes.dtype), sizes.outputs, sizes.inputs, counts] for sizes, counts in wanted]
+    products = [[str(sizes.dtype), *sizes[1:], counts] for sizes, counts in wanted]
     return [gpu.name, gpu.multi_processor_count, library.version, products]
 
 

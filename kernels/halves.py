@@ -32,6 +32,8 @@ class Product:
 
     weight: Tensor
     bias: Tensor | None = None
+    # What may take the product's place, where a sum over ranks follows it and may begin with it; None: it does not.
+    begin: Callable[[Tensor, Tensor], Tensor | None] | None = None
 
     @functools.cached_property
     def array(self) -> np.ndarray | None:
@@ -40,7 +42,8 @@ class Product:
         return self.weight.numpy() if plain and self.bias is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        begun = self.begin(x, self.weight) if self.begin else None
+        return linear(x, self.weight, self.bias) if begun is None else begun
 
 
 class Heads(NamedTuple):

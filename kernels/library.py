@@ -41,7 +41,6 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cublasLtMatrixLayoutCreate": [_P, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
     "cublasLtMatrixLayoutSetAttribute": [_P, _INT, _P, _SIZE],
     "cublasLtMatmulAlgoGetHeuristic": [_P, _P, _P, _P, _P, _P, _P, _INT, _P, _P],
-    "cublasLtMatmulAlgoCheck": [_P] * 8,
     "cublasLtMatmul": [*[_P] * 14, _SIZE, _P],
 }
 _Algorithm = ctypes.c_uint64 * 8
@@ -83,7 +82,6 @@ class Library:
         self._lib = load()
         self.version = self._lib.cublasLtGetVersion()
         self.choices: dict[Sizes, dict[int, int]] = {}  # by measured rows: 0 is torch's, n the n-th proposal
-        # Entries are small, and no more than the rows that a step may have, for each size of weights.
         self.plan = functools.cache(self._plan)
         self._layout = functools.cache(self._make_layout)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
@@ -118,18 +116,10 @@ class Library:
         return status == 0
 
     def _plan(self, sizes: Sizes, rows: int) -> Plan | None:
-        """For the choice made for about so many rows; None: torch's."""
-        choices = self.choices.get(sizes, {})
-        count = nearest(rows, choices)
-        choice = choices[count] if count else 0
-        proposals = self.proposals(sizes, count) if choice else []
-        if not choice or choice > len(proposals):
-            return None
-        layouts, algorithm, found = self._layouts(sizes, rows), proposals[choice - 1].algorithm, _Proposal()
-        status = self._lib.cublasLtMatmulAlgoCheck(
-            self._handle, self._product, *layouts, layouts[-1], algorithm, ctypes.byref(found)
-        )
-        return None if status or found.state or found.workspace > WORKSPACE else Plan(algorithm, *layouts)
+        """By the choice made for so many rows; None: torch's."""
+        choice = self.choices[sizes][rows]
+        proposals = self.proposals(sizes, rows) if choice else []
+        return proposals[choice - 1] if 0 < choice <= len(proposals) else None
 
     def _layouts(self, sizes: Sizes, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
         dtype, outputs, inputs, parts, apart = sizes
@@ -157,15 +147,28 @@ in_use: dict[torch.device, Library] = {}  # where something was chosen
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, I] times the transpose of weight [O, I]: [T, O], accumulated in f32. By torch where nothing was chosen."""
+    """x [T, I] times the transpose of weight [O, I]: [T, O], accumulated in f32. By torch where nothing was chosen.
+
+    Rows between two measured counts are computed as the larger one, with whatever lies in memory for the others: the
+    library has a kernel for nearly every count, and waits for the whole GPU when it loads one.
+    """
     library = in_use.get(x.device)
-    if library is not None and x.dim() == 2 and x.dtype == weight.dtype and plain(x) and plain(weight):
-        plan = library.plan(Sizes(x.dtype, *weight.shape), len(x))
-        if plan is not None:
-            y = x.new_empty(len(x), len(weight))
-            if library.run(plan, x, weight, y.data_ptr()):
-                return y
-    return torch_linear(x, weight)
+    if library is None or x.dim() != 2 or x.dtype != weight.dtype or not plain(x) or not plain(weight):
+        return torch_linear(x, weight)
+    rows, sizes = len(x), Sizes(x.dtype, *weight.shape)
+    count = nearest(rows, library.choices.get(sizes, {}))
+    if not count:
+        return torch_linear(x, weight)
+    if count > rows:
+        whole = x.new_empty(count, x.shape[1])
+        whole[:rows] = x
+        x = whole
+    plan = library.plan(sizes, count)
+    if plan is not None:
+        y = x.new_empty(count, len(weight))
+        if library.run(plan, x, weight, y.data_ptr()):
+            return y[:rows]
+    return torch_linear(x, weight)[:rows]
 
 
 def plain(x: Tensor) -> bool:

@@ -60,6 +60,21 @@ __device__ inline void add_norm(T* x, T* residual, const T* weight, int rows, fl
     }
 }
 
+// Each rank has left the sums of its share in its slot: all read all shares.
+__device__ inline void collect(const Call& call, T* x, T* residual, const T* weight, int rows, float eps) {
+    meet(call, 2);
+    auto ask = [&](int row, int at) {
+        const char* slot = call.slots[0];
+#pragma unroll
+        for (int r = 1; r < SIZE; r++) {
+            const char* other = call.slots[r];
+            slot = at / SHARE == r ? other : slot;
+        }
+        return ((const Piece*)slot)[row * ROW + at];
+    };
+    add_norm(x, residual, weight, rows, eps, ask, [](const Piece& p, int, int) { return p; });
+}
+
 // All ranks' pieces of one vector of this rank's share, when they have come.
 __device__ inline Parts receive(const Piece* inbox) {
     Sent got[SIZE];
@@ -93,8 +108,7 @@ one_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int ra
     end(call);
 }
 
-// Each rank adds up one share of each row and leaves the sum in place of its own input, which nobody else reads; then
-// all read all shares.
+// Each rank adds up one share of each row and leaves the sum in place of its own input, which nobody else reads.
 extern "C" __global__ void __launch_bounds__(THREADS)
 two_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
     prefetch(weight);
@@ -105,17 +119,27 @@ two_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int ra
     auto place = [&](int i) { return start(i / width) + first + i % width; };
     pass<AHEAD>(threadIdx.x, own_rows(rows) * width, THREADS, [&](int i) { return parts(call, place(i)); },
                 [&](int i, const Parts& p) { ((Piece*)call.mine)[place(i)] = total(p); });
-    meet(call, 2);
-    auto ask = [&](int row, int at) {
-        const char* slot = call.slots[0];
+    collect(call, x, residual, weight, rows, eps);
+    end(call);
+}
+
+// What others' products have sent of this rank's share, landed [SIZE, rows, SHARE]: added up as above.
+extern "C" __global__ void __launch_bounds__(THREADS)
+landed_add_norm(const T* landed, T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
+    prefetch(weight);
+    Call call = begin(table, rank);
+    meet(call, 1);  // all have multiplied
+    auto parts_of = [&](int i) {
+        const Piece* from = (const Piece*)landed + (blockIdx.x + i / SHARE * gridDim.x) * SHARE + i % SHARE;
+        Parts p;
 #pragma unroll
-        for (int r = 1; r < SIZE; r++) {
-            const char* other = call.slots[r];
-            slot = at / SHARE == r ? other : slot;
-        }
-        return ((const Piece*)slot)[row * ROW + at];
+        for (int r = 0; r < SIZE; r++) p.of[r] = from[r * rows * SHARE];
+        return p;
     };
-    add_norm(x, residual, weight, rows, eps, ask, [](const Piece& p, int, int) { return p; });
+    auto place = [&](int i) { return start(i / SHARE) + rank * SHARE + i % SHARE; };
+    pass<AHEAD>(threadIdx.x, own_rows(rows) * SHARE, THREADS, parts_of,
+                [&](int i, const Parts& p) { ((Piece*)call.mine)[place(i)] = total(p); });
+    collect(call, x, residual, weight, rows, eps);
     end(call);
 }
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ...kernels import jit
+from ...kernels.choice import Wanted
 from ...kernels.skinny import MOST_ROWS
 from ..model.base import Model
 from ..model.batch import Batch
 from ..model.layers.embedding import Head
-from ..model.layers.linear import Linear
+from ..model.layers.linear import Linear, Row
 from .prepare import given_ids
 from .rows import Rows, Work
 from .upload import Upload
@@ -29,16 +30,19 @@ LARGEST = 512  # sequences: beyond, launches cost less than the work
 def sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes that are captured: close enough together that filling up costs little."""
     most = min(max_num_seqs, LARGEST)
-    steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, LARGEST + 1, 32)]
+    steps = [1, 2, 4, *range(8, 65, 8), *range(80, LARGEST + 1, 16)]
     return [size for size in steps if size < most] + [most]
 
 
-def products(model: Model, max_num_seqs: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """The weights of products without a bias, with the captured sizes that the library's algorithm is chosen for."""
+def products(model: Model, max_num_seqs: int) -> Iterator[Wanted]:
+    """Products without a bias of the captured sizes that the library's algorithm is chosen for."""
     captured = [size for size in sizes(max_num_seqs) if size > MOST_ROWS]
+    peers = getattr(model.tensor, "peers", None)
     for module in model.modules():
         if isinstance(module, Head) or (isinstance(module, Linear) and module.bias is None):
-            yield module.weight, captured
+            yield Wanted(module.weight, captured)
+        if peers and isinstance(module, Row) and module.bias is None:
+            yield Wanted(module.weight, captured, peers)
 
 
 class Graphs:

@@ -8,7 +8,7 @@ import sys
 
 import torch
 from phalanx.comm import mapped, mpi, nccl, oneshot
-from phalanx.kernels import allreduce
+from phalanx.kernels import allreduce, choice, norm, spread
 from phalanx.kernels.allreduce import ONE_SHOT, SLOT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -180,6 +180,68 @@ def graphs(comm, host) -> None:
     host.barrier()
 
 
+def products(comm) -> None:
+    """Products that are spread over the ranks as they are computed: their sums, and in a graph, one after the other."""
+    if comm.size == 2:
+        return
+    spread.SENT, counts, width, inputs = 0, [80, 128, 272], 256 * comm.size, 640
+    torch.manual_seed(comm.rank)
+    weights = [(torch.randn(width, inputs, device="cuda") / 25).bfloat16() for _ in range(2)]
+    said = choice.choose(choice.Wanted(weight, counts, comm.peers) for weight in weights)
+    assert said.startswith("0 of 0 products"), said
+    ones, rng = torch.ones(width, device="cuda", dtype=torch.bfloat16), random.Random(comm.rank)
+
+    def total(x, weight):
+        return comm.all_gather((x.float() @ weight.float().T).bfloat16()).float().sum(0)
+
+    def apart(got, want):
+        return ((got.float() - want).norm() / want.norm()).item()
+
+    for rows in counts * 3:
+        x = torch.randn(rows, inputs, device="cuda").bfloat16()
+        for weight in weights:
+            want = total(x, weight)
+            torch.manual_seed(1)
+            residual = torch.randn(rows, width, device="cuda").bfloat16()
+            dawdle(rng)
+            y = oneshot.begin_product(comm, x, weight)
+            assert y is not None and y.shape == want.shape
+            assert comm.product(x, weight) is None, "one at a time"
+            normed, stream = oneshot.all_reduce_add_norm(comm, y, residual.clone(), ones, 1e-5)
+            assert apart(stream, want + residual.float()) < 8e-3
+            assert torch.equal(normed, norm.rms_norm(stream, ones, 1e-5))
+            assert (comm.all_gather(stream) == stream).all()
+            dawdle(rng)
+            assert apart(comm.all_reduce(comm.product(x, weight)), want) < 8e-3
+    assert comm.product(x[:79], weights[0]) is None and comm.product(x.half(), weights[0]) is None
+    stream, x = torch.cuda.Stream(), torch.randn(128, inputs, device="cuda").bfloat16()
+    residual = torch.zeros(128, width, device="cuda", dtype=torch.bfloat16)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+
+        def body():
+            total = residual.clone()
+            for weight in weights * 5:
+                _, total = oneshot.all_reduce_add_norm(comm, comm.product(x, weight), total, ones, 1e-5)
+            return total
+
+        body()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        found = body()
+        graph.capture_end()
+        for i in range(300):
+            if i % 10 == 0:
+                x.normal_()
+            dawdle(rng)
+            graph.replay()
+            if i % 10 == 9:
+                want = sum(total(x, weight) for weight in weights) * 5
+                assert apart(found, want) < 2e-2, i
+    comm.barrier()
+
+
 def main() -> None:
     host = mpi.join(int(sys.argv[1]))
     torch.cuda.set_device(host.rank)
@@ -193,6 +255,8 @@ def main() -> None:
     sums(comm)
     beside(comm)
     graphs(comm, host)
+    products(comm)
+    spread.SENT = allreduce.SENT
     again = oneshot.OneShotComm(host)  # a second group of the same ranks
     sums(again)
     print(f"rank {host.rank} of {host.size} is content", flush=True)

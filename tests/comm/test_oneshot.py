@@ -66,9 +66,15 @@ def test_more_than_two_ranks_share_large_sums(monkeypatch):
 
     def chosen(rows, size, width=8192):
         x = torch.empty(rows, width, dtype=torch.bfloat16)
-        return allreduce.all_reduce_add_norm(x, x, x[0], 1e-5, allreduce.Peers(0, torch.zeros(size)))
+        return allreduce.all_reduce_add_norm(x, x, x[0], 1e-5, allreduce.Peers(0, size, 0, 0))
 
-    assert [chosen(9, 2), chosen(512, 2), chosen(8, 3)] == ["one_shot"] * 3
-    assert [chosen(9, 3), chosen(128, 4), chosen(128, 8)] == ["sent"] * 3
+    assert [chosen(9, 2), chosen(512, 2)] == ["one_shot"] * 2
+    assert [chosen(3, 3), chosen(128, 4), chosen(128, 8)] == ["sent"] * 3
     assert [chosen(129, 4), chosen(512, 8)] == ["two_shot"] * 2
     assert chosen(100_000, 4, 8) == "two_shot"  # too short for a mailbox
+
+
+def test_a_row_or_two_of_many_ranks_are_normed_after_the_sum():
+    x = torch.empty(3, 8192, dtype=torch.bfloat16)
+    assert [allreduce.suits_norm(x[:rows], 4) for rows in (1, 2, 3)] == [False, False, True]
+    assert allreduce.suits_norm(x[:1], 2) and not allreduce.suits_norm(x, 9)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 from phalanx.kernels import library
+from phalanx.kernels.allreduce import LANDING, Peers
 from phalanx.kernels.library import MOST, Sizes
 
 BF16 = torch.bfloat16
@@ -15,9 +16,10 @@ SIZES = Sizes(BF16, 48, 32)
 class Lib:
     """Stands for cuBLASLt: keeps what it is given as the library would, and multiplies where algorithm `works`."""
 
-    def __init__(self, proposals=3, works=(0, 1, 2), refuses_rows=()):
-        self.count, self.works, self.refuses_rows = proposals, works, refuses_rows
+    def __init__(self, proposals=3, works=(0, 1, 2)):
+        self.count, self.works = proposals, works
         self.made, self.attributes, self.products, self.seen = {}, [], 0, []
+        self.batches = {}  # of layouts: how many, and elements from one to the next
 
     def _make(self, into, *what):
         into._obj.value = 0x7F00_0000_0000 + len(self.made)
@@ -39,6 +41,11 @@ class Lib:
     def cublasLtMatrixLayoutCreate(self, layout, dtype, rows, columns, stride):
         assert stride == rows
         return self._make(layout, dtype, rows, columns)
+
+    def cublasLtMatrixLayoutSetAttribute(self, layout, attribute, value, size):
+        assert (attribute, size) in ((5, 4), (6, 8))  # BATCH_COUNT, STRIDED_BATCH_OFFSET
+        self.batches.setdefault(layout.value, {})[attribute] = value._obj.value
+        return 0
 
     def cublasLtMatmulDescSetAttribute(self, what, attribute, value, size):
         self.attributes.append((*self.made[what.value], attribute, value._obj.value, size))
@@ -62,10 +69,6 @@ class Lib:
         count._obj.value = self.count
         return 0
 
-    def cublasLtMatmulAlgoCheck(self, handle, product, weight, x, y, result, algorithm, found):
-        found._obj.workspace = 1 << 40 if self._sizes(weight, x, y, result)[0] in self.refuses_rows else 4
-        return 0
-
     def cublasLtMatmul(
         self, handle, product, one, a, of_a, b, of_b, zero, c, of_c, d, of_d, algorithm, space, size, stream
     ):  # fmt: skip
@@ -76,8 +79,12 @@ class Lib:
             return 15
         self.products += 1
         self.seen.append((algorithm[0], a))
-        weight, x, y = at(a, outputs, inputs), at(b, rows, inputs), at(d, rows, outputs)
-        y.copy_(x @ weight.T)
+        of = [self.batches.get(layout.value, {5: 1, 6: 0}) for layout in (of_a, of_b, of_d)]
+        assert len({batch[5] for batch in of}) == 1
+        for i in range(of[0][5]):
+            a_, b_, d_ = (start + i * batch[6] * 2 for start, batch in zip((a, b, d), of, strict=True))
+            weight, x, y = at(a_, outputs, inputs), at(b_, rows, inputs), at(d_, rows, outputs)
+            y.copy_(x @ weight.T)
         return 0
 
 
@@ -91,6 +98,14 @@ def plain(rows, columns, dtype=BF16):
     room = torch.zeros(rows * columns + library.ALIGNED, dtype=dtype)
     skip = -room.data_ptr() % library.ALIGNED // room.element_size()
     return room[skip : skip + rows * columns].view(rows, columns).normal_()
+
+
+def in_memory(size, rank=0):
+    """A rank's Peers whose regions lie in this machine's memory, and the landings in them, [size, LANDING] uint8."""
+    regions = torch.full((size, LANDING), 0xFF, dtype=torch.uint8)
+    peers = Peers(rank, size, regions.data_ptr(), LANDING)
+    vars(peers)["landing"] = regions[rank]
+    return peers, regions
 
 
 def put(lib, choices, monkeypatch):

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from phalanx.kernels import allreduce, jit
+from phalanx.kernels import allreduce, jit, spread
 from phalanx.kernels.allreduce import INBOX, ONE_SHOT, SENT, SLOT, Peers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -21,13 +21,10 @@ class Ranks:
     def __init__(self, size: int):
         self.size = size
         self.streams = [torch.cuda.Stream() for _ in range(size)]
-        self.regions = [
-            torch.zeros(allreduce.region_bytes(size), dtype=torch.uint8, device="cuda") for _ in range(size)
-        ]
-        for region in self.regions:
-            region[: 2 * SLOT] = 0xFF  # NaN in every type
-        table = torch.tensor([region.data_ptr() for region in self.regions], device="cuda")
-        self.peers = [Peers(rank, table) for rank in range(size)]
+        self.regions = torch.zeros(size, allreduce.region_bytes(size), dtype=torch.uint8, device="cuda")
+        self.regions[:, : 2 * SLOT] = 0xFF  # NaN in every type
+        base, stride = self.regions.data_ptr(), self.regions.stride(0)
+        self.peers = [Peers(rank, size, base, stride) for rank in range(size)]
         torch.cuda.synchronize()
 
     def each(self, call) -> None:
@@ -165,8 +162,39 @@ def test_sums_with_norms_whose_sizes_change_from_call_to_call(size):
         torch.cuda.synchronize()
         for stream in streams:
             torch.testing.assert_close(stream, want, atol=0, rtol=0, equal_nan=True)
-    for region in ranks.regions:
-        assert not region[allreduce.region_bytes(size) - 2 * (INBOX + SENT) :].any()
+    end = allreduce.landing_at(size)
+    assert not ranks.regions[:, end - 2 * (INBOX + SENT) : end].any()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, share", [(1, 8), (3, 104), (65, 1024), (300, 256)])
+def test_sums_of_what_products_have_sent(size, dtype, rows, share):
+    """Each rank has its share of all ranks' parts; what else lies there is NaN."""
+    ranks, width = Ranks(size), size * share
+    torch.manual_seed(0)
+    for _ in range(3):
+        parts = torch.randn(size, rows, width, device="cuda").to(dtype)
+        residual, weight = (torch.randn(*s, device="cuda").to(dtype) for s in ((rows, width), (width,)))
+        want = allreduce.all_reduce_add_norm_reference(list(parts), residual.clone(), weight, 1e-5)
+        landed, streams, normed = [], [residual.clone() for _ in range(size)], [None] * size
+        for rank, peers in enumerate(ranks.peers):
+            peers.landing.fill_(0xFF)
+            landed.append(peers.landing.view(dtype)[: rows * width].view(size, rows, share))
+            landed[-1].copy_(parts[:, :, rank * share : (rank + 1) * share])
+        torch.cuda.synchronize()
+
+        def call(rank, landed=landed, streams=streams, weight=weight, normed=normed):
+            done = spread.add_norm(landed[rank], streams[rank], weight, 1e-5, ranks.peers[rank], FIT // size)
+            normed[rank] = done[0]
+
+        ranks.warm(call)
+        ranks.each(call)
+        torch.cuda.synchronize()
+        bound = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
+        for rank in range(size):
+            assert torch.equal(streams[rank], want[1]) and torch.equal(normed[rank], normed[0])
+            torch.testing.assert_close(normed[rank].float(), want[0].float(), atol=bound, rtol=bound)
 
 
 def test_a_thousand_replays_of_a_graph_with_changing_input():

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from phalanx.kernels import choice, jit, library
+from phalanx.kernels import choice, jit, library, spread
+from phalanx.kernels.allreduce import Peers
 from phalanx.kernels.library import MOST, Sizes
 
-from .cublaslt import BF16, SIZES, Lib, check, plain, put
+from .cublaslt import BF16, SIZES, Lib, check, in_memory, plain, put
 
 
 class Clock:
@@ -160,8 +161,8 @@ def gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     measured = []
 
-    def measure(made, turns, weight, rows):
-        measured.append((*weight.shape, rows, next(turns).data_ptr()))
+    def measure(made, sizes, turns, rows, peers):
+        measured.append((*sizes[1:3], rows, next(turns).data_ptr(), *([peers] if peers else [])))
         return rows % 3
 
     monkeypatch.setattr(choice, "_measure_rows", measure)
@@ -175,6 +176,7 @@ def test_choosing(gpu, monkeypatch):
     given = [(first, [80, 97]), (second, [97, 80]), (head, [80]), (plain(48, 32, torch.float32), [80])]
     odd = plain(32, 64)[:, :48]
     given += [(odd, [80]), (plain(32, 48), [])]
+    given = [choice.Wanted(*one) for one in given]
     line = choice.choose(given)
     addresses = [weight.data_ptr() for weight in (first, second, head)]
     assert gpu == [(48, 32, 80, addresses[0]), (48, 32, 97, addresses[1]), (64, 32, 80, addresses[2])]
@@ -186,22 +188,22 @@ def test_choosing(gpu, monkeypatch):
     assert lib.products == 1
     said = "3 of 3 products of many rows take another algorithm than torch's, read from this node in "
     assert choice.choose(given).startswith(said) and len(gpu) == 3
-    assert choice.choose([(first, [80])]).startswith("1 of 1 ") and len(gpu) == 4
+    assert choice.choose([choice.Wanted(first, [80])]).startswith("1 of 1 ") and len(gpu) == 4
 
 
 def test_weights_in_f32_are_left_to_torch(gpu):
-    assert choice.choose([(plain(48, 32, torch.float32), [80])]) == "" and not gpu
+    assert choice.choose([choice.Wanted(plain(48, 32, torch.float32), [80])]) == "" and not gpu
 
 
 def test_without_the_library_torch_multiplies(folder, monkeypatch):
     """As where torch was built with the library inside, or for another version of CUDA."""
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
     monkeypatch.setattr(library.Path, "read_text", lambda path: "7f r--p 0 08:01 9   /lib/libcublasLt.so.11\n")
-    assert choice.choose([(plain(48, 32), [80])]) == (
+    assert choice.choose([choice.Wanted(plain(48, 32), [80])]) == (
         "products of many rows take torch's algorithms: PyTorch has not loaded libcublasLt.so.12 or libcublasLt.so.13"
     )
     monkeypatch.setattr(library, "load", lambda: Broken())
-    said = choice.choose([(plain(48, 32), [80])])
+    said = choice.choose([choice.Wanted(plain(48, 32), [80])])
     assert said == "products of many rows take torch's algorithms: cublasLtCreate fails with status 1"
     assert not library.in_use and not list(folder.iterdir())
 
@@ -236,10 +238,37 @@ def test_measuring(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     weights = [plain(48, 32) for _ in range(3)]
     made = library.in_use[torch.device("cpu")]
-    assert choice._measure(made, weights, [80, 96]) == [4, 4]
+    assert choice._measure(made, SIZES, weights, [80, 96], None) == [4, 4]
     assert len(slept) == 2 * (1 + choice.ROUNDS)
     used = {address for _, address in lib.seen}
     assert used == {weight.data_ptr() for weight in weights}
+
+
+def test_what_is_spread_over_ranks_is_measured_among_proposals(gpu, monkeypatch):
+    """Where it goes to; torch has no way to. What is summed faster otherwise, or does not fit, is left out."""
+    peers = Peers(1, 3, 1 << 30, 1 << 20)
+    monkeypatch.setattr(spread, "SENT", 80 * 48 * 2)
+    put(Lib(), {}, monkeypatch)
+    weight = plain(48, 32)
+    line = choice.choose([choice.Wanted(weight, [80]), choice.Wanted(weight, [80, 97, 1 << 20], peers)])
+    assert line.startswith("1 of 1 products")
+    assert gpu == [(48, 32, 80, weight.data_ptr()), (48, 32, 97, weight.data_ptr(), peers)]
+    chosen = library.in_use[torch.device("cpu")].choices
+    assert chosen == {SIZES: {80: 2}, Sizes(BF16, 48, 32, 3, 1 << 19): {97: 1}}
+
+
+def test_measuring_what_is_spread(monkeypatch):
+    lib = Event.lib = put(Lib(proposals=4, works=(1, 2, 3)), {}, monkeypatch)
+    monkeypatch.setattr(torch, "mm", None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    peers, _regions = in_memory(size=2, rank=1)
+    monkeypatch.setattr(spread, "landing_at", lambda size: 0)
+    made, weight = library.in_use[torch.device("cpu")], plain(48, 32)
+    assert choice._measure(made, spread.sizes(weight, peers), [weight], [80], peers) == [3]
+    lib.works = ()
+    assert choice._measure(made, spread.sizes(weight, peers), [weight], [96], peers) == [0]
 
 
 class Broken(Lib):

@@ -23,6 +23,7 @@ def test_chosen_products_go_to_the_library(monkeypatch):
     weight = plain(48, 32)
     for rows, products in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):
         check(plain(rows, 32), weight)
+        assert {what[2] for what in lib.made.values() if what[1:2] == (48,)} == {80}, "counts between are filled up"
         assert lib.products == products, rows
     # CUBLAS_COMPUTE_32F and CUDA_R_32F; TRANSA = T; MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK = COMPUTE_TYPE.
     assert lib.attributes == [
@@ -34,11 +35,10 @@ def test_chosen_products_go_to_the_library(monkeypatch):
 
 
 def test_what_the_library_does_not_take_stays_with_torch(monkeypatch):
-    lib = put(Lib(works=(0,), refuses_rows=(79,)), {SIZES: {80: 1, 160: 2, 320: 3, 640: 8}}, monkeypatch)
+    lib = put(Lib(works=(0,)), {SIZES: {80: 1, 160: 2, 320: 3, 640: 8}}, monkeypatch)
     weight = plain(48, 32)
     check(plain(80, 32), weight)
     assert lib.products == 1
-    check(plain(79, 32), weight)  # too large a workspace
     check(plain(160, 32), weight)  # refused when called
     check(plain(640, 32), weight)  # no such proposal
     check(plain(80, 64)[:, :32], weight)  # rows with gaps
@@ -59,6 +59,16 @@ def test_nothing_is_chosen_on_other_devices():
     assert not library.in_use
     x, weight = torch.randn(80, 32), torch.randn(48, 32)
     assert torch.equal(library.linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+def test_rows_are_filled_up_to_a_measured_count_for_torch_too(monkeypatch):
+    """Whatever is chosen: the library has a kernel for nearly every count, and each is loaded on its first use."""
+    put(Lib(), {SIZES: {80: 0}}, monkeypatch)
+    found, linear = [], library.torch_linear
+    monkeypatch.setattr(library, "torch_linear", lambda x, weight: found.append(len(x)) or linear(x, weight))
+    x, weight = plain(70, 32), plain(48, 32)
+    y = library.linear(x, weight)
+    assert found == [80] and y.is_contiguous() and torch.equal(y, x @ weight.T)
 
 
 def test_a_library_that_lacks_a_function(monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
 from ....comm.mesh import Mesh
+from ....comm.oneshot import begin_product
 from ....kernels.halves import Heads, Product
 from ..weights.slicing import Field, Sliced, pack_weight
 from .shard import Span, even, key_heads, scaled, whole
@@ -60,9 +63,11 @@ class Row(Linear):
     def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool = False):
         tensor = mesh.tensor
         super().__init__(even(inputs, tensor.rank, tensor.size), (whole(outputs),), bias)
-        self.adds_bias = tensor.rank == 0  # once, not once per rank
+        self.tensor = tensor
 
     def finish(self) -> None:
         super().finish()
-        if not self.adds_bias:
-            self.product = Product(self.weight)
+        if self.bias is None:
+            self.product.begin = functools.partial(begin_product, self.tensor)
+        elif self.tensor.rank > 0:  # it is added once, not once per rank
+            self.product.bias = None

@@ -24,11 +24,11 @@ def model(tp=1, pp=1, **more):
 
 def test_captured_sizes():
     assert sizes(3) == [1, 2, 3] and sizes(100) == [1, 2, 4, *range(8, 65, 8), 80, 96, 100]
-    assert sizes(2000)[-3:] == [448, 480, 512]
+    assert sizes(2000)[-3:] == [480, 496, 512]
 
 
 def found(one, seats):
-    return [(tuple(weight.shape), counts) for weight, counts in products(one, seats)]
+    return [(tuple(weight.shape), counts) for weight, counts, peers in products(one, seats) if not peers]
 
 
 QKV, OUT, GATE_UP, DOWN = (64, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)
@@ -54,6 +54,17 @@ def test_products_of_tied_split_and_biased_models():
     assert [shape for shape, _ in found(one, 80)][:4] == [(32, HIDDEN), (HIDDEN, 16), (INNER, HIDDEN), (HIDDEN, 24)]
 
 
+def test_products_that_a_group_may_spread():
+    """Those whose sums follow; not where a bias does."""
+    (one,) = model()
+    one.tensor.peers = peers = object()
+    wanted = [(tuple(one.weight.shape), one.counts) for one in products(one, 100) if one.peers is peers]
+    assert wanted == [(OUT, [80, 96, 100]), (DOWN, [80, 96, 100])] * 2
+    (one,) = model(mlp_bias=True)
+    one.tensor.peers = peers
+    assert [tuple(one.weight.shape) for one in products(one, 80) if one.peers] == [OUT] * 2
+
+
 @pytest.mark.parametrize("rank, stages", [(0, 1), (1, 1), (0, 2)])
 def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypatch, caplog):
     """With pipeline stages too, which have none; rank 0 speaks for all."""
@@ -72,6 +83,6 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
     one._last = one.caches = one._upload = None
     with caplog.at_level(logging.INFO, "phalanx"):
         one._enter_device()
-    assert [counts for _, counts in done[:9]] == [[80]] * 9
+    assert [one.counts for one in done[:9]] == [[80]] * 9
     assert done[9:] == ["captured"] * (stages == 1)
     assert ("2 of 16 are others" in caplog.messages) is (rank == 0)
