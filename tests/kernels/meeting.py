@@ -2,8 +2,9 @@
 
 Every thread of every block of every rank is a generator that stops before each access to memory. What a rank stores is
 seen by the others later, each store on its own and in any order, as the memory model allows: only two stores to the
-same place keep their order, and a release is seen after what its block stored before the last barrier and what its
-thread stored. A rank's next kernel begins when all blocks of the last one have ended. FLAWS are simpler protocols.
+same place keep their order, and a release is seen after what its block stored before the last barrier, what its thread
+stored and what kernels before it stored. A rank's next kernel begins when all blocks of the last one have ended. FLAWS
+are simpler protocols.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ class Group:
         self.views: list[dict[tuple, Any]] = [{} for _ in range(size)]
         self.ahead: list[list[tuple]] = [[] for _ in range(size)]  # stores that a rank does not see yet
         self.stores = 0
+        # Stores of each rank's kernels: of those that have ended, and of the running one.
+        self.of_ended: list[set[int]] = [set() for _ in range(size)]
+        self.of_running: list[set[int]] = [set() for _ in range(size)]
 
     def load(self, rank: int, place: tuple) -> Any:
-        return self.views[rank].get(place, {"slot": None, "mail": 0}.get(place[1], self.start))
+        return self.views[rank].get(place, {"slot": None, "mail": 0, "landing": -1}.get(place[1], self.start))
 
     def store(self, rank: int, place: tuple, value: Any, after: frozenset[int]) -> int:
         """after: the numbers of stores that others have to see first."""
@@ -89,10 +93,12 @@ class Thread:
 
     def store(self, value: Any, *place: Any, release: bool = False) -> Steps:
         yield None
-        after = frozenset(self.own | self.block.synchronised) if release else frozenset()
+        before = frozenset(self.group.of_ended[self.rank])
+        after = frozenset(self.own | self.block.synchronised) | before if release else frozenset()
         number = self.group.store(self.rank, place, value, after)
         self.own.add(number)
         self.block.stored.add(number)
+        self.group.of_running[self.rank].add(number)
 
     def barrier(self) -> Steps:
         yield None
@@ -227,6 +233,33 @@ class Thread:
                 x[row * ROW + i] = yield from self.load(i // share, "slot", self.slot, row * ROW + i)
         yield from self.end()
 
+    def product(self) -> Steps:
+        """A kernel of the library's: each rank's part of a row goes to the rank that adds it up."""
+        x, size = self.block.x, self.group.size
+        share = -(-ROW // size)
+        for at in self.own_share(len(x)):
+            row, i = divmod(at, ROW)
+            yield from self.store(x[at], i // share, "landing", row, i, self.rank)
+
+    def landed_add_norm(self) -> Steps:
+        """Without the norm: sums of what the products before have sent, as two_shot_add_norm's."""
+        x, size, block, threads = self.block.x, self.group.size, self.block, self.group.threads
+        rows, share = range(block.index, len(x) // ROW, block.grid), -(-ROW // size)
+        first, width = self.rank * share, max(min(share, ROW - self.rank * share), 0)
+        yield from self.begin()
+        yield from self.meet(1)
+        for i in range(self.index, len(rows) * width, threads):
+            row, column = rows[i // width], first + i % width
+            sum_ = 0
+            for r in range(size):
+                sum_ += yield from self.load(self.rank, "landing", row, column, r)
+            yield from self.store(sum_, self.rank, "slot", self.slot, row * ROW + column)
+        yield from self.meet(2)
+        for row in rows:
+            for i in range(self.index, ROW, threads):
+                x[row * ROW + i] = yield from self.load(i // share, "slot", self.slot, row * ROW + i)
+        yield from self.end()
+
     def sent_add_norm(self) -> Steps:
         """Without the norm. Rows of ROW, of which each rank adds up a share."""
         x, size, block, threads, flaw = self.block.x, self.group.size, self.block, self.group.threads, self.group.flaw
@@ -275,10 +308,17 @@ class Thread:
 
 
 def run(group: Group, calls: list[tuple[str, int, int]]) -> None:
-    """Every rank makes the same calls: name, grid, and how many elements. Raises Wrong where a sum is, or all wait."""
+    """Every rank makes the same calls: name, grid, and how many elements. Raises Wrong where a sum is, or all wait.
+
+    The call after a product is of the same elements.
+    """
     rng = group.rng
     value = lambda: rng.choice([0, rng.randrange(WORD), rng.randrange(1 << 40)])  # noqa: E731
     inputs = [[[value() for _ in range(count)] for _, _, count in calls] for _ in range(group.size)]
+    for of_rank in inputs:
+        for i, (name, _, _) in enumerate(calls):
+            if name == "product":
+                of_rank[i + 1] = of_rank[i]
     want = [[sum(column) for column in zip(*parts, strict=True)] for parts in zip(*inputs, strict=True)]
     todo = [0] * group.size  # each rank's next call
     running: list[list[list]] = [[] for _ in range(group.size)]  # each rank's threads: generator, what it waits for
@@ -310,5 +350,10 @@ def run(group: Group, calls: list[tuple[str, int, int]]) -> None:
                 thread[1] = next(thread[0])
             except StopIteration:
                 running[rank].remove(thread)
-                if not running[rank] and inputs[rank][todo[rank] - 1] != want[todo[rank] - 1]:
-                    raise Wrong(f"rank {rank} has a wrong sum in call {todo[rank] - 1}") from None
+                if running[rank]:
+                    continue
+                done = todo[rank] - 1
+                group.of_ended[rank] |= group.of_running[rank]
+                group.of_running[rank] = set()
+                if calls[done][0] != "product" and inputs[rank][done] != want[done]:
+                    raise Wrong(f"rank {rank} has a wrong sum in call {done}") from None

@@ -13,13 +13,16 @@ def attempt(seed: int, flaw: str = "") -> None:
     size = rng.choice([2, 2, 3, 4])
     start = rng.choice([0, WRAP - 2, WRAP - 6])  # the count wraps around
     group = Group(size, blocks=3, threads=4, rng=rng, start=start, flaw=flaw)
-    kinds = rng.choice([["one_shot", "two_shot", "two_shot_add_norm", "sent_add_norm"], ["sent_add_norm"]])
+    mixed = ["one_shot", "two_shot", "two_shot_add_norm", "sent_add_norm", "landed_add_norm"]
+    kinds = rng.choice([mixed, ["sent_add_norm"], ["landed_add_norm"]])
     calls = []
     for _ in range(rng.randint(2, 6)):
         kind = rng.choice(kinds)
         count = rng.choice([1, 3, 4, 5, 9, 13])
         if kind.endswith("norm"):
             rows = -(-count // 2)
+            if kind == "landed_add_norm":
+                calls.append(("product", rng.randint(1, 2), rows * ROW))
             calls.append((kind, min(rows, group.blocks), rows * ROW))
         else:
             length = count * size if kind == "two_shot" else count
