@@ -5,18 +5,20 @@
 Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
 elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
 all ways; what is chosen for more than two ranks goes by allreduce.ONE_SHOT and SENT. --search tries numbers of blocks
-and threads, --only measures what has this in its name.
+and threads, --only measures what has this in its name. --inputs: also what a product of so many inputs takes with the
+sum and the norm that follow, one after the other and spread (kernels/spread.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from typing import Any
 import torch
 from phalanx.comm import mpi, oneshot
 from phalanx.comm.nccl import NcclComm
-from phalanx.kernels import allreduce, norm
+from phalanx.kernels import allreduce, choice, norm, spread
+from phalanx.kernels.linear import linear
 from phalanx.launcher import mpirun
 from torch import Tensor
 
@@ -89,6 +92,34 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     return found
 
 
+def products(rows: int, width: int, inputs: list[int], group: oneshot.OneShotComm) -> dict[str, Callable]:
+    """Products of so many inputs each, the sum over the group and the norm, with weights that come from memory."""
+    residual = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    weights = {
+        n: [torch.randn(width, n, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(copies(width * n * 2))]
+        for n in inputs
+    }
+    choice.choose(choice.Wanted(w, [rows], to) for ws in weights.values() for w in ws for to in (None, group.peers))
+
+    def whole(multiply: Callable[[Tensor, Tensor], Tensor | None], x: Tensor, turns: Iterator[Tensor]) -> Any:
+        y = multiply(x, next(turns))
+        assert y is not None
+        return oneshot.all_reduce_add_norm(group, y, residual, residual[0], 1e-5)
+
+    found: dict[str, Callable] = {}
+    for n, ws in weights.items():
+        x = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
+        found[f"{n} inputs, sum, norm"] = partial(whole, linear, x, itertools.cycle(ws))
+        if group.peers and spread.suits(rows, ws[0], group.peers):
+            found[f"{n} inputs, spread, norm"] = partial(whole, group.product, x, itertools.cycle(ws))
+    return found
+
+
+def copies(size: int) -> int:
+    """Weights of so many bytes that caches do not hold."""
+    return max(2, round(choice.READ / size) + 1)
+
+
 def rank_main(asked: argparse.Namespace) -> None:
     host = mpi.join(asked.np)
     torch.cuda.set_device(host.rank)
@@ -98,6 +129,8 @@ def rank_main(asked: argparse.Namespace) -> None:
         print(f"NCCL alone: {group.why}", flush=True)
     for rows in map(int, asked.rows.split(",")):
         calls = versions(rows, asked.width, group, nccl, asked.search)
+        if asked.inputs:
+            calls |= products(rows, asked.width, [int(n) for n in asked.inputs.split(",")], group)
         times = {name: round(measure(call, host), 2) for name, call in calls.items() if asked.only in name}
         if host.rank == 0:
             print(f"{rows:5} x {asked.width} " + "   ".join(f"{k} {v}" for k, v in times.items()), flush=True)
@@ -115,6 +148,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--only", default="", help="part of a name")
+    parser.add_argument("--inputs", default="", help="of products, as 2048,7168")
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--json", default="", help="append the lines to this file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
