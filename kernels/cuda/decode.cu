@@ -96,7 +96,9 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
         for (int i = 0; i < 2; i++) init(ready + i, 1), init(taken + i, WARPS);
         publish();
     }
-    for (int i = thread; i < 2 * ROWS * WIDE; i += ALL) heads[i / (ROWS * WIDE)].turned[i % (ROWS * WIDE)] = narrow<T>(0);
+    if (thread == THREADS) ask_for(&of_k), ask_for(&of_v);
+    constexpr int CLEARED = ROWS * WIDE / 8;  // pieces of 16 bytes
+    for (int i = thread; i < 2 * CLEARED; i += ALL) ((uint4*)heads[i / CLEARED].turned)[i % CLEARED] = make_uint4(0, 0, 0, 0);
     wait();
     // Where each sequence ends in the row of all tiles.
     const int each = (n + ALL - 1) / ALL, from = min(thread * each, n), to = min(from + each, n);

@@ -37,6 +37,9 @@ __device__ inline void await(Barrier* barrier, int round) {
         : "memory");
 }
 
+// What a map says is brought near, so that the first copy does not wait for it. Maps are arguments: no wait() is needed.
+__device__ inline void ask_for(const Map* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // The box of `map` that begins with these inputs and rows.
 __device__ inline void copy(unsigned to, const Map* map, int input, int row, Barrier* barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
