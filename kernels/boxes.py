@@ -18,7 +18,7 @@ DIMS = 64, 128  # head sizes
 
 # Of decode.cu.
 TILE = 64  # tokens
-SEQUENCES = 512  # at most: a block counts their tiles
+SEQUENCES = 512  # at most: a block counts what is read of each
 LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
 WARPS = 4
 # Of prompt.cu.

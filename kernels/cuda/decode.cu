@@ -1,17 +1,17 @@
 // One token of each of n sequences over the paged cache, at the speed at which keys and values are read: from sm_90 on.
 //
-// All tiles of 64 tokens of all sequences stand in one row, which is shared out evenly: a run for each KV_HEADS blocks, of
+// What is read of all sequences stands in one row, which is shared out evenly (runs.cuh): a run for each KV_HEADS blocks, of
 // which each takes one key head, so that what lies side by side in the cache is read at one time. A sequence that lies in
-// several runs is added up by the block that comes to it last. One warp has the copy engine bring keys and values to
-// shared memory, STAGES tiles ahead and on into the next sequence; one prepares the next sequence's heads; four take 16
-// tokens of each tile for all query heads of the key head. With TURN the step's newest token is still in q, k and v: heads
+// several runs is added up by the block that comes to it last. One warp has the copy engine bring keys and values to shared
+// memory, STAGES tiles of 64 tokens ahead and on into the next sequence; one prepares the next sequence's heads; four take
+// 16 tokens of each tile for all query heads of the key head. With TURN the step's newest token is still in q, k and v: heads
 // are normed (NORM) and turned here, key and value are written to the cache and taken from registers. Online softmax after
 // FlashAttention-2 (Dao 2023, arXiv 2307.08691), even shares after Stream-K (Osama et al. 2023, arXiv 2301.03598).
 #include "engine.cuh"
 #include "warp.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * 32, ALL = THREADS + 64, TILE = 64, HALVES = DIM / 64, HALF = DIM / 2;
-constexpr int TILE_BYTES = TILE * DIM * 2, GROUP = HEADS / KV_HEADS, PER_TILE = TILE / BOX;
+constexpr int TILE_BYTES = TILE * DIM * 2, GROUP = HEADS / KV_HEADS;
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
 constexpr int PAIRS = HALF / 32;                          // of elements that are turned together, of a lane
 
@@ -26,15 +26,6 @@ struct Step {  // pointers and sizes that the warps share
 };
 
 #if __CUDA_ARCH__ >= 900
-struct Span {  // of a sequence: the tokens that are read from the cache, and the tile in which they begin
-    int length, first, last, tile;
-
-    __device__ Span(int length) : length(length) {
-        first = WINDOW ? max(length - WINDOW, 0) : 0, last = max(length - TURN, 0), tile = first / TILE;
-    }
-    __device__ int tiles() const { return max((last + TILE - 1) / TILE - tile, 1); }  // one where there is nothing, too
-};
-
 // Where a token's piece of 16 bytes lies in a tile, whose runs of 64 elements of a token stand side by side: the engine's
 // swizzle changes places of pieces by the run's number.
 __device__ inline unsigned lies(int token, int half, int piece) {
@@ -42,35 +33,51 @@ __device__ inline unsigned lies(int token, int half, int piece) {
     return run * 128 + (piece ^ run % 8) * 16;
 }
 
-// A block's way through its run: tiles `at` to `stop` of sequence b, which has `tiles`.
-struct Way {
-    const int* ends;  // of sequences, in tiles
-    int b, at, stop, tiles, left;
-
-    __device__ Way(const int* ends, int n, int from, int to) : ends(ends), left(to - from) {
-        int low = 0, high = n - 1;  // the first whose end lies behind `from`
-        while (low < high) {
-            int middle = (low + high) / 2;
-            if (ends[middle] > from) high = middle;
-            else low = middle + 1;
-        }
-        b = low;
-        const int before = b ? ends[b - 1] : 0;
-        tiles = ends[b] - before, at = from - before, stop = min(tiles, at + left);
-    }
-    __device__ bool next() {
-        left -= stop - at, at = 0;
-        if (left <= 0) return false;
-        tiles = ends[b + 1] - ends[b], b++, stop = min(tiles, left);
-        return true;
-    }
-    __device__ bool newest(const Span& span) const { return TURN && stop == tiles && span.length > 0; }
-};
-
+#include "runs.cuh"
 #include "heads.cuh"
 #include "seen.cuh"
 static_assert(1024 + STAGES * 2 * TILE_BYTES + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
               "boxes.py reckons with another layout of shared memory");
+
+// The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see.
+__device__ inline bool find_run(const int* lengths, int n, int wanted, int run, int* kept, Border* borders) {
+    constexpr int EACH = (SEQUENCES + ALL - 1) / ALL;  // sequences that a thread counts boxes of
+    __shared__ int counts[ALL / 32];
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    int found[EACH], mine = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) found[i] = thread * EACH + i < n ? lengths[thread * EACH + i] : -1;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (found[i] < 0) continue;
+        kept[thread * EACH + i] = found[i], mine += found[i] = Span(found[i]).boxes();
+    }
+    int at = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        int other = __shfl_up_sync(~0u, at, d);
+        if (lane >= d) at += other;
+    }
+    if (lane == 31) counts[warp] = at;
+    __syncthreads();
+    at -= mine;
+    int all = 0;
+#pragma unroll
+    for (int w = 0; w < ALL / 32; w++) at += w < warp ? counts[w] : 0, all += counts[w];
+    const Runs runs(all, wanted);
+    if (run >= runs.count) return false;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        for (int end = 0; end < 2; end++) {
+            const int box = runs.begin(run + end) - at;
+            if (box >= 0 && box < found[i]) borders[end] = runs.border(run + end, thread * EACH + i, at, found[i]);
+        }
+        at += max(found[i], 0);
+    }
+    if (thread == 0 && run + 1 == runs.count) borders[1] = {n, 0, 0, 0};
+    __syncthreads();
+    return true;
+}
 #endif
 
 extern "C" __global__ void __launch_bounds__(ALL, 2)
@@ -81,14 +88,15 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2];
-    __shared__ int counts[ALL / 32], latest;
+    __shared__ Border borders[2];
+    __shared__ int latest;
     const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, parts, sums, q_row, k_row, v_row,
                        scale, eps, cap};
     const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
     float* const mixed = (float*)((char*)memory + (ring - shared(memory)) + STAGES * 2 * TILE_BYTES);
     float* const tops = mixed + WARPS * GROUP * DIM;  // mixed [WARPS, GROUP, DIM], tops [WARPS, 2, GROUP]
     Heads* const heads = (Heads*)(tops + WARPS * 2 * GROUP);  // [2]
-    int* const ends = (int*)(heads + 2);
+    int* const kept = (int*)(heads + 2);  // lengths of all sequences
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     release();
     if (thread == 0) {
@@ -99,68 +107,39 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
     if (thread == THREADS) ask_for(&of_k), ask_for(&of_v);
     constexpr int CLEARED = ROWS * WIDE / 8;  // pieces of 16 bytes
     for (int i = thread; i < 2 * CLEARED; i += ALL) ((uint4*)heads[i / CLEARED].turned)[i % CLEARED] = make_uint4(0, 0, 0, 0);
-    wait();
-    // Where each sequence ends in the row of all tiles.
-    const int each = (n + ALL - 1) / ALL, from = min(thread * each, n), to = min(from + each, n);
-    int mine = 0;
-    for (int b = from; b < to; b++) mine += Span(lengths[b]).tiles();
-    int before = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        int other = __shfl_up_sync(~0u, before, d);
-        if (lane >= d) before += other;
-    }
-    if (lane == 31) counts[warp] = before;
-    __syncthreads();
-    before -= mine;
-    for (int w = 0; w < warp; w++) before += counts[w];
-    for (int b = from; b < to; b++) ends[b] = before += Span(lengths[b]).tiles();
-    __syncthreads();
     // Runs of whole sequences, where all are of one length and there are enough of them.
-    const int all = ends[n - 1], most = gridDim.x / KV_HEADS, per_run = (n + most - 1) / most, whole = (n + per_run - 1) / per_run;
-    const int runs = max(min(whole * 10 >= most * 9 ? whole : most, all / LEAST), 1);
+    const int most = gridDim.x / KV_HEADS, per_run = (n + most - 1) / most, whole = (n + per_run - 1) / per_run;
     const int run = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
-    if (run >= runs) return;
-    Way way(ends, n, (long long)all * run / runs, (long long)all * (run + 1) / runs);
+    wait();
+    if (!find_run(lengths, n, whole * 10 >= most * 9 ? whole : most, run, kept, borders)) return;
+    Way way(kept, borders);
     int t = 0, item = 0;
     if (warp == WARPS) {
-        const int* table;
-        auto row = [&](const Span& span, int j) {  // of the cache, for this lane's box of a tile
-            const int token = (span.tile + j) * TILE + lane * BOX;
-            return lane < PER_TILE && token < span.last ? table[token / SIZE] * SIZE + token % SIZE : -1;
+        auto row = [&]() {  // of the cache, for this lane's box of the tile at way.at
+            const int token = way.at + lane * BOX;
+            const int* table = tables + (long long)way.b * table_row;
+            return lane < PER_TILE && token < way.stop ? table[token / SIZE] * SIZE + token % SIZE : -1;
         };
-        Span span(lengths[way.b]);
-        table = tables + (long long)way.b * table_row;
-        int ahead = row(span, way.at);
-        for (bool more = true; more;) {  // what the next tile and the next sequence begin with is asked for beforehand
-            Way after = way;
-            more = after.next();
-            const Span span_after(more ? lengths[after.b] : 0);
-            for (int j = way.at; j < way.stop; j++, t++) {
-                const int stage = t % STAGES, now = ahead, boxes = (span.last - (span.tile + j) * TILE + BOX - 1) / BOX;
-                if (j + 1 < way.stop) {
-                    ahead = row(span, j + 1);
-                } else if (more) {
-                    table = tables + (long long)after.b * table_row;
-                    ahead = row(span_after, 0);
-                }
-                if (t >= STAGES) await(empty + stage, t / STAGES - 1);
-                if (lane == 0) expect(full + stage, max(min(PER_TILE, boxes), 0) * 2 * BOX * DIM * 2);
-                __syncwarp();
-                if (now >= 0) {
-                    const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * 2;
-                    copy_runs(at, &of_k, head * HALVES, now, full + stage);
-                    copy_runs(at + TILE_BYTES, &of_v, head * HALVES, now, full + stage);
-                }
+        int ahead = row();
+        for (bool more = true; more; t++) {
+            const int stage = t % STAGES, now = ahead, boxes = (way.stop - way.at + BOX - 1) / BOX;
+            way.at += TILE, more = way.at < way.stop || way.next();
+            if (more) ahead = row();  // what comes next is asked for beforehand
+            if (t >= STAGES) await(empty + stage, t / STAGES - 1);
+            if (lane == 0) expect(full + stage, min(PER_TILE, boxes) * 2 * BOX * DIM * 2);
+            __syncwarp();
+            if (now >= 0) {
+                const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * 2;
+                copy_runs(at, &of_k, head * HALVES, now, full + stage);
+                copy_runs(at + TILE_BYTES, &of_v, head * HALVES, now, full + stage);
             }
-            way = after, span = span_after;
         }
         return;
     }
     if (warp > WARPS) {
         do {
             if (item >= 2) await(taken + item % 2, item / 2 - 1);
-            prepare(step, way.b, head, way.newest(Span(lengths[way.b])), heads[item % 2]);
+            prepare(step, way.b, head, way.newest(Span(kept[way.b])), heads[item % 2]);
             __syncwarp();
             if (lane == 0) arrive(ready + item % 2);
             item++;
@@ -168,7 +147,7 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
         return;
     }
     do {
-        const Span span(lengths[way.b]);
+        const Span span(kept[way.b]);
         const Heads& now = heads[item % 2];
         unsigned rows[DIM / 16][4] = {};  // q as the first operand of products
         Seen seen;
@@ -187,9 +166,10 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
         __syncwarp();
         if (lane == 0) arrive(taken + item % 2);
         item++;
-        for (int j = way.at; j < way.stop; j++, t++) {
-            const int stage = t % STAGES, token = (span.tile + j) * TILE + warp * 16;  // the first of this warp's 16
-            const int first = max(span.first - token, 0), last = min(span.last - token, 16);
+        int at = way.at;
+        do {  // once where there is nothing, too
+            const int stage = t % STAGES, token = at + warp * 16;  // the first of this warp's 16
+            const int first = WINDOW ? max(span.first - token, 0) : 0, last = min(way.stop - token, 16);
             const unsigned k_at = ring + stage * 2 * TILE_BYTES, v_at = k_at + TILE_BYTES;
             await(full + stage, t / STAGES);
             if (first < last) {
@@ -229,26 +209,27 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
                 }
             }
             hand_back(empty + stage);
-        }
+            at += TILE, t++;
+        } while (at < way.stop);
         meet();  // what the sequence before has left here has been read
         seen.store(tops + warp * 2 * GROUP, mixed + warp * GROUP * DIM);
         meet();
         const int b = way.b;
         T* const to = out + ((long long)b * HEADS + head * GROUP) * DIM;
-        if (way.stop - way.at == way.tiles) {
+        const bool begins = way.at == span.start;
+        if (begins && way.stop == span.last) {
             merge(step, tops, mixed, to, -1);
             continue;
         }
-        merge(step, tops, mixed, to, blockIdx.x * 2 + (way.at == 0));
+        merge(step, tops, mixed, to, blockIdx.x * 2 + begins);
         __threadfence();
         meet();
-        const long long begin = ends[b] - way.tiles, end = ends[b];
-        const int first = ((begin + 1) * runs - 1) / all, count = (end * runs - 1) / all - first + 1;
-        if (thread == 0) latest = atomicAdd(arrived + b * KV_HEADS + head, 1) == count - 1;
+        const Border& divided = borders[begins];
+        if (thread == 0) latest = atomicAdd(arrived + b * KV_HEADS + head, 1) == divided.count - 1;
         meet();
         if (latest) {
             __threadfence();
-            add_up(step, first, count, head, to);
+            add_up(step, divided.first, divided.count, head, to);
             if (thread == 0) arrived[b * KV_HEADS + head] = 0;
         }
     } while (way.next());
