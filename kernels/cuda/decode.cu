@@ -44,13 +44,13 @@ __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, 
     constexpr int EACH = (SEQUENCES + ALL - 1) / ALL;  // sequences that a thread counts boxes of
     __shared__ int counts[ALL / 32];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    int found[EACH], mine = 0;
+    int boxes[EACH], mine = 0;  // lengths first
 #pragma unroll
-    for (int i = 0; i < EACH; i++) found[i] = thread * EACH + i < n ? lengths[thread * EACH + i] : -1;
+    for (int i = 0; i < EACH; i++) boxes[i] = thread * EACH + i < n ? lengths[thread * EACH + i] : 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        if (found[i] < 0) continue;
-        kept[thread * EACH + i] = found[i], mine += found[i] = Span(found[i]).boxes();
+        if (thread * EACH + i < n) kept[thread * EACH + i] = boxes[i], boxes[i] = Span(boxes[i]).boxes();
+        mine += boxes[i];
     }
     int at = mine;
 #pragma unroll
@@ -66,13 +66,14 @@ __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, 
     for (int w = 0; w < ALL / 32; w++) at += w < warp ? counts[w] : 0, all += counts[w];
     const Runs runs(all, wanted);
     if (run >= runs.count) return false;
+#pragma unroll 1
+    for (int end = 0; end < 2; end++) {
+        const int begin = runs.begin(run + end);
+        int b = -1, from = 0, count = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        for (int end = 0; end < 2; end++) {
-            const int box = runs.begin(run + end) - at;
-            if (box >= 0 && box < found[i]) borders[end] = runs.border(run + end, thread * EACH + i, at, found[i]);
-        }
-        at += max(found[i], 0);
+        for (int i = 0, next = at; i < EACH; next += boxes[i++])
+            if (begin >= next && begin < next + boxes[i]) b = thread * EACH + i, from = next, count = boxes[i];
+        if (b >= 0) borders[end] = runs.border(run + end, b, from, count);
     }
     if (thread == 0 && run + 1 == runs.count) borders[1] = {n, 0, 0, 0};
     __syncthreads();
@@ -87,9 +88,9 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
        int table_row, float scale, float eps, float cap) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
-    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2], told;
     __shared__ Border borders[2];
-    __shared__ int latest;
+    __shared__ int complete, latest;
     const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, parts, sums, q_row, k_row, v_row,
                        scale, eps, cap};
     const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
@@ -102,6 +103,7 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) init(full + s, 1), init(empty + s, WARPS);
         for (int i = 0; i < 2; i++) init(ready + i, 1), init(taken + i, WARPS);
+        init(&told, 1);
         publish();
     }
     if (thread == THREADS) ask_for(&of_k), ask_for(&of_v);
@@ -133,6 +135,11 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
                 copy_runs(at, &of_k, head * HALVES, now, full + stage);
                 copy_runs(at + TILE_BYTES, &of_v, head * HALVES, now, full + stage);
             }
+        }
+        // Later runs begin with the other parts of this one's last sequence: most often they are stored by now.
+        if (lane == 0 && borders[1].box > 0) {
+            complete = stored(arrived + borders[1].b * KV_HEADS + head) == borders[1].count - 1;
+            arrive(&told);
         }
         return;
     }
@@ -214,24 +221,27 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
         meet();  // what the sequence before has left here has been read
         seen.store(tops + warp * 2 * GROUP, mixed + warp * GROUP * DIM);
         meet();
-        const int b = way.b;
-        T* const to = out + ((long long)b * HEADS + head * GROUP) * DIM;
-        const bool begins = way.at == span.start;
-        if (begins && way.stop == span.last) {
-            merge(step, tops, mixed, to, -1);
-            continue;
+        const bool begins = way.at == span.start, whole = begins && way.stop == span.last;
+        const Border& divided = borders[begins];  // if not `whole`
+        int* const count = arrived + way.b * KV_HEADS + head;
+        T* const to = out + ((long long)way.b * HEADS + head * GROUP) * DIM;
+        if (begins && !whole) await(&told, 0);
+        const bool all_here = whole || (begins && complete);
+        if (!all_here) {
+#pragma unroll 1
+            for (int g = warp; g < GROUP; g += WARPS) store_part(step, place(run, head, begins, g), merge(tops, mixed, g));
+            meet();
+            if (thread == 0) latest = add_one(count) == divided.count - 1;
+            meet();
+            if (!latest) continue;
         }
-        merge(step, tops, mixed, to, blockIdx.x * 2 + begins);
-        __threadfence();
-        meet();
-        const Border& divided = borders[begins];
-        if (thread == 0) latest = atomicAdd(arrived + b * KV_HEADS + head, 1) == divided.count - 1;
-        meet();
-        if (latest) {
-            __threadfence();
-            add_up(step, divided.first, divided.count, head, to);
-            if (thread == 0) arrived[b * KV_HEADS + head] = 0;
+#pragma unroll 1
+        for (int g = warp; g < GROUP; g += WARPS) {
+            Part part = all_here ? merge(tops, mixed, g) : load_part(step, place(divided.first, head, true, g));
+            if (!whole) part = add_up(step, part, divided, head, g);
+            store_out(to + g * DIM, part);
         }
+        if (!whole && thread == 0) *count = 0;
     } while (way.next());
 #endif
 }

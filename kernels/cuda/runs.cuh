@@ -27,8 +27,8 @@ struct Runs {
     }
     __device__ int begin(int run) const { return each * run + min(run, longer); }
     __device__ int begins_from(int box) const {  // the first run that begins there or later
-        const bool early = box <= (each + 1) * longer;
-        return early ? (box + each) / (each + 1) : (box - longer + each - 1) / each;
+        const int early = box <= (each + 1) * longer, boxes = each + early;
+        return (box - (early ? 0 : longer) + boxes - 1) / boxes;
     }
     // Where `run` begins: in sequence b, whose boxes stand from `at` on. Borders do not meet: LEAST tiles lie between them.
     __device__ Border border(int run, int b, int at, int boxes) const {

@@ -69,59 +69,101 @@ struct Seen {
 
 __device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // the four warps
 
-__device__ inline void store_out(T* to, float4 x, float by) {
-    Vec<T, 4> y = {narrow<T>(x.x * by), narrow<T>(x.y * by), narrow<T>(x.z * by), narrow<T>(x.w * by)};
-    *(Vec<T, 4>*)to = y;
-}
+struct Part {  // of what is known of a head: the mean of values, of which a lane has DIM / 32, and its weight's logarithm
+    Vec<float, DIM / 32> mean;
+    float weight;
+};
 
-// What the four warps have stored as one result: the heads' own, or a part of it in the slot `part`.
-__device__ inline void merge(const Step& step, const float* tops, const float* values, T* out, int part) {
-    for (int i = threadIdx.x; i < GROUP * DIM / 4; i += THREADS) {
-        const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
-        float top = NOTHING, sum = 0;
-        float4 x = make_float4(0, 0, 0, 0);
+// What the four warps have stored of head g.
+__device__ inline Part merge(const float* tops, const float* values, int g) {
+    Part part = {{}, NOTHING};
+    float top = NOTHING, sum = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w * 2 * GROUP + g]);
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w * 2 * GROUP + g]);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const float by = top == NOTHING ? 0 : power(tops[w * 2 * GROUP + g] - top);
-            const float4 y = *(const float4*)(values + (w * GROUP + g) * DIM + d);
-            sum += by * tops[(w * 2 + 1) * GROUP + g];
-            x.x += by * y.x, x.y += by * y.y, x.z += by * y.z, x.w += by * y.w;
-        }
-        const float by = sum > 0 ? 1 / sum : 0;
-        if (part < 0) {
-            store_out(out + g * DIM + d, x, by);
-        } else {
-            *(float4*)(step.parts + (part * GROUP + g) * DIM + d) = make_float4(x.x * by, x.y * by, x.z * by, x.w * by);
-            if (d == 0) step.sums[part * GROUP + g] = sum > 0 ? top + log2f(sum) : NOTHING;
-        }
+    for (int w = 0; w < WARPS; w++) {
+        const float by = top == NOTHING ? 0 : power(tops[w * 2 * GROUP + g] - top);
+        const float* from = values + (w * GROUP + g) * DIM + threadIdx.x % 32 * (DIM / 32);
+        const auto y = *(const Vec<float, DIM / 32>*)from;
+        sum += by * tops[(w * 2 + 1) * GROUP + g];
+#pragma unroll
+        for (int d = 0; d < DIM / 32; d++) part.mean.x[d] += by * y.x[d];
     }
+    const float by = sum > 0 ? 1 / sum : 0;
+#pragma unroll
+    for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
+    if (sum > 0) part.weight = top + log2f(sum);
+    return part;
 }
 
-// The parts of `count` runs from `first` on, which all have been stored, as the heads' result.
-__device__ inline void add_up(const Step& step, int first, int count, int head, T* out) {
+__device__ inline void store_out(T* to, const Part& part) {
+    Vec<unsigned, DIM / 64> y;
+#pragma unroll
+    for (int d = 0; d < DIM / 64; d++) y.x[d] = both<T>(part.mean.x[2 * d], part.mean.x[2 * d + 1]);
+    *(Vec<unsigned, DIM / 64>*)(to + threadIdx.x % 32 * (DIM / 32)) = y;
+}
+
+// Where a run's part of a sequence is stored that begins there, as a run's last one may, or does not, as its first one may.
+__device__ inline int place(int run, int head, bool begins, int g) {
+    return ((run * KV_HEADS + head) * 2 + begins) * GROUP + g;
+}
+
+__device__ inline void store_part(const Step& step, int place, const Part& part) {
     const int lane = threadIdx.x % 32;
-    auto slot = [&](int i) { return ((first + i) * KV_HEADS + head) * 2 + (i == 0); };
-    for (int g = threadIdx.x / 32; g < GROUP; g += WARPS) {
-        float top = NOTHING, total = 0;
-        for (int i = lane; i < count; i += 32) top = fmaxf(top, __ldcg(step.sums + slot(i) * GROUP + g));
+    *(Vec<float, DIM / 32>*)(step.parts + place * DIM + lane * (DIM / 32)) = part.mean;
+    if (lane == 0) step.sums[place] = part.weight;
+}
+
+__device__ inline Part load_part(const Step& step, int place) {
+    Part part;
+    const float* from = step.parts + place * DIM + threadIdx.x % 32 * (DIM / 32);
 #pragma unroll
-        for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-        float x[DIM / 32] = {};
-#pragma unroll 4
-        for (int i = 0; i < count; i++) {
-            const float by = top == NOTHING ? 0 : power(__ldcg(step.sums + slot(i) * GROUP + g) - top);
-            const float* from = step.parts + (slot(i) * GROUP + g) * DIM + lane * (DIM / 32);
-            total += by;
-#pragma unroll
-            for (int d = 0; d < DIM / 32; d += 2) {
-                const float2 y = __ldcg((const float2*)(from + d));
-                x[d] += by * y.x, x[d + 1] += by * y.y;
-            }
-        }
-        const float by = total > 0 ? 1 / total : 0;
-#pragma unroll
-        for (int d = 0; d < DIM / 32; d++) out[g * DIM + lane * (DIM / 32) + d] = narrow<T>(x[d] * by);
+    for (int d = 0; d < DIM / 32; d += 2) {
+        const float2 y = __ldcg((const float2*)(from + d));
+        part.mean.x[d] = y.x, part.mean.x[d + 1] = y.y;
     }
+    part.weight = __ldcg(step.sums + place);
+    return part;
+}
+
+// All of a sequence's head g: `part` is its beginning, the other parts have been stored.
+__device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
+    constexpr int AHEAD = 8;
+    float sum = part.weight == NOTHING ? 0 : 1;
+    for (int i = 1; i < divided.count; i += AHEAD) {
+        Part next[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            next[j] = {{}, NOTHING};  // or the compiler would keep registers for it in all of the kernel
+            if (i + j < divided.count) next[j] = load_part(step, place(divided.first + i + j, head, false, g));
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            if (i + j >= divided.count) break;
+            const float top = fmaxf(part.weight, next[j].weight);
+            const float old = part.weight == NOTHING ? 0 : power(part.weight - top);
+            const float by = next[j].weight == NOTHING ? 0 : power(next[j].weight - top);
+            part.weight = top, sum = fmaf(sum, old, by);
+#pragma unroll
+            for (int d = 0; d < DIM / 32; d++) part.mean.x[d] = fmaf(part.mean.x[d], old, by * next[j].mean.x[d]);
+        }
+    }
+    const float by = sum > 0 ? 1 / sum : 0;
+#pragma unroll
+    for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
+    return part;
+}
+
+// How many blocks have stored their parts, which those may load who meet this thread afterwards.
+__device__ inline int stored(const int* count) {
+    int y;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(y) : "l"(count) : "memory");
+    return y;
+}
+
+// One more block, whose threads have met; how many had before.
+__device__ inline int add_one(int* count) {
+    int y;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(y) : "l"(count) : "memory");
+    return y;
 }
