@@ -21,6 +21,7 @@ TILE = 64  # tokens
 SEQUENCES = 512  # at most: a block counts what is read of each
 LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
 WARPS = 4
+FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empty on average, is fetched at a time
 # Of prompt.cu.
 ROWS, KEYS = 128, 128  # of queries that a block takes at once, and of keys
 STAGES = {64: 6, 128: 3}  # tiles of keys, and as many of values, that lie in shared memory, by head size
@@ -72,10 +73,11 @@ def decode(
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
     group, box = heads // kv_heads, math.gcd(size, TILE)
+    few = min(box, FEW_BYTES // (dim * 2))
     stages, shared = _decode_room(group, dim)
     kernel = jit.kernel(
-        "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, STAGES=stages,
-        LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared, TURN=int(newest is not None),
+        "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
+        STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared, TURN=int(newest is not None),
         NORM=int(newest is not None and newest.norms is not None), WINDOW=window, CAPPED=int(cap > 0),
     )  # fmt: skip
     grid = max(2 * chip(q.device).processors, kv_heads)
@@ -85,9 +87,9 @@ def decode(
     # What a kernel of turned tokens does not touch.
     k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
-    of_k, of_v = _caches(keys, values, box, dim // 64)
+    maps = *_caches(keys, values, box, dim // 64), *_caches(keys, values, few, dim // 64)
     kernel(
-        (grid, 1, 1), (WARPS + 2) * 32, of_k, of_v, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables,
+        (grid, 1, 1), (WARPS + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables,
         lengths, out, parts, sums, arrived, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
         float(eps), float(cap), shared=shared,
     )  # fmt: skip

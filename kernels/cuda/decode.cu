@@ -82,10 +82,11 @@ __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, 
 #endif
 
 extern "C" __global__ void __launch_bounds__(ALL, 2)
-decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const T* q, const T* k, const T* v, const float* cos,
-       const float* sin, const T* q_weight, const T* k_weight, const long long* slots, T* keys, T* values, const int* tables,
-       const int* lengths, T* out, float* parts, float* sums, int* arrived, int n, int q_row, int k_row, int v_row,
-       int table_row, float scale, float eps, float cap) {
+decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const __grid_constant__ Map few_k,
+       const __grid_constant__ Map few_v, const T* q, const T* k, const T* v, const float* cos, const float* sin,
+       const T* q_weight, const T* k_weight, const long long* slots, T* keys, T* values, const int* tables, const int* lengths,
+       T* out, float* parts, float* sums, int* arrived, int n, int q_row, int k_row, int v_row, int table_row, float scale,
+       float eps, float cap) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2], told;
@@ -106,7 +107,7 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
         init(&told, 1);
         publish();
     }
-    if (thread == THREADS) ask_for(&of_k), ask_for(&of_v);
+    if (thread == THREADS) ask_for(&of_k), ask_for(&of_v), ask_for(&few_k), ask_for(&few_v);
     constexpr int CLEARED = ROWS * WIDE / 8;  // pieces of 16 bytes
     for (int i = thread; i < 2 * CLEARED; i += ALL) ((uint4*)heads[i / CLEARED].turned)[i % CLEARED] = make_uint4(0, 0, 0, 0);
     // Runs of whole sequences, where all are of one length and there are enough of them.
@@ -124,16 +125,23 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
         };
         int ahead = row();
         for (bool more = true; more; t++) {
-            const int stage = t % STAGES, now = ahead, boxes = (way.stop - way.at + BOX - 1) / BOX;
+            const int stage = t % STAGES, now = ahead, left = min(way.stop - way.at, TILE), of_box = left - lane * BOX;
             way.at += TILE, more = way.at < way.stop || way.next();
             if (more) ahead = row();  // what comes next is asked for beforehand
             if (t >= STAGES) await(empty + stage, t / STAGES - 1);
-            if (lane == 0) expect(full + stage, min(PER_TILE, boxes) * 2 * BOX * DIM * 2);
+            if (lane == 0) expect(full + stage, (left + FEW - 1) / FEW * FEW * 2 * DIM * 2);
             __syncwarp();
-            if (now >= 0) {
-                const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * 2;
+            if (now < 0) continue;
+            const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * 2;
+            if (of_box > BOX - FEW) {
                 copy_runs(at, &of_k, head * HALVES, now, full + stage);
                 copy_runs(at + TILE_BYTES, &of_v, head * HALVES, now, full + stage);
+            } else {  // a sequence's last box: a few tokens at a time, so that none is fetched in vain
+#pragma unroll 1
+                for (int i = 0; i < of_box; i += FEW) {
+                    copy_runs(at + i * DIM * 2, &few_k, head * HALVES, now + i, full + stage);
+                    copy_runs(at + i * DIM * 2 + TILE_BYTES, &few_v, head * HALVES, now + i, full + stage);
+                }
             }
         }
         // Later runs begin with the other parts of this one's last sequence: most often they are stored by now.

@@ -19,7 +19,8 @@ OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
 def room(sizes):
     """How boxes.decode has decode.cu share out its memory."""
     stages, whole = boxes._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"])
-    return dict(STAGES=stages, ROOM=whole, SEQUENCES=boxes.SEQUENCES, LEAST=boxes.LEAST)
+    few = min(sizes["BOX"], boxes.FEW_BYTES // (sizes["DIM"] * 2))
+    return dict(FEW=few, STAGES=stages, ROOM=whole, SEQUENCES=boxes.SEQUENCES, LEAST=boxes.LEAST)
 
 
 PROGRAMS = [
