@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -274,19 +275,23 @@ def make_rows(query_lens: list[int], kv_lens: list[int]) -> tuple[Any, int]:
 
 
 def attentions(table: Table) -> None:
-    for batch, length in ((1, 256), (1, 8192), (16, 256), (64, 256), (64, 2048), (256, 256), (256, 1024)):
-        decode_attention(table, batch, length)
+    for batch, length in ((1, 256), (1, 8192), (16, 256), (64, 256), (64, 2048), (256, 256), (256, 1024), (512, 800)):
+        decode_attention(table, f"{batch} x {length}", [length] * batch)
+    draw = random.Random(0)
+    for batch in (64, 256, 512):
+        decode_attention(table, f"{batch} of 64 to 1400", [draw.randint(64, 1400) for _ in range(batch)])
     for batch, length in ((1, 8192), (16, 1024)):
         prompt_attention(table, batch, length)
 
 
-def decode_attention(table: Table, batch: int, length: int) -> None:
+def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
     """Of tokens that are not turned yet."""
     from phalanx.kernels import paged
 
-    rows, blocks = make_rows([1] * batch, [length] * batch)
-    rows.slots = rows.block_tables[:, (length - 1) // 16].long() * 16 + (length - 1) % 16
-    bytes_ = batch * length * 4096
+    batch, bytes_ = len(lengths), sum(lengths) * 4096
+    rows, blocks = make_rows([1] * batch, lengths)
+    newest = rows.lengths.long() - 1
+    rows.slots = rows.block_tables.gather(1, newest[:, None] // 16)[:, 0].long() * 16 + newest % 16
     caches = [randn(2, blocks, 16, 8, 128) for _ in range(min(4, copies(bytes_)))]
     q, k, v = randn(batch, 48, 128).split([32, 8, 8], 1)
     turn = rope.Rotation(*torch.rand(2, batch, 1, 128, device="cuda"))
@@ -314,10 +319,11 @@ def decode_attention(table: Table, batch: int, length: int) -> None:
         versions["heads apart"] = [partial(decode_apart, *each, c.view(2, -1, 16, 1, 128)) for c in caches]
         whole = q.contiguous(), rows.block_tables, rows.lengths, out
         versions["heads together"] = [partial(decode_apart, *whole, c) for c in caches]
-    keys = [randn(2, batch, 8, length, 128) for _ in range(min(4, copies(bytes_)))]
-    alone = q.reshape(batch, 32, 1, 128)
-    versions["sdpa, not paged"] = [partial(sdpa, alone, x[0], x[1], enable_gqa=True) for x in keys]
-    table.add(f"attention decode {batch} x {length}", bytes_, versions)
+    if len(set(lengths)) == 1:
+        keys = [randn(2, batch, 8, lengths[0], 128) for _ in range(min(4, copies(bytes_)))]
+        alone = q.reshape(batch, 32, 1, 128)
+        versions["sdpa, not paged"] = [partial(sdpa, alone, x[0], x[1], enable_gqa=True) for x in keys]
+    table.add(f"attention decode {name}", bytes_, versions)
 
 
 def decode_apart(q: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, c: Tensor) -> None:
