@@ -42,29 +42,31 @@ static_assert(1024 + STAGES * 2 * TILE_BYTES + WARPS * GROUP * (DIM + 2) * 4 + 2
 // The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see.
 __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, int* kept, Border* borders) {
     constexpr int EACH = (SEQUENCES + ALL - 1) / ALL;  // sequences that a thread counts boxes of
-    __shared__ int counts[ALL / 32];
+    __shared__ int counts[ALL / 32], tiles[ALL / 32];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    int boxes[EACH], mine = 0;  // lengths first
+    int boxes[EACH], mine = 0, mine_in_tiles = 0;  // lengths first
 #pragma unroll
     for (int i = 0; i < EACH; i++) boxes[i] = thread * EACH + i < n ? lengths[thread * EACH + i] : 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        if (thread * EACH + i < n) kept[thread * EACH + i] = boxes[i], boxes[i] = Span(boxes[i]).boxes();
-        mine += boxes[i];
+        if (thread * EACH + i >= n) continue;
+        const Span span(kept[thread * EACH + i] = boxes[i]);
+        mine += boxes[i] = span.boxes(), mine_in_tiles += span.tiles();
     }
+    mine_in_tiles = __reduce_add_sync(~0u, mine_in_tiles);
     int at = mine;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
         int other = __shfl_up_sync(~0u, at, d);
         if (lane >= d) at += other;
     }
-    if (lane == 31) counts[warp] = at;
+    if (lane == 31) counts[warp] = at, tiles[warp] = mine_in_tiles;
     __syncthreads();
     at -= mine;
-    int all = 0;
+    int all = 0, all_tiles = 0;
 #pragma unroll
-    for (int w = 0; w < ALL / 32; w++) at += w < warp ? counts[w] : 0, all += counts[w];
-    const Runs runs(all, wanted);
+    for (int w = 0; w < ALL / 32; w++) at += w < warp ? counts[w] : 0, all += counts[w], all_tiles += tiles[w];
+    const Runs runs(all, all_tiles, wanted);
     if (run >= runs.count) return false;
 #pragma unroll 1
     for (int end = 0; end < 2; end++) {

@@ -44,9 +44,10 @@ def model(sizes: Sizes, lengths: list[int], wanted: int) -> list[list[Part]]:
     """The parts of each run, as runs.cuh reckons."""
     counts = [sizes.span(length)[2] for length in lengths]
     ends = list(itertools.accumulate(counts))
-    near = sizes.per_tile // 2
-    runs = max(min(wanted, ends[-1] // (boxes.LEAST * sizes.per_tile)), 1)
+    tiles = sum(-(-count // sizes.per_tile) for count in counts)
+    runs = max(min(wanted, tiles // boxes.LEAST), 1)
     each, longer = divmod(ends[-1], runs)
+    near = min(sizes.per_tile // 2, (each - 1) // 2)
 
     def begins_from(box: int) -> int:
         if box <= (each + 1) * longer:
@@ -89,9 +90,9 @@ using std::max, std::min;
 constexpr int TILE = %d, LEAST = %d, BOX = %d, WINDOW = %d, TURN = %d;
 %s
 extern "C" int walk(const int* lengths, int n, int wanted, int (*parts)[6]) {
-    int all = 0, found = 0;
-    for (int b = 0; b < n; b++) all += Span(lengths[b]).boxes();
-    const Runs runs(all, wanted);
+    int all = 0, tiles = 0, found = 0;
+    for (int b = 0; b < n; b++) all += Span(lengths[b]).boxes(), tiles += Span(lengths[b]).tiles();
+    const Runs runs(all, tiles, wanted);
     for (int run = 0; run < runs.count; run++) {
         Border borders[2] = {{-1, -1, -1, -1}, {-1, -1, -1, -1}};
         for (int b = 0, at = 0; b < n; at += Span(lengths[b++]).boxes())
@@ -183,6 +184,15 @@ def test_random_batches(runs):
         check(sizes, lengths, found(lengths, draw.choice([1, 2, 8, 33, 66, 264])))
 
 
+def test_borders_that_move_do_not_meet(runs):
+    """Runs of many short sequences have few boxes, and between two longer ones borders move from both sides."""
+    sizes, found = runs
+    for short in range(60):
+        for length in range(160, 400, 16):
+            lengths = [2] * short + [length, length] + [2] * (100 - short)
+            check(sizes, lengths, found(lengths, 264))
+
+
 def test_as_many_sequences_as_a_block_counts(runs):
     sizes, found = runs
     draw = random.Random(4)
@@ -193,8 +203,8 @@ def test_as_many_sequences_as_a_block_counts(runs):
 
 def test_sequences_of_one_length_stay_whole(runs):
     sizes, found = runs
-    for n, wanted in ((512, 32), (256, 32), (64, 32), (33, 33)):
-        for length in (256, 257, 300, 799, 800):
+    for n, wanted in ((512, 32), (256, 32), (64, 32), (33, 33), (16, 33)):
+        for length in (1, 60, 100, 230, 256, 257, 300, 799, 800):
             parts = found([length] * n, wanted)
-            if len(parts) == wanted:
-                assert {len(run) for run in parts} == {n // wanted}
+            if n % len(parts) == 0:
+                assert {len(run) for run in parts} == {n // len(parts)}
