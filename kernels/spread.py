@@ -67,6 +67,6 @@ def add_norm(
     threads = min(max(-(-width // vector // 32) * 32, 32), threads)
     constants = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **ROOM)
     kernel = jit.kernel("allreduce_norm", "landed_add_norm", x.dtype, **constants)
-    grid = min(rows, blocks), 1, 1
+    grid = min(rows, blocks, peers.blocks), 1, 1
     kernel(grid, threads, landed, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual
