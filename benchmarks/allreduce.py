@@ -4,9 +4,9 @@
 
 Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
 elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
-all ways; what is chosen for more than two ranks goes by allreduce.ONE_SHOT and SENT. --search tries numbers of blocks
-and threads, --only measures what has this in its name. --inputs: also what a product of so many inputs takes with the
-sum and the norm that follow, one after the other and spread (kernels/spread.py).
+all ways; of more than two ranks a row or two are normed after the sum ("chosen, norm"). --search tries numbers of
+blocks and threads, --only measures what has this in its name. --inputs: also what a product of so many inputs takes
+with the sum and the norm that follow, one after the other and spread (kernels/spread.py).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     found["one kernel"] = partial(allreduce.all_reduce_add_norm, *whole)
     normed = {"one-shot norm": allreduce.one_shot_add_norm, "two-shot norm": allreduce.two_shot_add_norm}
     if allreduce.suits_sending(x, group.size):
-        normed["sent norm"] = allreduce.sent_add_norm
+        normed["sent norm"] = partial(allreduce.sent_add_norm, blocks=peers.blocks, threads=allreduce.MOST_THREADS)
     found |= {name: partial(both, *whole) for name, both in normed.items()}
     if search:
         for blocks in BLOCKS:
@@ -88,7 +88,7 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
             for name, both in normed.items():
                 for threads in (256, 512, 1024):
                     if threads <= max(width // 8, 256) and blocks <= max(rows, BLOCKS[0]):
-                        found[f"{name} b{blocks}t{threads}"] = partial(both, *whole, blocks, threads)
+                        found[f"{name} b{blocks}t{threads}"] = partial(both, *whole, blocks=blocks, threads=threads)
     return found
 
 
@@ -100,6 +100,7 @@ def products(rows: int, width: int, inputs: list[int], group: oneshot.OneShotCom
         for n in inputs
     }
     choice.choose(choice.Wanted(w, [rows], to) for ws in weights.values() for w in ws for to in (None, group.peers))
+    group.agree()
 
     def whole(multiply: Callable[[Tensor, Tensor], Tensor | None], x: Tensor, turns: Iterator[Tensor]) -> Any:
         y = multiply(x, next(turns))

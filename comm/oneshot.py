@@ -5,6 +5,7 @@ What kernels/allreduce.py does not take, and groups whose GPUs cannot reach each
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ class OneShotComm(NcclComm):
         self.peers: allreduce.Peers | None = None  # NcclComm tries a sum out
         self.why = ""
         self._landing = 0  # the address of a product whose sum has not ended
+        self._agreed = False  # all ranks spread the same products
         super().__init__(host)
         if self.size == 1:
             return
@@ -38,14 +40,22 @@ class OneShotComm(NcclComm):
         else:
             mine = chip(torch.device("cuda", torch.cuda.current_device())).processors
             everybodys = gather_bytes(host, str(mine).encode())  # grids have to be the same on all ranks
-            blocks = min(allreduce.MOST_BLOCKS, *map(int, everybodys))
+            blocks = allreduce.common_blocks(map(int, everybodys))
             self.peers = allreduce.Peers(self.rank, self.size, base, stride, blocks)
             _ = self.peers.table, self.peers.landing  # made now: not while a graph is captured
+
+    def agree(self) -> None:
+        """From now on products begin sums, if all ranks have measured the same ones. Collective, after measuring."""
+        if self.peers is None:
+            return
+        mine = zlib.crc32(repr(spread.measured(self.peers.table.device)).encode())
+        everybodys = self.all_gather(torch.tensor([mine], device=self.peers.table.device))
+        self._agreed = bool((everybodys == mine).all())
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """x [T, I] times the transpose of weight [O, I], whose sum over the group begins with it: [T, O] for
         all_reduce_add_norm or all_reduce, which end it. None: nothing has begun."""
-        if self.peers is None or self._landing or not spread.suits(len(x), weight, self.peers):
+        if self.peers is None or not self._agreed or self._landing or not spread.suits(len(x), weight, self.peers):
             return None
         y = spread.product(x, weight, self.peers)
         self._landing = y.data_ptr() if y is not None else 0
@@ -60,7 +70,10 @@ class OneShotComm(NcclComm):
         return super().all_reduce(x)
 
     def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
-        """What kernels take stays on the caller's stream: all of them have to be on one."""
+        """What kernels take stays on the caller's stream: all of them have to be on one. What a product has begun
+        ends where it is waited for."""
+        if self._landed(x):
+            return
         if self.peers is None or not allreduce.suits(x, self.size):
             super().begin_all_reduce(x, then)
 
@@ -82,6 +95,12 @@ class OneShotComm(NcclComm):
         assert self.peers is not None
         self._landing = 0
         return spread.add_norm(x, residual, weight, eps, self.peers)
+
+
+def agree(group: Comm) -> None:
+    """OneShotComm.agree, where a group has it."""
+    if found := getattr(group, "agree", None):
+        found()
 
 
 def begin_product(group: Comm, x: Tensor, weight: Tensor) -> Tensor | None:

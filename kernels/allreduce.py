@@ -15,6 +15,7 @@ faster the more threads there are: 128 rows take 13.7 with 128 blocks of 1024, 1
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +30,8 @@ ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
 SENT = 2 << 20  # bytes up to which, with the norm, to write it to the others is
 FEW = 2  # rows that are summed and normed faster one after the other
 INBOX = SENT + (SENT >> 3)  # of a mailbox for all ranks' shares, of rows whose vectors they do not divide
-BLOCKS = 64  # at once on every GPU, beside what else is there
-MOST_BLOCKS = 128  # that a call may have; a GPU holds them all
+BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
+MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than Peers.blocks
 THREADS = 512
 MOST_THREADS = 1024
 MOST_RANKS = 8
@@ -70,6 +71,11 @@ class Peers:
     def landing(self) -> Tensor:
         """[LANDING] uint8: this rank's."""
         return torch.as_tensor(_Memory(self.base + self.rank * self.stride + landing_at(self.size)), device="cuda")
+
+
+def common_blocks(processors: Iterable[int]) -> int:
+    """Peers.blocks of GPUs with so many multiprocessors, each of which holds one block of MOST_THREADS."""
+    return min(MOST_BLOCKS, *processors, MOST_BLOCKS)
 
 
 class _Memory:
@@ -161,14 +167,21 @@ def sent_add_norm(
 def _launch_norm(
     name: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int, threads: int
 ) -> tuple[Tensor, Tensor]:
-    size = x.shape[-1]
-    vector = min(jit.vector(x, size), jit.vector(residual, size), jit.vector(weight, size))
-    threads = min(max(-(-size // vector // 32) * 32, 32), threads)
-    sizes = dict(SIZE=peers.size, N=size, V=vector, THREADS=threads, **ROOM)
-    kernel = jit.kernel("allreduce_norm", name, x.dtype, **sizes)
+    kernel, threads = norm_kernel(name, residual, weight, peers, residual.shape[-1], threads, x)
     rows = len(x)
     kernel((min(rows, blocks), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual
+
+
+def norm_kernel(
+    name: str, residual: Tensor, weight: Tensor, peers: Peers, length: int, threads: int, *others: Tensor
+) -> tuple[jit.Kernel, int]:
+    """A kernel of allreduce_norm.cu with vectors that divide `length` elements, and its threads, at most so many."""
+    width = residual.shape[-1]
+    vector = min(jit.vector(t, length) for t in (residual, weight, *others))
+    threads = min(max(-(-width // vector // 32) * 32, 32), threads)
+    sizes = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **ROOM)
+    return jit.kernel("allreduce_norm", name, residual.dtype, **sizes), threads
 
 
 def all_reduce_reference(parts: list[Tensor]) -> Tensor:

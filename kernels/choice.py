@@ -1,7 +1,7 @@
 """Which of cuBLASLt's algorithms products of many rows take: measured once per node, beside what torch takes.
 
-It takes about a second for a model of 8 B parameters. What is found is kept on the node, so that other ranks and later
-starts compute the same bits, and wait for nothing.
+It takes one to two seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
+later starts compute the same bits, and wait for nothing.
 """
 
 from __future__ import annotations
@@ -91,13 +91,17 @@ def _measure(
 def _measure_rows(library: Library, sizes: Sizes, turns: Iterator[Tensor], rows: int, peers: Peers | None) -> int:
     """Torch has no way to spread what it multiplies: then the first proposal is what the others have to beat."""
     weight = next(turns)
-    x, y = weight.new_empty(rows, sizes.inputs).normal_(), weight.new_empty(rows, sizes.outputs)
-    to = spread.address(rows, weight, peers) if peers else y.data_ptr()
-    ways: list[Callable[[Tensor], Any]] = [lambda w: torch.mm(x, w.t(), out=y)]
-    ways += [partial(library.run, plan, x, y=to) for plan in library.proposals(sizes, rows)]
+    x = weight.new_empty(rows, sizes.inputs).normal_()
+    ways: dict[int, Callable[[Tensor], Any]] = {}
+    if peers:
+        to = spread.address(rows, weight, peers)
+    else:
+        y = weight.new_empty(rows, sizes.outputs)
+        to, ways[0] = y.data_ptr(), lambda w: torch.mm(x, w.t(), out=y)
+    for i, plan in enumerate(library.proposals(sizes, rows), 1):
+        ways[i] = partial(library.run, plan, x, y=to)
     launches = max(1, min(8, round(READ / weight.nbytes)))
-    # The first call loads the kernel.
-    taken = [i for i, way in enumerate(ways) if not (peers and i == 0) and way(next(turns)) is not False]
+    taken = [i for i, way in ways.items() if way(next(turns)) is not False]  # the first call loads the kernel
 
     def times(which: list[int]) -> list[float]:
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in which]

@@ -15,9 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import jit
-from .allreduce import BLOCKS, LANDING, MOST_THREADS, ROOM, SENT, Peers, landing_at
-from .library import Sizes, in_use, plain
+from .allreduce import BLOCKS, LANDING, MOST_THREADS, SENT, Peers, landing_at, norm_kernel
+from .library import ALIGNED, Sizes, in_use, plain
 
 
 def sizes(weight: Tensor, peers: Peers) -> Sizes:
@@ -33,40 +32,47 @@ def address(rows: int, weight: Tensor, peers: Peers) -> int:
 
 
 def suits(rows: int, weight: Tensor, peers: Peers) -> bool:
-    """Whether so many rows' products are spread: they fit, in whole vectors, and are not summed faster otherwise."""
+    """Whether so many rows' products are spread: they fit, aligned, and are not summed faster otherwise.
+
+    The borders were measured on four H200 alone.
+    """
     width = len(weight) * weight.element_size()
-    return peers.size > 2 and width % (16 * peers.size) == 0 and SENT < rows * width <= LANDING
+    aligned = width % (16 * peers.size) == 0 and rows * width // peers.size % ALIGNED == 0
+    return peers.size > 2 and aligned and SENT < rows * width <= LANDING
+
+
+def measured(device: torch.device) -> list[tuple[int, int, int]]:
+    """Outputs, inputs and rows of what `product` takes there. A rank that takes others than its group would get wrong
+    sums, as all kernels of a group meet alike."""
+    library = in_use.get(device)
+    spread = [(sizes, row) for sizes, row in library.choices.items() if sizes.parts > 1] if library else []
+    return sorted((s.outputs, s.inputs, rows) for s, row in spread for rows, choice in row.items() if choice)
 
 
 def product(x: Tensor, weight: Tensor, peers: Peers) -> Tensor | None:
     """Begin the group's sum of x [T, I] times the transpose of weight [O, I]; add_norm ends it before the next begins.
 
-    Returns what add_norm takes: this rank's landing as [T, O], which will hold its share of all ranks' parts. None,
-    on all ranks alike: nothing has begun, as no algorithm was measured for so many rows.
+    Returns what add_norm takes: this rank's landing as [T, O], which will hold its share of all ranks' parts. None:
+    nothing has begun, as no algorithm was measured for so many rows. Whoever calls this has compared `measured`.
     """
     library = in_use.get(x.device)
-    if library is None or x.dtype != weight.dtype or not plain(x) or not plain(weight):
-        return None
     rows, wanted = len(x), sizes(weight, peers)
-    if not library.choices.get(wanted, {}).get(rows):
+    if library is None or x.dtype != weight.dtype or not library.choices.get(wanted, {}).get(rows):
         return None
     plan = library.plan(wanted, rows)
-    if plan is None or not library.run(plan, x, weight, address(rows, weight, peers)):
+    if plan is None or not plain(x) or not library.run(plan, x, weight, address(rows, weight, peers)):
         raise RuntimeError(f"cuBLASLt refuses {rows} rows times {wanted}, which it has measured")
     return peers.landing.view(x.dtype)[: rows * len(weight)].view(rows, len(weight))
 
 
 def add_norm(
-    landed: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int = BLOCKS,
-    threads: int = MOST_THREADS,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    landed: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int = BLOCKS
+) -> tuple[Tensor, Tensor]:
     """allreduce.all_reduce_add_norm of what `product` has begun; the norm is a tensor of its own."""
     rows, width = residual.shape
     x = torch.empty_like(residual)
-    vector = min(jit.vector(t, width // peers.size) for t in (x, residual, weight))
-    threads = min(max(-(-width // vector // 32) * 32, 32), threads)
-    constants = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **ROOM)
-    kernel = jit.kernel("allreduce_norm", "landed_add_norm", x.dtype, **constants)
+    share = width // peers.size
+    kernel, threads = norm_kernel("landed_add_norm", residual, weight, peers, share, MOST_THREADS, x)
     grid = min(rows, blocks, peers.blocks), 1, 1
     kernel(grid, threads, landed, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual

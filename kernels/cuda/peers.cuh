@@ -1,7 +1,7 @@
 // How the SIZE ranks of a group meet whose GPUs map each other's memory; tests/kernels/meeting.py runs it step by step.
 //
 // Each rank has a region that the others have mapped: two slots for what it contributes, its signals, two mailboxes of
-// push.cuh. A call lays its input out in one slot and the next call in the other, so that one meeting a call is enough:
+// push.cuh, a landing for products (kernels/spread.py). A call lays its input out in one slot and the next call in the other, so that one meeting a call is enough:
 // whoever has passed the meeting of call n + 1 knows that every other rank has begun call n + 1, so that its call n,
 // the last reader of the slot that call n + 2 writes, has ended. For this the calls of a rank must follow each other on
 // its stream, the kernels between them must pass wait() in every block, and all ranks must make the same calls with the
@@ -12,7 +12,8 @@
 // here, not by the host, so that calls may be replayed in a CUDA graph, and each block keeps one of its own; blocks that
 // a call leaves out are counted on by the others, so that all agree on the slot.
 //
-// All blocks of a grid have to be on the GPU at the same time: BLOCKS, which no call exceeds, is below what it holds.
+// All blocks of a grid have to be on the GPU at the same time. No call has more than BLOCKS, nor more of many threads
+// than Peers.blocks of kernels/allreduce.py, which every rank's GPU holds.
 
 struct Signals {
     unsigned count[BLOCKS];          // meetings up to the last call, for this rank alone

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...comm import oneshot
 from ...comm.mesh import Mesh
 from ...comm.watch import LocalWatch
 from ...kernels import allreduce, choice
@@ -189,6 +190,7 @@ class Runner:
         torch.cuda.synchronize()  # what the main thread left on its stream: weights, the cache
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
         chosen = choice.choose(products(self.model, len(self.rows.length)))
+        oneshot.agree(self.mesh.tensor)
         if chosen and self.mesh.world.rank == 0:
             log.info(chosen)
         if self.mesh.stages == 1:

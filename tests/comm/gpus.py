@@ -189,6 +189,8 @@ def products(comm) -> None:
     weights = [(torch.randn(width, inputs, device="cuda") / 25).bfloat16() for _ in range(2)]
     said = choice.choose(choice.Wanted(weight, counts, comm.peers) for weight in weights)
     assert said.startswith("0 of 0 products"), said
+    assert comm.product(torch.ones(128, inputs, device="cuda").bfloat16(), weights[0]) is None, "not agreed yet"
+    comm.agree()
     ones, rng = torch.ones(width, device="cuda", dtype=torch.bfloat16), random.Random(comm.rank)
 
     def total(x, weight):

@@ -62,19 +62,44 @@ def test_the_log_says_why_nccl_does_it_all(monkeypatch, caplog, why):
 
 def test_more_than_two_ranks_share_large_sums(monkeypatch):
     for name in ("one_shot", "two_shot", "sent"):
-        monkeypatch.setattr(allreduce, f"{name}_add_norm", lambda *_, name=name: name)
+        monkeypatch.setattr(allreduce, f"{name}_add_norm", lambda *asked, name=name: (name, *asked[5:]))
 
     def chosen(rows, size, width=8192):
         x = torch.empty(rows, width, dtype=torch.bfloat16)
-        return allreduce.all_reduce_add_norm(x, x, x[0], 1e-5, allreduce.Peers(0, size, 0, 0))
+        return allreduce.all_reduce_add_norm(x, x, x[0], 1e-5, allreduce.Peers(0, size, 0, 0, 108))
 
-    assert [chosen(9, 2), chosen(512, 2)] == ["one_shot"] * 2
-    assert [chosen(3, 3), chosen(128, 4), chosen(128, 8)] == ["sent"] * 3
-    assert [chosen(129, 4), chosen(512, 8)] == ["two_shot"] * 2
-    assert chosen(100_000, 4, 8) == "two_shot"  # too short for a mailbox
+    assert [chosen(9, 2), chosen(512, 2)] == [("one_shot",)] * 2
+    assert [chosen(3, 3), chosen(128, 4), chosen(128, 8)] == [("sent", 108, 1024)] * 3
+    assert [chosen(129, 4), chosen(512, 8)] == [("two_shot",)] * 2
+    assert chosen(100_000, 4, 8) == ("two_shot",)  # too short for a mailbox
 
 
 def test_a_row_or_two_of_many_ranks_are_normed_after_the_sum():
     x = torch.empty(3, 8192, dtype=torch.bfloat16)
     assert [allreduce.suits_norm(x[:rows], 4) for rows in (1, 2, 3)] == [False, False, True]
     assert allreduce.suits_norm(x[:1], 2) and not allreduce.suits_norm(x, 9)
+
+
+def test_blocks_of_many_threads_are_no_more_than_the_smallest_gpu_holds():
+    assert allreduce.common_blocks([132, 132]) == 128 and allreduce.common_blocks([132, 108, 114]) == 108
+
+
+class Gathering(oneshot.OneShotComm):
+    def __init__(self, comm, everybodys):
+        self.peers, self.everybodys, self._agreed = comm, everybodys, False
+
+    def all_gather(self, x):
+        return torch.stack([x, *(x + other for other in self.everybodys)])
+
+
+@pytest.mark.parametrize("others, agreed", [([0, 0, 0], True), ([0, 1, 0], False)])
+def test_products_begin_sums_once_all_ranks_have_measured_the_same(others, agreed):
+    peers = allreduce.Peers(0, 4, 0, 0)
+    vars(peers)["table"] = torch.zeros(4, dtype=torch.int64)
+    group = Gathering(peers, others)
+    oneshot.agree(group)
+    assert group._agreed is agreed
+    alone = Gathering(None, others)
+    oneshot.agree(alone)
+    assert not alone._agreed and alone.product(torch.ones(1, 1), torch.ones(1, 1)) is None
+    oneshot.agree(object())

@@ -247,6 +247,7 @@ def test_measuring(monkeypatch):
 def test_what_is_spread_over_ranks_is_measured_among_proposals(gpu, monkeypatch):
     """Where it goes to; torch has no way to. What is summed faster otherwise, or does not fit, is left out."""
     peers = Peers(1, 3, 1 << 30, 1 << 20)
+    monkeypatch.setattr(spread, "ALIGNED", 32)
     monkeypatch.setattr(spread, "SENT", 80 * 48 * 2)
     put(Lib(), {}, monkeypatch)
     weight = plain(48, 32)

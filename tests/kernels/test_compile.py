@@ -51,6 +51,8 @@ PROGRAMS = [
     ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=8192, V=8, THREADS=512, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=8192, V=8, THREADS=1024, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=1024, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=512, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.float32, SIZE=3, N=33, V=1, THREADS=64, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=1, V=1, THREADS=32, **allreduce.ROOM)),

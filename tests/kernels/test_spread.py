@@ -24,6 +24,8 @@ def test_what_is_spread(monkeypatch):
     assert not spread.suits(512, weight, Peers(0, 2, 0, 0)), "of two ranks one-shot sums were measured alone"
     assert not spread.suits(512, weight[:8176], peers), "a share of 4088 bytes"
     assert not spread.suits(512, weight, Peers(0, 3, 0, 0))
+    narrow = torch.empty(2304, 64, dtype=BF16, device="meta")
+    assert spread.suits(512, narrow, peers) and not spread.suits(511, narrow, peers), "not aligned for the library"
 
 
 def test_each_rank_gets_its_share_of_all_parts(monkeypatch):
@@ -50,12 +52,21 @@ def test_nothing_begins_where_nothing_was_measured(monkeypatch):
     weight = plain(48, 32)
     assert spread.product(plain(80, 32), weight, peers) is None, "no library"
     put(Lib(), {spread.sizes(weight, peers): {80: 1, 96: 0}, SIZES: {112: 1}}, monkeypatch)
-    for x in (plain(81, 32), plain(96, 32), plain(112, 32), plain(80, 64)[:, :32], plain(80, 32, torch.float16)):
+    for x in (plain(81, 32), plain(96, 32), plain(112, 32), plain(80, 32, torch.float16)):
         assert spread.product(x, weight, peers) is None
     assert (regions == 0xFF).all()
     put(Lib(works=()), {spread.sizes(weight, peers): {80: 1}}, monkeypatch)
-    with pytest.raises(RuntimeError, match="cuBLASLt refuses 80 rows times .*, which it has measured"):
-        spread.product(plain(80, 32), weight, peers)
+    for x in (plain(80, 32), plain(80, 64)[:, :32]):
+        with pytest.raises(RuntimeError, match="cuBLASLt refuses 80 rows times .*, which it has measured"):
+            spread.product(x, weight, peers)
+
+
+def test_what_ranks_compare(monkeypatch):
+    peers, _regions = in_memory(3)
+    weight, device = plain(48, 32), torch.device("cpu")
+    assert spread.measured(device) == []
+    put(Lib(), {spread.sizes(weight, peers): {96: 2, 80: 1, 112: 0}, SIZES: {80: 1}}, monkeypatch)
+    assert spread.measured(device) == [(48, 32, 80), (48, 32, 96)]
 
 
 def test_a_group_begins_one_product_at_a_time(monkeypatch):
@@ -70,10 +81,11 @@ def test_a_group_begins_one_product_at_a_time(monkeypatch):
 
     monkeypatch.setattr(spread, "add_norm", add_norm)
     group = oneshot.OneShotComm.__new__(oneshot.OneShotComm)
-    group.peers, group.size, group._landing = peers, 3, 0
+    group.peers, group.size, group._landing, group._agreed = peers, 3, 0, True
     product = Product(weight, begin=lambda x, w: oneshot.begin_product(group, x, w))
     y = product(x)
     assert y.data_ptr() == peers.landing.data_ptr()
+    group.begin_all_reduce(y)  # it has begun
     other = product(x)  # while that sum has not ended
     assert torch.equal(other, x @ weight.T) and other.data_ptr() != y.data_ptr()
     residual = torch.ones_like(other)

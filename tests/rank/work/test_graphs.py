@@ -78,11 +78,12 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
     monkeypatch.setattr(runner, "Graphs", lambda *_: graphs)
     one = runner.Runner.__new__(runner.Runner)
     one.model = model()[0]
-    one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank))
+    tensor = SimpleNamespace(agree=lambda: done.append("agreed"))
+    one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank), tensor=tensor)
     one.rows, one.device, one.watch = SimpleNamespace(length=[0] * 80), None, SimpleNamespace()
     one._last = one.caches = one._upload = None
     with caplog.at_level(logging.INFO, "phalanx"):
         one._enter_device()
     assert [one.counts for one in done[:9]] == [[80]] * 9
-    assert done[9:] == ["captured"] * (stages == 1)
+    assert done[9:] == ["agreed"] + ["captured"] * (stages == 1)
     assert ("2 of 16 are others" in caplog.messages) is (rank == 0)
