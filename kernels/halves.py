@@ -19,7 +19,7 @@ from torch import Tensor
 from .attention import Rows, Scores, paged_attention, write_and_attend
 from .board import Board
 from .cpu import array, one_core
-from .linear import gated_linear, linear
+from .linear import adds, gated_linear, linear
 from .rope import HeadNorms, Rotation, rope_write
 
 NONE = np.zeros(0, np.float32)
@@ -34,6 +34,7 @@ class Product:
     bias: Tensor | None = None
     # What may take the product's place, where a sum over ranks follows it and may begin with it; None: it does not.
     begin: Callable[[Tensor, Tensor], Tensor | None] | None = None
+    alone: bool = False  # no other rank has a part of what it makes
 
     @functools.cached_property
     def array(self) -> np.ndarray | None:
@@ -44,6 +45,14 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         begun = self.begin(x, self.weight) if self.begin else None
         return linear(x, self.weight, self.bias) if begun is None else begun
+
+
+    def onto(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to the stream `residual`, and that; both are one tensor where it has been, rounded once."""
+        if not self.alone or not adds(x, self.weight, residual):
+            return self(x), residual
+        residual.addmm_(x, self.weight.t())
+        return residual, residual
 
 
 class Heads(NamedTuple):
@@ -64,7 +73,7 @@ class Norm(Protocol):
     def weight(self) -> Tensor: ...
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of residual and the ranks' sum of x, and the new residual."""
+        """The norm of residual and the ranks' sum of x, and the new residual. x is residual: it has been added."""
 
 
 def attention(
@@ -81,7 +90,8 @@ def attention(
     scores: Scores,
     sampled: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [T, hidden] pass the norm; returns out of write_and_attend of qkv of it, and the new residual.
+    """x, residual [T, hidden] pass the norm; returns out of write_and_attend of qkv of it, and the new residual: one
+    tensor where it has been added (Product.onto).
 
     sampled: the S rows at rows.sample_at, the last ones of their sequences, as a step of decoding sequences. Only they
     go on once all keys and values are written: what is returned is [S, hidden].
@@ -97,7 +107,7 @@ def attention(
     parts = [heads.queries, heads.keys, heads.keys]
     q, k, v = qkv(x).view(len(x), sum(parts), heads.dim).split(parts, dim=1)
     if sampled is None:
-        return out(write_and_attend(q, k, v, turn, norms, cache, rows, scores)), residual
+        return out.onto(write_and_attend(q, k, v, turn, norms, cache, rows, scores), residual)
     q = rope_write(q, k, v, turn, norms, cache, rows.slots)
     if len(rows.sample_at) == 0:
         return x[:0], residual[:0]
@@ -107,12 +117,12 @@ def attention(
 def feed_forward(
     x: Tensor, residual: Tensor | None, norm: Norm, gate_up: Product, down: Product
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [T, hidden] pass the norm; returns down of gated_linear of it, and the new residual."""
+    """x, residual [T, hidden] pass the norm; returns down of gated_linear of it, and the new residual, as attention."""
     if gate_up.array is not None and down.array is not None and (compiled := one_core(x)):
         inputs = gate_up.array, down.array
         return _half(compiled.feed_forward, x, residual, norm, inputs)
     x, residual = norm.add(x, residual)
-    return down(gated_linear(x, gate_up.weight, gate_up.bias)), residual
+    return down.onto(gated_linear(x, gate_up.weight, gate_up.bias), residual)
 
 
 def _half(

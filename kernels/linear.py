@@ -19,6 +19,7 @@ from .activation import silu_mul
 from .cpu import one_core
 
 PACK_FROM = 1 << 16  # elements; a packed product costs 10 us more to start, which smaller matrices do not win back
+ADD_FROM = 1024  # rows of a product that adds itself to the residual stream
 ROWS_HINT = 16  # rows that the layout is chosen for; this one is the fastest, or nearly, from 1 to 256
 
 
@@ -35,6 +36,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is None and x.is_cuda:
         return library.linear(x, weight)
     return torch_linear(x, weight, bias)
+
+
+def adds(x: Tensor, weight: Tensor, stream: Tensor) -> bool:
+    """Whether the product of x [T, I] and weight [O, I] adds itself to stream [T, O] faster than the norm that follows.
+
+    Of 8192 rows on an H200 with the norm (2026-11-22), 4096 and 14336 inputs: 449 and 1439 us instead of 466 and 1453;
+    of 512 rows 51 and 97 instead of 37 and 99.
+    """
+    same = x.dtype == weight.dtype == stream.dtype and x.element_size() == 2
+    return x.is_cuda and len(x) >= ADD_FROM and same and stream.is_contiguous()
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -77,8 +77,8 @@ class Layer(nn.Module):
         """One after the other, each behind the norm that it begins with.
 
         Each takes x [T, hidden], this rank's part of what the half before adds to the stream `residual`, and returns
-        the same for the next. Without a residual, x is the stream. In the last of a stage's layers only the rows of
-        batch.sampled go on from attention, where there is that: none perhaps.
+        the same for the next, as one tensor where it has added its part. Without a residual, x is the stream. In the
+        last of a stage's layers only the rows of batch.sampled go on from attention, where there is that: none perhaps.
         """
         raise NotImplementedError
 
@@ -169,7 +169,9 @@ class Model(nn.Module):
                 self.tensor.begin_all_reduce(part.x)
 
     def _stream(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        return x if residual is None or len(x) == 0 else residual.add_(self.tensor.all_reduce(x))
+        if residual is None or len(x) == 0 or x is residual:
+            return x
+        return residual.add_(self.tensor.all_reduce(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows [S, hidden] of the last stage's forward → [S, width]: tokens from lm_head.vocab.start on.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from phalanx.kernels import board, cpu, halves
+from phalanx.kernels import board, cpu, halves, linear
 from phalanx.kernels.attention import Scores
 from phalanx.kernels.embedding import embedding, embedding_reference
 from phalanx.kernels.norm import add_rms_norm, rms_norm
@@ -93,6 +93,35 @@ def test_feed_forward(monkeypatch, rows, biased):
     gate_up, down = product(2 * 80, HIDDEN), product(HIDDEN, 80, biased)
     x, residual = torch.randn(2, rows, HIDDEN)
     both_ways(monkeypatch, lambda: halves.feed_forward(x.clone(), residual.clone(), Norm(), gate_up, down))
+
+
+def test_a_lone_rank_adds_a_product_to_the_stream_itself(monkeypatch):
+    """Where that is faster; what comes back is one tensor then."""
+    x, stream, weight = torch.randn(5, 80), torch.randn(5, HIDDEN), torch.randn(HIDDEN, 80)
+    monkeypatch.setattr(halves, "adds", lambda *_: True)
+    for alone in (True, False):
+        residual = stream.clone()
+        y, same = halves.Product(weight, alone=alone).onto(x, residual)
+        assert same is residual and (y is residual) is alone
+        torch.testing.assert_close(residual if alone else y + residual, stream + x @ weight.T, atol=2e-5, rtol=1e-4)
+    monkeypatch.setattr(halves, "adds", lambda *_: False)
+    y, _ = halves.Product(weight, alone=True).onto(x, stream)
+    torch.testing.assert_close(y, x @ weight.T, atol=2e-5, rtol=1e-4)
+
+
+def test_which_products_add_themselves():
+    x, weight, stream = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((1024, 32), (48, 32), (1024, 48)))
+    assert not linear.adds(x, weight, stream), "on a CPU"
+    x, weight, stream = (OnGpu(t) for t in (x, weight, stream))
+    assert linear.adds(x, weight, stream)
+    assert not linear.adds(OnGpu(x[:1023]), weight, stream)
+    assert not linear.adds(x, weight, OnGpu(torch.empty(48, 1024, dtype=torch.bfloat16).T)), "not contiguous"
+    wide = [OnGpu(t.float()) for t in (x, weight, stream)]
+    assert not linear.adds(*wide) and not linear.adds(x, weight, wide[2])
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
 
 
 @pytest.mark.parametrize("inputs", [32, 96, 100])

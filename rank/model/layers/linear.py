@@ -69,5 +69,6 @@ class Row(Linear):
         super().finish()
         if self.bias is None:
             self.product.begin = functools.partial(begin_product, self.tensor)
+            self.product.alone = self.tensor.size == 1
         elif self.tensor.rank > 0:  # it is added once, not once per rank
             self.product.bias = None

@@ -42,9 +42,9 @@ class StreamNorm(RMSNorm):
         """x [T, H] is this rank's part of what is added: their sum over the tensor group goes to the residual.
 
         Returns the norm of the new stream, and that stream, equal on all ranks. Both may be overwritten. Without a
-        residual, x is the stream.
+        residual, x is the stream, and where both are one tensor it has been added.
         """
-        if residual is None:
+        if residual is None or x is residual:
             return norm.rms_norm(x, self.weight, self.eps), x
         begun = self.tensor.end_all_reduce(x)
         return begun or all_reduce_add_norm(self.tensor, x, residual, self.weight, self.eps)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.kernels import halves
 from phalanx.rank.model.load import load
 from phalanx.rank.work import prepare as module
 from phalanx.rank.work.prepare import prepare
@@ -125,6 +126,21 @@ def test_the_last_layer_goes_on_with_the_sampled_rows(checkpoint, name, threads_
     path = checkpoint(**MODELS[name])
     for plain, narrowed in zip(sampled_rows(path), sampled_rows(path, narrow=True), strict=True):
         assert len(plain) == 0 or distance(plain, narrowed) < TOLERANCE * plain.abs().max()
+
+
+@pytest.mark.parametrize("pp, narrow", [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize("name", MODELS)
+def test_lone_ranks_add_products_to_the_stream(checkpoint, monkeypatch, name, pp, narrow):
+    """As they do on GPUs in steps of many rows."""
+    torch.set_num_threads(2)  # nothing is compiled
+    path = checkpoint(**MODELS[name])
+    if pp > MODELS[name]["num_hidden_layers"]:
+        pytest.skip("more stages than layers")
+    plain, added = sampled_rows(path), []
+    monkeypatch.setattr(halves, "adds", lambda *_: added.append(1) or True)
+    for one, other in zip(plain, sampled_rows(path, 1, pp, narrow), strict=True):
+        assert len(one) == 0 or distance(one, other) < TOLERANCE * one.abs().max()
+    assert bool(added) is (name != "biased")
 
 
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
