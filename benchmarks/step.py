@@ -76,11 +76,12 @@ class Clock:
 
         setattr(owner, attribute, timed)
 
-    def medians(self) -> dict[str, float]:
-        """Median ms of each part since the last call."""
-        found = {name: statistics.median(self.taken[name]) * 1e3 if self.taken[name] else 0.0 for name in PARTS}
+    def medians(self, count: int) -> dict[str, float]:
+        """Median ms of each part over the last `count` steps; 0 for what most of them did without, as steps that are
+        replayed do without prepare."""
+        last = {name: self.taken[name][-count:] for name in PARTS}
+        found = {name: statistics.median(part) * 1e3 if len(part) == count else 0.0 for name, part in last.items()}
         found["launch"] -= found["prepare"]  # which is timed inside it
-        self.taken.clear()
         return found
 
 
@@ -149,14 +150,13 @@ class Bench:
 
     def decode(self, batch: int, prompt: int, steps: int) -> dict[str, Any]:
         """The steps after the prompts, when all sequences decode."""
+        self.clock.taken.clear()
         self.add(batch, prompt, steps + 3)
         before = self.scheduler.counters.steps
         ends = self.steps()
         count = min(steps * min(self.scheduler.stages, batch), self.scheduler.counters.steps - before - 1)
         times = [(b - a) * 1e3 for a, b in zip(ends[-count - 1 : -1], ends[-count:], strict=True)]
-        for taken in self.clock.taken.values():
-            del taken[:-count]
-        parts = {f"{name}_ms": round(ms, 4) for name, ms in self.clock.medians().items()}
+        parts = {f"{name}_ms": round(ms, 4) for name, ms in self.clock.medians(count).items()}
         ms = statistics.median(times) * min(self.scheduler.stages, batch)  # stages compute a part of the batch each
         return dict(what="decode", batch=batch, prompt=prompt, ms_per_step=round(ms, 3),
                     tokens_per_s=round(batch / ms * 1e3, 1), **parts)  # fmt: skip
