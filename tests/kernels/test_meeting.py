@@ -7,14 +7,14 @@ import pytest
 from .meeting import FLAWS, ROW, WRAP, Group, Wrong, run
 
 
-def attempt(seed: int, flaw: str = "") -> None:
-    """A few calls of random kinds, sizes and grids."""
+def attempt(seed: int, flaw: str = "", kinds: tuple[str, ...] = ()) -> None:
+    """A few calls of random kinds, of these if there are any, sizes and grids."""
     rng = random.Random(seed)
     size = rng.choice([2, 2, 3, 4])
     start = rng.choice([0, WRAP - 2, WRAP - 6])  # the count wraps around
     group = Group(size, blocks=3, threads=4, rng=rng, start=start, flaw=flaw)
     mixed = ["one_shot", "two_shot", "two_shot_add_norm", "sent_add_norm", "landed_add_norm"]
-    kinds = rng.choice([mixed, ["sent_add_norm"], ["landed_add_norm"]])
+    kinds = kinds or rng.choice([mixed, ["sent_add_norm"], ["landed_add_norm"]])
     calls = []
     for _ in range(rng.randint(2, 6)):
         kind = rng.choice(kinds)
@@ -44,3 +44,13 @@ def test_the_scheduler_finds_what_is_left_out(flaw):
         except Wrong:
             return
     raise AssertionError(f"{flaw}: no interleaving fails, so it is not needed, or not tried")
+
+
+@pytest.mark.parametrize("flaw", ["no first meeting", "no meeting", "relaxed flags"])
+def test_what_products_have_sent_needs_both_meetings(flaw):
+    for seed in range(400):
+        try:
+            attempt(seed, flaw, ("landed_add_norm",))
+        except Wrong:
+            return
+    raise AssertionError(f"{flaw}: no interleaving fails")
