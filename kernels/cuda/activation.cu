@@ -9,9 +9,6 @@ extern "C" __global__ void silu_mul(const T* x, T* out, int width) {
     const T* row = x + (long long)blockIdx.y * 2 * width;
     Piece gate = *(const Piece*)(row + at), up = *(const Piece*)(row + width + at), y;
 #pragma unroll
-    for (int j = 0; j < V; j++) {
-        float g = wide(gate.x[j]);
-        y.x[j] = narrow<T>(g / (1.0f + expf(-g)) * wide(up.x[j]));
-    }
+    for (int j = 0; j < V; j++) y.x[j] = narrow<T>(activated<T>(wide(gate.x[j]), wide(up.x[j])));
     *(Piece*)(out + (long long)blockIdx.y * width + at) = y;
 }

@@ -28,10 +28,24 @@ template <> __device__ inline f16 narrow<f16>(float x) {
     return y;
 }
 
-// silu(gate) * up of sums that are rounded first, as they are where the product is an operation of its own.
-template <class E> __device__ inline E gated(float gate, float up) {
-    gate = wide(narrow<E>(gate));
-    return narrow<E>(gate / (1.0f + expf(-gate)) * wide(narrow<E>(up)));
+__device__ inline float power(float x) {  // of 2
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// silu(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential and
+// a division by the book are 30 instructions for four bytes that come from memory.
+template <class E> __device__ inline float activated(float gate, float up) {
+    if constexpr (sizeof(E) > 2) return gate / (1.0f + expf(-gate)) * up;
+    float by;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + power(gate * -1.4426950408889634f)));
+    return gate * by * up;
+}
+
+// The same of sums that are rounded first, as they are where the product is an operation of its own.
+template <class E> __device__ inline float gated(float gate, float up) {
+    return activated<E>(wide(narrow<E>(gate)), wide(narrow<E>(up)));
 }
 
 // Two elements of one register, the first in its lower half.

@@ -25,13 +25,6 @@ struct Place {  // of a cluster's tile
     }
 };
 
-// gated() of common.cuh in f32, by approximate instructions: a lane has 64 of them to make between two tiles.
-__device__ inline float gate(float g, float up) {
-    g = wide(narrow<T>(g));
-    float by;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + power(g * -1.4426950408889634f)));
-    return g * by * wide(narrow<T>(up));
-}
 #else
 #define PAIRED
 #endif
@@ -100,7 +93,7 @@ gated_product(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         const int at = k * 16 + j * 4 + h * 2;
-                        x[j] = both<T>(gate(sum[at], sum[at + OUTS / 2]), gate(sum[at + 1], sum[at + 1 + OUTS / 2]));
+                        x[j] = both<T>(gated<T>(sum[at], sum[at + OUTS / 2]), gated<T>(sum[at + 1], sum[at + 1 + OUTS / 2]));
                     }
                     line_up(x);
                     if (row < rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);

@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) gemv(const T* x, const T* w
         for (int o = 0; o < OUTS; o++) total[o] = warp_sum(sum[o][r]);
         if (lane) continue;
         if (GATED)
-            y[(long long)r * (outputs / 2) + first] = gated<T>(total[0], total[OUTS - 1]);
+            y[(long long)r * (outputs / 2) + first] = narrow<T>(gated<T>(total[0], total[OUTS - 1]));
         else
 #pragma unroll
             for (int o = 0; o < OUTS; o++) y[(long long)r * outputs + first + o] = narrow<T>(total[o]);

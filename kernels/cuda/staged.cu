@@ -40,7 +40,7 @@ __device__ inline void store(const float* sums, T* y, int first, int width, int 
     for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
         int row = i / OUTS, out = i % OUTS;
         float value = total(sums, out, row);
-        y[(long long)row * width + first + out] = GATED ? gated<T>(value, total(sums, OUTS + out, row)) : narrow<T>(value);
+        y[(long long)row * width + first + out] = narrow<T>(GATED ? gated<T>(value, total(sums, OUTS + out, row)) : value);
     }
 }
 #endif
@@ -80,7 +80,7 @@ __device__ inline void whole_tiles(T* y, unsigned ring, Barrier* full, Barrier* 
                 const float value = sum[(r + i) / (WIDTH / 2)][(r + i) % (WIDTH / 2)];
                 if constexpr (GATED) {
                     const int up = r + i + OUTS / 2;
-                    pair.x[i] = gated<T>(value, sum[up / (WIDTH / 2)][up % (WIDTH / 2)]);
+                    pair.x[i] = narrow<T>(gated<T>(value, sum[up / (WIDTH / 2)][up % (WIDTH / 2)]));
                 } else {
                     pair.x[i] = narrow<T>(value);
                 }

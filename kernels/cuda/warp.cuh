@@ -58,11 +58,6 @@ __device__ inline void line_up(unsigned (&x)[4]) {
     swap(x[0], x[2], 2), swap(x[1], x[3], 2);
 }
 
-__device__ inline float power(float x) {  // of 2
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // A score to the base 2 from a product, softly capped where CAP: cap tanh(x / cap). `scale` has log2(e) in it.
 template <bool CAP> __device__ inline float score(float product, float scale, float cap) {
