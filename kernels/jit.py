@@ -19,9 +19,11 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ SOURCES = Path(__file__).parent / "cuda"
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "long long"}
 
 COUNTERS = 1 << 16
+COMPILERS = 8  # threads
 _TWO_BYTES, _SWIZZLE_128, _PROMOTE_128 = 1, 3, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._SWIZZLE_128B, ..._L2_128B
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -118,14 +121,47 @@ def kernel(source: str, name: str, dtype: torch.dtype, shared: int = 0, **sizes:
 
     shared: the most dynamic shared memory, in bytes, that a launch will ask for.
     """
-    return _load(source, name, dtype, shared, tuple(sorted(sizes.items())), torch.cuda.current_device())
+    return _load(program(source, dtype, **sizes), name, shared, torch.cuda.current_device())
+
+
+class Program(NamedTuple):
+    """A source for one element type and one set of sizes, sorted by name."""
+
+    source: str
+    dtype: torch.dtype
+    sizes: tuple[tuple[str, int | torch.dtype], ...]
+
+    @property
+    def text(self) -> str:
+        return program_text(self.source, {"T": self.dtype, **dict(self.sizes)})
+
+
+def program(source: str, dtype: torch.dtype, **sizes: int | torch.dtype) -> Program:
+    return Program(source, dtype, tuple(sorted(sizes.items())))
+
+
+def compile_ahead(programs: Iterable[Program], device: torch.device) -> None:
+    """Begin to fill the node's cache with these, several at a time, beside whatever else this process does.
+
+    Who needs one meanwhile waits for it. What cannot be compiled is compiled again, and told, where it is needed.
+    """
+    arch, left = chip(device).arch, deque(dict.fromkeys(programs))
+
+    def work() -> None:
+        while left:
+            with contextlib.suppress(Exception):  # another thread may have taken the last one, too
+                one = left.popleft()
+                cached(one.source, one.text, arch)
+
+    for _ in range(min(COMPILERS, len(os.sched_getaffinity(0)), len(left))):
+        threading.Thread(target=work, name="compile", daemon=True).start()
 
 
 @functools.cache
-def _load(source: str, name: str, dtype: torch.dtype, shared: int, sizes: tuple, device: int) -> Kernel:
-    found = chip(torch.device("cuda", device))
+def _load(program: Program, name: str, shared: int, device: int) -> Kernel:
+    found, source = chip(torch.device("cuda", device)), program.source
     torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
-    binary = cached(source, program_text(source, {"T": dtype, **dict(sizes)}), found.arch)
+    binary = cached(source, program.text, found.arch)
     driver = libcuda()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     check(driver.cuModuleLoadData(ctypes.byref(module), binary), f"loading {source}.cu")

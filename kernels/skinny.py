@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from . import jit
-from .chip import chip
+from .chip import Chip, chip
 
 GEMV_ROWS = 2  # more are faster on tensor cores
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
@@ -46,7 +46,34 @@ def skinny_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
     way = _way(x, weight)
     if isinstance(way, Cut):
         return by_staging(x, weight, way, gated)
-    return gemv(x, weight, *((1, 8) if len(x) == 1 and not gated else (2, 4)), gated=gated)
+    return gemv(x, weight, *_gemv_way(len(x), gated), gated=gated)
+
+
+def programs(rows: Iterable[int], weight: Tensor, gated: bool, found: Chip) -> Iterator[jit.Program]:
+    """What `skinny_linear` of so many rows, each, is compiled as."""
+    outputs, inputs = weight.shape
+    for n in rows:
+        way = choose(n, outputs, inputs, found.processors, found.engine) if weight.element_size() == 2 else None
+        if isinstance(way, Cut):
+            whole = found.hopper and n >= WHOLE_FROM
+            yield jit.program("staged", weight.dtype, **_staged_sizes(n, inputs, way, gated, whole))
+        elif way:
+            yield jit.program("gemv", weight.dtype, **_gemv_sizes(n, inputs, *_gemv_way(n, gated), gated))
+
+
+def _gemv_way(rows: int, gated: bool) -> tuple[int, int]:
+    """Outputs of a warp, and how many accesses it has under way."""
+    return (1, 8) if rows == 1 and not gated else (2, 4)
+
+
+def _gemv_sizes(rows: int, inputs: int, outs: int, ahead: int, gated: bool) -> dict[str, int]:
+    return dict(I=inputs, R=rows, OUTS=outs, AHEAD=ahead, GATED=int(gated))
+
+
+def _staged_sizes(rows: int, inputs: int, cut: Cut, gated: bool, whole: bool) -> dict[str, int]:
+    count, _ = stages(cut, rows, whole)
+    tiles = _row_tiles(rows, whole)
+    return dict(I=inputs, M=cut.outputs, KC=cut.inputs, STAGES=count, TILES=tiles, GATED=int(gated), WHOLE=int(whole))
 
 
 def _way(x: Tensor, weight: Tensor) -> Cut | Literal["gemv"] | None:
@@ -81,7 +108,7 @@ def gemv(x: Tensor, weight: Tensor, outs: int, ahead: int, gated: bool = False) 
     """A warp computes `outs` outputs, two where `gated`, and has `ahead` accesses to each row under way."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = x.new_empty(rows, outputs // 2 if gated else outputs)
-    kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, I=inputs, R=rows, OUTS=outs, AHEAD=ahead, GATED=int(gated))
+    kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, **_gemv_sizes(rows, inputs, outs, ahead, gated))
     kernel((outputs // (8 * outs), 1, 1), 256, x, weight, y, outputs, shared=x.nbytes)
     return y
 
@@ -91,12 +118,9 @@ def by_staging(x: Tensor, weight: Tensor, cut: Cut, gated: bool = False) -> Tens
     (rows, inputs), outputs = x.shape, weight.shape[0]
     found = chip(x.device)
     whole = found.hopper and rows >= WHOLE_FROM
-    count, shared = stages(cut, rows, whole)
+    _, shared = stages(cut, rows, whole)
     y = x.new_empty(rows, outputs // 2 if gated else outputs)
-    kernel = jit.kernel(
-        "staged", "staged", x.dtype, shared, I=inputs, M=cut.outputs, KC=cut.inputs, STAGES=count,
-        TILES=_row_tiles(rows, whole), GATED=int(gated), WHOLE=int(whole),
-    )  # fmt: skip
+    kernel = jit.kernel("staged", "staged", x.dtype, shared, **_staged_sizes(rows, inputs, cut, gated, whole))
     blocks = min(outputs // cut.outputs, found.processors)
     threads = 32 + 32 * (4 if whole else cut.outputs // 16 * _groups(cut))
     of_x = jit.boxes(x.data_ptr(), rows, inputs, rows, inputs)

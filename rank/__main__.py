@@ -19,6 +19,7 @@ import torch
 from .. import __version__
 from ..comm import control, mesh, threads
 from ..comm.watch import LocalWatch, Watch
+from ..kernels import jit
 from . import exits, step
 from .lead.blocks import Blocks
 from .lead.link import FrontLink
@@ -31,7 +32,7 @@ from .model.base import Model
 from .model.load import load as load_model
 from .model.weights.stage import stage
 from .options import JOB_ENV, Job, Options, decode_job, degrees, encode_job
-from .work import cache
+from .work import cache, graphs
 from .work.measure import step_memory
 from .work.rows import Rows
 from .work.runner import Runner
@@ -75,6 +76,8 @@ class Rank:
         budget, seats = self._token_budget(model, device)
         sampler = Sampler(seats, model.vocab_size, device)
         peak = 0
+        if device.type == "cuda":
+            jit.compile_ahead(graphs.programs(model, seats, device), device)
         if device.type == "cuda" and not options.mem:
             peak = step_memory(model, grid, sampler, budget, seats, block_size)
             self._say(f"a step of {budget} tokens takes {peak / cache.MIB:.0f} MiB beside weights and cache")

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels import jit
+from ...kernels import jit, skinny
+from ...kernels.chip import chip
 from ...kernels.choice import Wanted
 from ...kernels.skinny import MOST_ROWS
 from ..model.base import Model
 from ..model.batch import Batch
 from ..model.layers.embedding import Head
-from ..model.layers.linear import Linear, Row
+from ..model.layers.linear import Gated, Linear, Row
 from .prepare import given_ids
 from .rows import Rows, Work
 from .upload import Upload
@@ -43,6 +44,14 @@ def products(model: Model, max_num_seqs: int) -> Iterator[Wanted]:
             yield Wanted(module.weight, captured)
         if peers and isinstance(module, Row) and module.bias is None:
             yield Wanted(module.weight, captured, peers)
+
+
+def programs(model: Model, max_num_seqs: int, device: torch.device) -> Iterator[jit.Program]:
+    """What products without a bias of the captured sizes are compiled as, where that is for each size another."""
+    few = [size for size in sizes(max_num_seqs) if size <= MOST_ROWS]
+    for module in model.modules():
+        if isinstance(module, Head) or (isinstance(module, Linear) and module.bias is None):
+            yield from skinny.programs(few, module.weight, isinstance(module, Gated), chip(device))
 
 
 class Graphs:

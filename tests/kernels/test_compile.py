@@ -4,11 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from phalanx.kernels import allreduce, boxes, jit
+from phalanx.kernels import allreduce, boxes, jit, skinny
+from phalanx.kernels.chip import Chip
 from phalanx.kernels.rope import HeadNorms, Rotation
 from phalanx.rank import exits
 
@@ -180,6 +182,54 @@ def test_a_program_is_compiled_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(jit, "compile_text", lambda *a: calls.append(a) or b"binary")
     assert jit.cached("norm", "text", "sm_90") == jit.cached("norm", "text", "sm_90") == b"binary"
     assert jit.cached("norm", "text", "sm_80") == b"binary" and len(calls) == 2
+
+
+def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
+    """Each once; one that fails leaves the others alone, and its words are for who needs it, who waits meanwhile."""
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(jit, "chip", lambda device: Chip(132, "sm_90a", True, True, True))
+    begun, go, calls = threading.Event(), threading.Event(), []
+
+    def compile_text(name, text, arch):
+        calls.append((name, arch))
+        begun.set()
+        assert go.wait(20)
+        if "FAILS" in text:
+            raise exits.Stop("no", 1)
+        return text.encode()
+
+    monkeypatch.setattr(jit, "compile_text", compile_text)
+    good, bad = (jit.program("norm", torch.bfloat16, N=64, V=8, **more) for more in ({}, {"FAILS": 1}))
+    jit.compile_ahead([bad, good, good, jit.program("norm", torch.bfloat16, V=8, N=64)], torch.device("cuda", 0))
+    assert begun.wait(20)
+    threading.Timer(0.2, go.set).start()
+    assert jit.cached("norm", good.text, "sm_90a") == good.text.encode()
+    for thread in threading.enumerate():
+        if thread.name == "compile":
+            thread.join(20)
+    assert calls == [("norm", "sm_90a")] * 2 and len(list(tmp_path.glob("*.cubin"))) == 1
+    with pytest.raises(exits.Stop, match="no"):
+        jit.cached("norm", bad.text, "sm_90a")
+
+
+@pytest.mark.parametrize("found", [Chip(132, "sm_90a", True, True, True), Chip(148, "sm_100", True, True, False)])
+@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (1000, 100)])
+def test_what_products_of_a_few_rows_are_compiled_as(found, outputs, inputs, monkeypatch):
+    asked, rows = [], [1, 2, 4, *range(8, 65, 8)]
+    monkeypatch.setattr(skinny, "chip", lambda device: found)
+    monkeypatch.setattr(jit, "boxes", lambda *_: None)
+    monkeypatch.setattr(
+        jit, "kernel", lambda *a, **sizes: asked.append(jit.program(a[0], a[2], **sizes)) or (lambda *_, **__: None)
+    )
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    for gated in (False, True):
+        asked.clear()
+        for n in rows:
+            x = torch.empty(n, inputs, dtype=torch.bfloat16, device="meta")
+            if skinny.choose(n, outputs, inputs, found.processors, found.engine):
+                skinny.skinny_linear(x, weight, gated)
+        assert list(skinny.programs(rows, weight, gated, found)) == asked and bool(asked) is (outputs != 1000)
+    assert not list(skinny.programs(rows, weight.float(), False, found))
 
 
 def test_a_folder_that_others_write_to_is_not_used(tmp_path, monkeypatch):

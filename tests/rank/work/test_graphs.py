@@ -7,7 +7,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.rank.model.architectures import llama
-from phalanx.rank.work import runner
+from phalanx.rank.work import graphs, runner
 from phalanx.rank.work.graphs import products, sizes
 
 HIDDEN, INNER, VOCABULARY = 32, 48, 100
@@ -52,6 +52,20 @@ def test_products_of_tied_split_and_biased_models():
     assert shapes == [[QKV, OUT, GATE_UP, DOWN], [QKV, OUT, GATE_UP, DOWN, (VOCABULARY, HIDDEN)]]
     one, _ = model(tp=2)
     assert [shape for shape, _ in found(one, 80)][:4] == [(32, HIDDEN), (HIDDEN, 16), (INNER, HIDDEN), (HIDDEN, 24)]
+
+
+def test_what_is_compiled_ahead(monkeypatch):
+    """For the captured sizes that are few rows, once for each module."""
+    asked = []
+    monkeypatch.setattr(graphs, "chip", lambda device: "a chip")
+    monkeypatch.setattr(graphs.skinny, "programs", lambda *a: asked.append(a) or ["a program"])
+    (one,) = model()
+    assert list(graphs.programs(one, 100, torch.device("cuda"))) == ["a program"] * 9
+    rows = [1, 2, 4, *range(8, 65, 8)]
+    assert [(a[0], tuple(a[1].shape), a[2], a[3]) for a in asked[:4]] == [
+        (rows, shape, shape == GATE_UP, "a chip") for shape in (QKV, OUT, GATE_UP, DOWN)
+    ]
+    assert [tuple(a[1].shape) for a in asked[-1:]] == [(VOCABULARY, HIDDEN)]
 
 
 def test_products_that_a_group_may_spread():
