@@ -8,6 +8,8 @@ cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-.venv/bin/python}
 export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
 tests=("$python" -m pytest -q --tb=short)
+several=()  # processes on one GPU, where pytest-xdist is there
+"$python" -c 'import xdist' 2>/dev/null && several=(-n 8)
 failed=0
 
 part() {
@@ -18,7 +20,7 @@ part() {
 }
 
 part topology 30 nvidia-smi topo -m
-part kernels 300 "${tests[@]}" tests/kernels
+part kernels 300 "${tests[@]}" "${several[@]}" tests/kernels
 [ "${1:-}" = kernels ] && exit $failed
 part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_mapped.py tests/comm/test_oneshot.py
 part shapes 300 "${tests[@]}" -rs tests/rank/test_gpus.py
