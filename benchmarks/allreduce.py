@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from phalanx.benchmarks.ops import copies
 from phalanx.comm import mpi, oneshot
 from phalanx.comm.nccl import NcclComm
 from phalanx.kernels import allreduce, choice, norm, spread
@@ -114,11 +115,6 @@ def products(rows: int, width: int, inputs: list[int], group: oneshot.OneShotCom
         if group.peers and spread.suits(rows, ws[0], group.peers):
             found[f"{n} inputs, spread, norm"] = partial(whole, group.product, x, itertools.cycle(ws))
     return found
-
-
-def copies(size: int) -> int:
-    """Weights of so many bytes that caches do not hold."""
-    return max(2, round(choice.READ / size) + 1)
 
 
 def rank_main(asked: argparse.Namespace) -> None:

@@ -75,7 +75,7 @@ class Peers:
 
 def common_blocks(processors: Iterable[int]) -> int:
     """Peers.blocks of GPUs with so many multiprocessors, each of which holds one block of MOST_THREADS."""
-    return min(MOST_BLOCKS, *processors, MOST_BLOCKS)
+    return min([MOST_BLOCKS, *processors])
 
 
 class _Memory:

@@ -46,7 +46,6 @@ class Product:
         begun = self.begin(x, self.weight) if self.begin else None
         return linear(x, self.weight, self.bias) if begun is None else begun
 
-
     def onto(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """What is added to the stream `residual`, and that; both are one tensor where it has been, rounded once."""
         if not self.alone or not adds(x, self.weight, residual):

@@ -78,9 +78,9 @@ class Rank:
         peak = 0
         if device.type == "cuda":
             jit.compile_ahead(graphs.programs(model, seats, device), device)
-        if device.type == "cuda" and not options.mem:
-            peak = step_memory(model, grid, sampler, budget, seats, block_size)
-            self._say(f"a step of {budget} tokens takes {peak / cache.MIB:.0f} MiB beside weights and cache")
+            if not options.mem:
+                peak = step_memory(model, grid, sampler, budget, seats, block_size)
+                self._say(f"a step of {budget} tokens takes {peak / cache.MIB:.0f} MiB beside weights and cache")
         blocks, max_model_len = self._size_cache(model, seats, block_size, device, peak)
         spec = model.kv_spec
         caches = cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)

@@ -68,7 +68,8 @@ class Row(Linear):
     def finish(self) -> None:
         super().finish()
         if self.bias is None:
-            self.product.begin = functools.partial(begin_product, self.tensor)
             self.product.alone = self.tensor.size == 1
+            if not self.product.alone:
+                self.product.begin = functools.partial(begin_product, self.tensor)
         elif self.tensor.rank > 0:  # it is added once, not once per rank
             self.product.bias = None
