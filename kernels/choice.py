@@ -1,6 +1,6 @@
 """Which of cuBLASLt's algorithms products of many rows take: measured once per node, beside what torch takes.
 
-It takes one to two seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
+It takes two to three seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
 later starts compute the same bits, and wait for nothing.
 """
 
@@ -10,8 +10,9 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +22,16 @@ from torch import Tensor
 
 from . import jit, spread
 from .allreduce import Peers
-from .library import MOST, TYPES, Library, Sizes, in_use, plain
+from .library import MOST, TYPES, Choice, Library, Sizes, in_use, plain
 
-# Of the first way's time that another may take to be chosen. A GPU's clock moves by a few percent while it measures:
-# prompts of thousands of rows, where no proposal is more ahead than that, are left to torch.
-GAIN = 0.92
-SPREAD_GAIN = 0.97  # of the first proposal's, where products are spread over ranks and differ by more
+GAIN = 0.98  # of the first way's time that another may take to be chosen
 SLOWER = 1.15  # times the fastest: not measured again
-ROUNDS = 3  # of measuring the fastest again
+LEADERS = 3  # of a number of rows: what else is measured for the others, and measured again
+ROUNDS = 4  # of measuring those again
 READ = 100e6  # bytes of weights that launches read in a measurement: more than caches hold
 AHEAD = 400_000  # cycles that the GPU waits, so that it never waits for launches while it is measured
+
+Way = Choice | None  # None: torch's
 
 
 class Wanted(NamedTuple):
@@ -64,7 +65,7 @@ def choose(products: Iterable[Wanted]) -> str:
         return f"products of many rows take torch's algorithms: {error}"
     started = time.monotonic()
 
-    def measure() -> list[list[int]]:
+    def measure() -> list[list[Way]]:
         return [_measure(library, sizes, weights[sizes], n, targets[sizes]) for sizes, n in wanted]
 
     found, kept = remembered(about(library, wanted), measure)
@@ -80,54 +81,94 @@ def choose(products: Iterable[Wanted]) -> str:
 
 def _measure(
     library: Library, sizes: Sizes, weights: list[Tensor], counts: list[int], peers: Peers | None
-) -> list[int]:
-    """The fastest for each number of rows."""
-    turns = itertools.cycle(weights)
-    found = [_measure_rows(library, sizes, turns, rows, peers) for rows in counts]
+) -> list[Way]:
+    """The fastest for each number of rows.
+
+    What the library proposes for one is at times faster than all that it proposes for another, so that the leaders of
+    each are measured for all.
+    """
+    trial = Trial(library, sizes, weights, max(counts), peers)
+    leaders = [way for rows in counts for way in leading(partial(trial.times, rows), trial.own(rows))]
+    found = []
+    for rows in counts:
+        ways = {trial.algorithm(way): way for way in (*trial.own(rows)[:1], *leaders)}
+        found.append(fastest(partial(trial.times, rows), list(ways.values())))
     torch.cuda.empty_cache()  # graphs have a pool of their own
     return found
 
 
-def _measure_rows(library: Library, sizes: Sizes, turns: Iterator[Tensor], rows: int, peers: Peers | None) -> int:
-    """Torch has no way to spread what it multiplies: then the first proposal is what the others have to beat."""
-    weight = next(turns)
-    x = weight.new_empty(rows, sizes.inputs).normal_()
-    ways: dict[int, Callable[[Tensor], Any]] = {}
-    if peers:
-        to = spread.address(rows, weight, peers)
-    else:
-        y = weight.new_empty(rows, sizes.outputs)
-        to, ways[0] = y.data_ptr(), lambda w: torch.mm(x, w.t(), out=y)
-    for i, plan in enumerate(library.proposals(sizes, rows), 1):
-        ways[i] = partial(library.run, plan, x, y=to)
-    launches = max(1, min(8, round(READ / weight.nbytes)))
-    taken = [i for i, way in ways.items() if way(next(turns)) is not False]  # the first call loads the kernel
+class Trial:
+    """Products of weights of one size, by turns, as they come from memory in a model."""
 
-    def times(which: list[int]) -> list[float]:
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in which]
+    def __init__(self, library: Library, sizes: Sizes, weights: list[Tensor], most: int, peers: Peers | None):
+        """most: rows. peers: products are spread over their ranks, which torch has no way to do."""
+        weight, *_ = weights
+        self._library, self._sizes, self._peers = library, sizes, peers
+        self._turns = itertools.cycle(weights)
+        self._launches = max(1, min(8, round(READ / weight.nbytes)))
+        self._x = weight.new_empty(most, sizes.inputs).normal_()
+        self._y = weight.new_empty(0 if peers else most, sizes.outputs)
+        self._works: dict[tuple[int, Way], bool] = {}
+
+    def own(self, rows: int) -> list[Way]:
+        """The ways for so many rows; the first is taken unless another is faster. Empty: there is none."""
+        proposals: list[Way] = [*self._library.proposals(self._sizes, rows)]
+        return proposals if self._peers else [None, *proposals]
+
+    def algorithm(self, way: Way) -> bytes:
+        return self._library.proposals(self._sizes, way.rows)[way] if way else b""
+
+    def times(self, rows: int, ways: list[Way]) -> list[float]:
+        """Milliseconds of each; infinite where the library refuses."""
+        calls = [self._call(rows, way) for way in ways]
+        for way, call in zip(ways, calls, strict=True):
+            if (rows, way) not in self._works:  # which loads the kernel, too
+                self._works[rows, way] = call(next(self._turns)) is not False
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways]
         torch.cuda._sleep(AHEAD)
-        for i, (start, end) in zip(which, marks, strict=True):
+        for way, call, (start, end) in zip(ways, calls, marks, strict=True):
             start.record()
-            for _ in range(launches):
-                ways[i](next(turns))
+            for _ in range(self._launches if self._works[rows, way] else 0):
+                call(next(self._turns))
             end.record()
         torch.cuda.current_stream().synchronize()
-        return [start.elapsed_time(end) for start, end in marks]
+        taken = [start.elapsed_time(end) for start, end in marks]
+        return [ms if self._works[rows, way] else math.inf for way, ms in zip(ways, taken, strict=True)]
 
-    return fastest(times, taken, SPREAD_GAIN if peers else GAIN) if taken else 0
+    def _call(self, rows: int, way: Way) -> Callable[[Tensor], Any]:
+        x, y = self._x[:rows], self._y[:rows]
+        if way is None:
+            return lambda weight: torch.mm(x, weight.t(), out=y)
+        plan = self._library.plan_of(self.algorithm(way), self._sizes, rows)
+        if self._peers is None:
+            return partial(self._library.run, plan, x, y=y.data_ptr())
+        peers = self._peers
+        return lambda weight: self._library.run(plan, x, weight, spread.address(rows, weight, peers))
 
 
-def fastest(times: Callable[[list[int]], list[float]], ways: list[int], gain: float = GAIN) -> int:
-    """Of these ways the first, unless another takes at most `gain` of its time, by their `times`."""
-    usual, *_ = ways
+def leading(times: Callable[[list[Way]], list[float]], ways: list[Way]) -> list[Way]:
+    """The fastest of these, by one measurement."""
+    return _near(dict(zip(ways, times(ways), strict=True)))
+
+
+def _near(taken: dict[Way, float]) -> list[Way]:
+    limit = SLOWER * min(taken.values(), default=0)
+    return sorted((way for way in taken if taken[way] <= limit < math.inf), key=taken.__getitem__)[:LEADERS]
+
+
+def fastest(times: Callable[[list[Way]], list[float]], ways: list[Way]) -> Way:
+    """Of these ways the first, unless another takes at most GAIN of its time; None where none works."""
     best = dict(zip(ways, times(ways), strict=True))
-    limit = SLOWER * min(best.values())
-    near = sorted((i for i in ways if i != usual and best[i] <= limit), key=best.__getitem__)[:3]
-    for _ in range(ROUNDS if near else 0):
-        for i, taken in zip([usual, *near], times([usual, *near]), strict=True):
-            best[i] = min(best[i], taken)
-    first = min(near, key=best.__getitem__, default=usual)
-    return first if best[first] <= gain * best[usual] else usual
+    near = _near(best)
+    if not near:
+        return None
+    usual, *_ = ways
+    for _ in range(ROUNDS if near != [usual] else 0):
+        again = list(dict.fromkeys([usual, *near]))
+        for way, taken in zip(again, times(again), strict=True):
+            best[way] = min(best[way], taken)
+    first = min(near, key=best.__getitem__)
+    return first if best[first] <= GAIN * best[usual] else usual
 
 
 def about(library: Library, wanted: list[tuple[Sizes, list[int]]]) -> list[Any]:
@@ -137,7 +178,7 @@ def about(library: Library, wanted: list[tuple[Sizes, list[int]]]) -> list[Any]:
     return [gpu.name, gpu.multi_processor_count, library.version, products]
 
 
-def remembered(about: list[Any], measure: Callable[[], list[list[int]]]) -> tuple[list[list[int]], bool]:
+def remembered(about: list[Any], measure: Callable[[], list[list[Way]]]) -> tuple[list[list[Way]], bool]:
     """The choices for each of about's products, and whether this node had them. Of several ranks one measures."""
     folder = jit.cache_folder()
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
@@ -151,14 +192,18 @@ def remembered(about: list[Any], measure: Callable[[], list[list[int]]]) -> tupl
     return found, False
 
 
-def _read(file: Path, about: list[Any]) -> list[list[int]] | None:
+def _read(file: Path, about: list[Any]) -> list[list[Way]] | None:
     """None: there is no file, it is damaged, or it belongs to something else."""
     try:
         kept = json.loads(file.read_text())
-        found = kept["choices"]
-        lengths = [len(product[-1]) for product in about[-1]]
-        whole = kept["about"] == about and [len(row) for row in found] == lengths
-        valid = all(type(choice) is int and 0 <= choice <= MOST for row in found for choice in row)
+        found = [[None if way is None else Choice(*way) for way in row] for row in kept["choices"]]
+        counts = [product[-1] for product in about[-1]]
+        whole = kept["about"] == about and [len(row) for row in found] == [len(rows) for rows in counts]
+        valid = all(
+            way is None or (way.rows in rows and type(way.proposal) is int and 0 < way.proposal <= MOST)
+            for row, rows in zip(found, counts, strict=True)
+            for way in row
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return found if whole and valid else None

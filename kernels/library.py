@@ -66,6 +66,13 @@ class Sizes(NamedTuple):
     apart: int = 0  # elements from one part to the next
 
 
+class Choice(NamedTuple):
+    """The n-th algorithm, from 1 on, that the library proposes for so many rows. It may serve others, too."""
+
+    rows: int
+    proposal: int
+
+
 class Plan(NamedTuple):
     """An algorithm, and the layouts of what it multiplies: the library sees columns where torch has rows."""
 
@@ -81,8 +88,9 @@ class Library:
     def __init__(self) -> None:
         self._lib = load()
         self.version = self._lib.cublasLtGetVersion()
-        self.choices: dict[Sizes, dict[int, int]] = {}  # by measured rows: 0 is torch's, n the n-th proposal
+        self.choices: dict[Sizes, dict[int, Choice | None]] = {}  # by measured rows; None: torch's
         self.plan = functools.cache(self._plan)
+        self.proposals = functools.cache(self._proposals)
         self._layout = functools.cache(self._make_layout)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._handle = self._create("cublasLtCreate")
@@ -93,16 +101,17 @@ class Library:
         self._set(set_wish, self._wishes, _MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE))
         self._set(set_wish, self._wishes, _REDUCTIONS, ctypes.c_uint32(_IN_F32))
 
-    def proposals(self, sizes: Sizes, rows: int) -> list[Plan]:
-        """The first is what the library deems the fastest."""
+    def _proposals(self, sizes: Sizes, rows: int) -> dict[Choice, bytes]:
+        """Algorithms; the first is what the library deems the fastest."""
         layouts = self._layouts(sizes, rows)
         found, count = (_Proposal * MOST)(), _INT()
         status = self._lib.cublasLtMatmulAlgoGetHeuristic(
             self._handle, self._product, *layouts, layouts[-1], self._wishes, MOST, found, ctypes.byref(count)
         )
         if status:  # there is none
-            return []
-        return [Plan(_Algorithm(*one.algorithm), *layouts) for one in found[: count.value] if not one.state]
+            return {}
+        valid = [one for one in found[: count.value] if not one.state]
+        return {Choice(rows, i): bytes(one.algorithm) for i, one in enumerate(valid, 1)}
 
     def run(self, plan: Plan, x: Tensor, weight: Tensor, y: int) -> bool:
         """To address y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses."""
@@ -115,11 +124,14 @@ class Library:
         )  # fmt: skip
         return status == 0
 
+    def plan_of(self, algorithm: bytes, sizes: Sizes, rows: int) -> Plan:
+        return Plan(_Algorithm.from_buffer_copy(algorithm), *self._layouts(sizes, rows))
+
     def _plan(self, sizes: Sizes, rows: int) -> Plan | None:
         """By the choice made for so many rows; None: torch's."""
         choice = self.choices[sizes][rows]
-        proposals = self.proposals(sizes, rows) if choice else []
-        return proposals[choice - 1] if 0 < choice <= len(proposals) else None
+        algorithm = self.proposals(sizes, choice.rows).get(choice) if choice else None
+        return self.plan_of(algorithm, sizes, rows) if algorithm else None
 
     def _layouts(self, sizes: Sizes, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
         dtype, outputs, inputs, parts, apart = sizes

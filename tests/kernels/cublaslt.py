@@ -16,8 +16,9 @@ SIZES = Sizes(BF16, 48, 32)
 class Lib:
     """Stands for cuBLASLt: keeps what it is given as the library would, and multiplies where algorithm `works`."""
 
-    def __init__(self, proposals=3, works=(0, 1, 2)):
-        self.count, self.works = proposals, works
+    def __init__(self, proposals=3, works=(0, 1, 2), proposed=None):
+        """proposed: the algorithms for a number of rows, where those are not the first `proposals` ones."""
+        self.count, self.works, self.proposed = proposals, works, proposed or {}
         self.made, self.attributes, self.products, self.seen = {}, [], 0, []
         self.batches = {}  # of layouts: how many, and elements from one to the next
 
@@ -60,13 +61,14 @@ class Lib:
         return of_x[2], outputs, inputs
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle, product, weight, x, y, result, wishes, most, found, count):
-        self._sizes(weight, x, y, result)
-        if not self.count:
+        rows, *_ = self._sizes(weight, x, y, result)
+        proposed = self.proposed.get(rows, range(self.count))
+        if not proposed:
             return 15
         assert self.made[handle.value] == ("handle",) and self.made[wishes.value] == ("wishes",) and most == MOST
-        for i in range(self.count):
-            found[i].algorithm[0] = i
-        count._obj.value = self.count
+        for i, algorithm in enumerate(proposed):
+            found[i].algorithm[0] = algorithm
+        count._obj.value = len(proposed)
         return 0
 
     def cublasLtMatmul(

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import threading
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import torch
 from phalanx.kernels import choice, jit, library, spread
 from phalanx.kernels.allreduce import Peers
-from phalanx.kernels.library import MOST, Sizes
+from phalanx.kernels.library import MOST, Choice, Sizes
 
 from .cublaslt import BF16, SIZES, Lib, check, in_memory, plain, put
 
@@ -30,7 +31,7 @@ class Clock:
 
 @pytest.mark.parametrize(
     "taken, want",
-    [([100], 0), ([100, 93, 99], 0), ([100, 91, 95], 1), ([100, 130, 60, 61], 2), ([100, 100.1, 92], 2)],
+    [([100], 0), ([100, 98.5, 99], 0), ([100, 97, 98], 1), ([100, 130, 60, 61], 2), ([100, 100.1, 92], 2)],
 )
 def test_torch_stays_unless_another_is_clearly_faster(taken, want):
     assert choice.fastest(Clock(taken), list(range(len(taken)))) == want
@@ -40,6 +41,13 @@ def test_slow_ones_are_measured_once():
     clock = Clock([200, 100, 90, 140, 104, 91, 92])
     assert choice.fastest(clock, list(range(7))) == 2
     assert clock.asked == [[0, 1, 2, 3, 4, 5, 6], *[[0, 2, 5, 6]] * choice.ROUNDS]
+
+
+def test_leaders():
+    clock = Clock([200, 100, 90, 140, math.inf, 91, 92])
+    assert choice.leading(clock, list(range(7))) == [2, 5, 6] and len(clock.asked) == 1
+    assert choice.leading(Clock([100, 120, 90]), [0, 1, 2]) == [2, 0]
+    assert choice.leading(Clock([math.inf] * 2), [0, 1]) == choice.leading(Clock([]), []) == []
 
 
 def test_nothing_is_measured_again_where_torch_is_far_ahead():
@@ -52,11 +60,15 @@ def test_a_slow_first_time_of_torchs_decides_nothing():
     assert choice.fastest(clock, [0, 1]) == 0
 
 
-def test_ways_that_were_refused_are_left_out():
-    assert choice.fastest(Clock([100, 1, 50]), [0, 2]) == 2
+def test_ways_that_are_refused_are_left_out():
+    assert choice.fastest(Clock([100, math.inf, 50]), [0, 1, 2]) == 2
+    assert choice.fastest(Clock([math.inf, 100]), [0, 1]) == 1
+    assert choice.fastest(Clock([math.inf] * 2), [0, 1]) is None and choice.fastest(Clock([]), []) is None
 
 
 ABOUT = ["a GPU", 132, 130100, [["torch.bfloat16", 48, 32, [80, 96]], ["torch.bfloat16", 32, 48, [80]]]]
+FOUND = [[Choice(96, 1), None], [Choice(80, 3)]]
+OTHER = [[Choice(80, 2), Choice(80, 2)], [Choice(80, 2)]]
 
 
 class Measured:
@@ -75,9 +87,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_choices_are_kept_on_the_node(folder):
-    measured = Measured([[1, 0], [3]])
-    assert choice.remembered(ABOUT, measured) == ([[1, 0], [3]], False)
-    assert choice.remembered(ABOUT, measured) == ([[1, 0], [3]], True)
+    measured = Measured(FOUND)
+    assert choice.remembered(ABOUT, measured) == (FOUND, False)
+    assert choice.remembered(ABOUT, measured) == (FOUND, True)
     other = ["another GPU", *ABOUT[1:]]
     assert choice.remembered(other, measured)[1] is False and measured.times == 2
     assert not list(folder.glob(f"*.{os.getpid()}"))
@@ -89,11 +101,13 @@ DAMAGE = {
     "no choices": lambda kept: json.dumps({"about": kept["about"]}),
     "a list": lambda kept: "[1, 2]",
     "numbers for rows": lambda kept: json.dumps(kept | {"choices": [1, 2]}),
-    "too few": lambda kept: json.dumps(kept | {"choices": [[1, 0]]}),
-    "rows too few": lambda kept: json.dumps(kept | {"choices": [[1], [3]]}),
-    "too high": lambda kept: json.dumps(kept | {"choices": [[1, 0], [MOST + 1]]}),
-    "negative": lambda kept: json.dumps(kept | {"choices": [[1, -1], [3]]}),
-    "words": lambda kept: json.dumps(kept | {"choices": [[1, "0"], [3]]}),
+    "too few": lambda kept: json.dumps(kept | {"choices": [[[96, 1], None]]}),
+    "rows too few": lambda kept: json.dumps(kept | {"choices": [[[96, 1]], [[80, 3]]]}),
+    "too high": lambda kept: json.dumps(kept | {"choices": [[[96, 1], None], [[80, MOST + 1]]]}),
+    "zero": lambda kept: json.dumps(kept | {"choices": [[[96, 0], None], [[80, 3]]]}),
+    "rows that are not measured": lambda kept: json.dumps(kept | {"choices": [[[96, 1], None], [[96, 3]]]}),
+    "words": lambda kept: json.dumps(kept | {"choices": [[[96, "1"], None], [[80, 3]]]}),
+    "of another version": lambda kept: json.dumps(kept | {"choices": [[1, 0], [3]]}),
     "another machine's": lambda kept: json.dumps(kept | {"about": ["another GPU", *ABOUT[1:]]}),
     "another library's": lambda kept: json.dumps(kept | {"about": [*ABOUT[:2], 120000, ABOUT[3]]}),
 }
@@ -101,20 +115,20 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_and_foreign_files_are_measured_anew(damage, folder):
-    choice.remembered(ABOUT, Measured([[1, 0], [3]]))
+    choice.remembered(ABOUT, Measured(FOUND))
     (file,) = folder.glob("products-*.json")
     kept = json.loads(file.read_text())
     file.write_text(DAMAGE[damage](kept))
-    measured = Measured([[2, 2], [2]])
-    assert choice.remembered(ABOUT, measured) == ([[2, 2], [2]], False)
-    assert choice.remembered(ABOUT, measured) == ([[2, 2], [2]], True) and measured.times == 1
+    measured = Measured(OTHER)
+    assert choice.remembered(ABOUT, measured) == (OTHER, False)
+    assert choice.remembered(ABOUT, measured) == (OTHER, True) and measured.times == 1
 
 
 def test_bytes_that_are_no_text_are_measured_anew(folder):
-    choice.remembered(ABOUT, Measured([[1, 0], [3]]))
+    choice.remembered(ABOUT, Measured(FOUND))
     (file,) = folder.glob("products-*.json")
     file.write_bytes(b"\xff\xfe\x00")
-    assert choice.remembered(ABOUT, Measured([[2, 2], [2]])) == ([[2, 2], [2]], False)
+    assert choice.remembered(ABOUT, Measured(OTHER)) == (OTHER, False)
 
 
 def test_a_full_disk_keeps_nothing(folder, monkeypatch):
@@ -124,7 +138,7 @@ def test_a_full_disk_keeps_nothing(folder, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(choice.Path, "write_bytes", full)
-    assert choice.remembered(ABOUT, Measured([[1, 0], [3]])) == ([[1, 0], [3]], False)
+    assert choice.remembered(ABOUT, Measured(FOUND)) == (FOUND, False)
     assert [file.suffix for file in folder.iterdir()] == [".lock"]
 
 
@@ -134,9 +148,9 @@ def test_of_ranks_that_start_together_one_measures(folder):
     def slow():
         begun.set()
         assert go.wait(20)
-        return [[1, 0], [3]]
+        return FOUND
 
-    second, found = Measured([[4, 4], [4]]), []
+    second, found = Measured(OTHER), []
 
     def start(measure):
         found.append(choice.remembered(ABOUT, measure))
@@ -148,47 +162,47 @@ def test_of_ranks_that_start_together_one_measures(folder):
     go.set()
     for rank in ranks:
         rank.join(20)
-    want = [[1, 0], [3]]
-    assert second.times == 0 and sorted(found, key=lambda one: one[1]) == [(want, False), (want, True)]
+    assert second.times == 0 and sorted(found, key=lambda one: one[1]) == [(FOUND, False), (FOUND, True)]
 
 
 @pytest.fixture
 def gpu(folder, monkeypatch):
-    """A GPU on which the way number rows % 3 is the fastest, with weights in this machine's memory."""
+    """A GPU on which proposal number rows % 3 is the fastest, with weights in this machine's memory."""
     about = SimpleNamespace(name="a GPU", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     measured = []
 
-    def measure(made, sizes, turns, rows, peers):
-        measured.append((*sizes[1:3], rows, next(turns).data_ptr(), *([peers] if peers else [])))
-        return rows % 3
+    def measure(made, sizes, weights, counts, peers):
+        addresses = [weight.data_ptr() for weight in weights]
+        measured.append((*sizes[1:3], counts, addresses, *([peers] if peers else [])))
+        return [Choice(rows, rows % 3) if rows % 3 else None for rows in counts]
 
-    monkeypatch.setattr(choice, "_measure_rows", measure)
+    monkeypatch.setattr(choice, "_measure", measure)
     return measured
 
 
 def test_choosing(gpu, monkeypatch):
-    """Weights of a size are measured by turns; what others have to multiply is left alone."""
+    """Weights of a size are measured together; what others have to multiply is left alone."""
     lib = put(Lib(), {}, monkeypatch)
     first, second, head = plain(48, 32), plain(48, 32), plain(64, 32)
-    given = [(first, [80, 97]), (second, [97, 80]), (head, [80]), (plain(48, 32, torch.float32), [80])]
+    given = [(first, [80, 97]), (second, [97, 96]), (head, [80]), (plain(48, 32, torch.float32), [80])]
     odd = plain(32, 64)[:, :48]
     given += [(odd, [80]), (plain(32, 48), [])]
     given = [choice.Wanted(*one) for one in given]
     line = choice.choose(given)
     addresses = [weight.data_ptr() for weight in (first, second, head)]
-    assert gpu == [(48, 32, 80, addresses[0]), (48, 32, 97, addresses[1]), (64, 32, 80, addresses[2])]
-    said = "3 of 3 products of many rows take another algorithm than torch's, measured in "
+    assert gpu == [(48, 32, [80, 96, 97], addresses[:2]), (64, 32, [80], addresses[2:])]
+    said = "3 of 4 products of many rows take another algorithm than torch's, measured in "
     assert line.startswith(said) and line.endswith(" s")
     chosen = library.in_use[torch.device("cpu")]
-    assert chosen.choices == {SIZES: {80: 2, 97: 1}, Sizes(BF16, 64, 32): {80: 2}}
+    two = Choice(80, 2)
+    assert chosen.choices == {SIZES: {80: two, 96: None, 97: Choice(97, 1)}, Sizes(BF16, 64, 32): {80: two}}
     check(plain(80, 32), second)
     assert lib.products == 1
-    said = "3 of 3 products of many rows take another algorithm than torch's, read from this node in "
-    assert choice.choose(given).startswith(said) and len(gpu) == 3
-    assert choice.choose([choice.Wanted(first, [80])]).startswith("1 of 1 ") and len(gpu) == 4
+    said = "3 of 4 products of many rows take another algorithm than torch's, read from this node in "
+    assert choice.choose(given).startswith(said) and len(gpu) == 2
+    assert choice.choose([choice.Wanted(first, [80])]).startswith("1 of 1 ") and len(gpu) == 3
 
 
 def test_weights_in_f32_are_left_to_torch(gpu):
@@ -211,7 +225,7 @@ def test_without_the_library_torch_multiplies(folder, monkeypatch):
 class Event:
     """Of a GPU on which torch takes 100 us for a product, and the n-th algorithm what `COSTS` says."""
 
-    lib, torchs, COSTS = None, 0, (120, 97, 60, 90)
+    lib, torchs, COSTS = None, 0, (120, 97, 60, 90, 50)
 
     def __init__(self, enable_timing):
         assert enable_timing
@@ -223,25 +237,47 @@ class Event:
         return end.at - self.at
 
 
-def test_measuring(monkeypatch):
-    """What is refused does not count, however fast; weights take turns."""
-    lib = Event.lib = put(Lib(proposals=4, works=(0, 1, 3)), {}, monkeypatch)
-    Event.torchs, slept, whole = 0, [], torch.mm
+@pytest.fixture
+def measuring(monkeypatch):
+    """The library whose products Event counts, and the GPU's pauses."""
+    slept, whole = [], torch.mm
 
     def mm(x, weight, out):
         Event.torchs += 1
         return whole(x, weight, out=out)
 
+    def measuring(lib):
+        Event.lib, Event.torchs = put(lib, {}, monkeypatch), 0
+        return library.in_use[torch.device("cpu")], slept
+
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return measuring
+
+
+def test_measuring(measuring):
+    """What is refused does not count, however fast; weights take turns."""
+    made, slept = measuring(Lib(proposals=4, works=(0, 1, 3)))
     weights = [plain(48, 32) for _ in range(3)]
-    made = library.in_use[torch.device("cpu")]
-    assert choice._measure(made, SIZES, weights, [80, 96], None) == [4, 4]
-    assert len(slept) == 2 * (1 + choice.ROUNDS)
-    used = {address for _, address in lib.seen}
+    found = choice._measure(made, SIZES, weights, [80, 96], None)
+    assert [made.proposals(SIZES, way.rows)[way] for way in found] == [made.proposals(SIZES, 80)[Choice(80, 4)]] * 2
+    assert len(slept) == 2 * (2 + choice.ROUNDS)
+    used = {address for _, address in Event.lib.seen}
     assert used == {weight.data_ptr() for weight in weights}
+
+
+def test_leaders_are_measured_for_all_rows(measuring):
+    made, _ = measuring(Lib(works=(0, 1, 4), proposed={80: [0, 1], 96: [1, 4], 112: []}))
+    assert choice._measure(made, SIZES, [plain(48, 32)], [80, 96, 112], None) == [Choice(96, 2)] * 3
+
+
+def test_where_nothing_is_faster_torch_stays(measuring):
+    made, _ = measuring(Lib(works=(0, 1), proposals=2))
+    assert choice._measure(made, SIZES, [plain(48, 32)], [80], None) == [Choice(80, 2)]
+    made, _ = measuring(Lib(works=(0,), proposals=1))
+    assert choice._measure(made, SIZES, [plain(48, 32)], [80], None) == [None]
 
 
 def test_what_is_spread_over_ranks_is_measured_among_proposals(gpu, monkeypatch):
@@ -253,23 +289,20 @@ def test_what_is_spread_over_ranks_is_measured_among_proposals(gpu, monkeypatch)
     weight = plain(48, 32)
     line = choice.choose([choice.Wanted(weight, [80]), choice.Wanted(weight, [80, 97, 1 << 20], peers)])
     assert line.startswith("1 of 1 products")
-    assert gpu == [(48, 32, 80, weight.data_ptr()), (48, 32, 97, weight.data_ptr(), peers)]
+    assert gpu == [(48, 32, [80], [weight.data_ptr()]), (48, 32, [97], [weight.data_ptr()], peers)]
     chosen = library.in_use[torch.device("cpu")].choices
-    assert chosen == {SIZES: {80: 2}, Sizes(BF16, 48, 32, 3, 1 << 19): {97: 1}}
+    assert chosen == {SIZES: {80: Choice(80, 2)}, Sizes(BF16, 48, 32, 3, 1 << 19): {97: Choice(97, 1)}}
 
 
-def test_measuring_what_is_spread(monkeypatch):
-    lib = Event.lib = put(Lib(proposals=4, works=(1, 2, 3)), {}, monkeypatch)
+def test_measuring_what_is_spread(measuring, monkeypatch):
+    made, _ = measuring(Lib(proposals=4, works=(1, 2, 3)))
     monkeypatch.setattr(torch, "mm", None)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     peers, _regions = in_memory(size=2, rank=1)
     monkeypatch.setattr(spread, "landing_at", lambda size: 0)
-    made, weight = library.in_use[torch.device("cpu")], plain(48, 32)
-    assert choice._measure(made, spread.sizes(weight, peers), [weight], [80], peers) == [3]
-    lib.works = ()
-    assert choice._measure(made, spread.sizes(weight, peers), [weight], [96], peers) == [0]
+    weight = plain(48, 32)
+    assert choice._measure(made, spread.sizes(weight, peers), [weight], [80], peers) == [Choice(80, 3)]
+    Event.lib.works = ()
+    assert choice._measure(made, spread.sizes(weight, peers), [weight], [96], peers) == [None]
 
 
 class Broken(Lib):

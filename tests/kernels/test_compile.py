@@ -255,6 +255,7 @@ def test_nowhere_to_keep_binaries(tmp_path, monkeypatch):
 
 def test_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # where it has been imported before
     with pytest.raises(exits.Stop, match=r"kernels are compiled with CuPy \(.*\): `make install TORCH=cuda`, or `pip"):
         jit.compile_text("norm", "", "sm_90")
 

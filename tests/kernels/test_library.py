@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import library
-from phalanx.kernels.library import nearest
+from phalanx.kernels.library import Choice, nearest
 
 from .cublaslt import SIZES, Lib, check, plain, put
 
@@ -19,7 +19,7 @@ def test_near_counts_serve_a_few_rows(rows, count):
 
 
 def test_chosen_products_go_to_the_library(monkeypatch):
-    lib = put(Lib(), {SIZES: {80: 2, 96: 0}}, monkeypatch)
+    lib = put(Lib(), {SIZES: {80: Choice(80, 2), 96: None}}, monkeypatch)
     weight = plain(48, 32)
     for rows, products in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):
         check(plain(rows, 32), weight)
@@ -35,7 +35,8 @@ def test_chosen_products_go_to_the_library(monkeypatch):
 
 
 def test_what_the_library_does_not_take_stays_with_torch(monkeypatch):
-    lib = put(Lib(works=(0,)), {SIZES: {80: 1, 160: 2, 320: 3, 640: 8}}, monkeypatch)
+    choices = {rows: Choice(rows, way) for rows, way in ((80, 1), (160, 2), (320, 3), (640, 8))}
+    lib = put(Lib(works=(0,)), {SIZES: choices}, monkeypatch)
     weight = plain(48, 32)
     check(plain(80, 32), weight)
     assert lib.products == 1
@@ -49,8 +50,14 @@ def test_what_the_library_does_not_take_stays_with_torch(monkeypatch):
     assert lib.products == 1
 
 
+def test_what_is_proposed_for_others_serves(monkeypatch):
+    lib = put(Lib(works=(7,), proposed={96: [0, 7]}), {SIZES: {80: Choice(96, 2)}}, monkeypatch)
+    check(plain(80, 32), plain(48, 32))
+    assert [algorithm for algorithm, _ in lib.seen] == [7]
+
+
 def test_a_refusal_to_propose_leaves_torch(monkeypatch):
-    lib = put(Lib(proposals=0), {SIZES: {80: 1}}, monkeypatch)
+    lib = put(Lib(proposals=0), {SIZES: {80: Choice(80, 1)}}, monkeypatch)
     check(plain(80, 32), plain(48, 32))
     assert lib.products == 0
 
@@ -63,7 +70,7 @@ def test_nothing_is_chosen_on_other_devices():
 
 def test_rows_are_filled_up_to_a_measured_count_for_torch_too(monkeypatch):
     """Whatever is chosen: the library has a kernel for nearly every count, and each is loaded on its first use."""
-    put(Lib(), {SIZES: {80: 0}}, monkeypatch)
+    put(Lib(), {SIZES: {80: None}}, monkeypatch)
     found, linear = [], library.torch_linear
     monkeypatch.setattr(library, "torch_linear", lambda x, weight: found.append(len(x)) or linear(x, weight))
     x, weight = plain(70, 32), plain(48, 32)
