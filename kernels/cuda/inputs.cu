@@ -8,7 +8,7 @@ extern "C" __global__ void decode_inputs(const int* sent, const T* last, T* ids,
     wait();
     int b = blockIdx.x, n = sent[0], width = sent[1];
     if (b >= n) {
-        if (threadIdx.x == 0) ids[b] = 0, positions[b] = 0, slots[b] = -1, lengths[b] = 0;
+        if (threadIdx.x == 0) ids[b] = -1, positions[b] = 0, slots[b] = -1, lengths[b] = 0;
         return;
     }
     const int* table = sent + 2 + 3 * n + (long long)b * width;
