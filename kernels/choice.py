@@ -29,7 +29,7 @@ SLOWER = 1.15  # times the fastest: not measured again
 LEADERS = 3  # of a number of rows: what else is measured for the others, and measured again
 ROUNDS = 4  # of measuring those again
 READ = 100e6  # bytes of weights that launches read in a measurement: more than caches hold
-AHEAD = 400_000  # cycles that the GPU waits, so that it never waits for launches while it is measured
+AHEAD = 40_000  # cycles that the GPU waits for each launch, so that it never waits for one while it is measured
 
 Way = Choice | None  # None: torch's
 
@@ -125,7 +125,7 @@ class Trial:
             if (rows, way) not in self._works:  # which loads the kernel, too
                 self._works[rows, way] = call(next(self._turns)) is not False
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways]
-        torch.cuda._sleep(AHEAD)
+        torch.cuda._sleep(AHEAD * self._launches * len(ways))
         for way, call, (start, end) in zip(ways, calls, marks, strict=True):
             start.record()
             for _ in range(self._launches if self._works[rows, way] else 0):
