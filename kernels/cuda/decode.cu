@@ -166,19 +166,12 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
     do {
         const Span span(kept[way.b]);
         const Heads& now = heads[item % 2];
-        unsigned rows[DIM / 16][4] = {};  // q as the first operand of products
+        unsigned columns[DIM / 16][ROWS / 4];  // q as the second operand of products, of each 8 heads two
         Seen seen;
         await(ready + item % 2, item / 2);
 #pragma unroll
-        for (int i = 0; i < DIM / 16; i++) {
-            if constexpr (ROWS == 16) {
-                load(rows[i], shared(now.turned + lane % 16 * WIDE + i * 16 + lane / 16 * 8));
-            } else {
-                unsigned half[2];
-                load(half, shared(now.turned + lane % 8 * WIDE + i * 16 + lane / 8 % 2 * 8));
-                rows[i][0] = half[0], rows[i][2] = half[1];
-            }
-        }
+        for (int i = 0; i < DIM / 16; i++)
+            load(columns[i], shared(now.turned + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
         if (warp == 0 && way.newest(span)) seen.take_newest(now);
         __syncwarp();
         if (lane == 0) arrive(taken + item % 2);
@@ -191,17 +184,17 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
             await(full + stage, t / STAGES);
             if (first < last) {
                 unsigned x[DIM / 16][4];
-                float s[2][4] = {}, odd[2][4] = {};
+                float s[2][4] = {};  // of 16 heads, or of odd and even pieces for 8
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
-                    const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i % 4 * 2 + lane / 8 % 2;
+                    const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i % 4 * 2 + lane / 16;
                     load(x[i], k_at + lies(row, i / 4, piece));
                 }
 #pragma unroll
-                for (int i = 0; i < DIM / 16; i++) {
-                    multiply<T>((i % 2 ? odd : s)[0], rows[i], x[i][0], x[i][1]);
-                    multiply<T>((i % 2 ? odd : s)[1], rows[i], x[i][2], x[i][3]);
-                }
+                for (int i = 0; i < DIM / 16; i++)
+#pragma unroll
+                    for (int h = 0; h < ROWS / 8; h++)
+                        multiply<T>(s[ROWS == 16 ? h : i % 2], x[i], columns[i][2 * h], columns[i][2 * h + 1]);
                 if (first > 0 || last < 16) {  // whatever lies beside them, a NaN too, stays out
                     for (int i = lane; i < 16 * 8 * HALVES; i += 32) {
                         const int row = i / 8 % 16;
@@ -211,19 +204,17 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
                 }
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
-                    const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i % 4 * 2 + lane / 16;
+                    const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i % 4 * 2 + lane / 8 % 2;
                     load_across(x[i], v_at + lies(row, i / 4, piece));
                 }
+                unsigned p[ROWS / 8][2];
 #pragma unroll
-                for (int i = 0; i < 8; i++) s[i / 4][i % 4] += odd[i / 4][i % 4];
-                seen.take(s, first, last, scale, cap);
-                const unsigned p[4] = {both<T>(s[0][0], s[0][1]), ROWS == 16 ? both<T>(s[0][2], s[0][3]) : 0,
-                                       both<T>(s[1][0], s[1][1]), ROWS == 16 ? both<T>(s[1][2], s[1][3]) : 0};
+                for (int i = 0; i < 4; i++) s[0][i] += ROWS == 8 ? s[1][i] : 0;
+                seen.take(s, first, last, scale, cap, p);
 #pragma unroll
-                for (int i = 0; i < DIM / 16; i++) {
-                    multiply<T>(seen.o[2 * i], p, x[i][0], x[i][1]);
-                    multiply<T>(seen.o[2 * i + 1], p, x[i][2], x[i][3]);
-                }
+                for (int i = 0; i < DIM / 16; i++)
+#pragma unroll
+                    for (int h = 0; h < ROWS / 8; h++) multiply<T>(seen.o[i][h], x[i], p[h][0], p[h][1]);
             }
             hand_back(empty + stage);
             at += TILE, t++;

@@ -1,69 +1,93 @@
 // What decode.cu has seen of a sequence: by one warp, by the warps of a block, by several blocks.
 
-// The softmax of GROUP heads over what one warp has seen: a lane has rows lane / 4 and 8 below, pairs of columns.
+// The softmax of GROUP heads over what one warp has seen, tokens as rows and heads as columns: of each 8 heads a lane has
+// those at lane % 4 * 2, of each 16 elements of a value those at lane / 4 and 8 below.
 struct Seen {
-    float top[ROWS / 8], sum[ROWS / 8], o[DIM / 8][4];
+    float top[ROWS / 8][2], sum[ROWS / 8][2], o[DIM / 16][ROWS / 8][4];
 
     __device__ Seen() {
 #pragma unroll
-        for (int h = 0; h < ROWS / 8; h++) top[h] = NOTHING, sum[h] = 0;
+        for (int h = 0; h < ROWS / 8; h++) {
+            top[h][0] = top[h][1] = NOTHING, sum[h][0] = sum[h][1] = 0;
 #pragma unroll
-        for (int i = 0; i < DIM / 8; i++)
+            for (int i = 0; i < DIM / 16; i++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) o[i][j] = 0;
+                for (int j = 0; j < 4; j++) o[i][h][j] = 0;
+        }
     }
     __device__ void take_newest(const Heads& heads) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int h = 0; h < ROWS / 8; h++) {
-            top[h] = lane / 4 + h * 8 < GROUP ? heads.scores[lane / 4 + h * 8] : 0, sum[h] = lane % 4 == 0;
 #pragma unroll
-            for (int i = 0; i < DIM / 8; i++)
+            for (int j = 0; j < 2; j++) {
+                const int head = h * 8 + lane % 4 * 2 + j;
+                top[h][j] = head < GROUP ? heads.scores[head] : 0, sum[h][j] = lane < 4;
+            }
 #pragma unroll
-                for (int j = 0; j < 2; j++) o[i][h * 2 + j] = wide(heads.v[i * 8 + lane % 4 * 2 + j]);
+            for (int i = 0; i < DIM / 16; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) o[i][h][j] = wide(heads.v[i * 16 + j / 2 * 8 + lane / 4]);
         }
     }
-    // 16 tokens, of which those from `from` to `to` count.
-    __device__ void take(float (&s)[2][4], int from, int to, float scale, float cap) {
+    // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of products.
+    __device__ void take(float (&s)[2][4], int from, int to, float scale, float cap, unsigned (&p)[ROWS / 8][2]) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int h = 0; h < ROWS / 8; h++) {
-            float best = top[h], total = 0;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
-                float& x = s[i / 2][h * 2 + i % 2];
-                x = token >= from && token < to ? score<CAPPED>(x, scale, cap) : NOTHING;
-                best = fmaxf(best, x);
+                const int token = i / 2 * 8 + lane / 4;
+                s[h][i] = token >= from && token < to ? score<CAPPED>(s[h][i], scale, cap) : NOTHING;
             }
-            best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
-            best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
-            const float shrink = power(top[h] - best);  // some token counts: best is a number
+            float best[2] = {fmaxf(s[h][0], s[h][2]), fmaxf(s[h][1], s[h][3])};
+            across(best);
+            float shrink[2];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float& x = s[i / 2][h * 2 + i % 2];
-                total += x = power(x - best);
+            for (int j = 0; j < 2; j++) {
+                best[j] = fmaxf(best[j], top[h][j]);
+                shrink[j] = power(top[h][j] - best[j]);  // some token counts: best is a number
+                top[h][j] = best[j];
+                s[h][j] = power(s[h][j] - best[j]), s[h][2 + j] = power(s[h][2 + j] - best[j]);
+                sum[h][j] = sum[h][j] * shrink[j] + s[h][j] + s[h][2 + j];
             }
-            top[h] = best, sum[h] = sum[h] * shrink + total;
+            p[h][0] = transposed(both<T>(s[h][0], s[h][1])), p[h][1] = transposed(both<T>(s[h][2], s[h][3]));
+            if (!__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) continue;
 #pragma unroll
-            for (int i = 0; i < DIM / 8; i++) o[i][h * 2] *= shrink, o[i][h * 2 + 1] *= shrink;
+            for (int i = 0; i < DIM / 16; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) o[i][h][j] *= shrink[j % 2];
         }
+    }
+    // The largest of the lanes with the same heads, of which each lane follows one half of the way.
+    __device__ static void across(float (&best)[2]) {
+        const bool upper = threadIdx.x & 16;
+        float mine = upper ? best[1] : best[0], other = upper ? best[0] : best[1];
+        mine = fmaxf(mine, __shfl_xor_sync(~0u, other, 16));
+        mine = fmaxf(mine, __shfl_xor_sync(~0u, mine, 8));
+        mine = fmaxf(mine, __shfl_xor_sync(~0u, mine, 4));
+        other = __shfl_xor_sync(~0u, mine, 16);
+        best[0] = upper ? other : mine, best[1] = upper ? mine : other;
     }
     // To shared memory: tops and sums [2, GROUP], values [GROUP, DIM].
     __device__ void store(float* tops, float* values) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int h = 0; h < ROWS / 8; h++) {
-            float all = sum[h];
-            all += __shfl_xor_sync(~0u, all, 1);
-            all += __shfl_xor_sync(~0u, all, 2);
-            const int row = lane / 4 + h * 8;
-            if (row >= GROUP) continue;
-            if (lane % 4 == 0) tops[row] = top[h], tops[GROUP + row] = all;
+        for (int h = 0; h < ROWS / 8; h++)
 #pragma unroll
-            for (int i = 0; i < DIM / 8; i++)
-                *(float2*)(values + row * DIM + i * 8 + lane % 4 * 2) = make_float2(o[i][h * 2], o[i][h * 2 + 1]);
-        }
+            for (int j = 0; j < 2; j++) {
+                float all = sum[h][j];
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+                const int head = h * 8 + lane % 4 * 2 + j;
+                if (head >= GROUP) continue;
+                if (lane < 4) tops[head] = top[h][j], tops[GROUP + head] = all;
+#pragma unroll
+                for (int i = 0; i < DIM / 16; i++) {
+                    float* const to = values + head * DIM + i * 16 + lane / 4;
+                    to[0] = o[i][h][j], to[8] = o[i][h][2 + j];
+                }
+            }
     }
 };
 

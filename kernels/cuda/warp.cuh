@@ -45,6 +45,13 @@ template <> __device__ inline unsigned both<f16>(float a, float b) {
     return y;
 }
 
+// Of a tile's 8 rows: a lane has a pair of a row, and then the pair of the column.
+__device__ inline unsigned transposed(unsigned x) {
+    unsigned y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 // b of the lane that has not this bit for a of the one that has.
 __device__ inline void swap(unsigned& a, unsigned& b, int bit) {
     const bool upper = threadIdx.x & bit;

@@ -359,6 +359,6 @@ def test_inputs_of_a_decode_step():
     tables = torch.full((5, width), -7, dtype=torch.int32, device="cuda")
     kernel = jit.kernel("inputs", "decode_inputs", torch.int64)
     kernel((5, 1, 1), 128, sent, last, ids, positions, slots, lengths, tables, width, block_size)
-    assert ids.tolist() == [104, 9, 102, 0, 0] and positions.tolist() == [17, 0, 31, 0, 0]
+    assert ids.tolist() == [104, 9, 102, -1, -1] and positions.tolist() == [17, 0, 31, 0, 0]
     assert slots.tolist() == [6 * 16 + 1, 7 * 16, 10 * 16 + 15, -1, -1] and lengths.tolist() == [18, 1, 32, 0, 0]
     assert tables[:, :2].tolist() == [[5, 6], [7, 8], [9, 10], [-7, -7], [-7, -7]] and (tables[:, 2:] == -7).all()
