@@ -1,10 +1,10 @@
 """Every kernel beside its torch reference, its best library equal and the least time its bytes or its arithmetic take.
 
-    python benchmarks/ops.py [--only attention] [--shapes 70b-tp4] [--json FILE]
+    python benchmarks/ops.py [--only attention] [--shapes 70b-tp4] [--energy] [--json FILE]
 
 Shapes are Llama-3.1-8B's in bf16; --shapes takes those of a rank of a tensor group. Each call is timed in a CUDA graph
 that rotates over copies of its inputs which do not fit in the cache together, so that weights and keys come from memory
-as they do in a model.
+as they do in a model. --energy: each call's millijoules, too, at which a GPU at its power limit is to be measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from phalanx.benchmarks.timing import Call, energy, measure
 from phalanx.kernels import activation, boxes, embedding, gated, largest, norm, rope, skinny
 from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
 from phalanx.kernels.linear import gated_linear, linear
@@ -33,7 +34,6 @@ CACHE = 120e6  # bytes that a rotation must exceed
 BF16 = torch.bfloat16
 SCORES = Scores(128**-0.5)
 
-Call = Callable[[], Any]
 # Outputs and inputs of qkv, o, gate_up, down and the head, of one rank.
 SHAPES = {
     "8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
@@ -42,36 +42,9 @@ SHAPES = {
 }
 
 
-def measure(calls: list[Call], least: int = 16, repeats: int = 20) -> float:
-    """Microseconds of one call, in a graph of at least so many."""
-    rounds = max(1, least // len(calls))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(rounds):
-            for call in calls:
-                call()
-        graph.capture_end()
-        graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        best = float("inf")
-        for _ in range(repeats):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end))
-    return best * 1e3 / rounds / len(calls)
-
-
 class Table:
-    def __init__(self, only: str):
-        self.only, self.lines = only, list[dict[str, Any]]()
+    def __init__(self, only: str, joules: bool = False):
+        self.only, self.joules, self.lines = only, joules, list[dict[str, Any]]()
 
     def add(self, op: str, bytes_: float, versions: dict[str, list[Call]], flops: float = 0.0, least: int = 16) -> None:
         """versions: name → the same call on each copy of the inputs."""
@@ -82,6 +55,8 @@ class Table:
         for name, calls in versions.items():
             try:
                 times[name] = round(measure(calls, least), 2)
+                if self.joules:
+                    times[f"{name}, mJ"] = round(energy(calls, least) * 1e3, 3)
             except Exception as error:  # one version that fails must not cost the others' numbers
                 times[name] = repr(error)[:60]
         self.lines.append(dict(what="op", op=op, limit_us=round(limit, 2), **times))
@@ -373,10 +348,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operations whose name contains this")
     parser.add_argument("--shapes", choices=SHAPES, default="8b", help="others than 8b: the products alone")
+    parser.add_argument("--energy", action="store_true", help="millijoules of each call, for two seconds each")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     torch.manual_seed(0)
-    table = Table(asked.only)
+    table = Table(asked.only, asked.energy)
     with torch.no_grad():
         if asked.shapes == "8b":
             small(table)
