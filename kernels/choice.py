@@ -1,6 +1,6 @@
 """Which of cuBLASLt's algorithms products of many rows take: measured once per node, beside what torch takes.
 
-It takes two to three seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
+It takes three to four seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
 later starts compute the same bits, and wait for nothing.
 """
 
@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,16 +23,16 @@ from torch import Tensor
 
 from . import jit, spread
 from .allreduce import Peers
-from .library import MOST, TYPES, Choice, Library, Sizes, in_use, plain
+from .library import ALGORITHM, TYPES, Library, Sizes, Way, in_use, plain
 
+METHOD = 2  # of choosing; files that were made by another one are not read
 GAIN = 0.98  # of the first way's time that another may take to be chosen
 SLOWER = 1.15  # times the fastest: not measured again
-LEADERS = 3  # of a number of rows: what else is measured for the others, and measured again
-ROUNDS = 4  # of measuring those again
+NEAREST = 3  # are measured again
+LEADERS = 2  # of a number of rows, which are measured for all others, too
+ROUNDS = 4  # of measuring the fastest again
 READ = 100e6  # bytes of weights that launches read in a measurement: more than caches hold
 AHEAD = 40_000  # cycles that the GPU waits for each launch, so that it never waits for one while it is measured
-
-Way = Choice | None  # None: torch's
 
 
 class Wanted(NamedTuple):
@@ -66,7 +67,9 @@ def choose(products: Iterable[Wanted]) -> str:
     started = time.monotonic()
 
     def measure() -> list[list[Way]]:
-        return [_measure(library, sizes, weights[sizes], n, targets[sizes]) for sizes, n in wanted]
+        found = [_measure(library, sizes, weights[sizes], n, targets[sizes]) for sizes, n in wanted]
+        torch.cuda.empty_cache()  # of what was multiplied: graphs have a pool of their own
+        return found
 
     found, kept = remembered(about(library, wanted), measure)
     library.choices = {sizes: dict(zip(n, row, strict=True)) for (sizes, n), row in zip(wanted, found, strict=True)}
@@ -88,13 +91,11 @@ def _measure(
     each are measured for all.
     """
     trial = Trial(library, sizes, weights, max(counts), peers)
-    leaders = [way for rows in counts for way in leading(partial(trial.times, rows), trial.own(rows))]
-    found = []
-    for rows in counts:
-        ways = {trial.algorithm(way): way for way in (*trial.own(rows)[:1], *leaders)}
-        found.append(fastest(partial(trial.times, rows), list(ways.values())))
-    torch.cuda.empty_cache()  # graphs have a pool of their own
-    return found
+    own = {rows: trial.own(rows) for rows in counts}
+    leaders = [way for rows, ways in own.items() for way in near(ways, trial.times(rows, ways))[:LEADERS]]
+    return [
+        fastest(partial(trial.times, rows), list(dict.fromkeys((*ways[:1], *leaders)))) for rows, ways in own.items()
+    ]
 
 
 class Trial:
@@ -114,9 +115,6 @@ class Trial:
         """The ways for so many rows; the first is taken unless another is faster. Empty: there is none."""
         proposals: list[Way] = [*self._library.proposals(self._sizes, rows)]
         return proposals if self._peers else [None, *proposals]
-
-    def algorithm(self, way: Way) -> bytes:
-        return self._library.proposals(self._sizes, way.rows)[way] if way else b""
 
     def times(self, rows: int, ways: list[Way]) -> list[float]:
         """Milliseconds of each; infinite where the library refuses."""
@@ -139,35 +137,32 @@ class Trial:
         x, y = self._x[:rows], self._y[:rows]
         if way is None:
             return lambda weight: torch.mm(x, weight.t(), out=y)
-        plan = self._library.plan_of(self.algorithm(way), self._sizes, rows)
+        plan = self._library.plan_of(way, self._sizes, rows)
         if self._peers is None:
             return partial(self._library.run, plan, x, y=y.data_ptr())
         peers = self._peers
         return lambda weight: self._library.run(plan, x, weight, spread.address(rows, weight, peers))
 
 
-def leading(times: Callable[[list[Way]], list[float]], ways: list[Way]) -> list[Way]:
-    """The fastest of these, by one measurement."""
-    return _near(dict(zip(ways, times(ways), strict=True)))
-
-
-def _near(taken: dict[Way, float]) -> list[Way]:
-    limit = SLOWER * min(taken.values(), default=0)
-    return sorted((way for way in taken if taken[way] <= limit < math.inf), key=taken.__getitem__)[:LEADERS]
+def near(ways: list[Way], times: list[float]) -> list[Way]:
+    """Which of these took the least time or little more, the fastest first."""
+    limit = SLOWER * min(times, default=0)
+    return [way for ms, way in sorted(zip(times, ways, strict=True), key=itemgetter(0)) if ms <= limit < math.inf]
 
 
 def fastest(times: Callable[[list[Way]], list[float]], ways: list[Way]) -> Way:
     """Of these ways the first, unless another takes at most GAIN of its time; None where none works."""
     best = dict(zip(ways, times(ways), strict=True))
-    near = _near(best)
-    if not near:
+    fast = near(ways, list(best.values()))[:NEAREST]
+    if not fast:
         return None
     usual, *_ = ways
-    for _ in range(ROUNDS if near != [usual] else 0):
-        again = list(dict.fromkeys([usual, *near]))
+    again = list(dict.fromkeys([usual, *fast]))
+    for _ in range(ROUNDS if len(again) > 1 else 0):
+        again.reverse()  # a clock that falls meanwhile is nobody's disadvantage
         for way, taken in zip(again, times(again), strict=True):
             best[way] = min(best[way], taken)
-    first = min(near, key=best.__getitem__)
+    first = min(fast, key=best.__getitem__)
     return first if best[first] <= GAIN * best[usual] else usual
 
 
@@ -175,7 +170,7 @@ def about(library: Library, wanted: list[tuple[Sizes, list[int]]]) -> list[Any]:
     """All that a choice depends on, as JSON has it."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     products = [[str(sizes.dtype), *sizes[1:], counts] for sizes, counts in wanted]
-    return [gpu.name, gpu.multi_processor_count, library.version, products]
+    return [METHOD, gpu.name, gpu.multi_processor_count, library.version, products]
 
 
 def remembered(about: list[Any], measure: Callable[[], list[list[Way]]]) -> tuple[list[list[Way]], bool]:
@@ -187,8 +182,9 @@ def remembered(about: list[Any], measure: Callable[[], list[list[Way]]]) -> tupl
         if (found := _read(file, about)) is not None:
             return found, True
         found = measure()
-        with contextlib.suppress(OSError):  # a full disk costs the next start a second
-            jit.keep(file, json.dumps({"about": about, "choices": found}).encode())
+        text = json.dumps({"about": about, "choices": [[way and way.hex() for way in row] for row in found]})
+        with contextlib.suppress(OSError):  # a full disk costs the next start seconds
+            jit.keep(file, text.encode())
     return found, False
 
 
@@ -196,14 +192,9 @@ def _read(file: Path, about: list[Any]) -> list[list[Way]] | None:
     """None: there is no file, it is damaged, or it belongs to something else."""
     try:
         kept = json.loads(file.read_text())
-        found = [[None if way is None else Choice(*way) for way in row] for row in kept["choices"]]
-        counts = [product[-1] for product in about[-1]]
-        whole = kept["about"] == about and [len(row) for row in found] == [len(rows) for rows in counts]
-        valid = all(
-            way is None or (way.rows in rows and type(way.proposal) is int and 0 < way.proposal <= MOST)
-            for row, rows in zip(found, counts, strict=True)
-            for way in row
-        )
+        found = [[None if way is None else bytes.fromhex(way) for way in row] for row in kept["choices"]]
+        whole = kept["about"] == about and [len(row) for row in found] == [len(product[-1]) for product in about[-1]]
     except (OSError, ValueError, TypeError, KeyError):
         return None
+    valid = all(way is None or len(way) == ALGORITHM for row in found for way in row)
     return found if whole and valid else None

@@ -10,7 +10,8 @@ from .cpu import MOST_ROWS, one_core
 
 
 def embedding(ids: Tensor, weight: Tensor, start: int = 0, whole: bool = True) -> Tensor:
-    """Row ids[t] - start of weight [V, H] for each t: [T, H]. Unless `whole`, an id outside the table gives zeros."""
+    """Row ids[t] - start of weight [V, H] for each t: [T, H]. An id outside the table gives zeros: on GPUs always, as
+    rows that fill a captured batch up have id -1, on CPUs unless the table is `whole`."""
     if ids.is_cuda:
         return embedding_cuda(ids, weight, start)
     if len(ids) <= MOST_ROWS and weight.is_contiguous() and (compiled := one_core(weight, len(weight))):

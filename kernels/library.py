@@ -43,7 +43,10 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cublasLtMatmulAlgoGetHeuristic": [_P, _P, _P, _P, _P, _P, _P, _INT, _P, _P],
     "cublasLtMatmul": [*[_P] * 14, _SIZE, _P],
 }
-_Algorithm = ctypes.c_uint64 * 8
+_Algorithm = ctypes.c_uint64 * 8  # opaque; may be kept for the same version of the library
+ALGORITHM = ctypes.sizeof(_Algorithm)  # bytes
+
+Way = bytes | None  # an algorithm; None: torch's
 
 
 class _Proposal(ctypes.Structure):
@@ -66,13 +69,6 @@ class Sizes(NamedTuple):
     apart: int = 0  # elements from one part to the next
 
 
-class Choice(NamedTuple):
-    """The n-th algorithm, from 1 on, that the library proposes for so many rows. It may serve others, too."""
-
-    rows: int
-    proposal: int
-
-
 class Plan(NamedTuple):
     """An algorithm, and the layouts of what it multiplies: the library sees columns where torch has rows."""
 
@@ -88,9 +84,8 @@ class Library:
     def __init__(self) -> None:
         self._lib = load()
         self.version = self._lib.cublasLtGetVersion()
-        self.choices: dict[Sizes, dict[int, Choice | None]] = {}  # by measured rows; None: torch's
+        self.choices: dict[Sizes, dict[int, Way]] = {}  # by measured rows
         self.plan = functools.cache(self._plan)
-        self.proposals = functools.cache(self._proposals)
         self._layout = functools.cache(self._make_layout)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._handle = self._create("cublasLtCreate")
@@ -101,17 +96,16 @@ class Library:
         self._set(set_wish, self._wishes, _MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE))
         self._set(set_wish, self._wishes, _REDUCTIONS, ctypes.c_uint32(_IN_F32))
 
-    def _proposals(self, sizes: Sizes, rows: int) -> dict[Choice, bytes]:
-        """Algorithms; the first is what the library deems the fastest."""
+    def proposals(self, sizes: Sizes, rows: int) -> list[bytes]:
+        """Algorithms; the first is what the library deems the fastest. Each may serve other numbers of rows, too."""
         layouts = self._layouts(sizes, rows)
         found, count = (_Proposal * MOST)(), _INT()
         status = self._lib.cublasLtMatmulAlgoGetHeuristic(
             self._handle, self._product, *layouts, layouts[-1], self._wishes, MOST, found, ctypes.byref(count)
         )
         if status:  # there is none
-            return {}
-        valid = [one for one in found[: count.value] if not one.state]
-        return {Choice(rows, i): bytes(one.algorithm) for i, one in enumerate(valid, 1)}
+            return []
+        return [bytes(one.algorithm) for one in found[: count.value] if not one.state]
 
     def run(self, plan: Plan, x: Tensor, weight: Tensor, y: int) -> bool:
         """To address y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses."""
@@ -129,9 +123,8 @@ class Library:
 
     def _plan(self, sizes: Sizes, rows: int) -> Plan | None:
         """By the choice made for so many rows; None: torch's."""
-        choice = self.choices[sizes][rows]
-        algorithm = self.proposals(sizes, choice.rows).get(choice) if choice else None
-        return self.plan_of(algorithm, sizes, rows) if algorithm else None
+        way = self.choices[sizes][rows]
+        return None if way is None else self.plan_of(way, sizes, rows)
 
     def _layouts(self, sizes: Sizes, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
         dtype, outputs, inputs, parts, apart = sizes

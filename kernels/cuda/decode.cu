@@ -184,7 +184,7 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
             await(full + stage, t / STAGES);
             if (first < last) {
                 unsigned x[DIM / 16][4];
-                float s[2][4] = {};  // of 16 heads, or of odd and even pieces for 8
+                float s[2][4] = {};  // of 8 heads each, or for 8 alone by even and by odd i
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
                     const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i % 4 * 2 + lane / 16;

@@ -1,7 +1,7 @@
 // What decode.cu has seen of a sequence: by one warp, by the warps of a block, by several blocks.
 
 // The softmax of GROUP heads over what one warp has seen, tokens as rows and heads as columns: of each 8 heads a lane has
-// those at lane % 4 * 2, of each 16 elements of a value those at lane / 4 and 8 below.
+// the two from lane % 4 * 2 on, of each 16 elements of a value those at lane / 4 and 8 below.
 struct Seen {
     float top[ROWS / 8][2], sum[ROWS / 8][2], o[DIM / 16][ROWS / 8][4];
 
@@ -59,7 +59,7 @@ struct Seen {
                 for (int j = 0; j < 4; j++) o[i][h][j] *= shrink[j % 2];
         }
     }
-    // The largest of the lanes with the same heads, of which each lane follows one half of the way.
+    // The largest of the lanes with the same heads: half of them look for one's, half for the other's.
     __device__ static void across(float (&best)[2]) {
         const bool upper = threadIdx.x & 16;
         float mine = upper ? best[1] : best[0], other = upper ? best[0] : best[1];

@@ -13,6 +13,11 @@ STREAM = 0x7F0123456780
 SIZES = Sizes(BF16, 48, 32)
 
 
+def way(number):
+    """The algorithm that Lib calls so."""
+    return number.to_bytes(library.ALGORITHM, "little")
+
+
 class Lib:
     """Stands for cuBLASLt: keeps what it is given as the library would, and multiplies where algorithm `works`."""
 

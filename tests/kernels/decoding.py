@@ -103,7 +103,7 @@ def random_boxes(count: int, seed: int = 6) -> list[Case]:
         kv_heads = draw.randint(1, 4)
         cases.append(
             Case(
-                lengths, kv_heads * draw.choice([1, 2, 4, 5, 8, 16]), kv_heads, draw.choice(boxes.DIMS),
+                lengths, kv_heads * draw.choice([4, 8, draw.randint(1, 16)]), kv_heads, draw.choice(boxes.DIMS),
                 draw.choice([16, 16, 8, 64, 32]), draw.choice([0, 0, 9, 300]), draw.choice([0.0, 0.0, 1.5]),
                 draw.random() < 0.5, unwritten=tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
             )

@@ -5,15 +5,18 @@ import json
 import math
 import os
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from phalanx.kernels import choice, jit, library, spread
 from phalanx.kernels.allreduce import Peers
-from phalanx.kernels.library import MOST, Choice, Sizes
+from phalanx.kernels.library import Sizes
 
-from .cublaslt import BF16, SIZES, Lib, check, in_memory, plain, put
+from .cublaslt import BF16, SIZES, Lib, check, in_memory, plain, put, way
+
+MEASURE = choice._measure
 
 
 class Clock:
@@ -38,16 +41,16 @@ def test_torch_stays_unless_another_is_clearly_faster(taken, want):
 
 
 def test_slow_ones_are_measured_once():
+    """The others by turns."""
     clock = Clock([200, 100, 90, 140, 104, 91, 92])
     assert choice.fastest(clock, list(range(7))) == 2
-    assert clock.asked == [[0, 1, 2, 3, 4, 5, 6], *[[0, 2, 5, 6]] * choice.ROUNDS]
+    there, back = [0, 2, 5, 6], [6, 5, 2, 0]
+    assert clock.asked == [[0, 1, 2, 3, 4, 5, 6], *[back, there] * (choice.ROUNDS // 2)]
 
 
-def test_leaders():
-    clock = Clock([200, 100, 90, 140, math.inf, 91, 92])
-    assert choice.leading(clock, list(range(7))) == [2, 5, 6] and len(clock.asked) == 1
-    assert choice.leading(Clock([100, 120, 90]), [0, 1, 2]) == [2, 0]
-    assert choice.leading(Clock([math.inf] * 2), [0, 1]) == choice.leading(Clock([]), []) == []
+def test_the_nearest():
+    assert choice.near([0, 1, 2, 3, 4], [200, 100, 90, math.inf, 91]) == [2, 4, 1]
+    assert choice.near([0, 1], [math.inf] * 2) == choice.near([], []) == []
 
 
 def test_nothing_is_measured_again_where_torch_is_far_ahead():
@@ -66,9 +69,10 @@ def test_ways_that_are_refused_are_left_out():
     assert choice.fastest(Clock([math.inf] * 2), [0, 1]) is None and choice.fastest(Clock([]), []) is None
 
 
-ABOUT = ["a GPU", 132, 130100, [["torch.bfloat16", 48, 32, [80, 96]], ["torch.bfloat16", 32, 48, [80]]]]
-FOUND = [[Choice(96, 1), None], [Choice(80, 3)]]
-OTHER = [[Choice(80, 2), Choice(80, 2)], [Choice(80, 2)]]
+ABOUT = [2, "a GPU", 132, 130100, [["torch.bfloat16", 48, 32, [80, 96]], ["torch.bfloat16", 32, 48, [80]]]]
+FOUND = [[way(1), None], [way(3)]]
+OTHER = [[way(2), way(2)], [way(2)]]
+HEX = way(1).hex()
 
 
 class Measured:
@@ -90,7 +94,7 @@ def test_choices_are_kept_on_the_node(folder):
     measured = Measured(FOUND)
     assert choice.remembered(ABOUT, measured) == (FOUND, False)
     assert choice.remembered(ABOUT, measured) == (FOUND, True)
-    other = ["another GPU", *ABOUT[1:]]
+    other = [2, "another GPU", *ABOUT[2:]]
     assert choice.remembered(other, measured)[1] is False and measured.times == 2
     assert not list(folder.glob(f"*.{os.getpid()}"))
 
@@ -101,15 +105,14 @@ DAMAGE = {
     "no choices": lambda kept: json.dumps({"about": kept["about"]}),
     "a list": lambda kept: "[1, 2]",
     "numbers for rows": lambda kept: json.dumps(kept | {"choices": [1, 2]}),
-    "too few": lambda kept: json.dumps(kept | {"choices": [[[96, 1], None]]}),
-    "rows too few": lambda kept: json.dumps(kept | {"choices": [[[96, 1]], [[80, 3]]]}),
-    "too high": lambda kept: json.dumps(kept | {"choices": [[[96, 1], None], [[80, MOST + 1]]]}),
-    "zero": lambda kept: json.dumps(kept | {"choices": [[[96, 0], None], [[80, 3]]]}),
-    "rows that are not measured": lambda kept: json.dumps(kept | {"choices": [[[96, 1], None], [[96, 3]]]}),
-    "words": lambda kept: json.dumps(kept | {"choices": [[[96, "1"], None], [[80, 3]]]}),
-    "of another version": lambda kept: json.dumps(kept | {"choices": [[1, 0], [3]]}),
-    "another machine's": lambda kept: json.dumps(kept | {"about": ["another GPU", *ABOUT[1:]]}),
-    "another library's": lambda kept: json.dumps(kept | {"about": [*ABOUT[:2], 120000, ABOUT[3]]}),
+    "too few": lambda kept: json.dumps(kept | {"choices": [[HEX, None]]}),
+    "rows too few": lambda kept: json.dumps(kept | {"choices": [[HEX], [HEX]]}),
+    "too short": lambda kept: json.dumps(kept | {"choices": [[HEX, None], [HEX[:-2]]]}),
+    "no bytes": lambda kept: json.dumps(kept | {"choices": [[HEX, None], ["x" * len(HEX)]]}),
+    "numbers": lambda kept: json.dumps(kept | {"choices": [[1, 0], [3]]}),
+    "another machine's": lambda kept: json.dumps(kept | {"about": [2, "another GPU", *ABOUT[2:]]}),
+    "another library's": lambda kept: json.dumps(kept | {"about": [*ABOUT[:3], 120000, ABOUT[4]]}),
+    "chosen in another way": lambda kept: json.dumps(kept | {"about": [1, *ABOUT[1:]]}),
 }
 
 
@@ -167,16 +170,17 @@ def test_of_ranks_that_start_together_one_measures(folder):
 
 @pytest.fixture
 def gpu(folder, monkeypatch):
-    """A GPU on which proposal number rows % 3 is the fastest, with weights in this machine's memory."""
+    """A GPU on which algorithm rows % 3 is the fastest, torch's for 0, with weights in this machine's memory."""
     about = SimpleNamespace(name="a GPU", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     measured = []
 
     def measure(made, sizes, weights, counts, peers):
         addresses = [weight.data_ptr() for weight in weights]
         measured.append((*sizes[1:3], counts, addresses, *([peers] if peers else [])))
-        return [Choice(rows, rows % 3) if rows % 3 else None for rows in counts]
+        return [way(rows % 3) if rows % 3 else None for rows in counts]
 
     monkeypatch.setattr(choice, "_measure", measure)
     return measured
@@ -196,8 +200,7 @@ def test_choosing(gpu, monkeypatch):
     said = "3 of 4 products of many rows take another algorithm than torch's, measured in "
     assert line.startswith(said) and line.endswith(" s")
     chosen = library.in_use[torch.device("cpu")]
-    two = Choice(80, 2)
-    assert chosen.choices == {SIZES: {80: two, 96: None, 97: Choice(97, 1)}, Sizes(BF16, 64, 32): {80: two}}
+    assert chosen.choices == {SIZES: {80: way(2), 96: None, 97: way(1)}, Sizes(BF16, 64, 32): {80: way(2)}}
     check(plain(80, 32), second)
     assert lib.products == 1
     said = "3 of 4 products of many rows take another algorithm than torch's, read from this node in "
@@ -237,6 +240,26 @@ class Event:
         return end.at - self.at
 
 
+def test_what_was_multiplied_is_given_back(gpu, monkeypatch):
+    """Before graphs are captured, which have a pool of their own."""
+    made, emptied = [], []
+
+    class Trial(choice.Trial):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(weakref.ref(self))
+
+        def times(self, rows, ways):
+            return [1.0] * len(ways)
+
+    monkeypatch.setattr(choice, "_measure", MEASURE)
+    monkeypatch.setattr(choice, "Trial", Trial)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([trial() for trial in made]))
+    put(Lib(), {}, monkeypatch)
+    choice.choose([choice.Wanted(plain(48, 32), [80]), choice.Wanted(plain(64, 32), [80])])
+    assert emptied == [[None, None]]
+
+
 @pytest.fixture
 def measuring(monkeypatch):
     """The library whose products Event counts, and the GPU's pauses."""
@@ -253,7 +276,6 @@ def measuring(monkeypatch):
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return measuring
 
 
@@ -262,7 +284,7 @@ def test_measuring(measuring):
     made, slept = measuring(Lib(proposals=4, works=(0, 1, 3)))
     weights = [plain(48, 32) for _ in range(3)]
     found = choice._measure(made, SIZES, weights, [80, 96], None)
-    assert [made.proposals(SIZES, way.rows)[way] for way in found] == [made.proposals(SIZES, 80)[Choice(80, 4)]] * 2
+    assert found == [way(3)] * 2
     assert len(slept) == 2 * (2 + choice.ROUNDS)
     used = {address for _, address in Event.lib.seen}
     assert used == {weight.data_ptr() for weight in weights}
@@ -270,12 +292,12 @@ def test_measuring(measuring):
 
 def test_leaders_are_measured_for_all_rows(measuring):
     made, _ = measuring(Lib(works=(0, 1, 4), proposed={80: [0, 1], 96: [1, 4], 112: []}))
-    assert choice._measure(made, SIZES, [plain(48, 32)], [80, 96, 112], None) == [Choice(96, 2)] * 3
+    assert choice._measure(made, SIZES, [plain(48, 32)], [80, 96, 112], None) == [way(4)] * 3
 
 
 def test_where_nothing_is_faster_torch_stays(measuring):
     made, _ = measuring(Lib(works=(0, 1), proposals=2))
-    assert choice._measure(made, SIZES, [plain(48, 32)], [80], None) == [Choice(80, 2)]
+    assert choice._measure(made, SIZES, [plain(48, 32)], [80], None) == [way(1)]
     made, _ = measuring(Lib(works=(0,), proposals=1))
     assert choice._measure(made, SIZES, [plain(48, 32)], [80], None) == [None]
 
@@ -291,7 +313,7 @@ def test_what_is_spread_over_ranks_is_measured_among_proposals(gpu, monkeypatch)
     assert line.startswith("1 of 1 products")
     assert gpu == [(48, 32, [80], [weight.data_ptr()]), (48, 32, [97], [weight.data_ptr()], peers)]
     chosen = library.in_use[torch.device("cpu")].choices
-    assert chosen == {SIZES: {80: Choice(80, 2)}, Sizes(BF16, 48, 32, 3, 1 << 19): {97: Choice(97, 1)}}
+    assert chosen == {SIZES: {80: way(2)}, Sizes(BF16, 48, 32, 3, 1 << 19): {97: way(1)}}
 
 
 def test_measuring_what_is_spread(measuring, monkeypatch):
@@ -300,7 +322,7 @@ def test_measuring_what_is_spread(measuring, monkeypatch):
     peers, _regions = in_memory(size=2, rank=1)
     monkeypatch.setattr(spread, "landing_at", lambda size: 0)
     weight = plain(48, 32)
-    assert choice._measure(made, spread.sizes(weight, peers), [weight], [80], peers) == [Choice(80, 3)]
+    assert choice._measure(made, spread.sizes(weight, peers), [weight], [80], peers) == [way(2)]
     Event.lib.works = ()
     assert choice._measure(made, spread.sizes(weight, peers), [weight], [96], peers) == [None]
 

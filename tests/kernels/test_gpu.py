@@ -343,6 +343,9 @@ def test_rows_of_tables(width):
     want = embedding.embedding_reference(ids, table, 20, whole=False)
     assert torch.equal(embedding.embedding(ids, table, 20, whole=False), want)
     assert embedding.embedding(ids[:0], table).shape == (0, width)
+    table[0] = float("nan")  # a row of no token reads none
+    none = torch.tensor([-1, 3], device="cuda")
+    assert torch.equal(embedding.embedding(none, table), torch.stack([torch.zeros_like(table[3]), table[3]]))
     angles = torch.randn(90, 2, width, device="cuda")
     for got, wanted in zip(rope.rotation(angles, ids), rope.rotation_reference(angles, ids), strict=True):
         assert torch.equal(got, wanted)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import library
-from phalanx.kernels.library import Choice, nearest
+from phalanx.kernels.library import nearest
 
-from .cublaslt import SIZES, Lib, check, plain, put
+from .cublaslt import SIZES, Lib, check, plain, put, way
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_near_counts_serve_a_few_rows(rows, count):
 
 
 def test_chosen_products_go_to_the_library(monkeypatch):
-    lib = put(Lib(), {SIZES: {80: Choice(80, 2), 96: None}}, monkeypatch)
+    lib = put(Lib(), {SIZES: {80: way(1), 96: None}}, monkeypatch)
     weight = plain(48, 32)
     for rows, products in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):
         check(plain(rows, 32), weight)
@@ -35,31 +35,17 @@ def test_chosen_products_go_to_the_library(monkeypatch):
 
 
 def test_what_the_library_does_not_take_stays_with_torch(monkeypatch):
-    choices = {rows: Choice(rows, way) for rows, way in ((80, 1), (160, 2), (320, 3), (640, 8))}
-    lib = put(Lib(works=(0,)), {SIZES: choices}, monkeypatch)
+    lib = put(Lib(works=(0,)), {SIZES: {80: way(0), 160: way(1)}}, monkeypatch)
     weight = plain(48, 32)
     check(plain(80, 32), weight)
     assert lib.products == 1
     check(plain(160, 32), weight)  # refused when called
-    check(plain(640, 32), weight)  # no such proposal
     check(plain(80, 64)[:, :32], weight)  # rows with gaps
     check(plain(81, 32).view(-1)[1 : 1 + 80 * 32].view(80, 32), weight)  # an odd address
     check(plain(80, 48), plain(16, 48))  # sizes that nothing was chosen for
     check(plain(80, 32, torch.float16), plain(48, 32, torch.float16))
     check(plain(80, 32, torch.float32), plain(48, 32, torch.float32))
     assert lib.products == 1
-
-
-def test_what_is_proposed_for_others_serves(monkeypatch):
-    lib = put(Lib(works=(7,), proposed={96: [0, 7]}), {SIZES: {80: Choice(96, 2)}}, monkeypatch)
-    check(plain(80, 32), plain(48, 32))
-    assert [algorithm for algorithm, _ in lib.seen] == [7]
-
-
-def test_a_refusal_to_propose_leaves_torch(monkeypatch):
-    lib = put(Lib(proposals=0), {SIZES: {80: Choice(80, 1)}}, monkeypatch)
-    check(plain(80, 32), plain(48, 32))
-    assert lib.products == 0
 
 
 def test_nothing_is_chosen_on_other_devices():

@@ -6,11 +6,10 @@ from phalanx.comm import oneshot
 from phalanx.kernels import library, spread
 from phalanx.kernels.allreduce import LANDING, SENT, Peers
 from phalanx.kernels.halves import Product
-from phalanx.kernels.library import Choice
 
-from .cublaslt import BF16, SIZES, Lib, in_memory, plain, put
+from .cublaslt import BF16, SIZES, Lib, in_memory, plain, put, way
 
-FIRST = Choice(80, 1)
+FIRST = way(0)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def test_each_rank_gets_its_share_of_all_parts(monkeypatch):
     for rank in range(size):
         peers = Peers(rank, size, regions.data_ptr(), LANDING)
         vars(peers)["landing"] = regions[rank]
-        lib = put(Lib(), {spread.sizes(weights[rank], peers): {rows: Choice(rows, 2)}}, monkeypatch)
+        lib = put(Lib(), {spread.sizes(weights[rank], peers): {rows: way(1)}}, monkeypatch)
         y = spread.product(xs[rank], weights[rank], peers)
         assert lib.seen == [(1, weights[rank].data_ptr())]
         assert y.shape == (rows, size * share) and y.dtype == BF16 and y.data_ptr() == regions[rank].data_ptr()
@@ -54,7 +53,7 @@ def test_nothing_begins_where_nothing_was_measured(monkeypatch):
     peers, regions = in_memory(3)
     weight = plain(48, 32)
     assert spread.product(plain(80, 32), weight, peers) is None, "no library"
-    put(Lib(), {spread.sizes(weight, peers): {80: FIRST, 96: None}, SIZES: {112: Choice(112, 1)}}, monkeypatch)
+    put(Lib(), {spread.sizes(weight, peers): {80: FIRST, 96: None}, SIZES: {112: FIRST}}, monkeypatch)
     for x in (plain(81, 32), plain(96, 32), plain(112, 32), plain(80, 32, torch.float16)):
         assert spread.product(x, weight, peers) is None
     assert (regions == 0xFF).all()
@@ -68,7 +67,7 @@ def test_what_ranks_compare(monkeypatch):
     peers, _regions = in_memory(3)
     weight, device = plain(48, 32), torch.device("cpu")
     assert spread.measured(device) == []
-    choices = {96: Choice(96, 2), 80: FIRST, 112: None}
+    choices = {96: way(1), 80: FIRST, 112: None}
     put(Lib(), {spread.sizes(weight, peers): choices, SIZES: {80: FIRST}}, monkeypatch)
     assert spread.measured(device) == [(48, 32, 80), (48, 32, 96)]
 
