@@ -1,6 +1,6 @@
 """Which of cuBLASLt's algorithms products of many rows take: measured once per node, beside what torch takes.
 
-It takes three to four seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
+It takes about four seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
 later starts compute the same bits, and wait for nothing.
 """
 
