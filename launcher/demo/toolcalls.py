@@ -7,8 +7,9 @@ import json
 import re
 from typing import Any
 
+from .familiar import EXTRA, FAMILIAR
 from .item import Item
-from .toolkit import EXTRA, FAMILIAR, KINDS, VERBS
+from .toolkit import KINDS, VERBS
 from .words import NOUNS, Draw, Phrases
 
 FAMILIAR_ASK = [Phrases(entry[3]) for entry in FAMILIAR]
