@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
-from .. import __version__
 from ..comm import control, mesh, threads
+from ..comm.hosts import name_hosts
 from ..comm.watch import LocalWatch, Watch
 from ..kernels import jit
 from . import exits, step
@@ -271,38 +271,6 @@ class Rank:
             log.info(text)
 
 
-def meet(world: Any) -> list[str]:
-    """Every rank's host, under a name that no other one has: equal names are one host from here on.
-
-    Raises Stop where a rank has another Phalanx, which need not speak our protocol.
-    """
-    mine = f"{socket.gethostname()}\n{__version__}\n{_boot_id()}".encode()
-    words = [text.decode().split("\n") for text in control.gather_bytes(world, mine)]
-    for rank, (host, version, *_) in enumerate(words):
-        if version != words[0][1]:
-            text = f"rank {rank} on {host} has Phalanx {version}, rank 0 on {words[0][0]} has {words[0][1]}; all nodes "
-            raise exits.Stop(text + "need the same" if world.rank == rank else "", exits.USAGE)
-    return _tell_apart([(host, boot) for host, _, boot in words])
-
-
-def _boot_id() -> str:
-    """What differs where nodes have the same name, as containers and cloned images may."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _tell_apart(hosts: list[tuple[str, str]]) -> list[str]:
-    """Names of hosts that are given by name and boot id: `node`, and `node#2` for another one that is called so."""
-    names: dict[tuple[str, str], str] = {}
-    for host in hosts:
-        if host not in names:
-            namesakes = sum(name == host[0] for name, _ in names)
-            names[host] = f"{host[0]}#{namesakes + 1}" if namesakes else host[0]
-    return [names[host] for host in hosts]
-
-
 def share_job(job: Job, world: Any) -> Job:
     """Rank 0's options win: the other nodes do not have our environment or files."""
     first = decode_job(control.broadcast_bytes(world, encode_job(job).encode()).decode())
@@ -341,7 +309,7 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
             print(f"phalanx: {error}", file=sys.stderr, flush=True)
         os._exit(exits.USAGE)
     try:
-        hosts = meet(world)
+        hosts = name_hosts(world)
         job = share_job(job, world)
         if job.over:
             mpi.leave()

@@ -4,6 +4,7 @@ import errno
 import os
 
 import msgspec
+from phalanx.comm import hosts
 from phalanx.rank import __main__ as main
 from phalanx.rank.model.weights import striped
 
@@ -20,7 +21,7 @@ def share_job(job, world, real=main.share_job):
 what, _, value = os.environ["DIFFER"].partition(":")
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     if what == "version":
-        main.__version__ = value
+        hosts.__version__ = value
     elif what == "model":
         main.share_job = share_job
     elif what == "memory":

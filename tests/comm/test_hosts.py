@@ -1,27 +1,29 @@
 """Which ranks share a host: what the watch's addresses and the division of its memory follow from."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from phalanx import __version__
-from phalanx.comm import threads
+from phalanx.comm import hosts, threads
 from phalanx.comm.watch import LocalWatch
-from phalanx.rank import __main__ as main
+from phalanx.rank.__main__ import Rank
+from phalanx.rank.exits import Stop
 from phalanx.rank.options import Job, Options
 
 
 def met(monkeypatch, *said):
-    """What meet() makes of the ranks' names and boot ids."""
+    """What name_hosts() makes of the ranks' names and boot ids."""
     words = [f"{name}\n{__version__}\n{boot}".encode() for name, boot in said]
-    monkeypatch.setattr(main.control, "gather_bytes", lambda world, mine: words)
-    return main.meet(SimpleNamespace(rank=0))
+    monkeypatch.setattr(hosts, "gather_bytes", lambda world, mine: words)
+    return hosts.name_hosts(SimpleNamespace(rank=0))
 
 
 def test_nodes_of_one_name_are_told_apart(monkeypatch):
-    hosts = met(monkeypatch, ("node", "b"), ("node", "b"), ("node", "a"), ("other", "c"), ("node", "d"), ("node", "a"))
-    assert hosts == ["node", "node", "node#2", "other", "node#3", "node#2"]
-    ranks = [main.Rank(Job(options=Options()), SimpleNamespace(rank=r), hosts, LocalWatch()) for r in range(6)]
+    names = met(monkeypatch, ("node", "b"), ("node", "b"), ("node", "a"), ("other", "c"), ("node", "d"), ("node", "a"))
+    assert names == ["node", "node", "node#2", "other", "node#3", "node#2"]
+    ranks = [Rank(Job(options=Options()), SimpleNamespace(rank=r), names, LocalWatch()) for r in range(6)]
     assert [rank._here for rank in ranks] == [2, 2, 2, 1, 1, 2]
 
 
@@ -36,20 +38,20 @@ def test_where_no_boot_id_can_be_read_the_name_decides(monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(Path, "read_text", refused)
-    assert main._boot_id() == ""
+    assert hosts._boot_id() == ""
 
 
 def test_ranks_of_this_machine_share_it():
-    assert len(main._boot_id()) == 36
-    assert threads.run(main.meet, 2) == [[main.socket.gethostname()] * 2] * 2
+    assert len(hosts._boot_id()) == 36
+    assert threads.run(hosts.name_hosts, 2) == [[socket.gethostname()] * 2] * 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_version_says_less_or_more(monkeypatch, rank):
     """It is refused before anything else of it is read."""
     words = [f"here\n{__version__}\nb".encode(), b"there\n9.9"]
-    monkeypatch.setattr(main.control, "gather_bytes", lambda world, mine: words)
-    with pytest.raises(main.exits.Stop) as caught:
-        main.meet(SimpleNamespace(rank=rank))
+    monkeypatch.setattr(hosts, "gather_bytes", lambda world, mine: words)
+    with pytest.raises(Stop) as caught:
+        hosts.name_hosts(SimpleNamespace(rank=rank))
     want = f"rank 1 on there has Phalanx 9.9, rank 0 on here has {__version__}; all nodes need the same"
     assert str(caught.value) == (want if rank else "")
