@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..kernels.board import Board
+
 
 class Comm(Protocol):
     """A group of ranks that exchange tensors. Every member calls the same collectives in the same order.
@@ -57,6 +59,21 @@ class Comm(Protocol):
 
     def split(self, color: int, key: int) -> Comm:
         """The subgroup of the ranks that pass the same color, ordered by key. Collective over this group."""
+
+
+class FusedComm:
+    """A group that can make a sum and the norm after it as one, besides what Comm has.
+
+    Callers ask for this by isinstance and for no backend: MPI's cannot be imported where there is no MPI.
+    """
+
+    board: Board | None = None  # over which compiled halves of a layer add up themselves: kernels/halves.py
+
+    def all_reduce_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """As oneshot.all_reduce_add_norm; None, and nothing has been done, where x is not for it."""
+        raise NotImplementedError
 
 
 class HostComm(Comm, Protocol):

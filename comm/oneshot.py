@@ -15,13 +15,13 @@ from torch import Tensor
 from ..kernels import allreduce, spread
 from ..kernels.chip import chip
 from ..kernels.norm import add_rms_norm
-from .base import Comm
+from .base import Comm, FusedComm
 from .control import gather_bytes
 from .mapped import Driver, NoPeers, map_regions
 from .nccl import NcclComm
 
 
-class OneShotComm(NcclComm):
+class OneShotComm(NcclComm, FusedComm):
     """NcclComm whose small all-reduces go over mapped memory where that can be had; `why` says why it cannot."""
 
     def __init__(self, host: Comm):
@@ -98,19 +98,22 @@ class OneShotComm(NcclComm):
 
 
 def agree(group: Comm) -> None:
-    """OneShotComm.agree, where a group has it."""
-    if found := getattr(group, "agree", None):
-        found()
+    """OneShotComm.agree; nothing where a group is none."""
+    if isinstance(group, OneShotComm):
+        group.agree()
+
+
+def peers_of(group: Comm) -> allreduce.Peers | None:
+    """Over whom a group spreads products and sums; None where it does not."""
+    return group.peers if isinstance(group, OneShotComm) else None
 
 
 def begin_product(group: Comm, x: Tensor, weight: Tensor) -> Tensor | None:
-    """What OneShotComm.product returns; None where a group has none."""
-    begin = getattr(group, "product", None)
-    return begin(x, weight) if begin else None
+    """What OneShotComm.product returns; None where a group is none."""
+    return group.product(x, weight) if isinstance(group, OneShotComm) else None
 
 
 def all_reduce_add_norm(group: Comm, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of `residual` plus the group's sum of x, and that new residual; [T, H], both may be overwritten."""
-    fused = getattr(group, "all_reduce_add_norm", None)
-    done = fused(x, residual, weight, eps) if fused else None
+    done = group.all_reduce_add_norm(x, residual, weight, eps) if isinstance(group, FusedComm) else None
     return done or add_rms_norm(group.all_reduce(x), residual, weight, eps)

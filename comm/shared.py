@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..kernels.board import LINE, Board
 from ..kernels.cpu import array, one_core
-from .base import Comm
+from .base import Comm, FusedComm
 from .control import broadcast_bytes
 from .mpi import MpiComm
 
 SLOT = 1 << 16  # elements that one call can sum
 
 
-class SharedComm(MpiComm):
+class SharedComm(MpiComm, FusedComm):
     """MpiComm whose small all-reduces of f32 go over shared memory; `board` says whether it has."""
 
     def __init__(self, host: Comm):
@@ -30,7 +30,7 @@ class SharedComm(MpiComm):
         self._compiled: Any = one_core(torch.zeros(1, 1))  # on all ranks, where there is a board
         counts = self.size * LINE
         memory = share(host, 8 * counts + 8 * self.size * SLOT, self._compiled is not None) if self.size > 1 else None
-        self.board: Board | None = None
+        self.board = None
         if memory is not None:
             slots = np.frombuffer(memory, np.float32, offset=8 * counts).reshape(2, self.size, SLOT)
             self.board = Board(slots, np.frombuffer(memory, np.int64, counts), self.rank)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...comm.oneshot import peers_of
 from ...kernels import jit, skinny
 from ...kernels.chip import chip
 from ...kernels.choice import Wanted
@@ -38,7 +39,7 @@ def sizes(max_num_seqs: int) -> list[int]:
 def products(model: Model, max_num_seqs: int) -> Iterator[Wanted]:
     """Products without a bias of the captured sizes that the library's algorithm is chosen for."""
     captured = [size for size in sizes(max_num_seqs) if size > MOST_ROWS]
-    peers = getattr(model.tensor, "peers", None)
+    peers = peers_of(model.tensor)
     for module in model.modules():
         if isinstance(module, Head) or (isinstance(module, Linear) and module.bias is None):
             yield Wanted(module.weight, captured)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import torch
 from phalanx.comm import control, mesh
@@ -111,17 +112,23 @@ def all_of_it(comm, line) -> None:
 def over_shared_memory(world) -> None:
     """What SharedComm takes and what it leaves to MPI, and that all ranks get the same bits."""
     from phalanx.comm import shared
+    from phalanx.rank.model.layers.norm import StreamNorm
 
     comm = shared.SharedComm(world)
     assert comm.board is not None
+    norm = StreamNorm(8, 1e-5, SimpleNamespace(tensor=comm))
+    norm.weight = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+    assert norm.board is comm.board
+    _, stream = norm.add(torch.full((2, 8), comm.rank + 1.0), torch.ones(2, 8))
+    assert (stream == 1 + comm.size * (comm.size + 1) / 2).all() and comm.board.calls == 1  # with the norm
     for size in (1, 1000, shared.SLOT, shared.SLOT + 1):
         x = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
         want = sum(world.all_gather(x))
         torch.testing.assert_close(comm.all_reduce(x), want)
         assert len(set(control.gather_bytes(world, x.numpy().tobytes()))) == 1
-    assert comm.board.calls == 3
+    assert comm.board.calls == 4
     collectives(comm)
-    assert comm.board.calls == 7  # its sums and gathers of f32, and its sums of shorter floats
+    assert comm.board.calls == 8  # its sums and gathers of f32, and its sums of shorter floats
     assert shared.share(world, 4096, able=world.rank > 0) is None
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ....comm.base import FusedComm
 from ....comm.mesh import Mesh
 from ....comm.oneshot import all_reduce_add_norm
 from ....kernels import norm
-from ....kernels.board import Board
 from ..weights.slicing import Field, Sliced
 from .shard import whole
 
@@ -32,7 +32,7 @@ class StreamNorm(RMSNorm):
     def __init__(self, size: int, eps: float, mesh: Mesh):
         super().__init__(size, eps)
         self.tensor = mesh.tensor
-        self.board: Board | None = getattr(mesh.tensor, "board", None)
+        self.board = mesh.tensor.board if isinstance(mesh.tensor, FusedComm) else None
 
     def begin(self, x: Tensor, residual: Tensor) -> None:
         """What `add` will be asked for may begin now, beside other work; until then x and residual stay as they are."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from phalanx.comm import mesh, threads
+from phalanx.comm import mesh, oneshot, threads
 from phalanx.rank.model.architectures import llama
 from phalanx.rank.work import graphs, runner
 from phalanx.rank.work.graphs import products, sizes
@@ -68,14 +68,25 @@ def test_what_is_compiled_ahead(monkeypatch):
     assert [tuple(a[1].shape) for a in asked[-1:]] == [(VOCABULARY, HIDDEN)]
 
 
+class Group(oneshot.OneShotComm):
+    """Of GPUs that reach each other's memory, without any."""
+
+    def __init__(self, peers=None, done=None):
+        self.peers, self.done = peers, done
+
+    def agree(self):
+        self.done.append("agreed")
+
+
 def test_products_that_a_group_may_spread():
     """Those whose sums follow; not where a bias does."""
+    peers = object()
     (one,) = model()
-    one.tensor.peers = peers = object()
+    one.tensor = Group(peers)
     wanted = [(tuple(one.weight.shape), one.counts) for one in products(one, 100) if one.peers is peers]
     assert wanted == [(OUT, [80, 96, 100]), (DOWN, [80, 96, 100])] * 2
     (one,) = model(mlp_bias=True)
-    one.tensor.peers = peers
+    one.tensor = Group(peers)
     assert [tuple(one.weight.shape) for one in products(one, 80) if one.peers] == [OUT] * 2
 
 
@@ -92,8 +103,7 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
     monkeypatch.setattr(runner, "Graphs", lambda *_: graphs)
     one = runner.Runner.__new__(runner.Runner)
     one.model = model()[0]
-    tensor = SimpleNamespace(agree=lambda: done.append("agreed"))
-    one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank), tensor=tensor)
+    one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank), tensor=Group(done=done))
     one.rows, one.device, one.watch = SimpleNamespace(length=[0] * 80), None, SimpleNamespace()
     one._last = one.caches = one._upload = None
     with caplog.at_level(logging.INFO, "phalanx"):
