@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from .words import COLORS, COUNT, PLACES, WEEKDAYS, Draw, Phrases
 
-UNITS = ("celsius", "fahrenheit")
 LANGUAGES = "English French German Spanish Italian Polish Dutch Swedish Greek Turkish Finnish Danish Czech".split()
 LEVELS = ("low", "medium", "high")
 SIZES = ("small", "medium", "large")
