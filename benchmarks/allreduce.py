@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from phalanx.benchmarks import timing
 from phalanx.benchmarks.ops import copies
 from phalanx.comm import mpi, oneshot
 from phalanx.comm.nccl import NcclComm
@@ -37,27 +38,10 @@ CALLS = 50
 BLOCKS = (16, 32, 64, 128)
 
 
-def measure(call: Callable[[], Any], host: mpi.MpiComm) -> float:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(CALLS):
-            call()
-        graph.capture_end()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        best = float("inf")
-        for _ in range(20):
-            host.barrier()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end))
-    return float(host.all_gather(torch.tensor([best])).max()) * 1e3 / CALLS
+def measure(call: timing.Call, host: mpi.MpiComm) -> float:
+    """Microseconds of one call on the slowest rank."""
+    best = timing.measure([call], CALLS, before=host.barrier)
+    return float(host.all_gather(torch.tensor([best])).max())
 
 
 def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, search: bool) -> dict[str, Callable]:

@@ -36,13 +36,14 @@ def side_stream() -> torch.cuda.Stream:
     return stream
 
 
-def measure(calls: list[Call], least: int = 16, repeats: int = 20) -> float:
-    """Microseconds of one call, the fastest graph's of at least so many."""
+def measure(calls: list[Call], least: int = 16, repeats: int = 20, before: Call = lambda: None) -> float:
+    """Microseconds of one call, the fastest graph's of at least so many. before: what each graph's start waits for."""
     with torch.cuda.stream(side_stream()):
         replay, count = captured(calls, least)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         best = float("inf")
         for _ in range(repeats):
+            before()
             start.record()
             replay()
             end.record()

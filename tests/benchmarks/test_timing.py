@@ -59,6 +59,12 @@ def test_a_graph_takes_each_call_in_turn(copies, least, captured, gpu):
     assert gpu.calls == captured
 
 
+def test_each_measurement_waits_for_what_it_is_told(gpu):
+    waited = []
+    timing.measure([gpu.call], 4, repeats=3, before=lambda: waited.append(gpu.replays))
+    assert waited == [1, 2, 3]
+
+
 def test_energy_is_counted_from_one_step_of_the_counter_to_another(gpu):
     assert timing.energy([gpu.call], 4, seconds=2.0) == pytest.approx(1.5 / 4, rel=0.01)
     assert gpu.replays >= 1000 and gpu.asked == [["6"]]
