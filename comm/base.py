@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..kernels.board import Board
 
+Then = Callable[[Tensor | None], Any]  # what follows a sum
+
 
 class Comm(Protocol):
     """A group of ranks that exchange tensors. Every member calls the same collectives in the same order.
@@ -23,12 +25,13 @@ class Comm(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of x over the group, in place; returns x. Ranks may differ in the last bit: one rank decides for all."""
 
-    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
+    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
         """The sum of x, and `then` what follows it, may begin now, beside what the caller computes.
 
         end_all_reduce ends it, or all_reduce where nothing follows. Until then what they read and write is neither
         touched nor given up, and the group's only other collectives are sums that begin or end like this one, in the
-        same order on all ranks. `then` works in place: on GPUs it runs on another stream.
+        same order on all ranks. `then` works in place: on GPUs it runs on another stream. It gets what is still to be
+        added to x, [T, H] as x, as it comes cheaper to who reads x anyway; None: x is the sum.
         """
 
     def end_all_reduce(self, x: Tensor) -> Any:

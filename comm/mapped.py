@@ -242,7 +242,7 @@ class Driver:
 
     def __init__(self) -> None:
         device = ctypes.c_int()
-        _call("cuCtxGetDevice", ctypes.byref(device))
+        call("cuCtxGetDevice", ctypes.byref(device))
         self.device = device.value
         self._location = _Location(_ON_DEVICE, self.device)
         self._properties = _Properties(_PINNED, _DESCRIPTOR, self._location)
@@ -250,87 +250,88 @@ class Driver:
     def bus(self) -> str:
         """The device's PCI address, as 0000:1b:00.0."""
         text = ctypes.create_string_buffer(32)
-        _call("cuDeviceGetPCIBusId", text, len(text), self.device)
+        call("cuDeviceGetPCIBusId", text, len(text), self.device)
         return text.value.decode()
 
     def find(self, bus: str) -> int:
         """The device with this PCI address, if it is visible to the process."""
         device = ctypes.c_int()
-        _call("cuDeviceGetByPCIBusId", ctypes.byref(device), bus.encode())
+        call("cuDeviceGetByPCIBusId", ctypes.byref(device), bus.encode())
         return device.value
 
     def reaches(self, other: int) -> bool:
         """Whether this device can access the other's memory."""
         can = ctypes.c_int()
-        _call("cuDeviceCanAccessPeer", ctypes.byref(can), self.device, other)
+        call("cuDeviceCanAccessPeer", ctypes.byref(can), self.device, other)
         return bool(can.value)
 
     def granularity(self) -> int:
         found = _u64()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(self._properties), _RECOMMENDED)
+        call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(self._properties), _RECOMMENDED)
         return found.value
 
     def create(self, size: int) -> int:
         """The handle of new memory, which lives as long as the handle, a descriptor or a mapping of it."""
         handle = _u64()
-        _call("cuMemCreate", ctypes.byref(handle), _u64(size), ctypes.byref(self._properties), _u64(0))
+        call("cuMemCreate", ctypes.byref(handle), _u64(size), ctypes.byref(self._properties), _u64(0))
         return handle.value
 
     def release(self, handle: int) -> None:
-        _call("cuMemRelease", _u64(handle))
+        call("cuMemRelease", _u64(handle))
 
     def export(self, handle: int) -> int:
         """A file descriptor by which another process can import the memory; the caller closes it."""
         descriptor = ctypes.c_int(-1)
-        _call("cuMemExportToShareableHandle", ctypes.byref(descriptor), _u64(handle), _DESCRIPTOR, _u64(0))
+        call("cuMemExportToShareableHandle", ctypes.byref(descriptor), _u64(handle), _DESCRIPTOR, _u64(0))
         return descriptor.value
 
     def import_(self, descriptor: int) -> int:
         """The handle of memory that another process has exported."""
         handle = _u64()
-        _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _DESCRIPTOR)
+        call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _DESCRIPTOR)
         return handle.value
 
     def reserve(self, size: int) -> int:
         """The address of a range in which nothing is mapped yet."""
         address = _u64()
-        _call("cuMemAddressReserve", ctypes.byref(address), _u64(size), _u64(0), _u64(0), _u64(0))
+        call("cuMemAddressReserve", ctypes.byref(address), _u64(size), _u64(0), _u64(0), _u64(0))
         return address.value
 
     def free(self, address: int, size: int) -> None:
         """Give a reserved range up, in which nothing is mapped any more."""
-        _call("cuMemAddressFree", _u64(address), _u64(size))
+        call("cuMemAddressFree", _u64(address), _u64(size))
 
     def map(self, address: int, size: int, handle: int) -> None:
         """All of the handle's memory at an address within a reserved range."""
-        _call("cuMemMap", _u64(address), _u64(size), _u64(0), _u64(handle), _u64(0))
+        call("cuMemMap", _u64(address), _u64(size), _u64(0), _u64(handle), _u64(0))
 
     def unmap(self, address: int, size: int) -> None:
-        _call("cuMemUnmap", _u64(address), _u64(size))
+        call("cuMemUnmap", _u64(address), _u64(size))
 
     def set_access(self, address: int, size: int) -> None:
         """Let this device read and write what is mapped there."""
         access = _Access(self._location, _READ_WRITE)
-        _call("cuMemSetAccess", _u64(address), _u64(size), ctypes.byref(access), _u64(1))
+        call("cuMemSetAccess", _u64(address), _u64(size), ctypes.byref(access), _u64(1))
 
     def fill(self, address: int, value: int, size: int) -> None:
         """Set bytes, and wait until that is done."""
-        _call("cuMemsetD8_v2", _u64(address), ctypes.c_ubyte(value), _u64(size))
-        _call("cuCtxSynchronize")
+        call("cuMemsetD8_v2", _u64(address), ctypes.c_ubyte(value), _u64(size))
+        call("cuCtxSynchronize")
 
     def copy(self, to: int, source: int, size: int) -> None:
         """Within or between GPUs, and wait until that is done: unmapping does not wait for what is under way."""
-        _call("cuMemcpyDtoD_v2", _u64(to), _u64(source), _u64(size))
-        _call("cuCtxSynchronize")
+        call("cuMemcpyDtoD_v2", _u64(to), _u64(source), _u64(size))
+        call("cuCtxSynchronize")
 
     def read(self, address: int, size: int) -> bytes:
         found = ctypes.create_string_buffer(size)
-        _call("cuMemcpyDtoH_v2", found, _u64(address), _u64(size))
+        call("cuMemcpyDtoH_v2", found, _u64(address), _u64(size))
         return found.raw
 
 
 _u64 = ctypes.c_uint64  # what CUdeviceptr, handles, size_t and flags are
 
 
-def _call(name: str, *args: Any) -> None:
+def call(name: str, *args: Any) -> None:
+    """Of the driver. Raises RuntimeError."""
     jit.check(getattr(jit.libcuda(), name)(*args), name)

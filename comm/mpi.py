@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import mpi4py
 import torch
 from torch import Tensor
+
+from .base import Then
 
 mpi4py.rc(initialize=False, finalize=False)  # before mpi4py.MPI is imported: join() decides when
 from mpi4py import MPI  # noqa: E402
@@ -40,7 +41,7 @@ class MpiComm:
         self.handle.Allreduce(MPI.IN_PLACE, _buffer(x))
         return x
 
-    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
+    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
         """Nothing computes beside the thread that waits."""
 
     def end_all_reduce(self, x: Tensor) -> None: ...

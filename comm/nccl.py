@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..rank import exits
-from .base import Comm
+from .base import Comm, Then
 from .control import broadcast_bytes
 
 
@@ -68,7 +67,7 @@ class NcclComm:
             self._nccl.allReduce(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], self._sum, self._stream())
         return x
 
-    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
+    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
         """On a stream of its own. Memory needs no record_stream: it is given up on the current stream, after that has
         waited in end_all_reduce."""
         if self._nccl is None:
@@ -77,9 +76,14 @@ class NcclComm:
             self._beside = torch.cuda.Stream(priority=-1)  # its few blocks go before the products' many
         self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
-            self.all_reduce(x)
-            done = then() if then else x
+            rest = self.sum_up(x)
+            done = then(rest) if then else x if rest is None else x.add_(rest)
         self._begun[x.data_ptr()] = self._beside.record_event(), done
+
+    def sum_up(self, x: Tensor) -> Tensor | None:
+        """What is still to be added to x then; None: nothing. Where sums are made beside others' work."""
+        self.all_reduce(x)
+        return None
 
     def end_all_reduce(self, x: Tensor) -> Any:
         event, done = self._begun.pop(x.data_ptr(), (None, None))

@@ -6,8 +6,6 @@ What kernels/allreduce.py does not take, and groups whose GPUs cannot reach each
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +13,9 @@ from torch import Tensor
 from ..kernels import allreduce, spread
 from ..kernels.chip import chip
 from ..kernels.norm import add_rms_norm
-from .base import Comm, FusedComm
+from .base import Comm, FusedComm, Then
 from .control import gather_bytes
+from .copies import MOST, ROOM, Copies
 from .mapped import Driver, NoPeers, map_regions
 from .nccl import NcclComm
 
@@ -27,22 +26,25 @@ class OneShotComm(NcclComm, FusedComm):
     def __init__(self, host: Comm):
         self.peers: allreduce.Peers | None = None  # NcclComm tries a sum out
         self.why = ""
+        self._copies: Copies | None = None
         self._landing = 0  # the address of a product whose sum has not ended
         self._agreed = False  # all ranks spread the same products
         super().__init__(host)
         if self.size == 1:
             return
         torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
+        here, room = chip(torch.device("cuda", torch.cuda.current_device())), allreduce.region_bytes(self.size)
+        carries = self.size == 2 and here.hopper  # where sums begin beside products
         try:
-            base, stride = map_regions(host, Driver(), allreduce.region_bytes(self.size))
+            base, stride = map_regions(host, Driver(), room + ROOM * carries)
         except NoPeers as error:
             self.why = str(error)
         else:
-            mine = chip(torch.device("cuda", torch.cuda.current_device())).processors
-            everybodys = gather_bytes(host, str(mine).encode())  # grids have to be the same on all ranks
+            everybodys = gather_bytes(host, str(here.processors).encode())  # grids have to be the same on all ranks
             blocks = allreduce.common_blocks(map(int, everybodys))
             self.peers = allreduce.Peers(self.rank, self.size, base, stride, blocks)
             _ = self.peers.table, self.peers.landing  # made now: not while a graph is captured
+            self._copies = Copies(self.peers, room) if carries else None
 
     def agree(self) -> None:
         """From now on products begin sums, if all ranks have measured the same ones. Collective, after measuring."""
@@ -69,13 +71,18 @@ class OneShotComm(NcclComm, FusedComm):
             return allreduce.all_reduce(x, self.peers)
         return super().all_reduce(x)
 
-    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
+    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
         """What kernels take stays on the caller's stream: all of them have to be on one. What a product has begun
         ends where it is waited for."""
         if self._landed(x):
             return
         if self.peers is None or not allreduce.suits(x, self.size):
             super().begin_all_reduce(x, then)
+
+    def sum_up(self, x: Tensor) -> Tensor | None:
+        if self._copies is None or x.nbytes > MOST:
+            return super().sum_up(x)
+        return self._copies.exchange(x)
 
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .base import Then
+
 
 class PeerFailed(RuntimeError):
     """Another rank of this process has raised; its own exception is the one to look at."""
@@ -65,7 +67,7 @@ class ThreadComm:
                 x += part
         return x
 
-    def begin_all_reduce(self, x: Tensor, then: Callable[[], Any] | None = None) -> None:
+    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
         """Nothing computes beside the thread that waits."""
 
     def end_all_reduce(self, x: Tensor) -> None: ...

@@ -70,7 +70,7 @@ class Peers:
     @functools.cached_property
     def landing(self) -> Tensor:
         """[LANDING] uint8: this rank's."""
-        return torch.as_tensor(_Memory(self.base + self.rank * self.stride + landing_at(self.size)), device="cuda")
+        return memory(self.base + self.rank * self.stride + landing_at(self.size), LANDING)
 
 
 def common_blocks(processors: Iterable[int]) -> int:
@@ -81,8 +81,13 @@ def common_blocks(processors: Iterable[int]) -> int:
 class _Memory:
     """What torch takes for an array on the current device (CUDA Array Interface, version 3)."""
 
-    def __init__(self, address: int):
-        self.__cuda_array_interface__ = dict(shape=(LANDING,), typestr="|u1", data=(address, False), version=3)
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = dict(shape=(size,), typestr="|u1", data=(address, False), version=3)
+
+
+def memory(address: int, size: int) -> Tensor:
+    """[size] uint8: what lies there on the current device, which somebody else keeps."""
+    return torch.as_tensor(_Memory(address, size), device="cuda")
 
 
 def suits(x: Tensor, ranks: int) -> bool:

@@ -21,14 +21,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_reference(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and that sum. x and residual [T, H] may be overwritten.
 
     What is normalised is the sum rounded to x's dtype: a pipeline stage that gets the rounded sum from its
-    predecessor computes the same as a model that was not cut there.
+    predecessor computes the same as a model that was not cut there. other: is added to x before, and that rounded.
     """
     if x.is_cuda:
-        return add_rms_norm_cuda(x, residual, weight, eps)
+        return add_rms_norm_cuda(x, residual, weight, eps, other)
+    if other is not None:
+        x = x + other
     if x.is_contiguous() and residual.is_contiguous() and (compiled := one_core(x)):
         compiled.add_rms_norm(x.numpy(), residual.numpy(), weight.numpy(), eps)
         return x, residual
@@ -53,23 +57,27 @@ def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
     rows = x.flatten(0, -3) if x.dim() > 2 else x.view(-1, 1, x.shape[-1])
     out = x.new_empty(x.shape)
-    kernel, threads = _kernel("rms_norm", x, weight, *rows.stride()[:2])
+    kernel, threads = _kernel("rms_norm", [x, weight], *rows.stride()[:2])
     count = rows.shape[0] * rows.shape[1]
     kernel((count, 1, 1), threads, x, weight, out, rows.shape[1], *rows.stride()[:2], eps)
     return out
 
 
-def add_rms_norm_cuda(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
-    assert residual.is_contiguous()
-    kernel, threads = _kernel("add_rms_norm", x, residual)
-    kernel((len(x), 1, 1), threads, x, residual, weight, eps)
+    assert residual.is_contiguous() and (other is None or other.is_contiguous())
+    parts = [x] if other is None else [x, other]
+    kernel, threads = _kernel("add_rms_norm", [*parts, residual], parts=len(parts))
+    kernel((len(x), 1, 1), threads, x, parts[-1], residual, weight, eps)
     return x, residual
 
 
-def _kernel(name: str, x: Tensor, other: Tensor, *strides: int) -> tuple[jit.Kernel, int]:
-    """For rows of x's last axis, and its threads per row."""
+def _kernel(name: str, vectors: list[Tensor], *strides: int, parts: int = 1) -> tuple[jit.Kernel, int]:
+    """For rows of the first one's last axis, and its threads per row. parts: that are added to the residual."""
+    x, *_ = vectors
     size = x.shape[-1]
-    vector = min(jit.vector(x, size, *strides), jit.vector(other, size))
+    vector = min(jit.vector(y, size, *strides) for y in vectors)
     threads = min(max(-(-size // vector // 32) * 32, 32), 512)
-    return jit.kernel("norm", name, x.dtype, N=size, V=vector, THREADS=threads), threads
+    return jit.kernel("norm", name, x.dtype, N=size, V=vector, THREADS=threads, PARTS=parts), threads

@@ -13,11 +13,13 @@ rms_norm(const T* x, const T* weight, T* out, int width, int outer, int inner, f
     finish(row, weight, out + (long long)blockIdx.x * N, eps);
 }
 
-// residual += x; x = norm(residual)
-extern "C" __global__ void __launch_bounds__(THREADS) add_rms_norm(T* x, T* residual, const T* weight, float eps) {
+// residual += x, or x + other rounded where PARTS is 2; x = norm(residual)
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_rms_norm(T* x, const T* other, T* residual, const T* weight, float eps) {
     release();
     wait();
     Piece* a = (Piece*)(x + (long long)blockIdx.x * N);
+    const Piece* c = (const Piece*)(other + (long long)blockIdx.x * N);
     Piece* b = (Piece*)(residual + (long long)blockIdx.x * N);
     Piece row[PER];
 #pragma unroll
@@ -25,6 +27,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_rms_norm(T* x, T* resi
         int at = threadIdx.x + i * THREADS;
         if (at >= N / V) break;
         Piece p = a[at], q = b[at];
+        if constexpr (PARTS == 2) {
+            const Piece o = c[at];
+#pragma unroll
+            for (int j = 0; j < V; j++) p.x[j] = narrow<T>(wide(p.x[j]) + wide(o.x[j]));
+        }
 #pragma unroll
         for (int j = 0; j < V; j++) row[i].x[j] = narrow<T>(wide(p.x[j]) + wide(q.x[j]));
         b[at] = row[i];

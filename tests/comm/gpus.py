@@ -8,6 +8,7 @@ import sys
 
 import torch
 from phalanx.comm import mapped, mpi, nccl, oneshot
+from phalanx.comm.copies import MOST
 from phalanx.kernels import allreduce, choice, norm, spread
 from phalanx.kernels.allreduce import ONE_SHOT, SLOT
 
@@ -35,7 +36,7 @@ def beside(comm) -> None:
     """Sums that begin ahead of other work: each is made once, in any order of waiting, whatever the size."""
     n, r = comm.size, comm.rank
     rng, order = random.Random(r), random.Random(0)
-    for count in (33, SLOT // 2 + 8):
+    for count in (33, SLOT // 2 + 8, MOST // 2, MOST // 2 + 8):
         a, b = (torch.full((count,), i + r, device="cuda", dtype=torch.bfloat16) for i in (1, 2))
         want = [n * i + n * (n - 1) // 2 for i in (1, 2)]
         for _ in range(20):
@@ -44,7 +45,7 @@ def beside(comm) -> None:
             comm.begin_all_reduce(x)
             other = torch.randn(2048, 2048, device="cuda")
             other @ other
-            comm.begin_all_reduce(y, lambda y=y: y.add_(1))
+            comm.begin_all_reduce(y, lambda rest, y=y: y.add_(1 if rest is None else rest + 1))
             for wait_for_y in order.sample((False, True), 2):
                 if wait_for_y:  # a small sum that has not begun is made whole by its end
                     found = comm.end_all_reduce(y)

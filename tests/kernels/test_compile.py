@@ -26,8 +26,8 @@ def room(sizes):
 
 
 PROGRAMS = [
-    ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512)),
-    ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64)),
+    ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
+    ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
     ("activation", dict(T=torch.float16, V=8)),
     ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, DIM=128, TURNED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8)),
     ("rope", dict(T=torch.float32, C=torch.bfloat16, DIM=10, TURNED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1)),

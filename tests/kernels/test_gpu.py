@@ -41,7 +41,12 @@ def test_norms(rows, size, dtype, bound):
     x, residual, weight = (torch.randn(s, device="cuda").to(dtype) for s in ((rows, size), (rows, size), (size,)))
     near(norm.rms_norm(x, weight, 1e-5), norm.rms_norm_reference(x, weight, 1e-5), bound)
     want = norm.add_rms_norm_reference(x.clone(), residual.clone(), weight, 1e-5)
-    got = norm.add_rms_norm(x, residual, weight, 1e-5)
+    got = norm.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    near(got[0], want[0], bound)
+    assert torch.equal(got[1], want[1])
+    other = torch.randn(rows, size, device="cuda").to(dtype)
+    want = norm.add_rms_norm_reference(x + other, residual.clone(), weight, 1e-5)
+    got = norm.add_rms_norm(x, residual, weight, 1e-5, other)
     near(got[0], want[0], bound)
     assert torch.equal(got[1], want[1])
 

@@ -45,8 +45,12 @@ def test_add_rms_norm(rows, size, dtype, bound):
     x, residual, weight = (torch.randn(s).to(dtype) for s in ((rows, size), (rows, size), (size,)))
     total = x + residual
     want = rms_norm(total, weight, 1e-5)
-    normed, stream = add_rms_norm(x, residual, weight, 1e-5)
+    normed, stream = add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     assert torch.equal(stream, total) and torch.equal(normed, want)
+    other = torch.randn(rows, size).to(dtype)
+    normed, stream = add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, other)
+    want = add_rms_norm(x + other, residual, weight, 1e-5)
+    assert torch.equal(stream, want[1]) and torch.equal(normed, want[0])
 
 
 @pytest.mark.parametrize("rows, size", SIZES)

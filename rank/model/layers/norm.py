@@ -36,7 +36,7 @@ class StreamNorm(RMSNorm):
 
     def begin(self, x: Tensor, residual: Tensor) -> None:
         """What `add` will be asked for may begin now, beside other work; until then x and residual stay as they are."""
-        self.tensor.begin_all_reduce(x, lambda: norm.add_rms_norm(x, residual, self.weight, self.eps))
+        self.tensor.begin_all_reduce(x, lambda rest: norm.add_rms_norm(x, residual, self.weight, self.eps, rest))
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [T, H] is this rank's part of what is added: their sum over the tensor group goes to the residual.
