@@ -61,7 +61,9 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     found["chosen, norm"] = partial(after, group.all_reduce)
     whole: tuple[Tensor, Tensor, Tensor, float, allreduce.Peers] = (x, residual, weight, 1e-5, peers)
     found["one kernel"] = partial(allreduce.all_reduce_add_norm, *whole)
-    normed = {"one-shot norm": allreduce.one_shot_add_norm, "two-shot norm": allreduce.two_shot_add_norm}
+    normed: dict[str, Callable] = {"two-shot norm": allreduce.two_shot_add_norm}
+    if allreduce.suits_one_way(x, group.size):
+        normed["one-way norm"] = partial(allreduce.one_way_add_norm, blocks=peers.blocks)
     if allreduce.suits_sending(x, group.size):
         normed["sent norm"] = partial(allreduce.sent_add_norm, blocks=peers.blocks, threads=allreduce.MOST_THREADS)
     found |= {name: partial(both, *whole) for name, both in normed.items()}

@@ -1,15 +1,16 @@
 """Sums over the GPUs of one host that map each other's memory: one kernel, nothing of the host's in it.
 
 One-shot: every rank reads all of every other's input, one meeting. Two-shot: every rank adds up one share and reads the
-others' sums: two meetings and, of 4 ranks, half the bytes. kernels/cuda/peers.cuh tells of the meetings. Sent: as
-two-shot, but shares and sums are written to the others, who wait for data alone (kernels/cuda/push.cuh): the fastest
-for small sums, while many bytes arrive more slowly than they are read.
+others' sums: two meetings and, of 4 ranks, half the bytes. kernels/cuda/peers.cuh tells of the meetings. With the norm
+there are two more, in which ranks write to the others, who wait for data alone (kernels/cuda/push.cuh). One-way: all of
+a rank's input to every other one. Sent: shares, as two-shot, and then their sums.
 
-On two H200 (2026-11-22, benchmarks/allreduce.py --np 2 --width 4096 --search) BLOCKS and THREADS are the best or within
-2 us of it from 1 to 1024 rows, one-shot beats two-shot throughout and NCCL by 0.3 to 15 us. On four, rows of 8192 with
-the norm, us: 1 row one-shot 8.0, sent 7.3, two kernels 6.2; 4: 6.4, 5.9, 6.7; 16: 8.0, 6.2; 64: 16.5, 8.6, two-shot
-12.5; 128: 28.4, 13.7, 18.3; 256: 48, 33, 30; 512: 89, 65, 51 (products begin these sums: spread.py). Sent ones are the
-faster the more threads there are: 128 rows take 13.7 with 128 blocks of 1024, 17.6 with 64 of 512.
+On two H200 (2026-11-22, benchmarks/allreduce.py --np 2 --width 4096 --search), us with the norm, one-way, sent, and
+one-shot, which is gone since: 1 row 5.6, 6.1, 6.4; 16: 4.2, 5.1, 4.8; 64: 5.7, 5.9, 7.0; 256: 11.7, 11.8, 13.5; 512:
+20.4, one-shot 23.3; 1024: 38.1, 41.1. Up to 64 rows as many blocks of THREADS as rows are the fastest, above 128. On
+four, rows of 8192, one-shot, sent, two kernels: 1 row 8.0, 7.3, 6.2; 4: 6.4, 5.9, 6.7; 16: 8.0, 6.2; 64: 16.5, 8.6,
+two-shot 12.5; 128: 28.4, 13.7, 18.3; 256: 48, 33, 30; 512: 89, 65, 51 (products begin these sums: spread.py). Sent ones
+are the faster the more threads there are: 128 rows take 13.7 with 128 blocks of 1024, 17.6 with 64 of 512.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from . import jit
 from .norm import add_rms_norm_reference
 
 SLOT = 8 << 20  # bytes that one call can sum
+INBOX = 14 << 20  # and SENT are a mailbox: of all of two ranks' input, or of shares, and then of their sums
 # Where there are more than two ranks:
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
 SENT = 2 << 20  # bytes up to which, with the norm, to write it to the others is
 FEW = 2  # rows that are summed and normed faster one after the other
-INBOX = SENT + (SENT >> 3)  # of a mailbox for all ranks' shares, of rows whose vectors they do not divide
 BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
 MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than Peers.blocks
 THREADS = 512
@@ -130,7 +131,7 @@ def _launch(name: str, x: Tensor, peers: Peers, vector: int, items: int, blocks:
 def all_reduce_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
     """`all_reduce` of x and norm.add_rms_norm of the sum as one kernel, with the same bits. x, residual: [T, H]."""
     if peers.size == 2:
-        return one_shot_add_norm(x, residual, weight, eps, peers)
+        return one_way_add_norm(x, residual, weight, eps, peers, peers.blocks)
     if suits_sending(x, peers.size):
         return sent_add_norm(x, residual, weight, eps, peers, peers.blocks, MOST_THREADS)
     return two_shot_add_norm(x, residual, weight, eps, peers)
@@ -147,17 +148,23 @@ def suits_sending(x: Tensor, ranks: int) -> bool:
     return x.nbytes <= SENT and x.nbytes + len(x) * ranks * 16 <= INBOX
 
 
-def one_shot_add_norm(
+def suits_one_way(x: Tensor, ranks: int) -> bool:
+    """Whether a mailbox has room for all of everybody's."""
+    return x.nbytes * ranks <= INBOX + SENT
+
+
+def one_way_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS
 ) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add_norm` by at most `blocks` <= MOST_BLOCKS blocks of at most `threads`."""
-    return _launch_norm("one_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
+    """`all_reduce_add_norm` of an x that suits_one_way, of at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
+    assert suits_one_way(x, peers.size)
+    return _launch_norm("one_way_add_norm", x, residual, weight, eps, peers, blocks, threads)
 
 
 def two_shot_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers, blocks: int = BLOCKS, threads: int = THREADS
 ) -> tuple[Tensor, Tensor]:
-    """The same; each rank adds up a share of each row's columns."""
+    """The same of any x that suits; each rank adds up a share of each row's columns."""
     return _launch_norm("two_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
 
 

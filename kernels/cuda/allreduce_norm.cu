@@ -75,14 +75,14 @@ __device__ inline void collect(const Call& call, T* x, T* residual, const T* wei
     add_norm(x, residual, weight, rows, eps, ask, [](const Piece& p, int, int) { return p; });
 }
 
-// All ranks' pieces of one vector of this rank's share, when they have come.
-__device__ inline Parts receive(const Piece* inbox) {
+// All ranks' pieces of one vector, when they have come, `apart` vectors from each other.
+__device__ inline Parts receive(const Piece* inbox, int apart) {
     Sent got[SIZE];
     bool all;
     do {
         all = true;
 #pragma unroll
-        for (int r = 0; r < SIZE; r++) look(got[r], inbox + r * SHARE);
+        for (int r = 0; r < SIZE; r++) look(got[r], inbox + r * apart);
 #pragma unroll
         for (int r = 0; r < SIZE; r++) all &= complete(got[r]);
     } while (!all);
@@ -90,22 +90,6 @@ __device__ inline Parts receive(const Piece* inbox) {
 #pragma unroll
     for (int r = 0; r < SIZE; r++) p.of[r] = opened(got[r]);
     return p;
-}
-
-// Every rank reads everything.
-extern "C" __global__ void __launch_bounds__(THREADS)
-one_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
-    prefetch(weight);
-    Call call = begin(table, rank);
-    lay_out(call, x, rows);
-    meet(call, 2);
-    auto ask = [&](int row, int at) { return parts(call, row * ROW + at); };
-    if constexpr (PER * SIZE <= 8)
-        add_norm(x, residual, weight, rows, eps, ask, [](const Parts& p, int, int) { return total(p); });
-    else  // so many do not fit in registers
-        add_norm(x, residual, weight, rows, eps, [&](int row, int at) { return total(ask(row, at)); },
-                 [](const Piece& p, int, int) { return p; });
-    end(call);
 }
 
 // Each rank adds up one share of each row and leaves the sum in place of its own input, which nobody else reads.
@@ -187,7 +171,7 @@ sent_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, 
     for (int i = threadIdx.x; i < own_rows(rows) * width; i += THREADS) {
         const int row = row_of(i / width), column = i % width;
         Piece* inbox = mine + row * SIZE * SHARE + column;
-        const Piece sum = total(receive(inbox));
+        const Piece sum = total(receive(inbox, SHARE));
 #pragma unroll
         for (int j = 0; j < SIZE; j++) send(to[j] + RESULTS + row * ROW + first + column, sum);
 #pragma unroll
@@ -206,5 +190,58 @@ sent_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, 
         clear(sums + row * ROW + at);
         return opened(y);
     });
+    end(call);
+}
+
+struct Gathered {  // of one vector
+    Piece own;
+    Sent of[SIZE];  // of the others
+};
+
+// Each rank sends every other one all of its rows and adds up for itself: nothing is sent twice, one after the other.
+extern "C" __global__ void __launch_bounds__(THREADS)
+one_way_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
+    prefetch(weight);
+    Table regions[SIZE], own = table[rank];
+#pragma unroll
+    for (int r = 0; r < SIZE; r++) regions[r] = table[r];
+    Call call = begin(table, rank);
+    auto load = [&](int i) { return ((const Piece*)x)[start(i / ROW) + i % ROW]; };
+    const int count = own_rows(rows) * ROW;
+    Piece first;  // on its way while the count of meetings, which the mailboxes depend on, is
+    if (threadIdx.x < count) first = load(threadIdx.x);
+    tell(call, 2);
+    auto deliver = [&](int i, const Piece& p) {
+        const int at = rank * rows * ROW + start(i / ROW) + i % ROW;
+#pragma unroll
+        for (int r = 0; r < SIZE; r++)
+            if (r != rank) send((Piece*)mailbox(regions[r], call.before) + at, p);
+    };
+    if (threadIdx.x < count) deliver(threadIdx.x, first);
+    pass<AHEAD>(threadIdx.x + THREADS, count, THREADS, load, deliver);
+
+    Piece* mine = (Piece*)mailbox(own, call.before);
+    auto from = [&](int r, int row, int at) { return mine + (r * rows + row) * ROW + at; };
+    auto ask = [&](int row, int at) {
+        Gathered p;
+        p.own = ((const Piece*)x)[row * ROW + at];
+#pragma unroll
+        for (int r = 0; r < SIZE; r++)
+            if (r != rank) look(p.of[r], from(r, row, at));
+        return p;
+    };
+    add_norm(x, residual, weight, rows, eps, ask, [&](Gathered p, int row, int at) {
+        Parts all;
+#pragma unroll
+        for (int r = 0; r < SIZE; r++) {
+            all.of[r] = p.own;
+            if (r == rank) continue;
+            while (!complete(p.of[r])) look(p.of[r], from(r, row, at));
+            all.of[r] = opened(p.of[r]);
+            clear(from(r, row, at));
+        }
+        return total(all);
+    });
+    await(call, 2);
     end(call);
 }

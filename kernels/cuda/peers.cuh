@@ -86,8 +86,8 @@ __device__ inline void meet(const Call& call, int step) {
 
 // After the last meeting and a barrier, which all threads' look at the count precedes.
 __device__ inline void end(const Call& call) {
-    if (threadIdx.x == 0)
-        for (int i = blockIdx.x; i < BLOCKS; i += gridDim.x) call.signals->count[i] = call.before + 2;
+    for (int i = blockIdx.x + threadIdx.x * gridDim.x; i < BLOCKS; i += gridDim.x * THREADS)
+        call.signals->count[i] = call.before + 2;
 }
 
 typedef Vec<T, V> Piece;

@@ -60,18 +60,18 @@ def test_the_log_says_why_nccl_does_it_all(monkeypatch, caplog, why):
     assert caplog.messages == ([f"all-reduces go over NCCL alone: {why}"] if why else [])
 
 
-def test_more_than_two_ranks_share_large_sums(monkeypatch):
-    for name in ("one_shot", "two_shot", "sent"):
+def test_two_ranks_send_everything_and_more_share_large_sums(monkeypatch):
+    for name in ("one_way", "two_shot", "sent"):
         monkeypatch.setattr(allreduce, f"{name}_add_norm", lambda *asked, name=name: (name, *asked[5:]))
 
     def chosen(rows, size, width=8192):
         x = torch.empty(rows, width, dtype=torch.bfloat16)
         return allreduce.all_reduce_add_norm(x, x, x[0], 1e-5, allreduce.Peers(0, size, 0, 0, 108))
 
-    assert [chosen(9, 2), chosen(512, 2)] == [("one_shot",)] * 2
+    assert [chosen(9, 2), chosen(512, 2)] == [("one_way", 108)] * 2
     assert [chosen(3, 3), chosen(128, 4), chosen(128, 8)] == [("sent", 108, 1024)] * 3
     assert [chosen(129, 4), chosen(512, 8)] == [("two_shot",)] * 2
-    assert chosen(100_000, 4, 8) == ("two_shot",)  # too short for a mailbox
+    assert chosen(120_000, 8, 8) == ("two_shot",)  # too short for a mailbox
 
 
 def test_a_row_or_two_of_many_ranks_are_normed_after_the_sum():

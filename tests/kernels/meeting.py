@@ -166,10 +166,10 @@ class Thread:
             yield from self.store(0, *place, i)
 
     def end(self) -> Steps:
-        if self.index == 0:
-            last = self.block.index + 1 if self.group.flaw == "only used blocks count" else self.group.blocks
-            for i in range(self.block.index, last, self.block.grid):
-                yield from self.store((self.before + 2) % WRAP, self.rank, "count", i)
+        last = self.block.index + 1 if self.group.flaw == "only used blocks count" else self.group.blocks
+        first, step = self.block.index + self.index * self.block.grid, self.block.grid * self.group.threads
+        for i in range(first, last, step):
+            yield from self.store((self.before + 2) % WRAP, self.rank, "count", i)
 
     def total(self, at: int) -> Steps:
         values = []
@@ -304,6 +304,37 @@ class Thread:
             if "cleared" not in flaw:
                 yield from self.clear(*place)
         yield from self.barrier()
+        yield from self.end()
+
+    def one_way_add_norm(self) -> Steps:
+        """Without the norm. Rows of ROW, of which every rank gets everything."""
+        x, block, threads, flaw = self.block.x, self.block, self.group.threads, self.group.flaw
+        rows = range(block.index, len(x) // ROW, block.grid)
+        yield from self.begin()
+        if flaw == "one mailbox":
+            self.slot = 0
+        yield from self.tell(2)
+        others = [r for r in range(self.group.size) if r != self.rank]
+        places = [(row, i) for row in rows for i in range(self.index, ROW, threads)]
+        if flaw == "cleared before it is used again":
+            for place in places:
+                for r in others:
+                    yield from self.clear(self.rank, "mail", self.slot, "all", r, *place)
+        for i in range(self.index, len(rows) * ROW, threads):
+            row, column = rows[i // ROW], i % ROW
+            for r in others:
+                yield from self.send(x[row * ROW + column], r, "mail", self.slot, "all", self.rank, row, column)
+        sums = [x[row * ROW + i] for row, i in places]
+        for at, (row, i) in enumerate(places):
+            for r in others:
+                place = (self.rank, "mail", self.slot, "all", r, row, i)
+                sums[at] += yield from self.receive(*place)
+                if "cleared" not in flaw:
+                    yield from self.clear(*place)
+        yield from self.barrier()  # other threads may have sent what this one overwrites
+        for (row, i), sum_ in zip(places, sums, strict=True):
+            x[row * ROW + i] = sum_
+        yield from self.await_(2)
         yield from self.end()
 
 

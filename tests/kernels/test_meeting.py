@@ -13,8 +13,8 @@ def attempt(seed: int, flaw: str = "", kinds: tuple[str, ...] = ()) -> None:
     size = rng.choice([2, 2, 3, 4])
     start = rng.choice([0, WRAP - 2, WRAP - 6])  # the count wraps around
     group = Group(size, blocks=3, threads=4, rng=rng, start=start, flaw=flaw)
-    mixed = ["one_shot", "two_shot", "two_shot_add_norm", "sent_add_norm", "landed_add_norm"]
-    kinds = kinds or rng.choice([mixed, ["sent_add_norm"], ["landed_add_norm"]])
+    mixed = ["one_shot", "two_shot", "two_shot_add_norm", "sent_add_norm", "one_way_add_norm", "landed_add_norm"]
+    kinds = kinds or rng.choice([mixed, ["sent_add_norm"], ["one_way_add_norm"], ["landed_add_norm"]])
     calls = []
     for _ in range(rng.randint(2, 6)):
         kind = rng.choice(kinds)
@@ -44,6 +44,17 @@ def test_the_scheduler_finds_what_is_left_out(flaw):
         except Wrong:
             return
     raise AssertionError(f"{flaw}: no interleaving fails, so it is not needed, or not tried")
+
+
+@pytest.mark.parametrize("kind", ["sent_add_norm", "one_way_add_norm"])
+@pytest.mark.parametrize("flaw", FLAWS[-5:])
+def test_what_is_sent_needs_its_zeros(kind, flaw):
+    for seed in range(400):
+        try:
+            attempt(seed, flaw, (kind,))
+        except Wrong:
+            return
+    raise AssertionError(f"{flaw}: no interleaving fails")
 
 
 @pytest.mark.parametrize("flaw", ["no first meeting", "no meeting", "relaxed flags"])
