@@ -31,7 +31,7 @@ class Comm(Protocol):
         end_all_reduce ends it, or all_reduce where nothing follows. Until then what they read and write is neither
         touched nor given up, and the group's only other collectives are sums that begin or end like this one, in the
         same order on all ranks. `then` works in place: on GPUs it runs on another stream. It gets what is still to be
-        added to x, [T, H] as x, as it comes cheaper to who reads x anyway; None: x is the sum.
+        added to x, of x's shape, as that is cheaper for who reads x anyway, and does not keep it; None: x is the sum.
         """
 
     def end_all_reduce(self, x: Tensor) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,3 +139,13 @@ def gather_bytes(world: Comm, data: bytes) -> list[bytes]:
     mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
     return [row[:n].numpy().tobytes() for row, n in zip(world.all_gather(mine), lengths, strict=True)]
+
+
+def failure(world: Comm, step: Callable[[], object]) -> str:
+    """Why a step has failed that all ranks make: the first one's words, on all alike; "" where none has. Collective."""
+    why = ""
+    try:
+        step()
+    except (RuntimeError, OSError, AttributeError) as error:  # the last: the driver has no such function
+        why = f"rank {world.rank} of the group: {error}"
+    return next((words.decode() for words in gather_bytes(world, why.encode()) if words), "")

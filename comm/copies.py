@@ -1,22 +1,24 @@
 """Sums of two GPUs of one host beside other work: copy engines carry each one's part to the other.
 
 NCCL's kernels need multiprocessors: they wait until products that fill the GPU leave them some, and the next products
-wait for them. Copies need none. On two H200 (2026-11-22), Llama-3.1-8B in bf16: prompts of 8191 and of 16 x 1024 tokens
-take 116 and 202 ms by NCCL, 110 and 193 by copies and an addition, 108 and 186 without any sums.
+wait for them. Copies need none (docs/performance.md).
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..kernels.allreduce import Peers, memory
+from .base import Comm
+from .control import failure
 from .mapped import call
 
-MOST = 65 << 20  # bytes that one call can carry: half a step of 8192 rows of 8192 elements, and a cut's remainder
-ROOM = 2 * MOST + 256  # bytes of each rank's region: two slots, and the number of the newest call that lies there
+MOST = 65 << 20  # bytes that one call carries: half a step of 8192 rows of 8192 elements, and a cut's remainder
+REGION = 2 * MOST + 256  # bytes of each rank's region: two slots, and the number of the newest call that lies there
 _WRAP = 1 << 32
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares as numbers that wrap
 
@@ -25,9 +27,10 @@ class Copies:
     """One rank's side. Both make the same calls, each on one stream."""
 
     def __init__(self, peers: Peers, start: int):
-        """start: of ROOM zeroed bytes in both ranks' regions."""
-        self._here, self._there = (peers.base + r * peers.stride + start for r in (peers.rank, 1 - peers.rank))
-        self._slots = memory(self._here, 2 * MOST).view(2, MOST)
+        """start: of REGION zeroed bytes in both ranks' regions."""
+        self._rank = peers.rank
+        self._regions = [peers.base + r * peers.stride + start for r in range(2)]
+        self._slots = memory(self._regions[peers.rank], 2 * MOST).view(2, MOST)
         self._calls = 0
 
     def exchange(self, x: Tensor) -> Tensor:
@@ -36,12 +39,32 @@ class Copies:
         Of two slots by turns. Who sends call n has seen that the other rank has sent call n - 1, which comes on its
         stream after all that reads the slot of call n - 2, the one that is written now.
         """
+        return self._exchange(x, 1 - self._rank)
+
+    def try_out(self, to: int) -> None:
+        """Two calls with rank `to`, which may be this one alone. Raises RuntimeError where they do not work."""
+        for turn in range(2):
+            x = torch.full((64,), 1 + 2 * turn + self._rank, dtype=torch.uint8, device=self._slots.device)
+            if (self._exchange(x, to) != 1 + 2 * turn + to).any():
+                raise RuntimeError(f"what rank {to} copies does not arrive")
+
+    def _exchange(self, x: Tensor, to: int) -> Tensor:
         self._calls = (self._calls + 1) % _WRAP
         turn, count = self._calls % 2, ctypes.c_uint32(self._calls)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        to, size = ctypes.c_uint64(self._there + turn * MOST), ctypes.c_size_t(x.nbytes)
-        theirs, ours = (ctypes.c_uint64(start + 2 * MOST) for start in (self._there, self._here))
-        call("cuMemcpyDtoDAsync_v2", to, ctypes.c_uint64(x.data_ptr()), size, stream)
-        call("cuStreamWriteValue32_v2", stream, theirs, count, 0)  # seen after what the stream wrote before
+        there, size = ctypes.c_uint64(self._regions[to] + turn * MOST), ctypes.c_size_t(x.nbytes)
+        theirs, ours = (ctypes.c_uint64(self._regions[r] + 2 * MOST) for r in (to, self._rank))
+        call("cuMemcpyDtoDAsync_v2", there, ctypes.c_uint64(x.data_ptr()), size, stream)
+        # The driver puts a fence of the whole system before the number, so that who sees it sees the copy.
+        call("cuStreamWriteValue32_v2", stream, theirs, count, 0)
         call("cuStreamWaitValue32_v2", stream, ours, count, _AT_LEAST)
         return self._slots[turn, : x.nbytes].view(x.dtype).view(x.shape)
+
+
+def carried(host: Comm, peers: Peers, start: int) -> tuple[Copies | None, str]:
+    """A side of each of two ranks that has been tried out; or why there is none, on both alike. Collective."""
+    copies = Copies(peers, start)
+    for to in (peers.rank, 1 - peers.rank):  # on one's own memory first: where the driver refuses, nobody waits
+        if why := failure(host, partial(copies.try_out, to)):
+            return None, why
+    return copies, ""

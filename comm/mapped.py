@@ -12,6 +12,7 @@ import ctypes
 import os
 import secrets
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,13 @@ import msgspec
 
 from ..kernels import allreduce, jit
 from .base import Comm
-from .control import gather_bytes
+from .control import failure, gather_bytes
 
 MARK = 16  # bytes of a region that the ranks write and compare before they rely on what they have mapped
 WAIT = 30.0  # seconds for a message between ranks of one host
 
 
-class NoPeers(Exception):
+class NoPeers(RuntimeError):
     """Why the group's GPUs cannot use each other's memory, in words; raised on all its ranks alike."""
 
 
@@ -48,12 +49,7 @@ def map_regions(host: Comm, driver: Driver, size: int) -> Regions:
         if why := _refusal(offers):
             raise NoPeers(why)
         for step in (part.give, part.take, part.compare, part.clear):  # each on all ranks before the next
-            why = ""
-            try:
-                step(offers)
-            except (NoPeers, RuntimeError, OSError) as error:
-                why = f"rank {host.rank} of the group: {error}"
-            if why := next((w.decode() for w in gather_bytes(host, why.encode()) if w), ""):
+            if why := failure(host, partial(step, offers)):
                 raise NoPeers(why)
         part.mapped.pop_all()
     return part.regions

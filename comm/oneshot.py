@@ -1,6 +1,7 @@
-"""A tensor group on one host: small all-reduces by kernels over memory that its GPUs map of each other.
+"""A tensor group on one host: all-reduces over memory that its GPUs map of each other.
 
-What kernels/allreduce.py does not take, and groups whose GPUs cannot reach each other, go over NCCL. No multicast.
+Small ones by kernels (kernels/allreduce.py), of two Hoppers those beside products by copies (copies.py), the others
+over NCCL, as all are where GPUs cannot reach each other. No multicast.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from ..kernels.chip import chip
 from ..kernels.norm import add_rms_norm
 from .base import Comm, FusedComm, Then
 from .control import gather_bytes
-from .copies import MOST, ROOM, Copies
+from .copies import MOST, REGION, Copies, carried
 from .mapped import Driver, NoPeers, map_regions
 from .nccl import NcclComm
 
 
 class OneShotComm(NcclComm, FusedComm):
-    """NcclComm whose small all-reduces go over mapped memory where that can be had; `why` says why it cannot."""
+    """NcclComm whose sums go over mapped memory where that can be had; `why` says why it cannot, `why_not_copies` why
+    copies are not among them where they should be."""
 
     def __init__(self, host: Comm):
         self.peers: allreduce.Peers | None = None  # NcclComm tries a sum out
-        self.why = ""
+        self.why = self.why_not_copies = ""
         self._copies: Copies | None = None
         self._landing = 0  # the address of a product whose sum has not ended
         self._agreed = False  # all ranks spread the same products
@@ -34,17 +36,20 @@ class OneShotComm(NcclComm, FusedComm):
             return
         torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
         here, room = chip(torch.device("cuda", torch.cuda.current_device())), allreduce.region_bytes(self.size)
-        carries = self.size == 2 and here.hopper  # where sums begin beside products
+        # Grids have to be the same on all ranks, and so have the kinds of sums.
+        mine = f"{here.processors} {here.hopper:d}"
+        everybodys = [words.decode().split() for words in gather_bytes(host, mine.encode())]
+        copied = self.size == 2 and all(hopper == "1" for _, hopper in everybodys)  # where sums begin beside products
         try:
-            base, stride = map_regions(host, Driver(), room + ROOM * carries)
+            base, stride = map_regions(host, Driver(), room + REGION * copied)
         except NoPeers as error:
             self.why = str(error)
-        else:
-            everybodys = gather_bytes(host, str(here.processors).encode())  # grids have to be the same on all ranks
-            blocks = allreduce.common_blocks(map(int, everybodys))
-            self.peers = allreduce.Peers(self.rank, self.size, base, stride, blocks)
-            _ = self.peers.table, self.peers.landing  # made now: not while a graph is captured
-            self._copies = Copies(self.peers, room) if carries else None
+            return
+        blocks = allreduce.common_blocks(int(processors) for processors, _ in everybodys)
+        self.peers = allreduce.Peers(self.rank, self.size, base, stride, blocks)
+        _ = self.peers.table, self.peers.landing  # made now: not while a graph is captured
+        if copied:
+            self._copies, self.why_not_copies = carried(host, self.peers, room)
 
     def agree(self) -> None:
         """From now on products begin sums, if all ranks have measured the same ones. Collective, after measuring."""
@@ -80,9 +85,13 @@ class OneShotComm(NcclComm, FusedComm):
             super().begin_all_reduce(x, then)
 
     def sum_up(self, x: Tensor) -> Tensor | None:
-        if self._copies is None or x.nbytes > MOST:
+        if self._copies is None:
             return super().sum_up(x)
-        return self._copies.exchange(x)
+        if x.nbytes <= MOST:
+            return self._copies.exchange(x)
+        for piece in x.view(-1).split(MOST // x.itemsize):
+            piece.add_(self._copies.exchange(piece))
+        return None
 
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -5,9 +5,8 @@ others' sums: two meetings and, of 4 ranks, half the bytes. kernels/cuda/peers.c
 there are two more, in which ranks write to the others, who wait for data alone (kernels/cuda/push.cuh). One-way: all of
 a rank's input to every other one. Sent: shares, as two-shot, and then their sums.
 
-On two H200 (2026-11-22, benchmarks/allreduce.py --np 2 --width 4096 --search), us with the norm, one-way, sent, and
-one-shot, which is gone since: 1 row 5.6, 6.1, 6.4; 16: 4.2, 5.1, 4.8; 64: 5.7, 5.9, 7.0; 256: 11.7, 11.8, 13.5; 512:
-20.4, one-shot 23.3; 1024: 38.1, 41.1. Up to 64 rows as many blocks of THREADS as rows are the fastest, above 128. On
+On two H200 (2026-11-22) one-way sums are the fastest up to 512 rows of 4096 (docs/performance.md). A kernel that read
+as one-shot does took as long for 512 and less for 1024, 34 instead of 38 us; steps of so many rows have other costs. On
 four, rows of 8192, one-shot, sent, two kernels: 1 row 8.0, 7.3, 6.2; 4: 6.4, 5.9, 6.7; 16: 8.0, 6.2; 64: 16.5, 8.6,
 two-shot 12.5; 128: 28.4, 13.7, 18.3; 256: 48, 33, 30; 512: 89, 65, 51 (products begin these sums: spread.py). Sent ones
 are the faster the more threads there are: 128 rows take 13.7 with 128 blocks of 1024, 17.6 with 64 of 512.
@@ -26,10 +25,10 @@ from . import jit
 from .norm import add_rms_norm_reference
 
 SLOT = 8 << 20  # bytes that one call can sum
-INBOX = 14 << 20  # and SENT are a mailbox: of all of two ranks' input, or of shares, and then of their sums
+SENT = 2 << 20  # bytes up to which, of more than two ranks and with the norm, to write shares to the others is faster
+INBOX = 2 * SLOT - SENT  # and SENT are a mailbox: for all of two ranks' input, or for shares and then their sums
 # Where there are more than two ranks:
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
-SENT = 2 << 20  # bytes up to which, with the norm, to write it to the others is
 FEW = 2  # rows that are summed and normed faster one after the other
 BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
 MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than Peers.blocks

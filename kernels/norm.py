@@ -69,7 +69,7 @@ def add_rms_norm_cuda(
     x = x.contiguous()
     assert residual.is_contiguous() and (other is None or other.is_contiguous())
     parts = [x] if other is None else [x, other]
-    kernel, threads = _kernel("add_rms_norm", [*parts, residual], parts=len(parts))
+    kernel, threads = _kernel("add_rms_norm", [*parts, residual, weight], parts=len(parts))
     kernel((len(x), 1, 1), threads, x, parts[-1], residual, weight, eps)
     return x, residual
 

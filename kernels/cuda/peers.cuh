@@ -8,7 +8,7 @@
 // ranks must make the same calls with the same grids.
 //
 // Block i meets block i of the other ranks and reads only what these have laid out. Its flags count meetings, two to a
-// call; they are compared by >=, as another rank may be at its next call before this one has looked. The count is kept
+// call; another rank may be at its next call before this one has looked, and so up to three further. The count is kept
 // here, not by the host, so that calls may be replayed in a CUDA graph, and each block keeps one of its own; blocks that
 // a call leaves out are counted on by the others, so that all agree on the slot.
 //
@@ -72,7 +72,7 @@ __device__ inline void await(const Call& call, int step) {
     if (peer() < SIZE) {
         unsigned now = call.before + step, seen;
         do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(call.here) : "memory");
-        while ((int)(seen - now) < 0);
+        while (seen - now > 3);
     }
 }
 

@@ -42,11 +42,18 @@ def test_what_the_kernels_take():
     assert not allreduce.suits(x[:1].long(), 2)
 
 
-@pytest.mark.parametrize("why", ["", "rank 1 of the group is on another host"])
-def test_the_log_says_why_nccl_does_it_all(monkeypatch, caplog, why):
+@pytest.mark.parametrize(
+    "why, why_not_copies, said",
+    [
+        ("", "", []),
+        ("rank 1 is elsewhere", "", ["all-reduces go over NCCL alone: rank 1 is elsewhere"]),
+        ("", "rank 0: no such call", ["large all-reduces go over NCCL: rank 0: no such call"]),
+    ],
+)
+def test_the_log_says_why_nccl_does_it(monkeypatch, caplog, why, why_not_copies, said):
     class Group:
         def __init__(self, host):
-            self.rank, self.size, self.why = host.rank, host.size, why
+            self.rank, self.size, self.why, self.why_not_copies = host.rank, host.size, why, why_not_copies
 
     monkeypatch.setattr(nccl, "NcclComm", lambda host: host)
     monkeypatch.setattr(oneshot, "OneShotComm", Group)
@@ -57,7 +64,36 @@ def test_the_log_says_why_nccl_does_it_all(monkeypatch, caplog, why):
 
     with caplog.at_level(logging.INFO, "phalanx"):
         threads.run(one, 2)
-    assert caplog.messages == ([f"all-reduces go over NCCL alone: {why}"] if why else [])
+    assert caplog.messages == said
+
+
+@pytest.mark.parametrize("count, calls", [(1, [1]), (8, [8]), (9, [8, 1]), (20, [8, 8, 4])])
+def test_sums_beside_products_are_copied_in_pieces(monkeypatch, count, calls):
+    """The last piece's addition is left to what follows where it is the only one."""
+    sent = []
+
+    class Copies:
+        def exchange(self, x):
+            sent.append(len(x))
+            return x + 1
+
+    monkeypatch.setattr(oneshot, "MOST", 16)
+    group = oneshot.OneShotComm.__new__(oneshot.OneShotComm)
+    group._copies = Copies()
+    x = torch.arange(count).bfloat16()
+    rest = group.sum_up(x)
+    assert sent == calls
+    assert torch.equal(x if rest is None else x + rest, 2 * torch.arange(count).bfloat16() + 1)
+    assert (rest is None) == (len(calls) > 1)
+
+
+def test_without_copies_nccl_makes_sums_beside_products(monkeypatch):
+    monkeypatch.setattr(oneshot.NcclComm, "all_reduce", lambda self, x: x.mul_(2))
+    monkeypatch.setattr(oneshot.allreduce, "suits", lambda x, ranks: False)
+    group = oneshot.OneShotComm.__new__(oneshot.OneShotComm)
+    group._copies, group.peers, group._landing, group.size = None, None, 0, 2
+    x = torch.ones(3)
+    assert group.sum_up(x) is None and x.tolist() == [2, 2, 2]
 
 
 def test_two_ranks_send_everything_and_more_share_large_sums(monkeypatch):

@@ -23,7 +23,7 @@ def test_what_is_spread(monkeypatch):
     monkeypatch.setattr(spread, "SENT", SENT)
     weight, peers = torch.empty(8192, 64, dtype=BF16, device="meta"), Peers(0, 4, 0, 0)
     assert [rows for rows in (1, 128, 129, 512, 513) if spread.suits(rows, weight, peers)] == [129, 512]
-    assert not spread.suits(512, weight, Peers(0, 2, 0, 0)), "of two ranks one-shot sums were measured alone"
+    assert not spread.suits(512, weight, Peers(0, 2, 0, 0)), "of two ranks spread sums were not measured"
     assert not spread.suits(512, weight[:8176], peers), "a share of 4088 bytes"
     assert not spread.suits(512, weight, Peers(0, 3, 0, 0))
     narrow = torch.empty(2304, 64, dtype=BF16, device="meta")
