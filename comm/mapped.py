@@ -329,5 +329,8 @@ _u64 = ctypes.c_uint64  # what CUdeviceptr, handles, size_t and flags are
 
 
 def call(name: str, *args: Any) -> None:
-    """Of the driver. Raises RuntimeError."""
-    jit.check(getattr(jit.libcuda(), name)(*args), name)
+    """Of the driver. Raises RuntimeError, also where the driver has no such function."""
+    function = getattr(jit.libcuda(), name, None)
+    if function is None:
+        raise RuntimeError(f"the CUDA driver has no {name}")
+    jit.check(function(*args), name)

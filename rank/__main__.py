@@ -199,10 +199,11 @@ class Rank:
         from ..comm.oneshot import OneShotComm
 
         grid = mesh.build(self.world, tp, pp, NcclComm, OneShotComm)
-        if isinstance(grid.tensor, OneShotComm) and grid.tensor.why:
-            self._say(f"all-reduces go over NCCL alone: {grid.tensor.why}")
-        elif isinstance(grid.tensor, OneShotComm) and grid.tensor.why_not_copies:
-            self._say(f"large all-reduces go over NCCL: {grid.tensor.why_not_copies}")
+        if isinstance(grid.tensor, OneShotComm):
+            if grid.tensor.why:
+                self._say(f"all-reduces go over NCCL alone: {grid.tensor.why}")
+            if grid.tensor.why_not_copies:
+                self._say(f"large all-reduces go over NCCL: {grid.tensor.why_not_copies}")
         return replicas, grid
 
     def _stage(self) -> Path:

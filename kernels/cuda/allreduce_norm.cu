@@ -75,14 +75,14 @@ __device__ inline void collect(const Call& call, T* x, T* residual, const T* wei
     add_norm(x, residual, weight, rows, eps, ask, [](const Piece& p, int, int) { return p; });
 }
 
-// All ranks' pieces of one vector, when they have come, `apart` vectors from each other.
-__device__ inline Parts receive(const Piece* inbox, int apart) {
+// All ranks' pieces of one vector of this rank's share, when they have come.
+__device__ inline Parts receive(const Piece* inbox) {
     Sent got[SIZE];
     bool all;
     do {
         all = true;
 #pragma unroll
-        for (int r = 0; r < SIZE; r++) look(got[r], inbox + r * apart);
+        for (int r = 0; r < SIZE; r++) look(got[r], inbox + r * SHARE);
 #pragma unroll
         for (int r = 0; r < SIZE; r++) all &= complete(got[r]);
     } while (!all);
@@ -171,7 +171,7 @@ sent_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, 
     for (int i = threadIdx.x; i < own_rows(rows) * width; i += THREADS) {
         const int row = row_of(i / width), column = i % width;
         Piece* inbox = mine + row * SIZE * SHARE + column;
-        const Piece sum = total(receive(inbox, SHARE));
+        const Piece sum = total(receive(inbox));
 #pragma unroll
         for (int j = 0; j < SIZE; j++) send(to[j] + RESULTS + row * ROW + first + column, sum);
 #pragma unroll

@@ -59,7 +59,7 @@ def _gpu(name: str, gib: float, tbs: float, tflops: float, tflops_f32: float, li
 
 HIDDEN = 0.6  # GiB of those that nvidia-smi shows which the driver keeps from programs
 RUNTIME = 1.55e9  # CUDA's context, cuBLAS' workspace, kernels, torch's allocator; measured
-GROUP = 0.56e9  # NCCL's buffers and mapped regions; measured on two H200, which map 0.14e9 more than others
+GROUP = 0.56e9  # NCCL's buffers and mapped regions: 0.4e9 measured on two H200, and comm/copies.py's since
 
 _SHEET = "the data sheet, scaled by shares measured on H200"
 DEVICES = {

@@ -299,3 +299,9 @@ def test_an_error_of_the_driver_names_the_call(monkeypatch):
     monkeypatch.setattr(jit, "libcuda", lambda: SimpleNamespace(cuGetErrorString=text, cuCtxGetDevice=lambda _: 201))
     with pytest.raises(RuntimeError, match="CUDA error 201 in cuCtxGetDevice: invalid device context"):
         mapped.Driver()
+
+
+def test_a_driver_that_lacks_a_function(monkeypatch):
+    monkeypatch.setattr(mapped.jit, "libcuda", SimpleNamespace)
+    with pytest.raises(RuntimeError, match="^the CUDA driver has no cuStreamWaitValue32_v2$"):
+        mapped.call("cuStreamWaitValue32_v2")
