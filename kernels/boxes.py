@@ -69,7 +69,8 @@ def decode(
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences, as paged.decode: q and out [n, heads, head_dim], out contiguous.
 
-    With `newest`, q is neither normed nor turned yet, and the caches do not hold these tokens yet.
+    With `newest`, q is neither normed nor turned yet, and the caches do not hold these tokens yet. What has made q, k
+    and v, a product, may still run: all else that is read must be what the kernels before that one wrote.
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
     group, box = heads // kv_heads, math.gcd(size, TILE)

@@ -69,7 +69,9 @@ __device__ inline void wait() {
 #endif
 }
 
-// The next kernel may be started as soon as all blocks have come here; its wait() still awaits the end of this one.
+// The next kernel may be started as soon as all blocks have come here; its wait() still awaits the end of this one. What it
+// may read before is what nobody writes, as weights, unless this comes after this kernel's own wait(): then all that
+// earlier kernels wrote.
 __device__ inline void release() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

@@ -39,14 +39,15 @@ __device__ inline unsigned lies(int token, int half, int piece) {
 static_assert(1024 + STAGES * 2 * TILE_BYTES + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
               "boxes.py reckons with another layout of shared memory");
 
-// The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see.
+// The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see. They, and
+// tables, are loaded past the first-level cache: another step may have left others there, and wait() has not been passed.
 __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, int* kept, Border* borders) {
     constexpr int EACH = (SEQUENCES + ALL - 1) / ALL;  // sequences that a thread counts boxes of
     __shared__ int counts[ALL / 32], tiles[ALL / 32];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     int boxes[EACH], mine = 0, mine_in_tiles = 0;  // lengths first
 #pragma unroll
-    for (int i = 0; i < EACH; i++) boxes[i] = thread * EACH + i < n ? lengths[thread * EACH + i] : 0;
+    for (int i = 0; i < EACH; i++) boxes[i] = thread * EACH + i < n ? __ldcg(lengths + thread * EACH + i) : 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         if (thread * EACH + i >= n) continue;
@@ -115,7 +116,9 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
     // Runs of whole sequences, where all are of one length and there are enough of them.
     const int most = gridDim.x / KV_HEADS, per_run = (n + most - 1) / most, whole = (n + per_run - 1) / per_run;
     const int run = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
-    wait();
+    // q, k and v are made by a product. Ours release() late, and the library's begin when what is before them has ended: all
+    // else that is read was there before. Without TURN keys and values come from the kernel before.
+    if (!TURN) wait();
     if (!find_run(lengths, n, whole * 10 >= most * 9 ? whole : most, run, kept, borders)) return;
     Way way(kept, borders);
     int t = 0, item = 0;
@@ -123,7 +126,7 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
         auto row = [&]() {  // of the cache, for this lane's box of the tile at way.at
             const int token = way.at + lane * BOX;
             const int* table = tables + (long long)way.b * table_row;
-            return lane < PER_TILE && token < way.stop ? table[token / SIZE] * SIZE + token % SIZE : -1;
+            return lane < PER_TILE && token < way.stop ? __ldcg(table + token / SIZE) * SIZE + token % SIZE : -1;
         };
         int ahead = row();
         for (bool more = true; more; t++) {
@@ -147,12 +150,14 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
             }
         }
         // Later runs begin with the other parts of this one's last sequence: most often they are stored by now.
+        wait();
         if (lane == 0 && borders[1].box > 0) {
             complete = stored(arrived + borders[1].b * KV_HEADS + head) == borders[1].count - 1;
             arrive(&told);
         }
         return;
     }
+    wait();
     if (warp > WARPS) {
         do {
             if (item >= 2) await(taken + item % 2, item / 2 - 1);

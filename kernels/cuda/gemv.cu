@@ -24,7 +24,6 @@ __device__ inline Piece stream(const Piece* from) {
 extern "C" __global__ void __launch_bounds__(256, 2) gemv(const T* x, const T* weight, T* y, int outputs) {
     extern __shared__ uint4 memory[];
     uint4* xs = memory;
-    release();
     int lane = threadIdx.x % 32;
     int warp = blockIdx.x * 8 + threadIdx.x / 32, first = GATED ? warp : warp * OUTS;
     const Piece* rows = (const Piece*)(weight + (long long)first * I) + lane;
@@ -36,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) gemv(const T* x, const T* w
         for (int o = 0; o < OUTS; o++)
             if (u < STEPS) ring[u][o] = stream(rows + o * apart + u * 32);
     wait();
+    release();
     for (int i = threadIdx.x; i < R * I / V; i += 256) xs[i] = ((const uint4*)x)[i];
     __syncthreads();
     float sum[OUTS][R] = {};

@@ -101,7 +101,6 @@ staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y,
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs, tiles = outputs / M;
     const int mine = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
-    release();
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             init(full + s, 1);
@@ -129,6 +128,7 @@ staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y,
         };
         for (int n = 0; n < STAGES && n < count; n++) ask(n);
         wait();
+        release();
         for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
         for (int n = STAGES; n < count; n++) {
             await(empty + n % STAGES, n / STAGES - 1);

@@ -156,6 +156,7 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
         tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
         if by_boxes:
             assert boxes.suits(q, cache[0], new)
+            torch.cuda.synchronize()  # decode's contract: all but q, k and v is there
             boxes.decode(q, cache[0], cache[1], tables, lengths, out, *scores, new)
         else:
             options = dict(tile=case.tile, part=case.part)
