@@ -50,13 +50,12 @@ __device__ inline void add_norm(T* x, T* residual, const T* weight, int rows, fl
             if (within(i)) {
                 // Rounded before it is added, as the two operations one after the other do.
                 Piece p = sum(held[i], row, threadIdx.x + i * THREADS);
-#pragma unroll
-                for (int j = 0; j < V; j++) found[i].x[j] = narrow<T>(wide(p.x[j]) + wide(stream[i].x[j]));
+                found[i] = added(p, stream[i]);
                 ((Piece*)residual)[row * ROW + threadIdx.x + i * THREADS] = found[i];
             }
         if (row + gridDim.x < rows) ask(row + gridDim.x);
         __syncthreads();
-        finish(found, weight, x + row * N, eps);
+        finish(found, Weights(weight), x + row * N, eps);
     }
 }
 

@@ -4,19 +4,21 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
 rms_norm(const T* x, const T* weight, T* out, int width, int outer, int inner, float eps) {
     release();
+    const Weights weights(weight);  // they come from memory, unlike what the kernel before has made
     wait();
     const T* from = x + (long long)(blockIdx.x / width) * outer + (long long)(blockIdx.x % width) * inner;
     Piece row[PER];
 #pragma unroll
     for (int i = 0; i < PER; i++)
-        if (threadIdx.x + i * THREADS < N / V) row[i] = ((const Piece*)from)[threadIdx.x + i * THREADS];
-    finish(row, weight, out + (long long)blockIdx.x * N, eps);
+        if (within(i)) row[i] = ((const Piece*)from)[threadIdx.x + i * THREADS];
+    finish(row, weights, out + (long long)blockIdx.x * N, eps);
 }
 
 // residual += x, or x + other rounded where PARTS is 2; x = norm(residual)
 extern "C" __global__ void __launch_bounds__(THREADS)
 add_rms_norm(T* x, const T* other, T* residual, const T* weight, float eps) {
     release();
+    const Weights weights(weight);
     wait();
     Piece* a = (Piece*)(x + (long long)blockIdx.x * N);
     const Piece* c = (const Piece*)(other + (long long)blockIdx.x * N);
@@ -25,16 +27,13 @@ add_rms_norm(T* x, const T* other, T* residual, const T* weight, float eps) {
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         int at = threadIdx.x + i * THREADS;
-        if (at >= N / V) break;
+        if (!within(i)) break;
         Piece p = a[at], q = b[at];
         if constexpr (PARTS == 2) {
             const Piece o = c[at];
-#pragma unroll
-            for (int j = 0; j < V; j++) p.x[j] = narrow<T>(wide(p.x[j]) + wide(o.x[j]));
+            p = added(p, o);
         }
-#pragma unroll
-        for (int j = 0; j < V; j++) row[i].x[j] = narrow<T>(wide(p.x[j]) + wide(q.x[j]));
-        b[at] = row[i];
+        b[at] = row[i] = added(p, q);
     }
-    finish(row, weight, (T*)a, eps);
+    finish(row, weights, (T*)a, eps);
 }

@@ -4,8 +4,8 @@
 // push.cuh, a landing for products (kernels/spread.py). A call lays its input out in one slot and the next call in the
 // other, so that one meeting a call is enough: whoever has passed the meeting of call n + 1 knows that every other rank
 // has begun call n + 1, so that its call n, the last reader of the slot that call n + 2 writes, has ended. For this the
-// calls of a rank must follow each other on its stream, the kernels between them must pass wait() in every block, and all
-// ranks must make the same calls with the same grids.
+// calls of a rank must follow each other on its stream, none of the kernels between them may end before its predecessor has
+// (some block of each passes wait()), and all ranks must make the same calls with the same grids.
 //
 // Block i meets block i of the other ranks and reads only what these have laid out. Its flags count meetings, two to a
 // call; another rank may be at its next call before this one has looked, and so up to three further. The count is kept
