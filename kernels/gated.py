@@ -19,10 +19,9 @@ def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether `gated_product` takes x [T, I] and weight [2 O, I], and is the faster one."""
     if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or x.dtype != weight.dtype or len(x) < FROM:
         return False
-    plain = all(y.is_contiguous() and y.data_ptr() % 16 == 0 for y in (x, weight))
     outputs, inputs = weight.shape
     whole = outputs % (2 * OUTPUTS) == 0 and inputs % INPUTS == 0
-    return plain and whole and inputs <= MOST_INPUTS and chip(x.device).hopper
+    return jit.plain(x, weight) and whole and inputs <= MOST_INPUTS and chip(x.device).hopper
 
 
 def gated_product(x: Tensor, weight: Tensor) -> Tensor:

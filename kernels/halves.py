@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import skinny
 from .attention import Rows, Scores, paged_attention, write_and_attend
 from .board import Board
 from .cpu import array, one_core
@@ -67,6 +68,7 @@ class Norm(Protocol):
 
     eps: float
     board: Board | None  # over which the sum goes
+    alone: bool  # no other rank has a part of it
 
     @property
     def weight(self) -> Tensor: ...
@@ -102,9 +104,9 @@ def attention(
         caches = array(cache[0]), array(cache[1])
         inputs = (qkv.array, *heads, out.array, *caches, scores.scale, scores.window, *weights, *shared)
         return _half(compiled.attention, x, residual, norm, inputs)
-    x, residual = norm.add(x, residual)
     parts = [heads.queries, heads.keys, heads.keys]
-    q, k, v = qkv(x).view(len(x), sum(parts), heads.dim).split(parts, dim=1)
+    made, residual = _normed(x, residual, norm, qkv)
+    q, k, v = made.view(len(x), sum(parts), heads.dim).split(parts, dim=1)
     if sampled is None:
         return out.onto(write_and_attend(q, k, v, turn, norms, cache, rows, scores), residual)
     q = rope_write(q, k, v, turn, norms, cache, rows.slots)
@@ -120,8 +122,19 @@ def feed_forward(
     if gate_up.array is not None and down.array is not None and (compiled := one_core(x)):
         inputs = gate_up.array, down.array
         return _half(compiled.feed_forward, x, residual, norm, inputs)
+    made, residual = _normed(x, residual, norm, gate_up, gated=True)
+    return down.onto(made, residual)
+
+
+def _normed(
+    x: Tensor, residual: Tensor | None, norm: Norm, product: Product, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The product of norm.add's norm, and the new residual."""
+    fused = norm.alone and product.bias is None and x is not residual
+    if fused and residual is not None and skinny.suits_norm(x, residual, norm.weight, product.weight):
+        return skinny.normed_linear(x, residual, norm.weight, norm.eps, product.weight, gated)
     x, residual = norm.add(x, residual)
-    return down.onto(gated_linear(x, gate_up.weight, gate_up.bias), residual)
+    return gated_linear(x, product.weight, product.bias) if gated else product(x), residual
 
 
 def _half(

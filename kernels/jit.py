@@ -270,6 +270,11 @@ def vector(x: Tensor, *lengths: int, most: int = 16) -> int:
     return count
 
 
+def plain(*tensors: Tensor) -> bool:
+    """Whether all are contiguous and begin where accesses of 16 bytes, and the copy engine's boxes, may."""
+    return all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors)
+
+
 @functools.cache
 def counters(device: torch.device, stream: int) -> Tensor:
     """[COUNTERS] int32 that are zero between kernels: who counts there which of its blocks is the last clears them.

@@ -27,7 +27,8 @@ def add_rms_norm(
     """The norm of x + residual, and that sum. x and residual [T, H] may be overwritten.
 
     What is normalised is the sum rounded to x's dtype: a pipeline stage that gets the rounded sum from its
-    predecessor computes the same as a model that was not cut there. other: is added to x before, and that rounded.
+    predecessor computes the same as a model that was not cut there, but for a norm's last bit where a product makes it
+    (skinny.normed_linear). other: is added to x before, and that rounded.
     """
     if x.is_cuda:
         return add_rms_norm_cuda(x, residual, weight, eps, other)

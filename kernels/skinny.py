@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import jit
@@ -16,6 +17,8 @@ GEMV_ROWS = 2  # more are faster on tensor cores
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (64, 128, 256)  # inputs of a chunk
 GEMV_SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
+GEMV_WARPS = 8  # of a block
+NORMED = 8192  # elements of x that a block has registers for to norm them
 MOST_ROWS = 64
 WHOLE_FROM = 33  # rows, for which Hopper's instructions for 64 rows are the faster ones
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
@@ -33,9 +36,7 @@ def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether `skinny_linear` takes x [T, I] and weight [O, I], and is the faster one."""
     if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or not 0 < len(x) <= MOST_ROWS:
         return False
-    if x.dtype != weight.dtype or not all(y.is_contiguous() and y.data_ptr() % 16 == 0 for y in (x, weight)):
-        return False
-    return _way(x, weight) is not None
+    return x.dtype == weight.dtype and jit.plain(x, weight) and _way(x, weight) is not None
 
 
 def skinny_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
@@ -46,11 +47,30 @@ def skinny_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
     way = _way(x, weight)
     if isinstance(way, Cut):
         return by_staging(x, weight, way, gated)
-    return gemv(x, weight, *_gemv_way(len(x), gated), gated=gated)
+    return gemv(x, weight, gated)
 
 
-def programs(rows: Iterable[int], weight: Tensor, gated: bool, found: Chip) -> Iterator[jit.Program]:
-    """What `skinny_linear` of so many rows, each, is compiled as."""
+def suits_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> bool:
+    """Whether `normed_linear` takes these and is faster than a norm before."""
+    if x.numel() > NORMED or not suits(x, weight) or _way(x, weight) != "gemv":
+        return False
+    return x.dtype == residual.dtype == norm_weight.dtype and jit.plain(residual, norm_weight)
+
+
+def normed_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`skinny_linear` of the norm that norm.add_rms_norm makes of x and residual [T, I], as one kernel; and their sum.
+
+    x and residual stay as they are: each block reads them. Squares are added up in another order than there, so that a
+    norm's last bit may differ.
+    """
+    total = torch.empty_like(residual)
+    return gemv(x, weight, gated, norm=(residual, norm_weight, eps, total)), total
+
+
+def programs(rows: Iterable[int], weight: Tensor, gated: bool, norm: bool, found: Chip) -> Iterator[jit.Program]:
+    """What the product of so many rows, each, is compiled as; norm: behind a norm, `normed_linear` where that suits."""
     outputs, inputs = weight.shape
     for n in rows:
         way = choose(n, outputs, inputs, found.processors, found.engine) if weight.element_size() == 2 else None
@@ -58,16 +78,19 @@ def programs(rows: Iterable[int], weight: Tensor, gated: bool, found: Chip) -> I
             whole = found.hopper and n >= WHOLE_FROM
             yield jit.program("staged", weight.dtype, **_staged_sizes(n, inputs, way, gated, whole))
         elif way:
-            yield jit.program("gemv", weight.dtype, **_gemv_sizes(n, inputs, *_gemv_way(n, gated), gated))
+            how = *_gemv_way(n, outputs, found, gated), gated, norm and n * inputs <= NORMED
+            yield jit.program("gemv", weight.dtype, **_gemv_sizes(n, inputs, *how))
 
 
-def _gemv_way(rows: int, gated: bool) -> tuple[int, int]:
-    """Outputs of a warp, and how many accesses it has under way."""
-    return (1, 8) if rows == 1 and not gated else (2, 4)
+def _gemv_way(rows: int, outputs: int, found: Chip, gated: bool) -> tuple[int, int]:
+    """Outputs of a warp, and how many accesses it has under way: two where all blocks are there at once, two on each
+    multiprocessor."""
+    at_once = outputs <= 2 * GEMV_WARPS * 2 * found.processors
+    return (2, 4) if rows > 1 or gated or at_once else (1, 8)
 
 
-def _gemv_sizes(rows: int, inputs: int, outs: int, ahead: int, gated: bool) -> dict[str, int]:
-    return dict(I=inputs, R=rows, OUTS=outs, AHEAD=ahead, GATED=int(gated))
+def _gemv_sizes(rows: int, inputs: int, outs: int, ahead: int, gated: bool, norm: bool) -> dict[str, int]:
+    return dict(I=inputs, R=rows, OUTS=outs, AHEAD=ahead, GATED=int(gated), NORM=int(norm), WARPS=GEMV_WARPS)
 
 
 def _staged_sizes(rows: int, inputs: int, cut: Cut, gated: bool, whole: bool) -> dict[str, int]:
@@ -104,12 +127,25 @@ def cuts(rows: int, outputs: int, inputs: int) -> Iterator[Cut]:
             yield cut
 
 
-def gemv(x: Tensor, weight: Tensor, outs: int, ahead: int, gated: bool = False) -> Tensor:
-    """A warp computes `outs` outputs, two where `gated`, and has `ahead` accesses to each row under way."""
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    gated: bool = False,
+    norm: tuple[Tensor, Tensor, float, Tensor] | None = None,
+    way: tuple[int, int] | None = None,
+) -> Tensor:
+    """norm: of x and this residual, by this weight and epsilon, which leaves their sum here.
+
+    way: outputs of a warp, two where `gated`, and accesses to each row that it has under way; chosen unless given.
+    """
     (rows, inputs), outputs = x.shape, weight.shape[0]
+    outs, ahead = way or _gemv_way(rows, outputs, chip(x.device), gated)
     y = x.new_empty(rows, outputs // 2 if gated else outputs)
-    kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, **_gemv_sizes(rows, inputs, outs, ahead, gated))
-    kernel((outputs // (8 * outs), 1, 1), 256, x, weight, y, outputs, shared=x.nbytes)
+    sizes = _gemv_sizes(rows, inputs, outs, ahead, gated, norm is not None)
+    kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, **sizes)
+    residual, norm_weight, eps, total = norm or (x, x, 0.0, x)  # what a kernel without does not touch
+    grid = outputs // (GEMV_WARPS * outs), 1, 1
+    kernel(grid, GEMV_WARPS * 32, x, weight, y, outputs, residual, norm_weight, float(eps), total, shared=x.nbytes)
     return y
 
 

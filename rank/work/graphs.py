@@ -21,7 +21,7 @@ from ...kernels.skinny import MOST_ROWS
 from ..model.base import Model
 from ..model.batch import Batch
 from ..model.layers.embedding import Head
-from ..model.layers.linear import Gated, Linear, Row
+from ..model.layers.linear import QKV, Gated, Linear, Row
 from .prepare import given_ids
 from .rows import Rows, Work
 from .upload import Upload
@@ -52,7 +52,10 @@ def programs(model: Model, max_num_seqs: int, device: torch.device) -> Iterator[
     few = [size for size in sizes(max_num_seqs) if size <= MOST_ROWS]
     for module in model.modules():
         if isinstance(module, Head) or (isinstance(module, Linear) and module.bias is None):
-            yield from skinny.programs(few, module.weight, isinstance(module, Gated), chip(device))
+            gated, alone = isinstance(module, Gated), model.tensor.size == 1
+            # A stage's first half has a norm of its own, all others leave it to the product where they are alone.
+            for norm in (False, True) if alone and isinstance(module, QKV) else (alone and gated,):
+                yield from skinny.programs(few, module.weight, gated, norm, chip(device))
 
 
 class Graphs:

@@ -31,8 +31,9 @@ PROGRAMS = [
     ("activation", dict(T=torch.float16, V=8)),
     ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, DIM=128, TURNED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8)),
     ("rope", dict(T=torch.float32, C=torch.bfloat16, DIM=10, TURNED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1)),
-    ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0)),
-    ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1)),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8)),
+    ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8)),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8)),
     ("staged", dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0)),
     ("staged", dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1)),
     ("staged", dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1)),
@@ -217,6 +218,7 @@ def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
 def test_what_products_of_a_few_rows_are_compiled_as(found, outputs, inputs, monkeypatch):
     asked, rows = [], [1, 2, 4, *range(8, 65, 8)]
     monkeypatch.setattr(skinny, "chip", lambda device: found)
+    monkeypatch.setattr(skinny, "suits", lambda x, weight: skinny._way(x, weight) is not None)
     monkeypatch.setattr(jit, "boxes", lambda *_: None)
     monkeypatch.setattr(
         jit, "kernel", lambda *a, **sizes: asked.append(jit.program(a[0], a[2], **sizes)) or (lambda *_, **__: None)
@@ -226,10 +228,21 @@ def test_what_products_of_a_few_rows_are_compiled_as(found, outputs, inputs, mon
         asked.clear()
         for n in rows:
             x = torch.empty(n, inputs, dtype=torch.bfloat16, device="meta")
-            if skinny.choose(n, outputs, inputs, found.processors, found.engine):
+            if skinny.suits(x, weight):
                 skinny.skinny_linear(x, weight, gated)
-        assert list(skinny.programs(rows, weight, gated, found)) == asked and bool(asked) is (outputs != 1000)
-    assert not list(skinny.programs(rows, weight.float(), False, found))
+        assert list(skinny.programs(rows, weight, gated, False, found)) == asked and bool(asked) is (outputs != 1000)
+        plain = list(asked)
+        asked.clear()
+        for n in rows:
+            x, norm_weight = (torch.empty(*s, inputs, dtype=torch.bfloat16, device="meta") for s in ((n,), ()))
+            if skinny.suits_norm(x, x, norm_weight, weight):
+                skinny.normed_linear(x, x, norm_weight, 1e-5, weight, gated)
+            elif skinny.suits(x, weight):
+                skinny.skinny_linear(x, weight, gated)
+        assert list(skinny.programs(rows, weight, gated, True, found)) == asked
+        normed = [one for one in asked if one not in plain]
+        assert normed == (asked[:2] if outputs > inputs == 4096 else []), "one row and two"
+    assert not list(skinny.programs(rows, weight.float(), False, False, found))
 
 
 def test_a_folder_that_others_write_to_is_not_used(tmp_path, monkeypatch):

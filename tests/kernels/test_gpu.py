@@ -286,6 +286,27 @@ def test_products_of_a_few_rows(rows, outputs, inputs, dtype):
     assert apart(linear.gated_linear(x, weight), gate(want, dtype)) < 4e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs, inputs", [(64, 512), (6144, 4096), (28672, 4096), (192, 1536), (128, 8192)])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_that_norm_their_rows(gated, rows, outputs, inputs, dtype):
+    """Beside the two operations; x and the residual stay as they are, as other blocks read them."""
+    x, residual, norm_weight = (torch.randn(*n, inputs, device="cuda").to(dtype) for n in ((rows,), (rows,), ()))
+    weight = torch.randn(outputs, inputs, device="cuda").to(dtype) / 8
+    before = x.clone(), residual.clone()
+    assert skinny.suits_norm(x, residual, norm_weight, weight) is (rows * inputs <= skinny.NORMED)
+    normed, total = norm.add_rms_norm_reference(x.clone(), residual.clone(), norm_weight, 1e-5)
+    want = normed.double() @ weight.double().T
+    for _ in range(2):
+        y, stream = skinny.normed_linear(x, residual, norm_weight, 1e-5, weight, gated)
+        assert torch.equal(stream, total) and torch.equal(x, before[0]) and torch.equal(residual, before[1])
+        assert apart(y, gate(want, dtype) if gated else want) < 4e-3
+    odd = torch.empty(rows * inputs + 1, device="cuda", dtype=dtype)[1:].view(rows, inputs)
+    assert not skinny.suits_norm(x, odd, norm_weight, weight)
+    assert not skinny.suits_norm(x, residual, norm_weight.float(), weight)
+
+
 def gate(y, dtype):
     """silu of the first half times the second, both rounded."""
     first, second = y.to(dtype).double().chunk(2, 1)

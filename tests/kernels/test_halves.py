@@ -26,7 +26,7 @@ def one_thread():
 
 
 class Norm:
-    eps = 1e-5
+    eps, alone = 1e-5, True
 
     def __init__(self, board=None):
         self.weight, self.board = torch.linspace(0.5, 1.5, HIDDEN), board
@@ -93,6 +93,25 @@ def test_feed_forward(monkeypatch, rows, biased):
     gate_up, down = product(2 * 80, HIDDEN), product(HIDDEN, 80, biased)
     x, residual = torch.randn(2, rows, HIDDEN)
     both_ways(monkeypatch, lambda: halves.feed_forward(x.clone(), residual.clone(), Norm(), gate_up, down))
+
+
+def test_products_that_norm_their_rows(monkeypatch):
+    """Where a rank is alone, for what suits; a product's bias, a first half and what has been added need the norm."""
+    monkeypatch.setattr(halves.skinny, "suits_norm", lambda x, *_: len(x) < 3)
+    monkeypatch.setattr(halves.skinny, "normed_linear", lambda *a: ("product", a))
+    x, residual, alone, shared = torch.randn(2, HIDDEN), torch.randn(2, HIDDEN), Norm(), Norm()
+    plain, biased, shared.alone = product(8, HIDDEN), product(8, HIDDEN, biased=True), False
+    got = halves._normed(x, residual, alone, plain, gated=True)
+    assert got == ("product", (x, residual, alone.weight, alone.eps, plain.weight, True))
+    for norm, one, stream in ((shared, plain, residual), (alone, biased, residual), (alone, plain, None)):
+        y, total = halves._normed(x.clone(), None if stream is None else stream.clone(), norm, one)
+        normed, want = alone.add(x.clone(), None if stream is None else stream.clone())
+        torch.testing.assert_close(y, linear.linear(normed, one.weight, one.bias))
+        torch.testing.assert_close(total, want)
+    norm = SimpleNamespace(alone=True, add=lambda x, residual: (x + 1, residual))
+    torch.testing.assert_close(halves._normed(x, x, norm, plain)[0], linear.linear(x + 1, plain.weight))
+    three = torch.randn(3, HIDDEN)
+    assert halves._normed(three, three.clone(), alone, plain)[0].shape == (3, 8)
 
 
 def test_a_lone_rank_adds_a_product_to_the_stream_itself(monkeypatch):

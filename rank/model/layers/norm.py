@@ -32,6 +32,7 @@ class StreamNorm(RMSNorm):
     def __init__(self, size: int, eps: float, mesh: Mesh):
         super().__init__(size, eps)
         self.tensor = mesh.tensor
+        self.alone = mesh.tensor.size == 1
         self.board = mesh.tensor.board if isinstance(mesh.tensor, FusedComm) else None
 
     def begin(self, x: Tensor, residual: Tensor) -> None:

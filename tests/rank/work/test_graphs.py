@@ -60,12 +60,19 @@ def test_what_is_compiled_ahead(monkeypatch):
     monkeypatch.setattr(graphs, "chip", lambda device: "a chip")
     monkeypatch.setattr(graphs.skinny, "programs", lambda *a: asked.append(a) or ["a program"])
     (one,) = model()
-    assert list(graphs.programs(one, 100, torch.device("cuda"))) == ["a program"] * 9
+    assert list(graphs.programs(one, 100, torch.device("cuda"))) == ["a program"] * 11
     rows = [1, 2, 4, *range(8, 65, 8)]
-    assert [(a[0], tuple(a[1].shape), a[2], a[3]) for a in asked[:4]] == [
-        (rows, shape, shape == GATE_UP, "a chip") for shape in (QKV, OUT, GATE_UP, DOWN)
-    ]
-    assert [tuple(a[1].shape) for a in asked[-1:]] == [(VOCABULARY, HIDDEN)]
+
+    def said(shape, norm):
+        return rows, shape, shape == GATE_UP, norm, "a chip"
+
+    found = [(a[0], tuple(a[1].shape), *a[2:]) for a in asked]
+    layer = [said(QKV, False), said(QKV, True), said(OUT, False), said(GATE_UP, True), said(DOWN, False)]
+    assert found == [*layer, *layer, said((VOCABULARY, HIDDEN), False)]
+    asked.clear()
+    one, _ = model(tp=2)
+    assert len(list(graphs.programs(one, 100, torch.device("cuda")))) == 9
+    assert not any(a[3] for a in asked), "sums come before their norms"
 
 
 class Group(oneshot.OneShotComm):

@@ -1,0 +1,110 @@
+"""Kernels of a decode step that begin before what is before them has ended, beside the same with a pause after each."""
+
+from functools import partial
+
+import pytest
+import torch
+from phalanx.kernels import boxes, embedding, jit, norm, rope, skinny
+from phalanx.kernels.attention import Scores
+from phalanx.kernels.chip import chip
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not chip(torch.device("cuda", 0)).engine,
+    reason="needs the copy engine of sm_90 or sm_100, and their shared memory",
+)
+HEADS, KV_HEADS, DIM, SIZE, LAYERS, STEPS, VOCABULARY = 8, 2, 128, 16, 3, 30, 64
+HIDDEN, BLOCKS, LONGEST = HEADS * DIM, 300, 2400
+WIDTH = 16000  # of block tables: what copies them lasts longer than kernels take to start
+
+
+class Step:
+    """Of `rows` sequences: everything that a step is given changes from one to the next, as do most lengths."""
+
+    def __init__(self, rows: int):
+        made = partial(torch.randn, device="cuda", dtype=torch.float16)
+        self.rows = rows
+        self.table, self.turns = made(VOCABULARY, HIDDEN), torch.rand(LONGEST, 2, DIM // 2, device="cuda")
+        self.norm = made(HIDDEN)
+        self.qkv = made(LAYERS, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN) / 32
+        self.out = made(LAYERS, HIDDEN, HIDDEN) / 32
+        self.keys = made(LAYERS, 2, BLOCKS, SIZE, KV_HEADS, DIM)
+        head = torch.tensor([rows, WIDTH], dtype=torch.int32)
+        self.given = []
+        for i in range(STEPS):
+            ids, positions = torch.randint(VOCABULARY, (rows,)), torch.randint(LONGEST, (rows,))
+            # No row reads or writes where another one writes, but where one has written the step before.
+            written, others = torch.arange(BLOCKS).roll(i % 2 * rows).split([rows, BLOCKS - rows])
+            tables = others[torch.randint(BLOCKS - rows, (rows, WIDTH))]
+            tables[torch.arange(rows), positions // SIZE] = written
+            parts = [head, torch.arange(rows), ids, positions, tables.flatten()]
+            self.given.append(torch.cat([part.int() for part in parts]).cuda())
+        self.sent = self.given[0].clone()
+        self.last = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        self.ids, self.positions, self.slots = torch.zeros(3, rows, dtype=torch.int64, device="cuda")
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        self.tables = torch.zeros(rows, WIDTH, dtype=torch.int32, device="cuda")
+        self.found = torch.zeros(rows, HIDDEN, device="cuda", dtype=torch.float16)
+
+    def __call__(self, caches, pause):
+        inputs = jit.kernel("inputs", "decode_inputs", torch.int64)
+        inputs((self.rows, 1, 1), 128, self.sent, self.last, self.ids, self.positions, self.slots, self.lengths,
+               self.tables, self.tables.stride(0), SIZE)  # fmt: skip
+        pause()
+        residual = embedding.embedding(self.ids, self.table)
+        pause()
+        turn = rope.rotation(self.turns, self.positions)
+        pause()
+        x = None
+        for qkv, out, cache in zip(self.qkv, self.out, caches, strict=True):
+            if x is not None and skinny.suits_norm(x, residual, self.norm, qkv):
+                made, residual = skinny.normed_linear(x, residual, self.norm, 1e-5, qkv)
+            else:
+                if x is None:
+                    x = norm.rms_norm(residual, self.norm, 1e-5)
+                else:
+                    x, residual = norm.add_rms_norm(x, residual, self.norm, 1e-5)
+                pause()
+                made = skinny.skinny_linear(x, qkv)
+            pause()
+            q, k, v = made.view(self.rows, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
+            seen = torch.empty(self.rows, HEADS, DIM, device="cuda", dtype=torch.float16)
+            newest = boxes.Newest(k, v, turn, None, self.slots)
+            boxes.decode(q, cache[0], cache[1], self.tables, self.lengths, seen, *Scores(DIM**-0.5), newest)
+            pause()
+            x = skinny.skinny_linear(seen.flatten(1), out)
+            pause()
+        self.found.copy_(x)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 40, 64])
+def test_steps_as_graphs(rows):
+    torch.manual_seed(rows)
+    step, stream = Step(rows), torch.cuda.Stream()
+
+    def run(pause, replayed):
+        caches, found = step.keys.clone(), []
+        step.sent.copy_(step.given[0])
+        step(caches, pause)
+        torch.cuda.synchronize()
+        caches.copy_(step.keys)
+        if replayed:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            graph.capture_begin()
+            step(caches, pause)
+            graph.capture_end()
+        for given in step.given:
+            step.sent.copy_(given)
+            graph.replay() if replayed else step(caches, pause)
+            found.append(step.found.clone())
+        torch.cuda.synchronize()
+        return torch.stack(found), caches
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        want = run(torch.cuda.synchronize, False)
+        assert want[0].isfinite().all()
+        for _ in range(3):
+            assert all(map(torch.equal, run(lambda: None, True), want))
+        assert all(map(torch.equal, run(lambda: None, False), want)), "launched one by one"
+        assert not jit.counters(step.sent.device, stream.cuda_stream).any()
