@@ -140,6 +140,7 @@ def products(table: Table, shapes: str) -> None:
         weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
         for rows in (1, 2, 4, 8, 16, 64):
             product(table, randn(rows, inputs), weights)
+            normed_product(table, randn(rows, inputs), weights)
 
 
 def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
@@ -151,6 +152,25 @@ def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
         versions["m{}k{}".format(*cut)] = [partial(skinny.by_staging, x, w, cut) for w in weights]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
+
+
+def normed_product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
+    """The norm of one row or two and the product that follows, as one kernel and as two."""
+    rows, (outputs, inputs) = len(x), weights[0].shape
+    residual, by = randn(rows, inputs), randn(inputs)
+    if not skinny.suits_norm(x, residual, by, weights[0]):
+        return
+
+    def in_turn(add_norm: Callable[..., Any], product: Callable[..., Tensor], weight: Tensor) -> Tensor:
+        return product(add_norm(x, residual, by, 1e-5)[0], weight)
+
+    versions: dict[str, list[Call]] = {
+        "reference": [partial(in_turn, norm.add_rms_norm_reference, torch_linear, w) for w in weights],
+        "two kernels": [partial(in_turn, norm.add_rms_norm, linear, w) for w in weights],
+        "ours": [partial(skinny.normed_linear, x, residual, by, 1e-5, w) for w in weights],
+    }
+    bytes_ = 2 * (outputs * inputs + rows * (3 * inputs + outputs))
+    table.add(f"norm and linear {rows} x {outputs}x{inputs}", bytes_, versions)
 
 
 def gated_products(table: Table, shapes: str) -> None:
@@ -194,18 +214,18 @@ class Layers:
     def run(self, products: dict[str, Callable[..., Tensor]]) -> None:
         x = self.x
         for qkv, o, gate_up, down in self.weights:
-            x, _ = norm.add_rms_norm(x, self.residual, self.norm, 1e-5)
-            y = products["qkv"](x, qkv).view(self.rows, -1, 128)
+            y = self.behind_norm(products["qkv"], x, qkv).view(self.rows, -1, 128)
             q, k, v = y.split([self.heads // 128, self.kv_heads, self.kv_heads], 1)
             cache = self.cache[0], self.cache[1]
             x = write_and_attend(q, k, v, self.turn, None, cache, self.batch, SCORES)
             x = products["o"](x, o)
-            x, _ = norm.add_rms_norm(x, self.residual, self.norm, 1e-5)
-            x = products["down"](products["gate_up"](x, gate_up), down)
+            x = products["down"](self.behind_norm(products["gate_up"], x, gate_up), down)
 
-
-def _gemv(way: tuple, x: Tensor, weight: Tensor) -> Tensor:
-    return skinny.gemv(x, weight, *way)
+    def behind_norm(self, product: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        chosen = product in (linear, gated_linear)
+        if chosen and skinny.suits_norm(x, self.residual, self.norm, weight):
+            return skinny.normed_linear(x, self.residual, self.norm, 1e-5, weight, product is gated_linear)[0]
+        return product(norm.add_rms_norm(x, self.residual, self.norm, 1e-5)[0], weight)
 
 
 def layers(table: Table, shapes: str) -> None:
@@ -213,18 +233,19 @@ def layers(table: Table, shapes: str) -> None:
     if table.only not in "8 layers":
         return
     chosen: dict[str, Callable[..., Tensor]] = {"qkv": linear, "o": linear, "gate_up": gated_linear, "down": linear}
-    library = dict.fromkeys(chosen, torch_linear) | {"gate_up": lambda x, w: activation.silu_mul(torch_linear(x, w))}
+    library = dict.fromkeys(chosen, torch_linear) | {"gate_up": library_and_silu}
     for rows in (1, 2, 8, 16, 32, 64, 256):
         made = Layers(shapes, rows)
         versions: dict[str, list[Call]] = {"cublas": [partial(made.run, library)], "ours": [partial(made.run, chosen)]}
         for name, shape in zip(chosen, made.shapes, strict=True):
-            by_library = chosen | {name: library[name]}
-            versions[f"{name} cublas"] = [partial(made.run, by_library)]
+            is_gated = name == "gate_up"
+            versions[f"{name} cublas"] = [partial(made.run, chosen | {name: library[name]})]
             if rows <= skinny.GEMV_ROWS:
-                way = (2, 4, True) if name == "gate_up" else (1, 8) if rows == 1 else (2, 4)
-                versions[f"{name} gemv"] = [partial(made.run, chosen | {name: partial(_gemv, way)})]
+                for way in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
+                    product = partial(skinny.gemv, gated=is_gated, way=way)
+                    versions[f"{name} gemv {way[0]}"] = [partial(made.run, chosen | {name: product})]
             for cut in skinny.cuts(rows, *shape):
-                product = partial(skinny.by_staging, cut=cut, gated=name == "gate_up")
+                product = partial(skinny.by_staging, cut=cut, gated=is_gated)
                 versions["{} m{}k{}".format(name, *cut)] = [partial(made.run, chosen | {name: product})]
         bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
         table.add(f"8 layers {rows}", bytes_, versions, least=2)
@@ -260,7 +281,8 @@ def attentions(table: Table) -> None:
 
 
 def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
-    """Of tokens that are not turned yet."""
+    """Of tokens that are not turned yet. Each call is behind an operation of torch's, whose time is in it: one that is
+    behind another of its kind would fetch its keys while that one still computes, which in a model it cannot."""
     from phalanx.kernels import paged
 
     batch, bytes_ = len(lengths), sum(lengths) * 4096
@@ -298,7 +320,15 @@ def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
         keys = [randn(2, batch, 8, lengths[0], 128) for _ in range(min(4, copies(bytes_)))]
         alone = q.reshape(batch, 32, 1, 128)
         versions["sdpa, not paged"] = [partial(sdpa, alone, x[0], x[1], enable_gqa=True) for x in keys]
+    tick = torch.zeros(1, device="cuda")
+    for key, calls in versions.items():
+        versions[key] = [partial(_behind, tick, call) for call in calls]
     table.add(f"attention decode {name}", bytes_, versions)
+
+
+def _behind(tick: Tensor, call: Call) -> None:
+    tick.add_(1)
+    call()
 
 
 def decode_apart(q: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, c: Tensor) -> None:
