@@ -267,6 +267,12 @@ def run(config: BatchConfig, options: Options) -> int:
 class Supervisor(supervise.Supervisor):
     """The jobs process hears the first signal, and its exit code is the job's; the ranks' is, where they fail."""
 
+    def run(self) -> int:
+        code = super().run()
+        assert self._front is not None
+        said = self._front.returncode  # it may have come to its end when a second signal stopped the job
+        return said if code == exits.STOPPED and said in DECIDED else code
+
     def _signals(self, numbers: bytes) -> None:
         for number in numbers:
             if not self._draining:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shlex
 import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -228,3 +229,26 @@ def test_scripts_for_other_machines():
 
 def test_sbatch_of_batch_refuses_what_batch_refuses(place):
     assert "is for `phalanx serve`" in refused("-i", "a", "-o", "b", "--p", "1", "--sbatch")
+
+
+STOPPED_TWICE = """
+import os, subprocess, sys, threading, time, signal
+from phalanx.launcher import supervise
+from phalanx.launcher.verbs import batch
+front = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: os._exit({})); print(flush=True)"
+front = front.format(sys.argv[1]) + "; time.sleep(20)"
+front = subprocess.Popen([sys.executable, "-c", front], stdout=subprocess.PIPE, stderr=2)
+front.stdout.readline()
+ranks = [sys.executable, "-c", "import time; time.sleep(20)"]
+job = batch.Supervisor(supervise.Start(ranks, dict(os.environ), False), front)
+job._send_drain = lambda: os.kill(os.getpid(), signal.SIGTERM)  # the second, when the first has been heard
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+sys.exit(job.run())
+"""
+
+
+@pytest.mark.parametrize(("said", "code"), [(130, 130), (75, 75), (0, 0), (70, 130)])
+def test_stopped_while_the_jobs_process_ends(said, code):
+    """What it has said is what the job ends with; where it says nothing, a job that is stopped was stopped."""
+    done = subprocess.run([sys.executable, "-c", STOPPED_TWICE, str(said)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == code, done.stderr

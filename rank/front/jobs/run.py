@@ -74,11 +74,14 @@ class Batch:
             self._woken.set()
 
     def _lost(self) -> None:
+        fatal = self.link.fatal
         if self.link.state != "restarting":
-            fatal = self.link.fatal
             self.end(fatal.code if fatal else exits.RANK_FAILED, fatal.message if fatal else "the ranks are gone")
         elif self._stopping.is_set():  # nobody starts them again
-            self.end(exits.UNFINISHED, f"{self.reason}; then the ranks ended")
+            if fatal and fatal.code == exits.STOPPED:
+                self.end(fatal.code, fatal.message)
+            else:
+                self.end(exits.UNFINISHED, f"{self.reason}; then the ranks ended")
         elif count := len(self._answers.under_way):
             self.progress.say(f"the ranks ended; {count} requests are asked again when they are back")
 

@@ -193,6 +193,22 @@ def test_ranks_that_go_away_during_a_stop(stage):
     assert stage.summary["reason"] == "asked to by a signal; then the ranks ended"
 
 
+def test_ranks_that_are_stopped_are_not_waited_for(stage, capsys):
+    """They say so: a second signal, which no restart follows."""
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        stage.lead.send(step.Fatal("the job was stopped", 130))
+        await asyncio.sleep(0.01)
+        stage.lead.close()
+
+    assert stage.start(stop, restarts=True) == 130
+    assert "phalanx: stopped: the job was stopped" in capsys.readouterr().err
+
+
 def test_a_stop_at_once_keeps_what_is_finished(stage, capsys):
     stage.input(30)
     stage.lead_has = {"pause": 0.03}
