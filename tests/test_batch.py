@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -114,26 +113,28 @@ def test_killed_ten_times(checkpoint, tmp_path):
     """SIGKILL to everything, at random points of loading, answering and writing: nothing lost, nothing twice."""
     names = requests(tmp_path / "in.jsonl", 600, 60)
     common = (str(checkpoint), "--np", "2", *RANKS, "-i", "in.jsonl", "--max-num-seqs", "8")
+    began = time.monotonic()
     with Job(tmp_path, *common, "-o", "undisturbed.jsonl") as job:
+        job.until(lambda: finished(tmp_path / "undisturbed.jsonl.journal") > 0)
+        loading = time.monotonic() - began
         assert job.end(120) == 0, job.output
     dice = random.Random(5)
     journal = tmp_path / "out.jsonl.journal"
-    killed = 0
-    while killed < 10:
+    for left in range(10, 0, -1):
         with Job(tmp_path, *common, "-o", "out.jsonl") as job:
-            start, goal = finished(journal), dice.randrange(0, 60)
-            with contextlib.suppress(AssertionError):
-                job.until(lambda start=start, goal=goal: finished(journal) >= start + goal)
-            time.sleep(dice.random() * 0.3)
-            if job.process.poll() is not None:
-                break  # it had come to its end
+            start = finished(journal)
+            if dice.random() < 0.3:
+                time.sleep(dice.random() * loading)
+            else:  # however fast the machine, some are left for the starts to come
+                goal = start + dice.randrange((len(names) - start) // (left + 2))
+                job.until(lambda goal=goal: finished(journal) >= goal)
+                time.sleep(dice.random() * 0.02)
+            assert job.process.poll() is None, job.output
             victims = list(job.started.look())
             job.all_killed = dice.random() < 0.5
             kill(victims if job.all_killed else [dice.choice(victims)])
-            killed += 1
             job.end()
             assert not job.left(15), job.output
-    assert killed == 10
     with Job(tmp_path, *common, "-o", "out.jsonl") as job:
         assert job.end(120) == 0, job.output
     said = answers(tmp_path / "out.jsonl")
@@ -143,19 +144,23 @@ def test_killed_ten_times(checkpoint, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_deadline(checkpoint, tmp_path):
     """Started again and again with too little time: each start ends in time, and all is done in the end."""
-    names = requests(tmp_path / "in.jsonl", 1500, 60)
     command = (str(checkpoint), "--np", "2", *RANKS, "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "8")
     codes: list[int] = []
-    while not codes or codes[-1] == 75:
-        with Job(tmp_path, *command, SLURM_JOB_END_TIME=str(int(time.time()) + 25)) as job:
-            start = time.monotonic()
-            codes.append(job.end())
-            assert codes[-1] in (0, 75), job.output
-            assert time.monotonic() - start < 25
-            assert not job.left()
-    assert codes[-1] == 0 and len(codes) > 1, codes
+    count = 1500
+    while 75 not in codes:  # a fast machine has time enough for the first of them
+        names = requests(tmp_path / "in.jsonl", count, 60)
+        (tmp_path / "out.jsonl").unlink(missing_ok=True)
+        codes, count = [], 2 * count
+        while not codes or codes[-1] == 75:
+            with Job(tmp_path, *command, SLURM_JOB_END_TIME=str(int(time.time()) + 25)) as job:
+                start = time.monotonic()
+                codes.append(job.end())
+                assert codes[-1] in (0, 75), job.output
+                assert time.monotonic() - start < 25
+                assert not job.left()
     assert sorted(answers(tmp_path / "out.jsonl")) == sorted(names)
 
 
@@ -172,16 +177,16 @@ def test_signals(checkpoint, tmp_path):
             job.process.send_signal(number)
             assert job.end() == 75, job.output
             assert not job.left()
-    with Job(tmp_path, *command) as job:
-        before = finished(journal)
-        job.until(lambda: finished(journal) > before + 3)
+    requests(tmp_path / "in.jsonl", 100, 3000)  # what is under way at the first signal is so at the second
+    with Job(tmp_path, *command, "--overwrite") as job:
+        job.until(lambda: " is ready on " in job.output and finished(journal) > 3)
         job.process.send_signal(signal.SIGTERM)
         job.until(lambda: "stopping, " in job.output)
         job.process.send_signal(signal.SIGTERM)
         assert job.end(8) == 130, job.output
-        assert "phalanx: stopped: " in job.output
+        assert "phalanx: stopped: the job was stopped" in job.output
         assert not job.left()
-        assert finished(journal) > before + 3
+        assert finished(journal) > 3
     with Job(tmp_path, *command) as job:  # before anything is loaded
         time.sleep(0.3)
         job.process.send_signal(signal.SIGTERM)
