@@ -17,6 +17,7 @@ from ..resolve import DEMO, in_force, joined, resolve
 from ..usage import options_help, show_config
 
 USAGE = "phalanx [serve] [DIR] [options]: start an OpenAI-compatible server\n"
+HEALTH_PATIENCE = 2.0  # seconds for a front that shares its cores with ranks that load
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,7 +94,7 @@ def _serving(listener: front.Listener, link: str) -> bool:
     host, port = listener.socket.getsockname()[:2]
     request = urllib.request.Request(f"{client.url_of(host, port)}/health")
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=0.5):
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=HEALTH_PATIENCE):
             return True
     except urllib.error.HTTPError as error:
         try:
