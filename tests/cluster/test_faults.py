@@ -110,7 +110,7 @@ def test_the_far_host_stands_still(hosts, checkpoint):
 
 
 def test_a_batch_job_whose_far_host_is_cut_off_goes_on_where_it_was(hosts, checkpoint, tmp_path):
-    names = requests(tmp_path / "in.jsonl", 60)
+    names = requests(tmp_path / "in.jsonl", 60, 300)
     command = (str(checkpoint), "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "16")
     journal = tmp_path / "out.jsonl.journal"
     try:

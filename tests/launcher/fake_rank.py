@@ -58,6 +58,9 @@ if "child" in wanted:
     note("child", child.pid)
 print(f"rank {job.rank} of {job.announced_size} is up", file=sys.stderr, flush=True)
 note("up", job.rank)
+deadline = time.monotonic() + 10
+while len((place / "up").read_text().split()) < job.announced_size and time.monotonic() < deadline:
+    time.sleep(0.02)  # the others come up before this one fails
 time.sleep(0.3)
 for what in wanted:
     if what.startswith("exit:"):

@@ -70,7 +70,9 @@ class Launched:
             time.sleep(0.02)
 
     def up(self, ranks: int) -> Launched:
+        """Until so many ranks are up and connected, and what they say of it has come through mpirun."""
         self.until(lambda: len(self.read("up")) >= ranks and self.read("front-log"))
+        self.until(lambda: self.output.count(" is up") > ranks)
         return self
 
     def end(self, seconds: float = 12) -> int:

