@@ -1,5 +1,6 @@
-"""A server without requests costs next to nothing, all its processes counted."""
+"""What a server takes from others: next to nothing without requests, and with them no process's turn."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from .checkpoints import make_checkpoint
 from .processes import tree
-from .server import Server
+from .server import Server, Stream
 
 SECONDS = 10.0
 TICK = 100.0  # of /proc/PID/stat, per second
@@ -31,3 +32,22 @@ def test_every_rank_of_an_idle_server_stays_under_one_percent_of_a_core(tmp_path
         used = {pid: (seconds - before[pid]) / SECONDS for pid, seconds in cpu(before).items()}
         lines = tree(server.process.pid)
         assert all(share < 0.01 for share in used.values()), {lines[pid]: share for pid, share in used.items()}
+
+
+@pytest.mark.long
+def test_a_busy_server_answers_others(tmp_path):
+    """Ranks that wait for each other leave their cores to the front and to this process, which are other sessions."""
+    checkpoint = str(make_checkpoint(tmp_path / "tiny", max_position_embeddings=8192))
+    with Server(checkpoint, "--np", "2", "--device", "cpu", "--mem", "64") as server:
+        stream = Stream(server, 6000)
+        reader = threading.Thread(target=stream.rest)
+        start = time.monotonic()
+        reader.start()
+        slow = 0.0
+        while reader.is_alive():
+            asked = time.monotonic()
+            assert server.request("/health")[0] == 200
+            took = time.monotonic() - asked
+            slow += took if took > 0.3 else 0
+            time.sleep(0.02)
+        assert slow < (time.monotonic() - start) / 4, f"answers that took {slow:.1f} s"
