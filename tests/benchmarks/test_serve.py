@@ -38,7 +38,7 @@ def test_table(bench, server):
     assert re.search(r"mean +p50 +p90 +p95 +p99$", got.out, re.M)
     ttft, tpot, gap, whole = (row(got.out, f"{name} ms") for name in ("TTFT", "TPOT", "inter-token", "end-to-end"))
     for values, low in ((ttft, 75), (tpot, 18), (gap, 18), (whole, 155)):
-        assert len(values) == 5 and all(value > low for value in values) and values[1] < 10 * low
+        assert len(values) == 5 and all(low < value < 10 * low for value in values)
     rates = [float(x) for x in re.findall(r"/s (\d+\.\d+)", got.out)]
     assert rates[1] == pytest.approx(5 * rates[0], rel=0.01)
     assert rates[2] == pytest.approx(106 * rates[0], rel=0.01)
@@ -219,7 +219,7 @@ def test_request_rate(bench, server, tmp_path):
     assert bench("--batch", 6, "--input-len", 50, "--output-len", 2, "--request-rate", 20, "--json", path).code == 0
     *lines, last = map(json.loads, path.read_text().splitlines())
     assert last["flags"]["concurrency"] == 0
-    assert [line["sent_s"] for line in lines] == pytest.approx([line["due_s"] for line in lines], abs=1)
+    assert [line["sent_s"] for line in lines] == pytest.approx([line["due_s"] for line in lines], abs=0.15)
     server.step = 0.1
     got = bench("--batch", 4, "--input-len", 50, "--output-len", 2, "--request-rate", 500, "--concurrency", 1)
     assert re.search(r"^warning: requests were sent up to \d+\.\d\d s after they were due", got.out, re.M)
