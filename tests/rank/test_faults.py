@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,9 @@ def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
         if load:
             work(engine)
         os.kill(engine.ready.pids[1], signal.SIGSTOP)
-        assert engine.wait(4 + 6) == 71
+        start = time.monotonic()
+        assert engine.wait(15) == 71
+        assert time.monotonic() - start < 4 + 3
         assert engine.fatal is not None and engine.fatal.message == f"rank 1 on {HOST} did not answer for 4 s"
         assert gone(engine.ready.pids)
 

@@ -208,7 +208,9 @@ def test_keep_alive(make_front):
     sock = send(front, "chat/completions", messages="hi", stream=True)
     answer = b""
     while answer.count(b": keep-alive\n\n") < 2:
-        answer += sock.recv(1 << 16)
+        data = sock.recv(1 << 16)
+        assert data, "the connection was closed"
+        answer += data
     front.lead.hold = False
     answer += read_all(sock)
     sock.close()

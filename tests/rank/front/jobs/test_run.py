@@ -180,33 +180,26 @@ def test_a_stop_while_the_ranks_are_away(stage):
     assert stage.summary["reason"] == "asked to by a signal, while the ranks were away"
 
 
-def test_ranks_that_go_away_during_a_stop(stage):
+@pytest.mark.parametrize(("word", "code", "end"), [
+    (None, 75, "unfinished: asked to by a signal; then the ranks ended"),
+    (step.Fatal("the job was stopped", 130), 130, "stopped: the job was stopped"),  # by a second signal
+])  # fmt: skip
+def test_ranks_that_go_away_during_a_stop(stage, capsys, word, code, end):
+    """No restart follows."""
     stage.input(30)
     stage.lead_has = {"hold": True}
 
     async def stop(stage):
         await stage.until(lambda: len(stage.lead.requests) == 8)
         stage.batch.stop("asked to by a signal")
+        if word is not None:
+            stage.lead.send(word)
+            await asyncio.sleep(0.01)
         stage.lead.close()
 
-    assert stage.start(stop, restarts=True) == 75
-    assert stage.summary["reason"] == "asked to by a signal; then the ranks ended"
-
-
-def test_ranks_that_are_stopped_are_not_waited_for(stage, capsys):
-    """They say so: a second signal, which no restart follows."""
-    stage.input(30)
-    stage.lead_has = {"hold": True}
-
-    async def stop(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 8)
-        stage.batch.stop("asked to by a signal")
-        stage.lead.send(step.Fatal("the job was stopped", 130))
-        await asyncio.sleep(0.01)
-        stage.lead.close()
-
-    assert stage.start(stop, restarts=True) == 130
-    assert "phalanx: stopped: the job was stopped" in capsys.readouterr().err
+    assert stage.start(stop, restarts=True) == code
+    assert stage.summary["reason"] == end.partition(": ")[2]
+    assert f"phalanx: {end}\n" in capsys.readouterr().err
 
 
 def test_a_stop_at_once_keeps_what_is_finished(stage, capsys):
