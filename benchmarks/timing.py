@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from phalanx.rank.front.jobs.energy import Meter
+from phalanx.rank.server.batch.energy import EnergyMeter
 
 Call = Callable[[], Any]
 
@@ -54,7 +54,7 @@ def measure(calls: list[Call], least: int = 16, repeats: int = 20, before: Call 
 
 def energy(calls: list[Call], least: int = 16, seconds: float = 2.0) -> float:
     """Joules of one call that is repeated for so long, with all that the GPU uses meanwhile. NaN: it does not tell."""
-    meter = Meter([os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[torch.cuda.current_device()]])
+    meter = EnergyMeter([os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[torch.cuda.current_device()]])
     with torch.cuda.stream(side_stream()):
         replay, count = captured(calls, least)
         stream = torch.cuda.current_stream()

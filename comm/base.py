@@ -7,9 +7,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..kernels.board import Board
+from ..kernels.norm.norm import add_rms_norm
 
-Then = Callable[[Tensor | None], Any]  # what follows a sum
+Epilogue = Callable[[Tensor | None], Any]
+
+
+class Work(Protocol):
+    """An all-reduce under way."""
+
+    def wait(self) -> Any:
+        """Let the caller's stream wait for it. What the epilogue has returned; without one the sum. Called once."""
 
 
 class Comm(Protocol):
@@ -25,17 +32,15 @@ class Comm(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of x over the group, in place; returns x. Ranks may differ in the last bit: one rank decides for all."""
 
-    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
-        """The sum of x, and `then` what follows it, may begin now, beside what the caller computes.
+    def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> Work | None:
+        """Begin the sum of x, and the `epilogue` that follows it, beside what the caller computes; None: nothing has
+        begun, as this backend has nothing that computes beside the caller, or as x is summed faster without.
 
-        end_all_reduce ends it, or all_reduce where nothing follows. Until then what they read and write is neither
-        touched nor given up, and the group's only other collectives are sums that begin or end like this one, in the
-        same order on all ranks. `then` works in place: on GPUs it runs on another stream. It gets what is still to be
-        added to x, of x's shape, as that is cheaper for who reads x anyway, and does not keep it; None: x is the sum.
+        Until the work is waited for, the caller leaves alone what both read and write, and the group's only other
+        collectives are async all-reduces, begun and waited for in the same order on all ranks. The epilogue works in
+        place; on GPUs it runs on another stream. It gets what is still to be added to x, of x's shape, as that is
+        cheaper for a kernel that reads x anyway, and does not keep it; None: x is the sum.
         """
-
-    def end_all_reduce(self, x: Tensor) -> Any:
-        """What `then` has returned, or x where nothing follows. None: the sum has not begun."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: every rank's x, in rank order."""
@@ -65,18 +70,30 @@ class Comm(Protocol):
 
 
 class FusedComm:
-    """A group that can make a sum and the norm after it as one, besides what Comm has.
+    """A group that has faster ways than Comm's for a sum and what stands beside it; each may decline with None, and
+    has done nothing then.
 
     Callers ask for this by isinstance and for no backend: MPI's cannot be imported where there is no MPI.
     """
 
-    board: Board | None = None  # over which compiled halves of a layer add up themselves: kernels/halves.py
-
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """As oneshot.all_reduce_add_norm; None, and nothing has been done, where x is not for it."""
+        """The RMS norm of `residual` plus the group's sum of x, and that new residual, [T, H]; both may be
+        overwritten."""
         raise NotImplementedError
+
+    def gemm_all_reduce_add_norm(
+        self, x: Tensor, matrix: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same of x [T, I] times the transpose of matrix [H, I]."""
+        return None
+
+
+def all_reduce_add_norm(group: Comm, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """FusedComm.all_reduce_add_norm for any group."""
+    done = group.all_reduce_add_norm(x, residual, weight, eps) if isinstance(group, FusedComm) else None
+    return done or add_rms_norm(group.all_reduce(x), residual, weight, eps)
 
 
 class HostComm(Comm, Protocol):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from .. import __version__
-from ..rank import exits
+from .. import __version__, errors
 from .base import Comm
-from .control import gather_bytes
+from .broadcast import gather_bytes
 
 
 def name_hosts(world: Comm) -> list[str]:
@@ -21,7 +20,7 @@ def name_hosts(world: Comm) -> list[str]:
     for rank, (host, version, *_) in enumerate(words):
         if version != words[0][1]:
             text = f"rank {rank} on {host} has Phalanx {version}, rank 0 on {words[0][0]} has {words[0][1]}; all nodes "
-            raise exits.Stop(text + "need the same" if world.rank == rank else "", exits.USAGE)
+            raise errors.FatalError(text + "need the same" if world.rank == rank else "", errors.USAGE)
     return _tell_apart([(host, boot) for host, _, boot in words])
 
 

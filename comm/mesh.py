@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .base import Comm, HostComm
 
-Carry = Callable[[Comm], Comm]
+BackendFactory = Callable[[Comm], Comm]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def build(
     world: HostComm,
     tp: int,
     pp: int,
-    carry: Carry = lambda group: group,
-    carry_tensor: Carry | None = None,
+    backend_factory: BackendFactory = lambda group: group,
+    tp_backend_factory: BackendFactory | None = None,
     ep: int = 1,
 ) -> Mesh:
     """Collective over world, whose size is a multiple of tp * pp; ep divides the ranks that hold the same stage.
@@ -62,20 +62,27 @@ def build(
     pipe, feedback = world.split(replica * tp + index, stage), world.split(replica * tp + index, stage)
     alike = replica * tp + index  # this rank's place among those of its stage
     experts = world.split(stage * world.size + alike // ep, alike)
-    return Mesh(world, replica, (carry_tensor or carry)(tensor), carry(pipe), carry(feedback), carry(experts))
+    return Mesh(
+        world,
+        replica,
+        (tp_backend_factory or backend_factory)(tensor),
+        backend_factory(pipe),
+        backend_factory(feedback),
+        backend_factory(experts),
+    )
 
 
-def copies(size: int, replicas: int) -> list[range]:
+def replica_ranks(size: int, replicas: int) -> list[range]:
     """The world's ranks of each replica."""
     each = size // replicas
     return [range(i * each, (i + 1) * each) for i in range(replicas)]
 
 
-def lines(world: HostComm, replicas: int) -> list[HostComm]:
+def control_groups(world: HostComm, replicas: int) -> list[HostComm]:
     """For each replica the group of rank 0 and the replica's ranks, in the world's order.
 
     Rank 0 is in all of them, other ranks in their own replica's; what they get for the others means nothing.
     Collective over world.
     """
-    ranks = copies(world.size, replicas)
+    ranks = replica_ranks(world.size, replicas)
     return [world.split(int(world.rank == 0 or world.rank in own), world.rank) for own in ranks]

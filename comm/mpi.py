@@ -9,7 +9,7 @@ import mpi4py
 import torch
 from torch import Tensor
 
-from .base import Then
+from .base import Epilogue
 
 mpi4py.rc(initialize=False, finalize=False)  # before mpi4py.MPI is imported: join() decides when
 from mpi4py import MPI  # noqa: E402
@@ -41,10 +41,8 @@ class MpiComm:
         self.handle.Allreduce(MPI.IN_PLACE, _buffer(x))
         return x
 
-    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
+    def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> None:
         """Nothing computes beside the thread that waits."""
-
-    def end_all_reduce(self, x: Tensor) -> None: ...
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.size, *x.shape))
@@ -92,7 +90,7 @@ class MpiComm:
         return MpiComm(part)
 
 
-class MpiMail:
+class MpiResultChannel:
     """Bytes from rank 1 of a group to its rank 0, in order, on a communicator of their own."""
 
     def __init__(self, group: MpiComm):

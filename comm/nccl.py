@@ -7,21 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rank import exits
-from .base import Comm, Then
-from .control import broadcast_bytes
+from .. import errors
+from .base import Comm, Epilogue, Work
+from .broadcast import broadcast_bytes
 
 
 def _nccl() -> Any:
     try:
         from cupy.cuda import nccl
     except ImportError as error:
-        raise exits.Stop(
+        raise errors.FatalError(
             f"several GPUs need CuPy with NCCL ({error}): `make install TORCH=cuda`, or `pip install phalanx[gpu]`; or "
             "use one GPU, or --device cpu",
-            exits.USAGE,
+            errors.USAGE,
         ) from None
     return nccl
+
+
+class NcclWork:
+    """An all-reduce on a stream of its own."""
+
+    def __init__(self, event: torch.cuda.Event, x: Tensor, result: Any):
+        self._event, self._x, self._result = event, x, result  # x must live until the stream has waited
+
+    def wait(self) -> Any:
+        torch.cuda.current_stream().wait_event(self._event)
+        return self._result
 
 
 class NcclComm:
@@ -33,8 +44,7 @@ class NcclComm:
         self.size = host.size
         self._nccl = None
         self._aside: torch.cuda.Stream | None = None  # where `post` waits for the receiver
-        self._beside: torch.cuda.Stream | None = None  # where `begin_all_reduce` adds up
-        self._begun: dict[int, tuple[torch.cuda.Event, Any]] = {}  # by address: what `end_all_reduce` waits for
+        self._beside: torch.cuda.Stream | None = None  # of async all-reduces
         if self.size > 1:
             nccl = _nccl()
             mine = bytes(b & 0xFF for b in nccl.get_unique_id()) if self.rank == 0 else b""
@@ -63,33 +73,27 @@ class NcclComm:
         return torch.cuda.current_stream().cuda_stream
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self.end_all_reduce(x) is None and self._nccl is not None:
+        if self._nccl is not None:
             self._nccl.allReduce(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], self._sum, self._stream())
         return x
 
-    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
-        """On a stream of its own. Memory needs no record_stream: it is given up on the current stream, after that has
-        waited in end_all_reduce."""
+    def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> Work | None:
+        """On a stream of its own. Memory needs no record_stream: it is freed on the current stream, after that has
+        waited."""
         if self._nccl is None:
-            return
+            return None
         if self._beside is None:
-            self._beside = torch.cuda.Stream(priority=-1)  # its few blocks go before the products' many
+            self._beside = torch.cuda.Stream(priority=-1)  # its few blocks go before a GEMM's many
         self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
-            rest = self.sum_up(x)
-            done = then(rest) if then else x if rest is None else x.add_(rest)
-        self._begun[x.data_ptr()] = self._beside.record_event(), done
+            rest = self.all_reduce_partial(x)
+            result = epilogue(rest) if epilogue else x if rest is None else x.add_(rest)
+        return NcclWork(self._beside.record_event(), x, result)
 
-    def sum_up(self, x: Tensor) -> Tensor | None:
-        """What is still to be added to x then; None: nothing. Where sums are made beside others' work."""
+    def all_reduce_partial(self, x: Tensor) -> Tensor | None:
+        """Sum x up, or return what is still to be added to it: how async all-reduces are made."""
         self.all_reduce(x)
         return None
-
-    def end_all_reduce(self, x: Tensor) -> Any:
-        event, done = self._begun.pop(x.data_ptr(), (None, None))
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-        return done
 
     def all_gather(self, x: Tensor) -> Tensor:
         if self._nccl is None:

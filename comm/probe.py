@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from ..rank import exits
+from .. import errors
 from . import mpi
 from .base import Comm
-from .control import gather_bytes
+from .broadcast import gather_bytes
 
 ENV = "PHALANX_PROBE"
 SIZES = (16 << 10, 1 << 20, 64 << 20)  # bytes: a decode step's all-reduce, a prompt's, and bandwidth alone
@@ -47,7 +47,7 @@ def main() -> int:
         if rank:
             # Rank 0 is in a collective that will not end, or has the same error: its own alarm or word counts.
             time.sleep(ask["seconds"])
-            os._exit(exits.RANK_FAILED)
+            os._exit(errors.RANK_FAILED)
     alarm.cancel()
     _tell(ask, found)
     if not found["error"]:
@@ -157,9 +157,9 @@ def _too_late(ask: dict[str, Any]) -> None:
     """Whoever waits is in MPI: rank 0 leaves its word, and all end."""
     if int(ask["rank"]):
         time.sleep(1.0)  # rank 0 has the word, and its end may be the job's
-        os._exit(exits.RANK_STUCK)
+        os._exit(errors.RANK_STUCK)
     _tell(ask, {"error": f"the ranks did not {ask['phase']} within {ask['seconds']:g} s"})
-    os._exit(exits.RANK_STUCK)
+    os._exit(errors.RANK_STUCK)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Then
+from .base import Epilogue
 
 
 class PeerFailed(RuntimeError):
@@ -67,10 +67,8 @@ class ThreadComm:
                 x += part
         return x
 
-    def begin_all_reduce(self, x: Tensor, then: Then | None = None) -> None:
+    def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> None:
         """Nothing computes beside the thread that waits."""
-
-    def end_all_reduce(self, x: Tensor) -> None: ...
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange(x.clone()))
@@ -114,7 +112,7 @@ class ThreadComm:
         return ThreadComm(groups[members[0][1]], rank)
 
 
-class ThreadMail:
+class ThreadResultChannel:
     """Bytes from rank 1 of a group to its rank 0, in order."""
 
     def __init__(self, group: ThreadComm):

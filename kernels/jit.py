@@ -1,6 +1,6 @@
 """CUDA C++ compiled where it runs: NVRTC through CuPy, cached on the node, launched through the driver.
 
-A source in kernels/cuda/ is compiled for one element type and one set of sizes, which are constants to it, so that
+A source in a family's folder is compiled for one element type and one set of sizes, which are constants to it, so that
 loops unroll and arrays lie in registers. Binaries lie in a folder of the node's temporary directory under the hash of
 all that went into them; of several ranks that want one at the same time, one compiles and the others wait.
 
@@ -28,17 +28,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..rank import exits
-from .chip import chip
+from .. import errors
+from .device import device_caps
 
-SOURCES = Path(__file__).parent / "cuda"
+# Every .cu and .cuh of the families' folders, by file name.
+SOURCES = {path.name: path for path in sorted(Path(__file__).parent.glob("*/*.cu*"))}
 # Names of element types in common.cuh.
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "long long"}
 
 COUNTERS = 1 << 16
 COMPILERS = 8  # threads
 _TWO_BYTES, _SWIZZLE_128, _PROMOTE_128 = 1, 3, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._SWIZZLE_128B, ..._L2_128B
-_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -55,7 +56,7 @@ class _Config(ctypes.Structure):
     ]
 
 
-class Map:
+class TensorMap:
     """A matrix as the copy engine of sm_90 and later takes it: boxes of 64 elements of `height` rows, for a kernel's
     `const __grid_constant__ Map`. Rows past the end are zeros."""
 
@@ -79,9 +80,9 @@ class Map:
 
 
 @functools.lru_cache(4096)
-def boxes(start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0) -> Map:
+def tensor_map(start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0) -> TensorMap:
     """The Map of these; it holds for whatever lies there."""
-    return Map(start, rows, columns, height, pitch, runs)
+    return TensorMap(start, rows, columns, height, pitch, runs)
 
 
 class Kernel:
@@ -90,16 +91,18 @@ class Kernel:
     def __init__(self, function: ctypes.c_void_p, name: str, overlap: bool):
         self.function = function
         self.name = name
-        self._attribute = _Attribute(id=_OVERLAP, value=1)
+        self._attribute = _Attribute(id=_PDL, value=1)
         self._count = int(overlap)
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, *args: Tensor | Map | float, shared: int = 0) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], threads: int, *args: Tensor | TensorMap | float, shared: int = 0
+    ) -> None:
         """Launch on torch's current stream. Empty grids are left out. shared: bytes of dynamic shared memory."""
         if 0 in grid:
             return
         values = [_c_value(a) for a in args]
         pointers = (ctypes.c_void_p * len(values))(
-            *[v.address if isinstance(v, Map) else ctypes.addressof(v) for v in values]
+            *[v.address if isinstance(v, TensorMap) else ctypes.addressof(v) for v in values]
         )
         config = _Config(
             *grid, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
@@ -108,8 +111,8 @@ class Kernel:
         check(libcuda().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None), self.name)
 
 
-def _c_value(x: Tensor | Map | float) -> Any:
-    if isinstance(x, Map):
+def _c_value(x: Tensor | TensorMap | float) -> Any:
+    if isinstance(x, TensorMap):
         return x
     if isinstance(x, Tensor):
         return ctypes.c_void_p(x.data_ptr())
@@ -117,14 +120,14 @@ def _c_value(x: Tensor | Map | float) -> Any:
 
 
 def kernel(source: str, name: str, dtype: torch.dtype, shared: int = 0, **sizes: int | torch.dtype) -> Kernel:
-    """Function `name` of kernels/cuda/`source`.cu for element type T = `dtype`, with `sizes` as constants, or types.
+    """Function `name` of `source`.cu for element type T = `dtype`, with `sizes` as constants, or types.
 
     shared: the most dynamic shared memory, in bytes, that a launch will ask for.
     """
-    return _load(program(source, dtype, **sizes), name, shared, torch.cuda.current_device())
+    return _load(variant(source, dtype, **sizes), name, shared, torch.cuda.current_device())
 
 
-class Program(NamedTuple):
+class KernelVariant(NamedTuple):
     """A source for one element type and one set of sizes, sorted by name."""
 
     source: str
@@ -133,19 +136,19 @@ class Program(NamedTuple):
 
     @property
     def text(self) -> str:
-        return program_text(self.source, {"T": self.dtype, **dict(self.sizes)})
+        return variant_text(self.source, {"T": self.dtype, **dict(self.sizes)})
 
 
-def program(source: str, dtype: torch.dtype, **sizes: int | torch.dtype) -> Program:
-    return Program(source, dtype, tuple(sorted(sizes.items())))
+def variant(source: str, dtype: torch.dtype, **sizes: int | torch.dtype) -> KernelVariant:
+    return KernelVariant(source, dtype, tuple(sorted(sizes.items())))
 
 
-def compile_ahead(programs: Iterable[Program], device: torch.device) -> None:
+def compile_ahead(programs: Iterable[KernelVariant], device: torch.device) -> None:
     """Begin to fill the node's cache with these, several at a time, beside whatever else this process does.
 
     Who needs one meanwhile waits for it. What cannot be compiled is compiled again, and told, where it is needed.
     """
-    arch, left = chip(device).arch, deque(dict.fromkeys(programs))
+    arch, left = device_caps(device).arch, deque(dict.fromkeys(programs))
 
     def work() -> None:
         while left:
@@ -158,8 +161,8 @@ def compile_ahead(programs: Iterable[Program], device: torch.device) -> None:
 
 
 @functools.cache
-def _load(program: Program, name: str, shared: int, device: int) -> Kernel:
-    found, source = chip(torch.device("cuda", device)), program.source
+def _load(program: KernelVariant, name: str, shared: int, device: int) -> Kernel:
+    found, source = device_caps(torch.device("cuda", device)), program.source
     torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
     binary = cached(source, program.text, found.arch)
     driver = libcuda()
@@ -168,7 +171,7 @@ def _load(program: Program, name: str, shared: int, device: int) -> Kernel:
     check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
     if shared > 48 << 10:
         check(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), name)
-    return Kernel(function, name, found.overlaps)
+    return Kernel(function, name, found.has_pdl)
 
 
 def cached(name: str, text: str, arch: str) -> bytes:
@@ -179,7 +182,7 @@ def cached(name: str, text: str, arch: str) -> bytes:
     if not file.exists():
         with locked(folder / f"{key}.lock"):
             if not file.exists():  # another rank may have been faster
-                keep(file, compile_text(name, text, arch))
+                atomic_write(file, compile_text(name, text, arch))
     return file.read_bytes()
 
 
@@ -191,7 +194,7 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
-def keep(file: Path, content: bytes) -> None:
+def atomic_write(file: Path, content: bytes) -> None:
     """Write all of it, or raise OSError: a rank that dies here, or a full disk, leaves no half file behind."""
     part = file.with_suffix(f".{os.getpid()}")
     try:
@@ -210,23 +213,21 @@ def cache_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         reason = f"no folder {folder} can be made ({error.strerror}): set TMPDIR to one that this user may write to"
-        raise exits.Stop(reason, exits.USAGE) from None
+        raise errors.FatalError(reason, errors.USAGE) from None
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise exits.Stop(f"{folder} is not this user's alone: remove it, or set TMPDIR", exits.USAGE)
+        raise errors.FatalError(f"{folder} is not this user's alone: remove it, or set TMPDIR", errors.USAGE)
     return folder
 
 
-def program_text(source: str, sizes: dict[str, int | torch.dtype]) -> str:
+def variant_text(source: str, sizes: dict[str, int | torch.dtype]) -> str:
     """common.cuh, the sizes, the source and what it includes as one text: the compiler needs no include path."""
     given = [
         f"constexpr int {name} = {value};\n" if isinstance(value, int) else f"typedef {TYPES[value]} {name};\n"
         for name, value in sizes.items()
     ]
-    text = re.sub(
-        r'#include "(.*)"', lambda line: (SOURCES / line[1]).read_text(), (SOURCES / f"{source}.cu").read_text()
-    )
-    return "".join([(SOURCES / "common.cuh").read_text(), *given, text])
+    text = re.sub(r'#include "(.*)"', lambda line: SOURCES[line[1]].read_text(), SOURCES[f"{source}.cu"].read_text())
+    return "".join([SOURCES["common.cuh"].read_text(), *given, text])
 
 
 def compile_text(name: str, text: str, arch: str) -> bytes:
@@ -234,9 +235,9 @@ def compile_text(name: str, text: str, arch: str) -> bytes:
     try:
         from cupy.cuda import nvrtc
     except ImportError as error:
-        raise exits.Stop(
+        raise errors.FatalError(
             f"kernels are compiled with CuPy ({error}): `make install TORCH=cuda`, or `pip install phalanx[gpu]`",
-            exits.USAGE,
+            errors.USAGE,
         ) from None
     program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
@@ -244,7 +245,7 @@ def compile_text(name: str, text: str, arch: str) -> bytes:
         return nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise exits.Stop(f"NVRTC could not compile kernels/cuda/{name}.cu for {arch}: {error}\n{log}", 1) from None
+        raise errors.FatalError(f"NVRTC could not compile {name}.cu for {arch}: {error}\n{log}", 1) from None
     finally:
         nvrtc.destroyProgram(program)
 

@@ -1,4 +1,4 @@
-"""The `phalanx` command: finds the verb, prints errors as one line, and ends with a code of `rank/exits.py`.
+"""The `phalanx` command: finds the verb, prints errors as one line, and ends with a code of `errors.py`.
 
 Imports nothing heavy: no torch, mpi4py, cupy or tornado is loaded before a verb needs it.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
-# Verb -> module under launcher/verbs, and what --help says of it.
+# Verb -> what --help says of it. A verb is a file, or a folder with command.py, under launcher/commands.
 VERBS = {
     "serve": "start the server; the default when no verb is given",
     "batch": "answer a file of requests, in as many starts as it takes",
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     if sys.version_info < (3, 11):  # noqa: UP036
         return _fail("Python 3.11 or newer is needed, this is " + sys.version.split()[0], 2)
     words = sys.argv[1:] if argv is None else argv
-    from ..rank.exits import Stop
+    from ..errors import FatalError
 
     try:
         if words[:1] in (["-h"], ["--help"], ["help"]):
@@ -49,9 +50,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"phalanx {__version__}")
             return 0
         verb = words[0] if words and words[0] in VERBS else "serve"
-        module = importlib.import_module(f".verbs.{verb}", __package__)
+        module = importlib.import_module(_module(verb), __package__)
         return module.main(words[1:] if words[:1] == [verb] else words)
-    except Stop as stop:
+    except FatalError as stop:
         return _fail(str(stop), stop.code)
     except BrokenPipeError:
         # `phalanx --help | head`: whoever read us has seen enough. The interpreter must not flush into it again.
@@ -59,9 +60,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
+def _module(verb: str) -> str:
+    folder = Path(__file__).parent / "commands" / verb
+    return f".commands.{verb}.command" if folder.is_dir() else f".commands.{verb}"
+
+
 def _overview() -> str:
     from ..rank.options import Options
-    from .usage import options_help
+    from .options.help import options_help
 
     verbs = "\n".join(f"  {verb:8} {text}" for verb, text in VERBS.items())
     return f"{INTRO}{verbs}\n\nOptions of serve:{options_help(Options)}"
@@ -71,7 +77,7 @@ def _fail(message: str, code: int) -> int:
     if message:
         print(f"phalanx: {message}", file=sys.stderr)
     else:
-        from .process import let_another_speak
+        from .job.linux import let_another_speak
 
         let_another_speak()
     return code

@@ -19,17 +19,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..rank import exits
-from ..rank.front.config import FrontConfig, SamplingDefaults
-from ..rank.front.errors import ApiError
-from ..rank.front.jobs.room import Room, enough, opened, sequences
-from ..rank.front.link import LeadLink
-from ..rank.front.schema import ChatRequest, CompletionRequest, convert
-from ..rank.front.session import Session, Sessions
+from .. import errors
 from ..rank.options import Options
-from ..rank.step import TokenLogprob
-from . import choices, front, hosts, process, supervise
-from .resolve import resolve
+from ..rank.protocol import TokenLogprob
+from ..rank.server.api_error import ApiError
+from ..rank.server.batch.admission import Admission, enough, opened, sequences
+from ..rank.server.config import SamplingDefaults, ServerConfig
+from ..rank.server.engine_client import EngineClient
+from ..rank.server.openai_format import tool_call
+from ..rank.server.schema import ChatRequest, CompletionRequest, convert
+from ..rank.server.text.events import Answer
+from ..rank.server.text_engine import Session, TextEngine
+from .job import linux, mpi_env, server_process, supervisor
+from .options import option_sources
+from .options.resolve import resolve
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -37,7 +40,7 @@ Prompt = str | Sequence[int]
 # Options of a server: here nothing listens, and whoever calls sees the failure and can start again.
 _SERVER_ONLY = (
     "host", "port", "api_key", "api_key_file", "strict", "queue_size", "access_log", "restarts", "served_model_name",
-    "idle_exit",
+    "idle_exit", "allowed_origins", "allowed_hosts",
 )  # fmt: skip
 DRAIN_PATIENCE = 5.0
 
@@ -123,15 +126,15 @@ class LLM:
             if name in given:
                 raise ValueError(f"LLM has no argument {name!r}: it is for `phalanx serve`")
         environ = {name: value for name, value in os.environ.items() if name[8:].lower() not in _SERVER_ONLY}
-        place = hosts.world(os.environ)
+        place = mpi_env.rank_place(os.environ)
         if place is not None and place.size > 1:
             raise ValueError(f"LLM starts its own ranks: run this program without {place.launcher}")
         try:
             if model:
                 given["model"] = model
-            chosen = choices.from_keywords(Options, given, environ, "LLM")
+            chosen = option_sources.from_keywords(Options, given, environ, "LLM")
             self.options = resolve(chosen, None)
-        except exits.Stop as stop:
+        except errors.FatalError as stop:
             raise ValueError(str(stop)) from None
         self._host = _Host(self.options)
         self._finalizer = weakref.finalize(self, self._host.close)
@@ -198,12 +201,12 @@ class _Host:
         self.options = options
         self._pid = os.getpid()  # a forked child has a copy of this object, but not the job
         self._closed = False
-        self._directory = front.job_directory()
+        self._directory = server_process.job_directory()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx", daemon=True)
         self._thread.start()
         defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
-        config = FrontConfig(
+        config = ServerConfig(
             model_dir=options.model,
             link=os.path.join(self._directory, "lead"),
             listen_fd=-1,
@@ -218,10 +221,10 @@ class _Host:
     def start(self) -> None:
         """Listen, start the job, and wait until it is ready."""
         self._run(self._listen())
-        order = supervise.Order(self.options, self._config.link, os.getpid())
+        order = supervisor.SupervisorRequest(self.options, self._config.link, os.getpid())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.launcher.supervise"],
-            env=os.environ | {supervise.ORDER_ENV: msgspec.json.encode(order).decode()},
+            [sys.executable, "-m", "phalanx.launcher.job.supervisor"],
+            env=os.environ | {supervisor.REQUEST_ENV: msgspec.json.encode(order).decode()},
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else None,
             process_group=0,  # Ctrl-C is for this program to handle
@@ -229,15 +232,15 @@ class _Host:
         self._run(self._ready())
 
     async def _listen(self) -> None:
-        self._link = LeadLink(self._config.link)
-        self._sessions = Sessions(self._link, self._config)
+        self._link = EngineClient(self._config.link)
+        self._sessions = TextEngine(self._link, self._config)
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await self._link.listen()
 
     async def _ready(self) -> None:
         assert self._process is not None
         loop = asyncio.get_running_loop()
-        fd = process.pidfd(self._process.pid)
+        fd = linux.pidfd(self._process.pid)
 
         def died() -> None:
             loop.remove_reader(fd)
@@ -262,9 +265,9 @@ class _Host:
             await asyncio.wait_for(asyncio.shield(self._died), 10)
         assert self._process is not None
         code = self._process.poll()
-        code = exits.RANK_FAILED if code is None else supervise.exit_code(code)
+        code = errors.RANK_FAILED if code is None else supervisor.exit_code(code)
         fatal = self._link.fatal
-        why = fatal.message if fatal is not None else supervise.NAMES.get(code, "see the messages above")
+        why = fatal.message if fatal is not None else supervisor.NAMES.get(code, "see the messages above")
         return JobError(f"the job ended with exit code {code}: {why}", code)
 
     def answer(self, bodies: list[dict[str, Any]], kind: type[CompletionRequest] | type[ChatRequest]) -> list[Output]:
@@ -280,7 +283,7 @@ class _Host:
         ready = self._link.ready
         if ready is None:
             raise await self._death()
-        room = Room(enough(ready.max_num_seqs))  # what waits beyond that waits here
+        room = Admission(enough(ready.max_num_seqs))  # what waits beyond that waits here
         tasks = [asyncio.ensure_future(self._answer(request, room)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
@@ -292,7 +295,7 @@ class _Host:
             for task in tasks:
                 task.cancel()
 
-    async def _answer(self, request: CompletionRequest | ChatRequest, room: Room) -> Output:
+    async def _answer(self, request: CompletionRequest | ChatRequest, room: Admission) -> Output:
         taken = await room.take(sequences(request))
         try:
             async with opened(self._sessions, request) as session:
@@ -333,7 +336,7 @@ class _Host:
         self._thread.join(DRAIN_PATIENCE)
         if not self._thread.is_alive():
             self._loop.close()
-        front.remove(self._directory)
+        server_process.remove(self._directory)
 
     async def _end(self) -> None:
         self._link.close()
@@ -354,20 +357,16 @@ async def _collect(session: Session, logprobs: bool) -> Output:
         choice.index: Completion(choice.index, "", [], "", logprobs=[] if logprobs else None)
         for choice in session.choices
     }
+    answers = {choice.index: Answer() for choice in session.choices}
     async for updates in session:
         for update in updates:
             one = found[update.choice.index]
-            one.text += update.content
-            one.reasoning += update.reasoning
+            answers[update.choice.index].add(update.events)
             one.token_ids += update.tokens
-            for call in update.calls:
-                if "id" in call:
-                    one.tool_calls.append({**call, "function": {**call["function"]}})
-                else:
-                    one.tool_calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             if one.logprobs is not None:
                 one.logprobs += [entry for entry, _ in update.logprobs]
     for choice in session.choices:
-        one = found[choice.index]
+        one, answer = found[choice.index], answers[choice.index]
+        one.text, one.reasoning, one.tool_calls = answer.text, answer.reasoning, list(map(tool_call, answer.calls))
         one.finish_reason, one.stop_reason = choice.finish, choice.stop_reason
     return Output(session.prompts[0].tokens, list(found.values()), session.usage())

@@ -16,28 +16,29 @@ from typing import Any
 import msgspec
 import torch
 
-from ..comm import control, mesh, threads
+from .. import errors
+from ..comm import broadcast, gpu_owners, mesh, threads
 from ..comm.hosts import name_hosts
-from ..comm.watch import LocalWatch, Watch
+from ..comm.watchdog import LocalWatchdog, Watchdog
 from ..kernels import jit
-from . import exits, step
-from .lead.blocks import Blocks
-from .lead.link import FrontLink
-from .lead.loop import Lead
-from .lead.progress import Progress
-from .lead.replica import Ranks, Replica
-from .lead.scheduler import Scheduler
+from . import protocol
 from .model import fingerprint
 from .model.base import Model
 from .model.load import load as load_model
-from .model.weights.stage import stage
+from .model.weights.local_copy import make_local_copy
 from .options import JOB_ENV, Job, Options, decode_job, degrees, encode_job
-from .work import cache, graphs
-from .work.measure import step_memory
-from .work.rows import Rows
-from .work.runner import Runner
-from .work.sampler import Sampler
-from .work.team import FarTeam, Mail, Reporter, Team, follow
+from .scheduler.blocks import Blocks
+from .scheduler.loop import StepLoop
+from .scheduler.progress import Progress
+from .scheduler.replica import Executor, Replica
+from .scheduler.scheduler import Scheduler
+from .scheduler.server_link import ServerLink
+from .worker import graphs, kv_cache
+from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
+from .worker.model_runner import ModelRunner
+from .worker.profile_run import profile_run
+from .worker.sampler import Sampler
+from .worker.state import BatchState
 
 log = logging.getLogger("phalanx")
 
@@ -51,13 +52,13 @@ FEW = 4  # tokens that a step may have whatever the weights
 class Rank:
     """One rank's way through the job; in a job of threads there are several in this process."""
 
-    def __init__(self, job: Job, world: Any, hosts: list[str], watch: LocalWatch):
+    def __init__(self, job: Job, world: Any, hosts: list[str], watch: LocalWatchdog):
         self.job = job
         self.options: Options = job.options
         self.world = world
         self.hosts = hosts
         self.watch = watch
-        self.link: FrontLink | None = None
+        self.link: ServerLink | None = None
 
     def run(self) -> int:
         """Load, then lead or follow until the job ends; the exit code."""
@@ -65,38 +66,39 @@ class Rank:
             self.connect()
         self._say(f"rank 0 of {self.world.size} on {self.hosts[0]}" + (f", {self.job.bound}" if self.job.bound else ""))
         options = self.options
+        self.watch.begin("comparing the nodes' models")
         fingerprint.check(self.world, self.hosts, Path(options.model), options.load_format != "dummy")
         device = self._device()
-        rooms = [cache.free_memory(place, self._here) for place in (device, torch.device("cpu"))]
+        gpu_owners.check(self.world, self.hosts, device)
+        rooms = [kv_cache.free_memory(place, self._here) for place in (device, torch.device("cpu"))]
         self.world.barrier()  # nobody takes memory before all have looked
+        self.watch.begin("connecting groups of ranks")
         replicas, grid = self._mesh(device)
-        self.watch.divide(mesh.copies(self.world.size, replicas))
+        self.watch.divide(mesh.replica_ranks(self.world.size, replicas))
         model = self._load(grid, device, *rooms)
         block_size = options.block_size or BLOCK_SIZE
-        budget, seats = self._token_budget(model, device)
-        sampler = Sampler(seats, model.vocab_size, device)
-        peak = 0
-        if device.type == "cuda":
-            jit.compile_ahead(graphs.programs(model, seats, device), device)
-            if not options.mem:
-                peak = step_memory(model, grid, sampler, budget, seats, block_size)
-                self._say(f"a step of {budget} tokens takes {peak / cache.MIB:.0f} MiB beside weights and cache")
-        blocks, max_model_len = self._size_cache(model, seats, block_size, device, peak)
-        spec = model.kv_spec
-        caches = cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)
-        rows = Rows(seats, max_model_len, block_size)
-        runner = Runner(model, grid, rows, sampler, caches, self.watch)
+        self.watch.begin("measuring a step")
+        budget, max_num_seqs = self._token_budget(model, device)
+        sampler = Sampler(max_num_seqs, model.vocab_size, device)
+        peak = self._warm_up(model, grid, sampler, budget, max_num_seqs, block_size)
+        self.watch.begin("making room for the KV cache")
+        blocks, max_model_len = self._size_cache(model, max_num_seqs, block_size, device, peak)
+        caches = self._allocate(model, blocks, block_size, device)
+        rows = BatchState(max_num_seqs, max_model_len, block_size)
+        self.watch.begin("preparing steps")
+        runner = ModelRunner(model, grid, rows, sampler, caches, self.watch)
         lines = self._open_lines(replicas)
         runner.ready.wait()
         self.world.barrier()  # rank 0 says that it is ready, and speaks for all
+        self.watch.started()
         if self.world.rank:
             plans, mail = lines[grid.replica]
             reports = grid.replica and self.world.rank % (self.world.size // replicas) == 0
             code = follow(runner, plans, Reporter(mail, self.watch) if reports else None)
         else:
             pools = [Blocks(blocks, block_size, options.prefix_cache) for _ in lines]
-            teams: list[Ranks] = [Team(lines[0][0], runner), *(FarTeam(*line) for line in lines[1:])]
-            schedulers = [Scheduler(pool, seats, budget, max_model_len, grid.stages) for pool in pools]
+            teams: list[Executor] = [LocalExecutor(lines[0][0], runner), *(RemoteExecutor(*line) for line in lines[1:])]
+            schedulers = [Scheduler(pool, max_num_seqs, budget, max_model_len, grid.stages) for pool in pools]
             code = self.lead([Replica(*pair) for pair in zip(schedulers, teams, strict=True)], model)
         self.watch.stop()
         return code
@@ -111,24 +113,17 @@ class Rank:
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
-        model = load_model(
-            directory,
-            grid,
-            device,
-            options.dtype,
-            options.max_model_len,
-            options.load_format,
-            options.load,
-            self._progress("loading weights"),
-            room,
-            host_room,
-        )
+        with errors.memory_for("the weights", "Use more ranks (--tp, --pp) or a narrower --dtype"):
+            model = load_model(
+                directory, grid, device, options.dtype, options.max_model_len, options.load_format, options.load,
+                self._progress("loading weights"), room, host_room,
+            )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model
 
     def connect(self) -> None:
         """Rank 0: reach the front, which passes on how loading goes."""
-        self.link = FrontLink(self.job.front_socket)
+        self.link = ServerLink(self.job.server_socket)
         self.watch.on_failure = self.link.fail
 
     def lead(self, replicas: list[Replica], model: Model) -> int:
@@ -139,7 +134,7 @@ class Rank:
             signal.signal(signal.SIGTERM, self._on_term)
         one = replicas[0].scheduler
         self.link.send(
-            step.Ready(
+            protocol.Ready(
                 max_model_len=one.max_model_len,
                 vocab_size=model.vocab_size,
                 kv_tokens=one.blocks.count * one.blocks.size * len(replicas),
@@ -150,7 +145,7 @@ class Rank:
                 hosts=self.hosts,
             )
         )
-        code = Lead(replicas, self.link).run()
+        code = StepLoop(replicas, self.link).run()
         self.link.close()
         return code
 
@@ -172,10 +167,10 @@ class Rank:
         if self.job.device_index < 0:
             return torch.device("cpu")
         if not torch.cuda.is_available():
-            raise exits.Stop(
+            raise errors.FatalError(
                 f"GPU {self.job.device_index} was chosen, but PyTorch {torch.__version__} sees none: install it for "
                 "CUDA (`make install TORCH=cuda`), or choose --device cpu",
-                exits.USAGE,
+                errors.USAGE,
             )
         seen = torch.cuda.device_count()
         device = torch.device("cuda", self.job.device_index if seen > 1 else 0)
@@ -188,18 +183,18 @@ class Rank:
         try:
             tp, pp, replicas = degrees(self.world.size, options.tp, options.pp, options.dp)
         except ValueError as error:
-            raise exits.Stop(str(error), exits.USAGE) from None
+            raise errors.FatalError(str(error), errors.USAGE) from None
         if device.type == "cpu":
             if isinstance(self.world, threads.ThreadComm):
                 return replicas, mesh.build(self.world, tp, pp)
-            from ..comm.shared import SharedComm
+            from ..comm.shm import ShmComm
 
-            return replicas, mesh.build(self.world, tp, pp, carry_tensor=SharedComm)
+            return replicas, mesh.build(self.world, tp, pp, tp_backend_factory=ShmComm)
+        from ..comm.custom_allreduce import CustomAllReduceComm
         from ..comm.nccl import NcclComm
-        from ..comm.oneshot import OneShotComm
 
-        grid = mesh.build(self.world, tp, pp, NcclComm, OneShotComm)
-        if isinstance(grid.tensor, OneShotComm):
+        grid = mesh.build(self.world, tp, pp, NcclComm, CustomAllReduceComm)
+        if isinstance(grid.tensor, CustomAllReduceComm):
             if grid.tensor.why:
                 self._say(f"all-reduces go over NCCL alone: {grid.tensor.why}")
             if grid.tensor.why_not_copies:
@@ -212,7 +207,7 @@ class Rank:
             time.sleep(0.2)  # the node's first rank gets the lock: rank 0, where it is, shows how far it is
         started = time.monotonic()
         place = Path(self.options.stage).expanduser().absolute()
-        directory, copied = stage(Path(self.options.model), place, self._progress("staging weights"))
+        directory, copied = make_local_copy(Path(self.options.model), place, self._progress("staging weights"))
         if copied:  # on each node, whichever rank it was
             here = f"rank {self.world.rank} on {self.hosts[self.world.rank]}"
             gb, seconds = copied / 1e9, time.monotonic() - started
@@ -224,11 +219,11 @@ class Rank:
     def _on_term(self, *_: object) -> None:
         self.watch.stop()
         if self.link is not None:
-            self.link.fail("the job was stopped", exits.STOPPED)
-        self.watch.end(exits.STOPPED)
+            self.link.fail("the job was stopped", errors.STOPPED)
+        self.watch.end(errors.STOPPED)
 
     def _size_cache(
-        self, model: Model, seats: int, block_size: int, device: torch.device, peak: int
+        self, model: Model, max_num_seqs: int, block_size: int, device: torch.device, peak: int
     ) -> tuple[int, int]:
         """Blocks in the pool and the longest sequence, the same on all ranks; logged by rank 0.
 
@@ -236,38 +231,72 @@ class Rank:
         """
         options, spec = self.options, model.kv_spec
         block_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * block_size * model.dtype.itemsize
-        fraction = options.kv_fraction or cache.FRACTION[device.type]
-        memory = options.mem * cache.MIB or int(fraction * max(0, cache.free_memory(device, self._here) - peak))
-        wanted = seats * -(-model.max_model_len // block_size)
+        fraction = options.kv_fraction or kv_cache.FRACTION[device.type]
+        memory = options.mem * kv_cache.MIB or int(fraction * max(0, kv_cache.free_memory(device, self._here) - peak))
+        wanted = max_num_seqs * -(-model.max_model_len // block_size)
         if options.mem:
             wanted = memory // block_bytes
-        blocks = cache.num_blocks(self.world, block_bytes, wanted, memory)
-        max_model_len = cache.fit_length(blocks, block_size, model.max_model_len, bool(options.max_model_len))
+        blocks = kv_cache.num_blocks(self.world, block_bytes, wanted, memory)
+        max_model_len = kv_cache.fit_length(blocks, block_size, model.max_model_len, bool(options.max_model_len))
         why = f"--mem {options.mem}" if options.mem else f"{fraction:g} of the free memory, at most what can be used"
         self._say(
             f"KV cache: {blocks * block_size} tokens in {blocks} blocks of {block_size}, "
-            f"{blocks * block_bytes / cache.MIB:.0f} MiB a rank ({why}); sequences of up to {max_model_len} tokens"
+            f"{blocks * block_bytes / kv_cache.MIB:.0f} MiB a rank ({why}); sequences of up to {max_model_len} tokens"
         )
         return blocks, max_model_len
 
-    def _open_lines(self, replicas: int) -> list[tuple[control.Control, Mail]]:
+    def _warm_up(
+        self, model: Model, grid: mesh.Mesh, sampler: Sampler, budget: int, max_num_seqs: int, block_size: int
+    ) -> int:
+        """On GPUs: compile what steps will need, and find what the largest takes beside weights and cache, in bytes."""
+        device = sampler.device
+        if device.type != "cuda":
+            return 0
+        jit.compile_ahead(graphs.gemm_variants(model, max_num_seqs, device), device)
+        advice = (
+            f"Lower --max-num-batched-tokens (now {budget}) or --max-num-seqs (now {max_num_seqs}), or use more ranks"
+        )
+        with errors.memory_for(f"a step of {budget} tokens that samples {max_num_seqs} sequences", advice):
+            peak = profile_run(model, grid, sampler, budget, max_num_seqs, block_size)
+        self._say(f"a step of {budget} tokens takes {peak / kv_cache.MIB:.0f} MiB beside weights and cache")
+        return peak
+
+    def _allocate(
+        self, model: Model, blocks: int, block_size: int, device: torch.device
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The KV cache, keys and values of each local layer."""
+        options, spec = self.options, model.kv_spec
+        fraction = options.kv_fraction or kv_cache.FRACTION[device.type]
+        now = f"--mem (now {options.mem})" if options.mem else f"--kv-fraction (now {fraction:g})"
+        with errors.memory_for(f"a KV cache of {blocks * block_size} tokens", f"Lower {now}, or use more ranks"):
+            return kv_cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)
+
+    def _open_lines(self, replicas: int) -> list[tuple[broadcast.PlanBroadcast, ResultChannel]]:
         """For each replica the way of its plans, and the way back; rank 0 has use for all, others for their own."""
-        groups: list[Any] = mesh.lines(self.world, replicas)
+        groups: list[Any] = mesh.control_groups(self.world, replicas)
         if isinstance(self.world, threads.ThreadComm):
             self._pids = [os.getpid()]
-            return [(control.ThreadControl(group), threads.ThreadMail(group)) for group in groups]
-        from ..comm.mpi import MpiMail
+            return [(broadcast.ThreadPlanBroadcast(group), threads.ThreadResultChannel(group)) for group in groups]
+        from ..comm.mpi import MpiResultChannel
 
-        self._pids = [int(p) for p in control.gather_bytes(self.world, str(os.getpid()).encode())]
-        assert isinstance(self.watch, Watch)
-        lines = zip(groups, mesh.copies(self.world.size, replicas), strict=True)
-        return [(control.MpiControl(group, self.watch, ranks), MpiMail(group)) for group, ranks in lines]
+        self._pids = [int(p) for p in broadcast.gather_bytes(self.world, str(os.getpid()).encode())]
+        assert isinstance(self.watch, Watchdog)
+        lines = zip(groups, mesh.replica_ranks(self.world.size, replicas), strict=True)
+        return [
+            (broadcast.MpiPlanBroadcast(group, self.watch, ranks), MpiResultChannel(group)) for group, ranks in lines
+        ]
 
     def _progress(self, phase: str) -> Callable[[int, int], None]:
-        """Told of bytes done and all bytes; rank 0 tells others."""
-        if self.link is None:
-            return lambda done, total: None
-        return Progress(phase, self.link.send, self.job.columns).look
+        """Told of bytes done and all bytes; it tells the watch, and on rank 0 the front."""
+        self.watch.begin(phase)
+        show = Progress(phase, self.link.send, self.job.columns).look if self.link else None
+
+        def look(done: int, total: int) -> None:
+            self.watch.reached(done)
+            if show is not None:
+                show(done, total)
+
+        return look
 
     def _say(self, text: str) -> None:
         if self.world.rank == 0:
@@ -276,7 +305,7 @@ class Rank:
 
 def share_job(job: Job, world: Any) -> Job:
     """Rank 0's options win: the other nodes do not have our environment or files."""
-    first = decode_job(control.broadcast_bytes(world, encode_job(job).encode()).decode())
+    first = decode_job(broadcast.broadcast_bytes(world, encode_job(job).encode()).decode())
     return msgspec.structs.replace(job, options=first.options, over=first.over)
 
 
@@ -286,7 +315,7 @@ def run_threads(job: Job, make: type[Rank] = Rank) -> int:
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
 
     def one(world: threads.ThreadComm) -> int:
-        watch = LocalWatch(world.rank)
+        watch = LocalWatchdog(world.rank)
         try:
             return make(job, world, [socket.gethostname()] * size, watch).run()
         except threads.PeerFailed:
@@ -310,17 +339,17 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
     except RuntimeError as error:
         if job.rank == 0:
             print(f"phalanx: {error}", file=sys.stderr, flush=True)
-        os._exit(exits.USAGE)
+        os._exit(errors.USAGE)
     try:
         hosts = name_hosts(world)
         job = share_job(job, world)
         if job.over:
             mpi.leave()
-            return exits.OK
+            return errors.OK
         alarm.cancel()  # from here on the watch sees who is missing
-        watch = Watch(world, hosts, job.options.timeout)
+        watch = Watchdog(world, hosts, job.options.timeout)
         watch.abort = mpi.abort if job.abort else None
-    except exits.Stop as stop:
+    except errors.FatalError as stop:
         if str(stop):
             print(f"phalanx: {stop}", file=sys.stderr, flush=True)
         else:
@@ -344,7 +373,7 @@ def _join_failed(job: Job) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(exits.RANK_STUCK)
+    os._exit(errors.RANK_STUCK)
 
 
 def start_log(options: Options, rank: int) -> None:
@@ -357,7 +386,7 @@ def start_log(options: Options, rank: int) -> None:
             handlers.append(logging.FileHandler(path))
         except OSError as error:
             print(f"phalanx: --log: {path} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
-            os._exit(exits.USAGE)
+            os._exit(errors.USAGE)
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", handlers=handlers)
 
 

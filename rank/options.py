@@ -1,7 +1,7 @@
 """Every choice a user has, once: its field, its flags, its meaning. Frozen; what is discovered later lives elsewhere.
 
 An option can come from the command line, from the environment (`PHALANX_` and the field's name in capitals), from a
-YAML file (`--config`; the field's or any flag's name) or from the default below, in this order. `launcher/choices.py`
+YAML file (`--config`; the field's or any flag's name) or from the default below, in this order. launcher/options
 reads the sources; ranks and front only receive an `Options`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 
@@ -83,12 +83,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[
         int, flag("--port", "--p", group=_SERVER, metavar="N", low=0, high=65535, help="0 picks a free one")
     ] = 2000
-    api_key: Annotated[
+    api_key: Annotated[  # of several, read from a file, each is a line
         str, flag("--api-key", group=_SERVER, metavar="KEY", secret=True, help="clients must send it; better in a file")
     ] = ""
     api_key_file: Annotated[
-        str, flag("--api-key-file", group=_SERVER, metavar="FILE", help="a file that holds the key, or one per line")
-    ] = ""
+        str,
+        flag("--api-key-file", group=_SERVER, metavar="FILE", help="a file of keys, one per line; # begins a comment"),
+    ] = ""  # fmt: skip
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        flag("--allowed-origins", group=_SERVER, metavar="URL,..", help="whose web pages may call it; * for any"),
+    ] = ()  # fmt: skip
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        flag("--allowed-hosts", group=_SERVER, metavar="NAME,..", help="more names that it is called by; * for any"),
+    ] = ()  # fmt: skip
     strict: Annotated[
         bool, flag("--strict", group=_SERVER, off=("--no-strict",), help="answer 404 to any other model name")
     ] = False
@@ -120,7 +129,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     devices: Annotated[
         tuple[int, ...],
         flag("--d", "--devices", "--device-ids", group=_RANKS, metavar="0,1,..", low=0,
-             help="GPUs of each node; local rank i gets the i-th"),
+             help="visible GPUs of each node, from 0; local rank i gets the i-th"),
     ] = ()  # fmt: skip
     device: Annotated[
         str, flag("--device", group=_RANKS, choices=("auto", "cpu", "cuda"), help="what the ranks compute on")
@@ -247,10 +256,11 @@ class Spec(msgspec.Struct, frozen=True):
     """One option as the sources see it."""
 
     name: str
-    type: type  # str, int, float, bool, or tuple for a list of whole numbers
+    type: type  # str, int, float, bool, or tuple for a list
     optional: bool  # None is its default
     default: object
     flag: Flag
+    item: Any = None  # of a list: int or str
 
     @property
     def env(self) -> str:
@@ -264,12 +274,13 @@ def specs(options: type[msgspec.Struct] = Options) -> dict[str, Spec]:
     found = {}
     for field in msgspec.structs.fields(options):
         kind, note = get_args(hints[field.name])[:2]
+        item = None
         optional = type(None) in get_args(kind)
         if optional:
             (kind,) = (one for one in get_args(kind) if one is not type(None))
         elif get_args(kind):
-            kind = tuple
-        found[field.name] = Spec(field.name, kind, optional, field.default, note)
+            item, kind = get_args(kind)[0], tuple
+        found[field.name] = Spec(field.name, kind, optional, field.default, note, item)
     return found
 
 
@@ -280,7 +291,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0  # as announced by whatever started us; MPI's own word counts
     announced_size: int = 1  # to be compared with Get_size()
     local_rank: int = 0
-    front_socket: str = ""  # unix socket of the front; "" on all ranks but 0
+    server_socket: str = ""  # unix socket of the front; "" on all ranks but 0
     device_index: int = -1  # of the GPU on this node; -1: the CPU, or the local rank's
     bound: str = ""  # the same in words, for the log
     columns: int = 0  # of the terminal that rank 0's stderr ends on; 0: none

@@ -10,8 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from .leftovers import hand_on_kernels
 from .processes import Started, wait
-from .ranks import CLEAN
+from .ranks import clean
 from .server import PHALANX
 
 
@@ -19,10 +20,10 @@ class Job:
     """A started `phalanx batch` of which nothing may be left."""
 
     def __init__(self, place: Path, *arguments: str, command=(), stdin=None, **env: str):
-        environ = {k: v for k, v in os.environ.items() if not k.startswith((*CLEAN, "PHALANX_"))}
-        environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
-        self.runtime = Path(tempfile.mkdtemp(prefix="run-", dir="/tmp"))
+        environ = clean() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
+        self.runtime = Path(tempfile.mkdtemp(prefix="run-"))
         (self.runtime / "t").mkdir()  # a mpirun that was killed leaves its own directory there
+        hand_on_kernels(Path(tempfile.gettempdir()), self.runtime / "t")
         environ |= {"XDG_RUNTIME_DIR": str(self.runtime), "TMPDIR": str(self.runtime / "t")}
         self.all_killed = False  # then nobody can remove the job's directory
         self.log = place / "log"

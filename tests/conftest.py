@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import signal
-from pathlib import Path
 
 import pytest
 
-from .processes import table, wait
+from . import leftovers
+from .processes import wait
 
-MARK = "TESTS_OF_PHALANX"  # in the environment of all that is started, however it is detached
+SESSION = secrets.token_hex(8)
+PATIENCE = 20.0  # for what was told to end, on a machine that others use too
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("flaky"):
+            raise pytest.UsageError(f"{item.nodeid}: say retry(reason=...) in place of flaky")
+        if marker := item.get_closest_marker("retry"):
+            reason = marker.kwargs.get("reason")
+            if not reason:
+                raise pytest.UsageError(f"{item.nodeid}: retry needs reason='what it is that the test cannot help'")
+            item.user_properties.append(("retry", reason))
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(terminalreporter):
+    again = terminalreporter.stats.get("rerun", [])
+    if again:
+        terminalreporter.section("tried twice")
+    for report in again:
+        terminalreporter.line(f"{report.nodeid}: {dict(report.user_properties)['retry']}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """What a fixture of the whole session starts is not the module's that happened to be the first to use it."""
+    if fixturedef.scope != "session":
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(leftovers.MARK, SESSION)
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,18 +60,22 @@ def interrupts():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left():
-    value = secrets.token_hex(8)
-    os.environ[MARK] = value
-    yield
-    assert not wait(lambda: marked(f"{MARK}={value}".encode()), 20), "processes were left behind"
+def own_tmpdir(tmp_path_factory):
+    tmp_path_factory.getbasetemp()  # pytest's stays where it is
+    with leftovers.own_tmpdir():
+        yield
+        assert not wait(lambda: leftovers.marked(SESSION), PATIENCE), "left behind by fixtures of the whole session"
 
 
-def marked(word: bytes) -> dict[int, str]:
-    """The processes that have this in their environment, this one left out."""
-    found = {}
-    for pid, process in table().items():
-        with contextlib.suppress(OSError):
-            if pid != os.getpid() and word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found[pid] = process.line
-    return found
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left(request, own_tmpdir):
+    """Its last test has an error at its teardown where a module has left anything behind."""
+    name = request.node.nodeid
+    word = f"{SESSION}:{name}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(leftovers.MARK, word)
+        found = leftovers.Leftovers(word)
+        yield
+    if left := wait(found.seen, PATIENCE):
+        found.clear()
+        pytest.fail(f"{name} has left behind:\n" + "\n".join(left), pytrace=False)

@@ -5,9 +5,9 @@ On a machine with GPUs its ranks run there, in f32, and have to do exactly what 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,17 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from phalanx.launcher import hosts
-from phalanx.rank import step
+from phalanx.launcher.job import mpi_env
+from phalanx.rank import protocol
 from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
+from .processes import Started
 from .ranks import environment, mpirun
 
 
 @functools.cache
 def usual() -> str:
     """cuda where there are GPUs that PyTorch can use, else cpu."""
-    if not hosts.gpus():
+    if not mpi_env.gpus():
         return "cpu"
     import torch  # here: it takes seconds
 
@@ -45,17 +46,17 @@ def device(ranks: int, threads: bool = False) -> str:
     asked = os.environ.get("TEST_DEVICE")
     if (asked or usual()) == "cpu":
         return "cpu"
-    if not threads and ranks <= hosts.gpus():
+    if not threads and ranks <= mpi_env.gpus():
         return "cuda"
     if asked:
-        pytest.skip("ranks as threads are for CPUs" if threads else f"needs {ranks} GPUs, there are {hosts.gpus()}")
+        pytest.skip("ranks as threads are for CPUs" if threads else f"needs {ranks} GPUs, there are {mpi_env.gpus()}")
     return "cpu"
 
 
 @dataclass
 class Output:
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[step.TokenLogprob] = field(default_factory=list)
+    logprobs: list[protocol.TokenLogprob] = field(default_factory=list)
     finish: str = ""
     cached: int = 0
     error: str = ""
@@ -70,7 +71,7 @@ class Engine:
         model: Path | str,
         ranks: int = 1,
         threads: bool = False,
-        program: tuple[str, ...] = ("-m", "phalanx.launcher.member"),
+        program: tuple[str, ...] = ("-m", "phalanx.launcher.job.rank_bootstrap"),
         wait: float = 0,
         **options,
     ):
@@ -84,7 +85,7 @@ class Engine:
         timeout = 20.0 if on == "cpu" else 60.0
         options = {"max_num_seqs": 32, "mem": 64, "timeout": timeout, "device": on, "dtype": "f32", **options}
         chosen = Options(model=str(model), ranks=ranks, multithread=threads, **options)
-        job = Job(options=chosen, announced_size=ranks, front_socket=path)
+        job = Job(options=chosen, announced_size=ranks, server_socket=path)
         command = [sys.executable, *program]
         if ranks > 1 and not threads:
             command = [mpirun(), "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", *command]
@@ -92,16 +93,19 @@ class Engine:
         self.process = subprocess.Popen(
             command, env=environment(**{JOB_ENV: encode_job(job)}), stderr=self.stderr, start_new_session=True
         )
-        self._frames = step.Frames(step.ToFront)
-        self._pending: list[step.ToFront] = []
-        self.stats = step.Stats()
-        self.fatal: step.Fatal | None = None
+        self.started = Started(self.process.pid)
+        self._frames = protocol.Frames(protocol.ToServer)
+        self._pending: list[protocol.ToServer] = []
+        self.stats = protocol.Stats()
+        self.fatal: protocol.Fatal | None = None
         try:
             self.socket = self._accept(listener, wait)
             self.socket.settimeout(wait)
-            self.ready = next(m for m in self.messages() if isinstance(m, step.Ready))
+            self.ready = next(m for m in self.messages() if isinstance(m, protocol.Ready))
+            self.started.look()
         except BaseException as error:
-            time.sleep(0.5)  # the last words are on their way
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)  # the last words are on their way
             log = self.log()
             self.kill()
             raise AssertionError(f"the ranks did not come up: {error!r}\n{log}") from error
@@ -126,7 +130,7 @@ class Engine:
     def log(self) -> str:
         return Path(self.stderr.name).read_text()
 
-    def messages(self) -> Iterable[step.ToFront]:
+    def messages(self) -> Iterable[protocol.ToServer]:
         """What the lead says, until it hangs up."""
         while True:
             while self._pending:
@@ -136,20 +140,20 @@ class Engine:
                 return
             self._pending = self._frames.feed(data)
 
-    def send(self, *messages: step.ToLead) -> None:
-        self.socket.sendall(b"".join(step.frame(m) for m in messages))
+    def send(self, *messages: protocol.ToScheduler) -> None:
+        self.socket.sendall(b"".join(protocol.frame(m) for m in messages))
 
-    def generate(self, requests: dict[str, tuple[list[int], step.Sampling]]) -> dict[str, Output]:
+    def generate(self, requests: dict[str, tuple[list[int], protocol.SamplingParams]]) -> dict[str, Output]:
         """Submit all at once; every sequence's output when all have ended."""
-        self.send(*(step.Request(name, step.pack_u32(tokens), s) for name, (tokens, s) in requests.items()))
+        self.send(*(protocol.Request(name, protocol.pack_u32(tokens), s) for name, (tokens, s) in requests.items()))
         return self.collect(requests)
 
     def collect(self, names: Iterable[str]) -> dict[str, Output]:
         outputs = {name: Output() for name in names}
         for message in self.messages():
-            if isinstance(message, step.Fatal):
+            if isinstance(message, protocol.Fatal):
                 self.fatal = message
-            if not isinstance(message, step.Deltas):
+            if not isinstance(message, protocol.Deltas):
                 continue
             self.stats = message.stats or self.stats
             for delta in message.deltas:
@@ -165,10 +169,10 @@ class Engine:
                 return outputs
         raise AssertionError(f"the lead hung up; fatal: {self.fatal}\n{self.log()}")
 
-    def rest(self) -> step.Stats:
+    def rest(self) -> protocol.Stats:
         """The engine's figures once it is idle."""
         for message in self.messages():
-            if isinstance(message, step.Deltas) and message.stats:
+            if isinstance(message, protocol.Deltas) and message.stats:
                 self.stats = message.stats
                 if not message.stats.running and not message.stats.waiting:
                     return self.stats
@@ -176,7 +180,7 @@ class Engine:
 
     def drain(self, timeout: float = 15) -> int:
         """Ask the job to end in order; its exit code."""
-        self.send(step.Drain())
+        self.send(protocol.Drain())
         for message in self.messages():
             self.stats = getattr(message, "stats", None) or self.stats
         return self.process.wait(timeout)
@@ -185,32 +189,19 @@ class Engine:
         """The exit code of a job that is expected to end, with its last words in `fatal`."""
         self.socket.settimeout(timeout)
         for message in self.messages():
-            if isinstance(message, step.Fatal):
+            if isinstance(message, protocol.Fatal):
                 self.fatal = message
         return self.process.wait(timeout)
 
     def kill(self) -> None:
         """End everything that is left; nothing may outlive a test."""
-        pids = self.ready.pids if hasattr(self, "ready") else []
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for pid in pids:
-            for _ in range(50):
-                if not _is_rank(pid):
-                    break
-                os.kill(pid, signal.SIGKILL)
-                time.sleep(0.05)
+        self.started.kill()
+        self.process.wait()
         if hasattr(self, "socket"):
             self.socket.close()
         self.stderr.close()
         self._directory.cleanup()
 
 
-def _is_rank(pid: int) -> bool:
-    line = Path(f"/proc/{pid}/cmdline")
-    return line.exists() and b"phalanx" in line.read_bytes()
-
-
-def greedy(count: int, **more) -> step.Sampling:
-    return step.Sampling(max_tokens=count, temperature=0.0, **more)
+def greedy(count: int, **more) -> protocol.SamplingParams:
+    return protocol.SamplingParams(max_tokens=count, temperature=0.0, **more)

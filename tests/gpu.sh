@@ -22,7 +22,7 @@ part() {
 part topology 30 nvidia-smi topo -m
 part kernels 300 "${tests[@]}" "${several[@]}" tests/kernels
 [ "${1:-}" = kernels ] && exit $failed
-part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_mapped.py tests/comm/test_oneshot.py
+part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py tests/comm/test_custom_allreduce.py
 part shapes 300 "${tests[@]}" -rs tests/rank/test_gpus.py
 TEST_DEVICE=cuda part generation 300 "${tests[@]}" -m "not long" tests/rank/test_generation.py tests/rank/test_faults.py
 exit $failed

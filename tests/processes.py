@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+SHARED = Path("/dev/shm")
 
 
 class Process(NamedTuple):
@@ -57,10 +61,34 @@ def wait(left: Callable[[], object], seconds: float):
     return rest
 
 
+def mapped(pids: Iterable[int]) -> set[Path]:
+    """The shared memory that these processes have."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if line.find(f" {SHARED}/") > 0:
+                    found.add(Path(line[line.index("/") :]))
+    return found
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def kill(pids: Iterable[int]) -> None:
+    """SIGKILL, and remove what nobody can remove then: Open MPI's shared memory, and its mpirun's directory."""
+    pids, running = list(pids), table()
+    family = [child for pid in pids for child in _family(pid, running)]  # mpirun dies with the launcher
+    left = mapped(family) | {Path(tempfile.gettempdir()) / f"ompi.{pid}" for pid in family}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for path in left:
+        remove(path)
 
 
 class Started:
@@ -92,6 +120,6 @@ class Started:
 
     def kill(self) -> None:
         self.look()
+        kill(self.living())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        kill(self.living())

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-CLEAN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+from .processes import Started
+
+CLEAN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PHALANX_")
+MEMORY = "OMPI_MCA_btl_sm_backing_directory"  # set by leftovers.py
 
 
 def mpirun() -> str:
     """The one that belongs to the MPI which mpi4py loads."""
-    chosen = os.environ.get("MPI4PY_LIBMPI")  # set by tests/launcher/test_other_mpi.py
+    chosen = os.environ.get("MPI4PY_LIBMPI")  # set by tests/launcher/job/test_other_mpi.py
     beside = Path(chosen).parents[1] / "bin" / "mpirun" if chosen else Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     assert found, "no mpirun: run `make install`"
     return found
 
 
+def clean() -> dict[str, str]:
+    """Our environment without another job's variables."""
+    return {name: value for name, value in os.environ.items() if name == MEMORY or not name.startswith(CLEAN)}
+
+
 def environment(**more: str) -> dict[str, str]:
-    """Ours without another job's MPI variables, and with what root and few cores need."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(CLEAN)}
-    return kept | {
+    """The same with what root and few cores need."""
+    return clean() | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -50,7 +56,7 @@ def run_ranks(
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        Started(process.pid).kill()
         out, err = process.communicate()
         raise AssertionError(f"not done in {timeout} s:\n{out}\n{err}") from None
     return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .processes import Started, wait
-from .ranks import CLEAN
+from .ranks import clean
 
 PHALANX = str(Path(sys.executable).parent / "phalanx")
 
@@ -24,8 +24,7 @@ class Server:
     """Use it as a context manager; nothing that it started outlives it."""
 
     def __init__(self, *arguments: str, command: tuple[str, ...] = (), wait: bool = True, **env: str):
-        environ = {k: v for k, v in os.environ.items() if not k.startswith((*CLEAN, "PHALANX_"))}
-        environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
+        environ = clean() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
         self.process = subprocess.Popen(
             [*command, PHALANX, "serve", *arguments, "--p", "0"],
             env=environ,
@@ -80,11 +79,11 @@ class Server:
 
     @property
     def front(self) -> int:
-        return self.pids(r"-m phalanx\.rank\.front$")[0]
+        return self.pids(r"-m phalanx\.rank\.server$")[0]
 
     @property
     def mpirun(self) -> int:
-        return self.pids(r"^\S*(mpirun|prterun|mpiexec) ")[0]
+        return self.pids(r"^(.*/)?(mpirun|prterun|mpiexec) -")[0]
 
     def exit_code(self, seconds: float = 15) -> int:
         """Wait for the job's end; the code that the user's shell sees."""
@@ -122,6 +121,13 @@ class Server:
         self.close()
 
     def close(self) -> None:
+        """In order where that works, as who is killed cannot tidy up; what is open is cut off after a second."""
+        if self.url:
+            for seconds in (1, 5):
+                if self.process.poll() is None:
+                    self.process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.process.wait(seconds)
         self.started.kill()
         self.process.wait()
         self._reader.join(5)
@@ -134,7 +140,8 @@ class Stream:
         body = json.dumps(
             {"prompt": [5, 6, 7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
         ).encode()
-        self.answer = urllib.request.urlopen(server.url + "/v1/completions", body, timeout=30)
+        request = urllib.request.Request(server.url + "/v1/completions", body, {"Content-Type": "application/json"})
+        self.answer = urllib.request.urlopen(request, timeout=30)
         assert self.answer.readline().startswith(b"data: ")
 
     def rest(self) -> str:

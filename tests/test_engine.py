@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from phalanx.launcher import hosts
+from phalanx.launcher.job import mpi_env
 
 from . import engine
 
@@ -12,7 +12,7 @@ def device(monkeypatch):
     """engine.device on a machine of so many GPUs."""
 
     def on(gpus, ranks, threads=False, asked="", usable=True):
-        monkeypatch.setattr(hosts, "gpus", lambda: gpus)
+        monkeypatch.setattr(mpi_env, "gpus", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
         monkeypatch.delenv("TEST_DEVICE", raising=False)
         if asked:

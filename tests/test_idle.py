@@ -26,15 +26,16 @@ def test_every_rank_of_an_idle_server_stays_under_one_percent_of_a_core(tmp_path
     with Server(checkpoint, "--np", "4", "--pp", "2", "--device", "cpu", "--mem", "16") as server:
         assert server.request("/v1/completions", {"prompt": "hello", "max_tokens": 5})[0] == 200
         assert len(server.ranks) == 4
-        time.sleep(2)
+        time.sleep(2)  # what the request set going has ended
         before = cpu(server.ranks + [server.front])
-        time.sleep(SECONDS)
+        time.sleep(SECONDS)  # the processor time of so long a rest is what is measured
         used = {pid: (seconds - before[pid]) / SECONDS for pid, seconds in cpu(before).items()}
         lines = tree(server.process.pid)
         assert all(share < 0.01 for share in used.values()), {lines[pid]: share for pid, share in used.items()}
 
 
 @pytest.mark.long
+@pytest.mark.retry(reason="a machine that stands still for seconds looks like a server that does")
 def test_a_busy_server_answers_others(tmp_path):
     """Ranks that wait for each other leave their cores to the front and to this process, which are other sessions."""
     checkpoint = str(make_checkpoint(tmp_path / "tiny", max_position_embeddings=8192))

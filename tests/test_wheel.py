@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(phalanx.__file__).resolve().parent
 CODE = ("launcher", "rank", "comm", "kernels")
-DATA = (".json", ".jinja", ".safetensors", ".cu", ".cuh", ".html", ".css", ".js", ".svg")
+DATA = (".json", ".jinja", ".safetensors", ".cu", ".cuh", ".html", ".css", ".js", ".svg", ".cpp", ".h")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,7 +44,7 @@ def wheel(tmp_path_factory) -> Path:
 
 def tree(source: Path) -> set[str]:
     """What an installed package must have."""
-    names = {"phalanx/__init__.py"}
+    names = {"phalanx/__init__.py", "phalanx/errors.py"}
     for folder in CODE:
         for path in (source / folder).rglob("*"):
             if path.suffix in (".py", *DATA) and path.is_file():
@@ -72,7 +72,7 @@ def test_the_source_distribution_has_what_the_tree_has(wheel, tmp_path):
     with tarfile.open(found) as archive:
         inside = {"phalanx/" + name.partition("/")[2] for name in archive.getnames()}
     expected = tree(source)
-    assert "phalanx/launcher/demo/model.safetensors" in expected
+    assert "phalanx/launcher/builtin_model/model.safetensors" in expected
     assert not expected - inside, f"missing: {sorted(expected - inside)}"
 
 

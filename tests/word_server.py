@@ -60,14 +60,14 @@ class Generate(tornado.web.RequestHandler):
         self.set_header("Content-Type", "text/event-stream")
         if how == "hang":
             await self.flush()
-            await asyncio.sleep(5)
-        await asyncio.sleep(self.state.first)
+            await asyncio.sleep(5)  # longer than its client waits
+        await asyncio.sleep(self.state.first)  # as a model that takes so long for the first token
         self.write(": keep-alive\n\n")
         if self.chat:
             self.event({"delta": {"role": "assistant", "content": ""}})
         for i in range(self.body["max_tokens"]):
             if i:
-                await asyncio.sleep(self.state.step)
+                await asyncio.sleep(self.state.step)  # and for each other
             if how == "cut" and i == 1:
                 self.detach().close()
                 return

@@ -17,8 +17,14 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 def _event(choices: list, **more: object) -> bytes:
-    chunk = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "object": "chat.completion.chunk", "created": 1,
-             "model": "dummy", "choices": choices, **more}
+    chunk = {
+        "id": "chatcmpl-0123456789abcdef0123456789abcdef",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "dummy",
+        "choices": choices,
+        **more,
+    }
     data = b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
     return b"%x\r\n%s\r\n" % (len(data), data)
 

@@ -24,12 +24,13 @@ from typing import NoReturn
 import numpy as np
 import psutil
 import torch
-from phalanx.launcher import demo, front
+from phalanx.launcher import builtin_model
+from phalanx.launcher.job import server_process
 from phalanx.rank import __main__ as program
-from phalanx.rank import step
+from phalanx.rank import protocol
 from phalanx.rank.options import Job, Options
-from phalanx.rank.work.prepare import prepare
-from phalanx.rank.work.runner import Computed, Runner
+from phalanx.rank.worker.batch_builder import build_batches
+from phalanx.rank.worker.model_runner import DeviceOutput, ModelRunner
 
 
 class Pace:
@@ -42,20 +43,20 @@ class Pace:
         self._ended = 0.0
         self._random = np.random.default_rng(0)
 
-    def execute(self, runner: Runner, plan: step.Plan) -> Computed:
+    def execute(self, runner: ModelRunner, plan: protocol.Plan) -> DeviceOutput:
         began = time.perf_counter()
         self.between.append(began - self._ended)
         work = runner.rows.apply(plan)
         runner._enter(plan)
-        prepare(runner.rows, work, runner._last, runner.caches, runner.block_size, runner._upload)
+        build_batches(runner.rows, work, runner._last, runner.caches, runner.block_size, runner._upload)
         count = int(work.samples.sum())
         ids = torch.from_numpy(self._random.integers(300, 4000, count))
         runner._last[torch.from_numpy(work.sampled_rows)] = ids
         self.tokens += count
-        prompt = int(work.counts.sum()) - work.singles
+        prompt = int(work.counts.sum()) - work.num_decodes
         time.sleep(max(0.0, began + self.seconds + prompt / self.prefill - time.perf_counter()))
         self._ended = time.perf_counter()
-        return Computed(ids) if count else Computed()
+        return DeviceOutput(ids) if count else DeviceOutput()
 
 
 def thread_seconds() -> dict[str, float]:
@@ -88,26 +89,26 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     asked = parser.parse_args()
     pace = Pace(asked.step_ms, asked.prefill)
-    Runner._execute = lambda runner, plan: pace.execute(runner, plan)  # type: ignore[method-assign,assignment]
-    directory = front.job_directory()
-    listener = front.listen("127.0.0.1", asked.port)
-    options = Options(model=str(demo.DIRECTORY), max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=8192,
+    ModelRunner._execute = lambda runner, plan: pace.execute(runner, plan)  # type: ignore[method-assign,assignment]
+    directory = server_process.job_directory()
+    listener = server_process.listen("127.0.0.1", asked.port)
+    options = Options(model=str(builtin_model.DIRECTORY), max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=8192,
                       load_format="dummy", prefix_cache=False, device="cpu")  # fmt: skip
     link = str(Path(directory, "lead.sock"))
-    process = front.start(front.config(options, link, listener, []), os.environ)
+    process = server_process.start(server_process.config(options, link, listener, []), os.environ)
 
     def end(*_: object) -> NoReturn:
         report(pace, psutil.Process(process.pid))
         process.terminate()
         process.wait(10)
-        front.remove(directory)
+        server_process.remove(directory)
         os._exit(0)  # in the middle of a step
 
     signal.signal(signal.SIGINT, end)
     while not Path(link).exists() and process.poll() is None:
         time.sleep(0.05)
     threading.Thread(target=copy_words, args=(process,), daemon=True).start()
-    program.run_threads(Job(options=options, announced_size=1, front_socket=link))
+    program.run_threads(Job(options=options, announced_size=1, server_socket=link))
 
 
 if __name__ == "__main__":

@@ -34,18 +34,25 @@ __device__ inline float power(float x) {  // of 2
     return y;
 }
 
-// silu(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential and
+// Activations, by their place in ACTIVATIONS of kernels/activation/activation.py.
+enum { SILU, GELU, GELU_TANH, RELU2 };
+
+// act(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential and
 // a division by the book are 30 instructions for four bytes that come from memory.
-template <class E> __device__ inline float activated(float gate, float up) {
-    if constexpr (sizeof(E) > 2) return gate / (1.0f + expf(-gate)) * up;
+template <class E, int ACT> __device__ inline float activated(float gate, float up) {
+    if constexpr (ACT == GELU) return 0.5f * gate * (1 + erff(gate * 0.7071067811865476f)) * up;
+    if constexpr (ACT == RELU2) return gate > 0 ? gate * gate * up : 0;
+    float z = gate;  // both others are gate * sigmoid(z)
+    if constexpr (ACT == GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+    if constexpr (sizeof(E) > 2) return gate / (1.0f + expf(-z)) * up;
     float by;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + power(gate * -1.4426950408889634f)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + power(z * -1.4426950408889634f)));
     return gate * by * up;
 }
 
-// The same of sums that are rounded first, as they are where the product is an operation of its own.
-template <class E> __device__ inline float gated(float gate, float up) {
-    return activated<E>(wide(narrow<E>(gate)), wide(narrow<E>(up)));
+// The same of GEMM outputs, which are rounded first, as they are where the GEMM is a kernel of its own.
+template <class E, int ACT> __device__ inline float gated(float gate, float up) {
+    return activated<E, ACT>(wide(narrow<E>(gate)), wide(narrow<E>(up)));
 }
 
 // Two elements of one register, the first in its lower half.

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from ...comm.mesh import Mesh
-from ...kernels.rope import Rotation
-from ..exits import MODEL, Stop
+from ...errors import MODEL, FatalError
+from ...kernels.rope.rope import CosSin
 from .batch import Batch
 from .config import Config
-from .layers.embedding import Embedding, Head
-from .layers.norm import RMSNorm, StreamNorm
-from .layers.rope import Rope
+from .formats import ChooseFormat, dense
+from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from .layers.linear import Linear
+from .layers.norm import RMSNorm
+from .layers.residual import Normed, ResidualStream
+from .layers.rope import RotaryEmbedding
 from .layers.shard import stage_layers
-from .weights.slicing import Slice, Sliced, slices
+from .weights.slicing import ShardedModule, Slice, Source, slices
 
 # What a field of Args accepts, by its annotation; others are not checked.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
@@ -40,6 +44,20 @@ class Args:
     tie_word_embeddings: bool = False
     rope_parameters: dict[str, Any]
 
+    norm_offset: ClassVar[float] = 0.0  # what checkpoints have left out of norms' weights
+
+    @property
+    def embed_scale(self) -> float:
+        return 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        return 1.0
+
+    @property
+    def logit_softcap(self) -> float:
+        return 0.0
+
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """Raises Stop where a key is missing or of the wrong type. A null counts as absent."""
@@ -50,13 +68,12 @@ class Args:
             if field.name in given:
                 value = values[field.name] = given[field.name]
                 if not isinstance(value, TYPES.get(str(field.type), object)):
-                    raise Stop(f"{config.path}/config.json: {field.name} is {value!r}, expected {field.type}", MODEL)
+                    raise FatalError(
+                        f"{config.path}/config.json: {field.name} is {value!r}, expected {field.type}", MODEL
+                    )
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise Stop(f"{config.path}/config.json has no {field.name}", MODEL)
+                raise FatalError(f"{config.path}/config.json has no {field.name}", MODEL)
         return cls(**values)
-
-
-Half = Callable[[Tensor, Tensor | None, Rotation, Batch], tuple[Tensor, Tensor]]
 
 
 class KVSpec(NamedTuple):
@@ -68,29 +85,19 @@ class KVSpec(NamedTuple):
 
 
 class Layer(nn.Module):
-    """One transformer layer. `index` counts the model's layers, `local` this stage's."""
+    """One transformer layer."""
 
     def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
+        """index counts the model's layers, local this stage's."""
         super().__init__()
 
-    def halves(self) -> tuple[tuple[StreamNorm, Half], ...]:
-        """One after the other, each behind the norm that it begins with.
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        """Add what the layer's sublayers make of the stream [T, hidden] to it.
 
-        Each takes x [T, hidden], this rank's part of what the half before adds to the stream `residual`, and returns
-        the same for the next, as one tensor where it has added its part. Without a residual, x is the stream. In the
-        last of a stage's layers only the rows of batch.sampled go on from attention, where there is that: none perhaps.
+        Each norm that begins a sublayer is yielded before it is read: there another microbatch may compute, while the
+        all-reduce before the norm is under way.
         """
         raise NotImplementedError
-
-
-@dataclass
-class _Part:
-    """Rows of a step that go through the layers together."""
-
-    batch: Batch
-    turn: Rotation
-    x: Tensor
-    residual: Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -99,9 +106,10 @@ class Decoder(nn.Module):
     def __init__(self, args: Args, mesh: Mesh, layer: type[Layer]):
         super().__init__()
         indices = stage_layers(args.num_hidden_layers, mesh.pipe.rank, mesh.pipe.size)
-        self.embed_tokens = Embedding(args.vocab_size, args.hidden_size, mesh) if mesh.first else None
+        embedding = VocabParallelEmbedding(args.vocab_size, args.hidden_size, mesh, args.embed_scale)
+        self.embed_tokens = embedding if mesh.first else None
         self.layers = nn.ModuleDict({str(i): layer(args, mesh, i, local) for local, i in enumerate(indices)})
-        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps) if mesh.last else None
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset) if mesh.last else None
 
 
 class Model(nn.Module):
@@ -113,65 +121,85 @@ class Model(nn.Module):
 
     LAYER: ClassVar[type[Layer]]
     # module name → the names under which checkpoints hold its parts, in the order of its outputs
-    MERGED: ClassVar[dict[str, tuple[str, ...]]] = {}
+    MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
 
     # Set by load():
     dtype: torch.dtype
     weight_bytes: int  # on this rank
 
-    def __init__(self, args: Args, mesh: Mesh, max_model_len: int):
+    def __init__(
+        self,
+        args: Args,
+        mesh: Mesh,
+        max_model_len: int,
+        names: Container[str] = (),
+        format_of: ChooseFormat = dense,
+    ):
+        """names: of the checkpoint's tensors. format_of: what each linear is held in."""
         super().__init__()
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
         self.tied = args.tie_word_embeddings
         self.tensor = mesh.tensor
         self.model = Decoder(args, mesh, self.LAYER)
-        self.rope = Rope(args.rope_parameters, args.head_dim, args.max_position_embeddings, max_model_len)
-        self.lm_head = Head(args.vocab_size, args.hidden_size, mesh) if mesh.last else None
-        if self.tied and self.lm_head and self.model.embed_tokens:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rope = RotaryEmbedding(args.rope_parameters, args.head_dim, args.max_position_embeddings, max_model_len)
+        self.lm_head = (
+            ParallelLMHead(args.vocab_size, args.hidden_size, mesh, args.logit_scale, args.logit_softcap)
+            if mesh.last
+            else None
+        )
         kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
         self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
-        halves = [half for layer in cast(Iterable[Layer], self.model.layers.values()) for half in layer.halves()]
-        following = [*(norm for norm, _ in halves[1:]), None]
-        self._halves = [(half, norm) for (_, half), norm in zip(halves, following, strict=True)]
+        self._build(names, format_of)
 
     def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
         """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group, of all
         batches one after the other; of those with `sampled` only the rows at sample_at.
 
-        Batches take turns, half a layer at a time: while one computes, another's sum goes over the wire. A sequence
-        may begin in one and go on in the next, which finds its keys and values written in every layer.
+        Several batches are microbatches of one step: while one computes a sublayer, the other's all-reduce is
+        under way. A sequence may begin in one and go on in the next, which finds its keys and values written.
 
         hidden is what the stage before returned, None on the first stage; it may be overwritten.
         """
         if self.model.embed_tokens is not None:
-            streams = [self.model.embed_tokens(batch.ids) for batch in batches]
+            embedded = [self.model.embed_tokens(batch.ids) for batch in batches]
         else:
             assert hidden is not None
-            streams = list(hidden.split([len(batch.ids) for batch in batches]))
-        parts = [_Part(batch, self.rope(batch.positions), x) for batch, x in zip(batches, streams, strict=True)]
-        for half, following in self._halves:
-            self._turn(half, following, parts)
-        streams = [self._stream(part.x, part.residual) for part in parts]
-        return torch.cat(streams) if len(streams) > 1 else streams[0]
+            embedded = list(hidden.split([len(batch.ids) for batch in batches]))
+        streams = [ResidualStream(x) for x in embedded]
+        runs = [self._run(stream, batch) for stream, batch in zip(streams, batches, strict=True)]
+        if len(runs) == 1:
+            for _ in runs[0]:
+                pass
+        else:
+            self._interleave(streams, runs)
+        values = [stream.read() for stream in streams]
+        return torch.cat(values) if len(values) > 1 else values[0]
 
-    def _turn(self, half: Half, following: StreamNorm | None, parts: list[_Part]) -> None:
-        """Half a layer of each part. With several, each one's sum and the norm that follows begin beside the next."""
-        for part in parts:
-            if len(part.x) == 0:
-                continue
-            part.x, part.residual = half(part.x, part.residual, part.turn, part.batch)
-            if len(parts) == 1 or len(part.x) == 0:
-                continue
-            if following:
-                following.begin(part.x, part.residual)
-            else:
-                self.tensor.begin_all_reduce(part.x)
+    def _run(self, stream: ResidualStream, batch: Batch) -> Iterator[Normed]:
+        """One microbatch through this stage's layers, from norm to norm."""
+        cos_sin = self.rope(batch.positions)
+        for layer in self.model.layers.values():
+            for normed in layer(stream, cos_sin, batch):
+                if len(stream) == 0:  # nothing of a last layer's rows is sampled
+                    return
+                yield normed
 
-    def _stream(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        if residual is None or len(x) == 0 or x is residual:
-            return x
-        return residual.add_(self.tensor.all_reduce(x))
+    @staticmethod
+    def _interleave(streams: list[ResidualStream], runs: list[Iterator[Normed]]) -> None:
+        """Microbatches by turns, a sublayer at a time; each leaves its all-reduce and norm under way."""
+        active = list(zip(streams, runs, strict=True))
+        while active:
+            for one in list(active):
+                stream, run = one
+                normed = next(run, None)
+                if normed is not None:
+                    normed.begin()
+                else:
+                    stream.begin()
+                    active.remove(one)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows [S, hidden] of the last stage's forward → [S, width]: tokens from lm_head.vocab.start on.
@@ -192,15 +220,31 @@ class Model(nn.Module):
         """A checkpoint's tensor name → the one that the attributes spell."""
         return name
 
+    def _build(self, names: Container[str], format_of: ChooseFormat) -> None:
+        """Find out where a checkpoint with tensors of these names holds each layer, and in which format."""
+        for path, layer in self.named_modules():
+            if isinstance(layer, Linear):
+                layer.build(self._sources(path, layer, names), format_of)
+            elif isinstance(layer, ShardedModule) and not layer.sources:
+                layer.sources = (Source(path),)
+        if self.tied and self.lm_head and self.model.embed_tokens:
+            self.lm_head.tie(self.model.embed_tokens)
+
+    def _sources(self, path: str, linear: Linear, names: Container[str]) -> list[Source]:
+        if linear is self.lm_head and self.tied:
+            return [Source("model.embed_tokens")]
+        parent, _, name = path.rpartition(".")
+        merged = self.MERGED.get(name, (name,))
+        if len(merged) > 1 and f"{path}.weight" in names:  # held as one already, one output after the other
+            ends = list(itertools.accumulate(shard.size for shard in linear.outputs))
+            return [Source(path, end - shard.size, ends[-1]) for end, shard in zip(ends, linear.outputs, strict=True)]
+        return [Source(f"{parent}.{part}" if parent else part) for part in merged]
+
+    def sharded_modules(self) -> list[ShardedModule]:
+        """All that has weights, in the order of computation."""
+        return [module for module in self.modules() if isinstance(module, ShardedModule)]
+
     def slices(self) -> Iterator[Slice]:
         """Everything that has to be read to fill this stage."""
-        for path, layer in self.named_modules():
-            if not isinstance(layer, Sliced):
-                continue
-            parent, _, name = path.rpartition(".")
-            paths = [f"{parent}.{part}" if parent else part for part in self.MERGED.get(name, (name,))]
-            if layer is self.lm_head and self.tied:
-                if self.model.embed_tokens is not None:
-                    continue  # it shares the embedding's parameter
-                paths = ["model.embed_tokens"]
-            yield from slices(layer, paths)
+        for layer in self.sharded_modules():
+            yield from slices(layer)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..exits import MODEL, USAGE, Stop
+from ...errors import MODEL, USAGE, FatalError
 from .architectures import supported
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -39,22 +39,24 @@ def read_config(path: str | Path) -> Config:
     """The config of a model directory. Raises Stop, code MODEL, if it is missing, garbled or of no known kind."""
     path = Path(path)
     if not path.is_dir():
-        raise Stop(f"there is no model directory {path}", MODEL)
+        raise FatalError(f"there is no model directory {path}", MODEL)
     raw = _read_json(path / "config.json")
     model_type = raw.get("model_type")
     if model_type not in supported():
-        raise Stop(f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL)
+        raise FatalError(
+            f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL
+        )
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise Stop(f"{path}: quantised weights ({method}) are not supported yet", MODEL)
+        raise FatalError(f"{path}: quantised weights ({method}) are not supported yet", MODEL)
     raw = {**raw, "rope_parameters": _rope_parameters(raw, path), "dtype": _dtype(raw, path)}
     heads = _integer(raw, "num_attention_heads", path)
     hidden = _integer(raw, "hidden_size", path)
     kv_heads = _integer(raw, "num_key_value_heads", path, default=heads)
     if heads % kv_heads:
-        raise Stop(f"{path}/config.json: {heads} attention heads cannot share {kv_heads} key heads evenly", MODEL)
+        raise FatalError(f"{path}/config.json: {heads} attention heads cannot share {kv_heads} key heads evenly", MODEL)
     if raw.get("head_dim") is None and hidden % heads:
-        raise Stop(f"{path}/config.json: hidden_size {hidden} is not a multiple of its {heads} heads", MODEL)
+        raise FatalError(f"{path}/config.json: hidden_size {hidden} is not a multiple of its {heads} heads", MODEL)
     return Config(
         path=path,
         model_type=model_type,
@@ -79,26 +81,26 @@ def check_degrees(config: Config, tp: int, pp: int) -> None:
     """Raises Stop, code USAGE, if the model cannot be cut into tp x pp parts."""
     degrees = tensor_degrees(config.num_heads, config.num_kv_heads)
     if tp not in degrees:
-        raise Stop(
+        raise FatalError(
             f"--tp {tp} does not fit a model of {config.num_heads} attention heads and {config.num_kv_heads} "
             f"key heads; degrees that fit: {', '.join(map(str, degrees))}",
             USAGE,
         )
     if pp > config.num_layers:
-        raise Stop(f"--pp {pp} is more stages than the model has layers ({config.num_layers})", USAGE)
+        raise FatalError(f"--pp {pp} is more stages than the model has layers ({config.num_layers})", USAGE)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Stop(f"{path.parent} has no {path.name}: not a model directory", MODEL) from None
+        raise FatalError(f"{path.parent} has no {path.name}: not a model directory", MODEL) from None
     except OSError as error:
-        raise Stop(f"{path} cannot be read: {error.strerror}", MODEL) from None
+        raise FatalError(f"{path} cannot be read: {error.strerror}", MODEL) from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise Stop(f"{path} is not valid JSON: {error}", MODEL) from None
+        raise FatalError(f"{path} is not valid JSON: {error}", MODEL) from None
     if not isinstance(value, dict):
-        raise Stop(f"{path} holds a JSON {type(value).__name__}, not an object", MODEL)
+        raise FatalError(f"{path} holds a JSON {type(value).__name__}, not an object", MODEL)
     return value
 
 
@@ -107,9 +109,9 @@ def _integer(raw: dict[str, Any], key: str, path: Path, default: int | None = No
     if value is None:
         value = default
     if value is None:
-        raise Stop(f"{path}/config.json has no {key}", MODEL)
+        raise FatalError(f"{path}/config.json has no {key}", MODEL)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise Stop(f"{path}/config.json: {key} is {value!r}, not a positive integer", MODEL)
+        raise FatalError(f"{path}/config.json: {key} is {value!r}, not a positive integer", MODEL)
     return value
 
 
@@ -117,18 +119,20 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """One flat dict with rope_type and rope_theta, from either style. A null counts as absent."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise Stop(f"{path}/config.json: the rope parameters are {given!r}, not an object", MODEL)
+        raise FatalError(f"{path}/config.json: the rope parameters are {given!r}, not an object", MODEL)
     rope = {key: value for key, value in given.items() if value is not None}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
     for key, value in rope.items():
         if isinstance(value, dict):
-            raise Stop(f"{path}/config.json: rope parameters that differ between layers are not supported yet", MODEL)
+            raise FatalError(
+                f"{path}/config.json: rope parameters that differ between layers are not supported yet", MODEL
+            )
         if isinstance(value, str) and key != "rope_type":
-            raise Stop(f"{path}/config.json: rope parameter {key} is {value!r}, not a number", MODEL)
+            raise FatalError(f"{path}/config.json: rope parameter {key} is {value!r}, not a number", MODEL)
     if raw.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
-    if rope["rope_type"] in ("llama3", "yarn"):
+    if rope["rope_type"] in ("llama3", "yarn", "longrope", "su"):
         original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         rope["original_max_position_embeddings"] = original or raw.get("max_position_embeddings")
     return rope
@@ -137,7 +141,7 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 def _dtype(raw: dict[str, Any], path: Path) -> str:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise Stop(f"{path}/config.json: dtype {name} is not supported; supported are {', '.join(DTYPES)}", MODEL)
+        raise FatalError(f"{path}/config.json: dtype {name} is not supported; supported are {', '.join(DTYPES)}", MODEL)
     return DTYPES[name]
 
 

@@ -9,9 +9,9 @@ from typing import NoReturn
 import msgspec
 
 from ...comm.base import HostComm
-from ...comm.control import gather_bytes
-from ..exits import MODEL, Stop
-from ..headers import weight_files
+from ...comm.broadcast import gather_bytes
+from ...errors import MODEL, FatalError
+from ..safetensors_header import weight_files
 
 MISSING = -1  # the size of a file that is not there
 
@@ -31,7 +31,7 @@ def take(path: Path, weights: bool) -> Fingerprint:
         names = dict.fromkeys(weight_files(path).values()) if weights else {}
     except OSError as error:
         return Fingerprint(problem=f"{error.filename} cannot be read: {error.strerror}")
-    except Stop as stop:
+    except FatalError as stop:
         return Fingerprint(problem=str(stop))
     return Fingerprint(config, {name: _size(path / name) for name in names})
 
@@ -77,6 +77,6 @@ def _bytes(size: int) -> str:
 
 def _stop(world: HostComm, speaker: int, text: str) -> NoReturn:
     if world.rank == speaker:
-        raise Stop(text, MODEL)
+        raise FatalError(text, MODEL)
     world.barrier()  # never passed: the speaker ends the job
     raise AssertionError("the job went on without the rank that has to end it")

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
 
 from ...comm.base import HostComm
-from ...comm.control import broadcast_bytes
+from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
-from .. import mounts
-from ..exits import MEMORY, Stop
-from ..headers import Listing, read_listing
+from ...errors import MEMORY, FatalError
+from .. import filesystems
+from ..safetensors_header import Index, read_index
 from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .weights.dummy import Dummy
+from .weights.filler import Filler
 from .weights.safetensors import Checkpoint
-from .weights.slicing import Slice, Sliced
+from .weights.slicing import Slice
 from .weights.striped import Striped
 
 log = logging.getLogger(__name__)
@@ -60,29 +60,37 @@ def load(
     chosen = choose_dtype(dtype, config, device)
     if speaks:
         log.info("computing in %s; the checkpoint is in %s", chosen, config.dtype)
+    index = None
+    if load_format != "dummy":
+        way = choose_way(way, config.path, mesh.world)
+        index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
     module = architectures.find(config.model_type)
     args = module.Args.from_config(config)
-    model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks))
+    names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
+    model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names)
     need = sum(parameter.numel() for parameter in model.parameters()) * DTYPES[chosen].itemsize
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
+    parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
-    if load_format != "dummy":
-        source = _open(model, config.path, choose_way(way, config.path, mesh.world), mesh.world, speaks)
+    if index is not None:
+        source = _open(model, parts, config.path, index, way, mesh.world, speaks)
     if isinstance(source, Striped):
         _check_buffers(source.buffers, room - need if device.type == "cpu" and room is not None else host_room)
     try:
-        materialise(model, device, DTYPES[chosen])
-        _fill(source, list(model.slices()), progress)
-        finish(model)
+        _fill(source, parts, Filler(model.sharded_modules(), device, DTYPES[chosen]), progress)
+        model.rope.to(device)
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
+    model.dtype = DTYPES[chosen]
+    held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
+    model.weight_bytes = sum(held.values())
     return model.eval()
 
 
-def _too_large(need: int, text: str, device: torch.device) -> Stop:
+def _too_large(need: int, text: str, device: torch.device) -> FatalError:
     where = "on its GPU" if device.type == "cuda" else "for it"
-    return Stop(
+    return FatalError(
         f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp) or a narrower "
         "--dtype; `phalanx fit` shows what fits",
         MEMORY,
@@ -92,7 +100,7 @@ def _too_large(need: int, text: str, device: torch.device) -> Stop:
 def _check_buffers(need: int, room: int | None) -> None:
     """`room` is what the weights leave. Without this the kernel would end the rank, half-way and without a word."""
     if room is not None and need > room:
-        raise Stop(
+        raise FatalError(
             f"striped loading takes {need / 1e6:.1f} MB of the host's memory on this rank while it reads, but "
             f"{room / 1e6:.1f} MB are free beside the weights: choose --load direct, or more memory for the job",
             MEMORY,
@@ -115,71 +123,54 @@ def model_length(wanted: int, config: Config, speaks: bool = False) -> int:
     return min(wanted or config.max_positions, config.max_positions)
 
 
-def materialise(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """Give every parameter memory: zeros, as what a slice does not fill is padding. Shared parameters stay shared."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            key = id(parameter)
-            if key not in made:
-                data = torch.zeros(parameter.shape, device=device, dtype=dtype)
-                made[key] = nn.Parameter(data, requires_grad=False)
-            setattr(module, name, made[key])
-    model.rope.to(device)
-    model.dtype = dtype
-
-
-def finish(model: Model) -> None:
-    layers = [module for module in model.modules() if isinstance(module, Sliced)]
-    for layer in layers:
-        layer.finish()
-    held = {id(t): t.nbytes for layer in layers for t in (*layer.parameters(), *layer.buffers())}
-    model.weight_bytes = sum(held.values())
-
-
 def choose_way(way: str, path: Path, world: HostComm) -> str:
     """auto is striped where any rank has the files from a network file system. Collective over world."""
     if way != "auto":
         return way
-    remote = mounts.is_network(mounts.kind(path))
+    remote = filesystems.is_network(filesystems.kind(path))
     return (
         "striped" if int(world.all_reduce(torch.tensor([remote * (world.size > 1)], dtype=torch.int64))) else "direct"
     )
 
 
-def _open(model: Model, path: Path, way: str, world: HostComm, speaks: bool) -> Checkpoint | Striped:
-    """What fills the model, whose parameters need no memory yet. Collective over world where it is striped."""
-    striped = way == "striped"
-    checkpoint = Checkpoint(path, _share_listing(path, world) if striped else read_listing(path), model.rename)
-    parts = list(model.slices())
+def _open(
+    model: Model, parts: list[Slice], path: Path, index: Index, way: str, world: HostComm, speaks: bool
+) -> Checkpoint | Striped:
+    """What fills the model, which needs no memory yet. Collective over world where it is striped."""
+    checkpoint = Checkpoint(path, index, model.rename)
     for part in parts:  # all before the first byte is read: a wrong file is told at once
         checkpoint.check(part)
     if speaks:
-        _tell_unread(model, checkpoint)
-    return Striped(checkpoint, parts, world) if striped else checkpoint
+        _tell_unread(model, parts, checkpoint)
+    return Striped(checkpoint, parts, world) if way == "striped" else checkpoint
 
 
-def _share_listing(path: Path, world: HostComm) -> Listing:
+def _share_index(path: Path, world: HostComm) -> Index:
     """Rank 0 reads the headers for all."""
-    mine = msgspec.msgpack.encode(read_listing(path)) if world.rank == 0 else b""
-    return msgspec.msgpack.decode(broadcast_bytes(world, mine), type=Listing)
+    mine = msgspec.msgpack.encode(read_index(path)) if world.rank == 0 else b""
+    return msgspec.msgpack.decode(broadcast_bytes(world, mine), type=Index)
 
 
-def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], progress: Progress) -> None:
+def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], filler: Filler, progress: Progress) -> None:
     if isinstance(source, Striped):
-        return source.fill(parts, progress)
-    total = sum(part.target.nbytes for part in parts)
-    done = 0
-    progress(done, total)
-    for part in parts:
-        source.fill(part)
-        done += part.target.nbytes
-        progress(done, total)
+        source.fill(filler, progress)
+    else:
+        total = sum(part.numel for part in parts)
+        done = 0
+        for part in parts:
+            target = filler.target(part)
+            if not done:
+                progress(0, total * target.itemsize)
+            source.fill(part, target)
+            filler.arrived(part, part.numel)
+            done += part.numel
+            progress(done * target.itemsize, total * target.itemsize)
+    filler.close()
 
 
-def _tell_unread(model: Model, source: Checkpoint) -> None:
+def _tell_unread(model: Model, parts: list[Slice], source: Checkpoint) -> None:
     """Log tensors that no rank reads; layers of other stages are told by their names."""
-    read = {part.tensor for part in model.slices()}
+    read = {part.tensor for part in parts}
     patterns = {_pattern(name) for name in read} | {"model.embed_tokens.weight"}
     harmless = (*HARMLESS, "lm_head.weight") if model.tied else HARMLESS
     unread = [name for name in source.names if _pattern(name) not in patterns and not name.endswith(harmless)]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from phalanx.benchmarks import serve
-from phalanx.launcher.bench import run
+from phalanx.launcher.commands.bench import run
 
 from .. import word_server
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from phalanx.benchmarks import load
-from phalanx.rank.model.weights.safetensors import Checkpoint, Entry, Listing
+from phalanx.rank.model.weights.safetensors import Checkpoint, Entry, Index
 from phalanx.rank.model.weights.slicing import Slice
 
 from ..ranks import environment
@@ -16,8 +16,8 @@ from ..ranks import environment
 
 def touched(shape, ranges, start=0):
     size = 4 * torch.Size(shape).numel()
-    listing = Listing({"w": "f"}, {"f": {"w": Entry("F32", shape, start, start + size)}})
-    return load.touched(Checkpoint(Path(), listing), [Slice("w", shape, ranges, torch.empty(0))])
+    listing = Index({"w": "f"}, {"f": {"w": Entry("F32", shape, start, start + size)}})
+    return load.touched(Checkpoint(Path(), listing), [Slice("w", shape, ranges, None, "", ())])
 
 
 def test_pages_under_a_slice():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from phalanx.benchmarks import serve
-from phalanx.launcher.bench import client, report, run, workload
+from phalanx.launcher.commands.bench import client, report, run, workload
 
 from ..word_server import IDS, count
 from .conftest import SMALL
@@ -299,7 +299,7 @@ def test_as_a_script_and_ctrl_c(tmp_path):
                 [*command, "--output-len", "9999"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
             ) as long:
                 assert long.stdout.readline().startswith("dummy at")
-                time.sleep(0.3)
+                time.sleep(0.3)  # some requests are under way by then; what has not begun ends alike
                 os.kill(long.pid, signal.SIGINT)
                 out = long.communicate(timeout=10)[0]
             assert long.returncode == 1 and "64 failed" in out and "64 × interrupted" in out

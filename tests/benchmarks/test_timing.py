@@ -48,7 +48,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: made.replays * 2e-3)
-    monkeypatch.setattr(timing, "Meter", made.meter)
+    monkeypatch.setattr(timing, "EnergyMeter", made.meter)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     return made
 

@@ -13,15 +13,18 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.launcher import mpirun, process
+from phalanx.launcher.job import linux, mpirun
 
+from ..leftovers import KERNELS
 from ..processes import kill, table, wait
+from ..ranks import MEMORY
 from ..server import Server, Stream
 
 T = TypeVar("T")
@@ -36,6 +39,7 @@ hostname $NAME
 mount --bind "$PLACE/hosts" /etc/hosts
 for each in /dev/shm /run; do mount -t tmpfs tmpfs $each; done
 mkdir /run/sshd /run/tmp
+test ! -e "$KERNELS" || cp -R "$KERNELS" /run/tmp  # compiled ones
 ip link set lo up
 echo booted
 read -r _
@@ -79,12 +83,13 @@ class Host:
     def __init__(self, name: str, address: str, place: Path):
         self.name, self.address = name, address
         environ = os.environ | {"NAME": name, "ADDRESS": address, "PLACE": str(place), "PATH": PATH}
+        environ |= {"KERNELS": str(Path(tempfile.gettempdir()) / KERNELS)}
         environ |= {"SSHD": str(shutil.which("sshd", path=PATH))}  # it wants to be started by its full path
         self._log = open(place / f"{name}.log", "wb")  # noqa: SIM115
         self._init = subprocess.Popen(
             ["unshare", "--net", "--uts", "--mount", "sh", "-c", _BOOT],
             env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            start_new_session=True, preexec_fn=process.tie_to_parent(),
+            start_new_session=True, preexec_fn=linux.tie_to_parent(),
         )  # fmt: skip
         assert self._init.stdout is not None
         if self._init.stdout.readline() != b"booted\n":
@@ -232,7 +237,7 @@ class Hosts:
         daemons = ("--mca", "plm_rsh_agent", f"{self.place}/ssh", "--mca", "oob_tcp_if_include", "eth0")
         if mpi.major >= 5:
             daemons = ("--prtemca", "plm_ssh_agent", f"{self.place}/ssh", "--prtemca", "prte_if_include", "eth0")
-        # The far host has none of our variables: tests/launcher/test_other_mpi.py chooses the MPI by these.
+        # The far host has none of our variables: tests/launcher/job/test_other_mpi.py chooses the MPI by these.
         handed_on = [word for name in ("MPI4PY_LIBMPI", "OPAL_PREFIX") if name in os.environ for word in ("-x", name)]
         return self.near.enter(
             mpi.mpirun, "-np", str(ranks), "-hostfile", f"{self.place}/hostfile", "--bind-to", "none",
@@ -264,7 +269,7 @@ class Hosts:
 
 
 # The directories of a job and of MPI, which each host has for itself.
-OWN = {"TMPDIR": "/run/tmp", "XDG_RUNTIME_DIR": "/run/tmp"}
+OWN = {"TMPDIR": "/run/tmp", "XDG_RUNTIME_DIR": "/run/tmp", MEMORY: "/dev/shm"}
 
 
 class HostsServer(Server):

@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from phalanx.launcher import process
+from phalanx.launcher.job import linux
 
 from ..processes import wait
 from ..server import PHALANX
@@ -101,7 +101,7 @@ class Slurm:
         with open(self.place / f"{program}-{host.name}.log", "wb") as log:
             self._daemons.append(
                 subprocess.Popen(command, env=self.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                 start_new_session=True, preexec_fn=process.tie_to_parent())
+                                 start_new_session=True, preexec_fn=linux.tie_to_parent())
             )  # fmt: skip
 
     def _await(self, left, what: str) -> None:
@@ -122,7 +122,7 @@ class Slurm:
     def close(self) -> None:
         if len(self._daemons) > 1:
             self.run("scancel", "--user=root")
-            time.sleep(0.5)
+            time.sleep(0.5)  # jobs end when they hear of it; what does not is killed below
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from importlib.util import find_spec
-from types import SimpleNamespace
 
 import torch
-from phalanx.comm import control, mesh
+from phalanx.comm import broadcast, mesh
+from phalanx.kernels.cpp import ops
 
 
 def collectives(comm) -> None:
@@ -67,18 +66,18 @@ def groups(comm) -> None:
         assert grid.last == (place < tp) and grid.first == (place >= size - tp)
         stages = grid.pipe.all_gather(torch.tensor([r]))[:, 0].tolist()
         assert stages == [first + place % tp + tp * (pp - 1 - i) for i in range(pp)]  # the last one is rank 0's
-        assert r in mesh.copies(n, n // size)[grid.replica]
-        for i, line in enumerate(mesh.lines(comm, n // size)):
+        assert r in mesh.replica_ranks(n, n // size)[grid.replica]
+        for i, line in enumerate(mesh.control_groups(comm, n // size)):
             members = line.all_gather(torch.tensor([r]))[:, 0].tolist()
             if r == 0 or i == grid.replica:
                 assert members == ([0] if i else []) + list(range(i * size, (i + 1) * size))
 
 
 def texts(comm) -> None:
-    assert control.broadcast_bytes(comm, b"hello" if comm.rank == 0 else b"ignored") == b"hello"
-    assert control.broadcast_bytes(comm, b"") == b""
+    assert broadcast.broadcast_bytes(comm, b"hello" if comm.rank == 0 else b"ignored") == b"hello"
+    assert broadcast.broadcast_bytes(comm, b"") == b""
     mine = b"x" * comm.rank
-    assert control.gather_bytes(comm, mine) == [b"x" * i for i in range(comm.size)]
+    assert broadcast.gather_bytes(comm, mine) == [b"x" * i for i in range(comm.size)]
 
 
 LENGTHS = (0, 1, 3995, 3996, 3997, 4000, 100_000, 7)
@@ -110,37 +109,34 @@ def all_of_it(comm, line) -> None:
 
 
 def over_shared_memory(world) -> None:
-    """What SharedComm takes and what it leaves to MPI, and that all ranks get the same bits."""
-    from phalanx.comm import shared
-    from phalanx.rank.model.layers.norm import StreamNorm
+    """What ShmComm takes and what it leaves to MPI, and that all ranks get the same bits."""
+    from phalanx.comm import shm
+    from phalanx.comm.base import all_reduce_add_norm
 
-    comm = shared.SharedComm(world)
+    comm = shm.ShmComm(world)
     assert comm.board is not None
-    norm = StreamNorm(8, 1e-5, SimpleNamespace(tensor=comm))
-    norm.weight = torch.nn.Parameter(torch.ones(8), requires_grad=False)
-    assert norm.board is comm.board
-    _, stream = norm.add(torch.full((2, 8), comm.rank + 1.0), torch.ones(2, 8))
+    _, stream = all_reduce_add_norm(comm, torch.full((2, 8), comm.rank + 1.0), torch.ones(2, 8), torch.ones(8), 1e-5)
     assert (stream == 1 + comm.size * (comm.size + 1) / 2).all() and comm.board.calls == 1  # with the norm
-    for size in (1, 1000, shared.SLOT, shared.SLOT + 1):
+    for size in (1, 1000, shm.SLOT, shm.SLOT + 1):
         x = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
         want = sum(world.all_gather(x))
         torch.testing.assert_close(comm.all_reduce(x), want)
-        assert len(set(control.gather_bytes(world, x.numpy().tobytes()))) == 1
+        assert len(set(broadcast.gather_bytes(world, x.numpy().tobytes()))) == 1
     assert comm.board.calls == 4
     collectives(comm)
     assert comm.board.calls == 8  # its sums and gathers of f32, and its sums of shorter floats
-    assert shared.share(world, 4096, able=world.rank > 0) is None
+    assert shm.share(world, 4096, able=world.rank > 0) is None
 
 
 def main() -> None:
-    from phalanx.comm import mpi, watch
+    from phalanx.comm import mpi, watchdog
 
     torch.set_num_threads(1)
     world = mpi.join(int(sys.argv[1]))
-    if find_spec("numba"):
+    if ops.available():
         over_shared_memory(world)
-    guard = watch.Watch(world, ["here"] * world.size, timeout=20)
-    all_of_it(world, control.MpiControl(world, guard, range(world.size)))
+    guard = watchdog.Watchdog(world, ["here"] * world.size, timeout=20)
+    all_of_it(world, broadcast.MpiPlanBroadcast(world, guard, range(world.size)))
     guard.stop()
     world.barrier()
     print(f"rank {world.rank} of {world.size} is content")

@@ -7,10 +7,13 @@ import random
 import sys
 
 import torch
-from phalanx.comm import mapped, mpi, nccl, oneshot
-from phalanx.comm.copies import MOST
-from phalanx.kernels import allreduce, choice, norm, spread
-from phalanx.kernels.allreduce import ONE_SHOT, SLOT
+from phalanx.comm import custom_allreduce, mpi, nccl, symmetric_memory
+from phalanx.comm.base import all_reduce_add_norm
+from phalanx.comm.dma_allreduce import MAX_BYTES
+from phalanx.kernels.collective import allreduce
+from phalanx.kernels.collective.allreduce import ONE_SHOT, SLOT
+from phalanx.kernels.gemm import autotune, gemm_reduce_scatter
+from phalanx.kernels.norm import norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1), (3, 33), (1, 4096), (64, 4096), (65, 1000), (16, 8192), (300, 512), (64, 8192), (300, 1000))
@@ -36,32 +39,32 @@ def beside(comm) -> None:
     """Sums that begin ahead of other work: each is made once, in any order of waiting, whatever the size."""
     n, r = comm.size, comm.rank
     rng, order = random.Random(r), random.Random(0)
-    for count in (33, SLOT // 2 + 8, MOST // 2, MOST // 2 + 8):
+    for count in (33, SLOT // 2 + 8, MAX_BYTES // 2, MAX_BYTES // 2 + 8):
         a, b = (torch.full((count,), i + r, device="cuda", dtype=torch.bfloat16) for i in (1, 2))
         want = [n * i + n * (n - 1) // 2 for i in (1, 2)]
         for _ in range(20):
             x, y = a.clone(), b.clone()
             dawdle(rng)
-            comm.begin_all_reduce(x)
+            begun = {id(x): comm.all_reduce_async(x)}
             other = torch.randn(2048, 2048, device="cuda")
             other @ other
-            comm.begin_all_reduce(y, lambda rest, y=y: y.add_(1 if rest is None else rest + 1))
+            begun[id(y)] = comm.all_reduce_async(y, lambda rest, y=y: y.add_(1 if rest is None else rest + 1))
             for wait_for_y in order.sample((False, True), 2):
-                if wait_for_y:  # a small sum that has not begun is made whole by its end
-                    found = comm.end_all_reduce(y)
-                    assert found is y or (found is None and comm.all_reduce(y).add_(1) is y)
+                if wait_for_y:  # small ones do not begin
+                    work = begun[id(y)]
+                    assert (work.wait() if work else comm.all_reduce(y).add_(1)) is y
                     assert (y == want[1] + 1).all()
                 else:
-                    assert comm.all_reduce(x) is x and (x == want[0]).all()
-        assert comm.end_all_reduce(x) is None  # nothing is remembered
+                    work = begun[id(x)]
+                    assert (work.wait() if work else comm.all_reduce(x)) is x and (x == want[0]).all()
         assert (comm.all_reduce(a.clone()) == want[0]).all()
     comm.barrier()
 
 
 def regions(host) -> None:
     """Each rank writes to all regions at equal distances; each owner finds what all have written, and zeros."""
-    driver = mapped.Driver()
-    base, stride = mapped.map_regions(host, driver, 1 << 20)
+    driver = symmetric_memory.Driver()
+    base, stride = symmetric_memory.map_symmetric(host, driver, 1 << 20)
     own = base + host.rank * stride
     aside = own + (1 << 19)
     assert driver.read(own, 1 << 20) == bytes(1 << 20)
@@ -77,7 +80,7 @@ def regions(host) -> None:
 def refused(host) -> None:
     """What fails at the last moment is taken back on all ranks: no memory is lost."""
 
-    class Blind(mapped.Driver):
+    class Blind(symmetric_memory.Driver):
         def read(self, address: int, size: int) -> bytes:
             if host.rank == 1:
                 raise RuntimeError("blind")
@@ -88,8 +91,8 @@ def refused(host) -> None:
     free = torch.cuda.mem_get_info()[0]
     for _ in range(3):
         try:
-            mapped.map_regions(host, Blind(), 1 << 30)
-        except mapped.NoPeers as error:
+            symmetric_memory.map_symmetric(host, Blind(), 1 << 30)
+        except symmetric_memory.NoPeers as error:
             assert str(error) == "rank 1 of the group: blind"
         else:
             raise AssertionError("mapped")
@@ -101,14 +104,14 @@ def poison(comm) -> None:
     """NaN in all slots of this rank; nobody is in a call then."""
     torch.cuda.synchronize()
     comm.barrier()
-    mapped.Driver().fill(int(comm.peers.table[comm.rank]), 0xFF, 2 * SLOT)
+    symmetric_memory.Driver().fill(int(comm.peers.table[comm.rank]), 0xFF, 2 * SLOT)
     comm.barrier()
 
 
 def dawdle(rng: random.Random) -> None:
     """Up to about a tenth of a millisecond of the GPU's time, different on every rank."""
     if rng.random() < 0.5:
-        torch.cuda._sleep(rng.randrange(200_000))
+        torch.cuda._sleep(rng.randrange(200_000))  # ranks come at different times
 
 
 def sums(comm) -> None:
@@ -135,7 +138,7 @@ def sums(comm) -> None:
             residual, weight = (torch.randn(*s, device="cuda").to(dtype) for s in ((rows, width), (width,)))
             want = allreduce.all_reduce_add_norm_reference(parts, residual.clone(), weight, 1e-5)
             dawdle(rng)
-            normed, stream = oneshot.all_reduce_add_norm(comm, x, residual, weight, 1e-5)
+            normed, stream = all_reduce_add_norm(comm, x, residual, weight, 1e-5)
             assert torch.equal(stream, want[1]), (dtype, rows, width)
             bound = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
             torch.testing.assert_close(normed.float(), want[0].float(), atol=bound, rtol=bound)
@@ -157,7 +160,7 @@ def graphs(comm, host) -> None:
         for shape, mine, total in zip(shapes, base, whole, strict=True):
             x, want = mine + now, total + n * now  # whole numbers below 256: exact
             if shape[-1] == 512:
-                _, x = oneshot.all_reduce_add_norm(comm, x, torch.zeros_like(x), weight, 1e-5)
+                _, x = all_reduce_add_norm(comm, x, torch.zeros_like(x), weight, 1e-5)
             else:
                 comm.all_reduce(x)
             wrong.add_((x != want).sum())
@@ -185,14 +188,19 @@ def products(comm) -> None:
     """Products that are spread over the ranks as they are computed: their sums, and in a graph, one after the other."""
     if comm.size == 2:
         return
-    spread.SENT, counts, width, inputs = 0, [80, 128, 272], 256 * comm.size, 640
+    gemm_reduce_scatter.SENT, counts, width, inputs = 0, [80, 128, 272], 256 * comm.size, 640
     torch.manual_seed(comm.rank)
     weights = [(torch.randn(width, inputs, device="cuda") / 25).bfloat16() for _ in range(2)]
-    said = choice.choose(choice.Wanted(weight, counts, comm.peers) for weight in weights)
+    said = autotune.tune(autotune.TuneRequest(weight, counts, comm.peers) for weight in weights)
     assert said.startswith("0 of 0 products"), said
-    assert comm.product(torch.ones(128, inputs, device="cuda").bfloat16(), weights[0]) is None, "not agreed yet"
-    comm.agree()
     ones, rng = torch.ones(width, device="cuda", dtype=torch.bfloat16), random.Random(comm.rank)
+
+    def fused(x, weight, residual):
+        return comm.gemm_all_reduce_add_norm(x, weight, residual, ones, 1e-5)
+
+    x = torch.ones(128, inputs, device="cuda").bfloat16()
+    assert fused(x, weights[0], torch.zeros(128, width, device="cuda").bfloat16()) is None, "not agreed yet"
+    comm.agree()
 
     def total(x, weight):
         return comm.all_gather((x.float() @ weight.float().T).bfloat16()).float().sum(0)
@@ -207,16 +215,11 @@ def products(comm) -> None:
             torch.manual_seed(1)
             residual = torch.randn(rows, width, device="cuda").bfloat16()
             dawdle(rng)
-            y = oneshot.begin_product(comm, x, weight)
-            assert y is not None and y.shape == want.shape
-            assert comm.product(x, weight) is None, "one at a time"
-            normed, stream = oneshot.all_reduce_add_norm(comm, y, residual.clone(), ones, 1e-5)
+            normed, stream = fused(x, weight, residual.clone())
             assert apart(stream, want + residual.float()) < 8e-3
             assert torch.equal(normed, norm.rms_norm(stream, ones, 1e-5))
             assert (comm.all_gather(stream) == stream).all()
-            dawdle(rng)
-            assert apart(comm.all_reduce(comm.product(x, weight)), want) < 8e-3
-    assert comm.product(x[:79], weights[0]) is None and comm.product(x.half(), weights[0]) is None
+    assert fused(x[:79], weights[0], residual[:79]) is None and fused(x.half(), weights[0], residual) is None
     stream, x = torch.cuda.Stream(), torch.randn(128, inputs, device="cuda").bfloat16()
     residual = torch.zeros(128, width, device="cuda", dtype=torch.bfloat16)
     stream.wait_stream(torch.cuda.current_stream())
@@ -225,7 +228,7 @@ def products(comm) -> None:
         def body():
             total = residual.clone()
             for weight in weights * 5:
-                _, total = oneshot.all_reduce_add_norm(comm, comm.product(x, weight), total, ones, 1e-5)
+                _, total = fused(x, weight, total)
             return total
 
         body()
@@ -253,14 +256,14 @@ def main() -> None:
     beside(over_nccl)
     regions(host)
     refused(host)
-    comm = oneshot.OneShotComm(host)
+    comm = custom_allreduce.CustomAllReduceComm(host)
     assert comm.peers is not None, comm.why
     sums(comm)
     beside(comm)
     graphs(comm, host)
     products(comm)
-    spread.SENT = allreduce.SENT
-    again = oneshot.OneShotComm(host)  # a second group of the same ranks
+    gemm_reduce_scatter.SENT = allreduce.SENT
+    again = custom_allreduce.CustomAllReduceComm(host)  # a second group of the same ranks
     sums(again)
     print(f"rank {host.rank} of {host.size} is content", flush=True)
     mpi.leave()

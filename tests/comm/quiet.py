@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 
-from phalanx.comm import control, mpi, watch
+from phalanx.comm import broadcast, mpi, watchdog
 
 WAKES, PAUSE, REST = 100, 0.12, 8.0  # the pause is longer than QUIET_AFTER
 
@@ -15,22 +15,22 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def lead(line: control.MpiControl) -> None:
+def lead(line: broadcast.MpiPlanBroadcast) -> None:
     def tell(data: bytes) -> None:
         line.publish(data)
         while line.progress():
             time.sleep(1e-4)
 
     for _ in range(WAKES):
-        time.sleep(PAUSE)
+        time.sleep(PAUSE)  # longer than QUIET_AFTER: the followers sleep
         tell(repr(time.time()).encode())
-    time.sleep(1)
+    time.sleep(1)  # what the last wake-up set going has ended
     tell(b"rest")
-    time.sleep(REST)
+    time.sleep(REST)  # the processor time of so long a rest is what is measured
     tell(b"end")
 
 
-def follow(line: control.MpiControl, rank: int) -> None:
+def follow(line: broadcast.MpiPlanBroadcast, rank: int) -> None:
     wakes, rested, cpu = [], 0.0, 0.0
     while (data := line.receive()) != b"end":
         if data == b"rest":
@@ -43,9 +43,10 @@ def follow(line: control.MpiControl, rank: int) -> None:
 
 
 world = mpi.join(int(sys.argv[1]))
-guard = watch.Watch(world, ["here"] * world.size, timeout=60)
-plans = control.MpiControl(world, guard, range(world.size))
+guard = watchdog.Watchdog(world, ["here"] * world.size, timeout=60)
+plans = broadcast.MpiPlanBroadcast(world, guard, range(world.size))
 world.barrier()
+guard.started()
 if world.rank == 0:
     lead(plans)
 else:

@@ -8,8 +8,8 @@ import pytest
 
 END = """
 import sys, time
-from phalanx.comm.watch import LocalWatch
-watch = LocalWatch()
+from phalanx.comm.watchdog import LocalWatchdog
+watch = LocalWatchdog()
 def abort(code):
     print("abort", code, flush=True)
     {}

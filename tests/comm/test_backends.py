@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from phalanx.comm import control, threads
+from phalanx.comm import broadcast, threads
 
 from ..ranks import run_ranks
 from . import battery
@@ -9,7 +9,7 @@ from . import battery
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_threads(size):
-    threads.run(lambda comm: battery.all_of_it(comm, control.ThreadControl(comm)), size)
+    threads.run(lambda comm: battery.all_of_it(comm, broadcast.ThreadPlanBroadcast(comm)), size)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])

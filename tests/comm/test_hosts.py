@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from phalanx import __version__
 from phalanx.comm import hosts, threads
-from phalanx.comm.watch import LocalWatch
+from phalanx.comm.watchdog import LocalWatchdog
+from phalanx.errors import FatalError
 from phalanx.rank.__main__ import Rank
-from phalanx.rank.exits import Stop
 from phalanx.rank.options import Job, Options
 
 
@@ -23,7 +23,7 @@ def met(monkeypatch, *said):
 def test_nodes_of_one_name_are_told_apart(monkeypatch):
     names = met(monkeypatch, ("node", "b"), ("node", "b"), ("node", "a"), ("other", "c"), ("node", "d"), ("node", "a"))
     assert names == ["node", "node", "node#2", "other", "node#3", "node#2"]
-    ranks = [Rank(Job(options=Options()), SimpleNamespace(rank=r), names, LocalWatch()) for r in range(6)]
+    ranks = [Rank(Job(options=Options()), SimpleNamespace(rank=r), names, LocalWatchdog()) for r in range(6)]
     assert [rank._here for rank in ranks] == [2, 2, 2, 1, 1, 2]
 
 
@@ -51,7 +51,7 @@ def test_another_version_says_less_or_more(monkeypatch, rank):
     """It is refused before anything else of it is read."""
     words = [f"here\n{__version__}\nb".encode(), b"there\n9.9"]
     monkeypatch.setattr(hosts, "gather_bytes", lambda world, mine: words)
-    with pytest.raises(Stop) as caught:
+    with pytest.raises(FatalError) as caught:
         hosts.name_hosts(SimpleNamespace(rank=rank))
     want = f"rank 1 on there has Phalanx 9.9, rank 0 on here has {__version__}; all nodes need the same"
     assert str(caught.value) == (want if rank else "")

@@ -8,6 +8,7 @@ from ..ranks import run_ranks
 
 @pytest.mark.long
 @pytest.mark.timeout(150)
+@pytest.mark.retry(reason="measures milliseconds, and what else the machine does adds to them")
 def test_four_idle_ranks_are_quiet_and_wake_fast():
     """Under 1 % of a core each; woken within 2 ms (median) and 3 ms (95th percentile).
 

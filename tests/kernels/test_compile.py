@@ -9,10 +9,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from phalanx.kernels import allreduce, boxes, jit, skinny
-from phalanx.kernels.chip import Chip
-from phalanx.kernels.rope import HeadNorms, Rotation
-from phalanx.rank import exits
+from phalanx import errors
+from phalanx.kernels import jit
+from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.collective import allreduce
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.gemm import skinny
+from phalanx.kernels.rope.rope import CosSin, QKNorm
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
@@ -20,36 +23,39 @@ OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
 
 def room(sizes):
     """How boxes.decode has decode.cu share out its memory."""
-    stages, whole = boxes._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"])
-    few = min(sizes["BOX"], boxes.FEW_BYTES // (sizes["DIM"] * 2))
-    return dict(FEW=few, STAGES=stages, ROOM=whole, SEQUENCES=boxes.SEQUENCES, LEAST=boxes.LEAST)
+    stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"])
+    few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * 2))
+    return dict(FEW=few, STAGES=stages, ROOM=whole, SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
 
 
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
     ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
-    ("activation", dict(T=torch.float16, V=8)),
+    ("activation", dict(T=torch.float16, V=8, ACT=0)),
+    ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
+    ("activation", dict(T=torch.float32, V=1, ACT=2)),
+    ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
     ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, DIM=128, TURNED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8)),
     ("rope", dict(T=torch.float32, C=torch.bfloat16, DIM=10, TURNED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1)),
-    ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8)),
-    ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8)),
-    ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8)),
-    ("staged", dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0)),
-    ("staged", dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1)),
-    ("staged", dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1)),
-    ("staged", dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0)),
-    ("gated", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4)),
-    ("gated", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4)),
-    ("prompt", dict(T=torch.bfloat16, **LLAMA, STAGES=3)),
-    ("prompt", dict(T=torch.float16, **OTHER, STAGES=6)),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0)),
+    ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8, ACT=0)),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0)),
+    ("pipelined_gemm", dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2)),
+    ("pipelined_gemm", dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2)),
+    ("pipelined_gemm", dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2)),
+    ("pipelined_gemm", dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2)),
+    ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
+    ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
+    ("prefill", dict(T=torch.bfloat16, **LLAMA, STAGES=3)),
+    ("prefill", dict(T=torch.float16, **OTHER, STAGES=6)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),
     ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), TURN=1, NORM=1)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
-    ("inputs", dict(T=torch.int64)),
-    ("gather", dict(T=torch.bfloat16, V=8)),
-    ("gather", dict(T=torch.float32, V=1)),
-    ("largest", dict(T=torch.bfloat16, V=8)),
-    ("largest", dict(T=torch.float32, V=1)),
+    ("decode_inputs", dict(T=torch.int64)),
+    ("embedding", dict(T=torch.bfloat16, V=8)),
+    ("embedding", dict(T=torch.float32, V=1)),
+    ("argmax", dict(T=torch.bfloat16, V=8)),
+    ("argmax", dict(T=torch.float32, V=1)),
     ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
     ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),
@@ -79,19 +85,20 @@ def compile_program(text: str, arch: str, folder) -> None:
         assert jit.compile_text("program", text, arch)
 
 
-def checked():
-    """The first program of each source for all, the others in the long run but for Hopper."""
-    seen = set()
-    for source, sizes in PROGRAMS:
-        for arch in ("sm_80", "sm_90a", "sm_100"):
-            marks = [pytest.mark.long] if source in seen and arch != "sm_90a" else []
-            yield pytest.param(source, sizes, arch, marks=marks)
-        seen.add(source)
+def checked(programs, archs=("sm_80", "sm_90a", "sm_100")):
+    """The first program of each source for all generations, the others in the long run but for Hopper."""
+    seen, found = set(), []
+    for program in programs:
+        for arch in archs:
+            marks = [pytest.mark.long] if program[0] in seen and arch != archs[1] else []
+            found.append(pytest.param(*program, arch, marks=marks))
+        seen.add(program[0])
+    return found
 
 
-@pytest.mark.parametrize("source, sizes, arch", checked())
+@pytest.mark.parametrize("source, sizes, arch", checked(PROGRAMS))
 def test_compiles(source, sizes, arch, tmp_path):
-    compile_program(jit.program_text(source, sizes), arch, tmp_path)
+    compile_program(jit.variant_text(source, sizes), arch, tmp_path)
 
 
 class Recorder:
@@ -115,40 +122,39 @@ DECODES = [
     (torch.float32, 8, 2, 64, 32, 0, 0.0, True),
     (torch.float32, 16, 1, 112, 2, 100, 30.0, False),
 ]
+PROMPTS = [(*one, cap) for one in ((torch.bfloat16, 128, 0), (torch.float16, 256, 4096)) for cap in (0.0, 50.0)]
+TRITON = (80, 90, 100)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype, heads, kv_heads, dim, splits, window, cap, normed", DECODES)
+@pytest.mark.parametrize("dtype, heads, kv_heads, dim, splits, window, cap, normed, arch", checked(DECODES, TRITON))
 def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap, normed, arch, monkeypatch):
     pytest.importorskip("triton")
-    from phalanx.kernels import paged
+    from phalanx.kernels.attention import attention_triton
 
-    kernel, launches = paged.decode_kernel, Recorder()
-    monkeypatch.setattr(paged, "decode_kernel", launches)
-    monkeypatch.setattr(paged, "_overlaps", lambda _: arch >= 90)
+    kernel, launches = attention_triton.decode_kernel, Recorder()
+    monkeypatch.setattr(attention_triton, "decode_kernel", launches)
+    monkeypatch.setattr(attention_triton, "_overlaps", lambda _: arch >= 90)
     wide, cache = torch.zeros(2, heads + 2 * kv_heads, dim, dtype=dtype), torch.zeros(2, 3, 16, kv_heads, dim).to(dtype)
     q, k, v = wide.split([heads, kv_heads, kv_heads], 1)
-    norms = HeadNorms(wide[0, 0], wide[0, 0], 1e-6) if normed else None
-    new = boxes.Newest(k, v, Rotation(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
+    norms = QKNorm(wide[0, 0], wide[0, 0], 1e-6) if normed else None
+    new = attention_tma.CurrentKV(k, v, CosSin(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
     tables, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     new = None if normed is None else new
-    paged.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, splits, new)
+    attention_triton.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, splits, new)
     compiled = compile_launch(kernel, *launches.found[0], arch)
     assert compiled.metadata.shared <= (227 if arch >= 90 else 163) << 10
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("cap", [0.0, 50.0])
-@pytest.mark.parametrize("dtype, dim, window", [(torch.bfloat16, 128, 0), (torch.float16, 256, 4096)])
+@pytest.mark.parametrize("dtype, dim, window, cap, arch", checked(PROMPTS, TRITON))
 def test_prompt_kernel_compiles(dtype, dim, window, cap, arch, monkeypatch):
     pytest.importorskip("triton")
-    from phalanx.kernels import paged
+    from phalanx.kernels.attention import attention_triton
 
-    kernel, launches = paged.prompt_kernel, Recorder()
-    monkeypatch.setattr(paged, "prompt_kernel", launches)
+    kernel, launches = attention_triton.prefill_kernel, Recorder()
+    monkeypatch.setattr(attention_triton, "prefill_kernel", launches)
     q, cache = torch.zeros(200, 8, dim, dtype=dtype), torch.zeros(2, 3, 16, 4, dim, dtype=dtype)
     tables, ends = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    paged.prompts(q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, 0, 2, 200)
+    attention_triton.prefill(q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, 0, 2, 200)
     assert compile_launch(kernel, *launches.found[0], arch).metadata.shared <= (227 if arch >= 90 else 163) << 10
 
 
@@ -174,7 +180,7 @@ def compile_launch(kernel, args, options, arch: int):
 
 
 def test_every_source_is_tried():
-    assert {path.stem for path in jit.SOURCES.glob("*.cu")} == {source for source, _ in PROGRAMS}
+    assert {path.stem for path in jit.SOURCES.values() if path.suffix == ".cu"} == {source for source, _ in PROGRAMS}
 
 
 def test_a_program_is_compiled_once_and_kept(tmp_path, monkeypatch):
@@ -188,7 +194,7 @@ def test_a_program_is_compiled_once_and_kept(tmp_path, monkeypatch):
 def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
     """Each once; one that fails leaves the others alone, and its words are for who needs it, who waits meanwhile."""
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(jit, "chip", lambda device: Chip(132, "sm_90a", True, True, True))
+    monkeypatch.setattr(jit, "device_caps", lambda device: DeviceCaps(132, "sm_90a", True, True, True))
     begun, go, calls = threading.Event(), threading.Event(), []
 
     def compile_text(name, text, arch):
@@ -196,12 +202,12 @@ def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
         begun.set()
         assert go.wait(20)
         if "FAILS" in text:
-            raise exits.Stop("no", 1)
+            raise errors.FatalError("no", 1)
         return text.encode()
 
     monkeypatch.setattr(jit, "compile_text", compile_text)
-    good, bad = (jit.program("norm", torch.bfloat16, N=64, V=8, **more) for more in ({}, {"FAILS": 1}))
-    jit.compile_ahead([bad, good, good, jit.program("norm", torch.bfloat16, V=8, N=64)], torch.device("cuda", 0))
+    good, bad = (jit.variant("norm", torch.bfloat16, N=64, V=8, **more) for more in ({}, {"FAILS": 1}))
+    jit.compile_ahead([bad, good, good, jit.variant("norm", torch.bfloat16, V=8, N=64)], torch.device("cuda", 0))
     assert begun.wait(20)
     threading.Timer(0.2, go.set).start()
     assert jit.cached("norm", good.text, "sm_90a") == good.text.encode()
@@ -209,40 +215,42 @@ def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
         if thread.name == "compile":
             thread.join(20)
     assert calls == [("norm", "sm_90a")] * 2 and len(list(tmp_path.glob("*.cubin"))) == 1
-    with pytest.raises(exits.Stop, match="no"):
+    with pytest.raises(errors.FatalError, match="no"):
         jit.cached("norm", bad.text, "sm_90a")
 
 
-@pytest.mark.parametrize("found", [Chip(132, "sm_90a", True, True, True), Chip(148, "sm_100", True, True, False)])
+@pytest.mark.parametrize(
+    "found", [DeviceCaps(132, "sm_90a", True, True, True), DeviceCaps(148, "sm_100", True, True, False)]
+)
 @pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (1000, 100)])
 def test_what_products_of_a_few_rows_are_compiled_as(found, outputs, inputs, monkeypatch):
     asked, rows = [], [1, 2, 4, *range(8, 65, 8)]
-    monkeypatch.setattr(skinny, "chip", lambda device: found)
-    monkeypatch.setattr(skinny, "suits", lambda x, weight: skinny._way(x, weight) is not None)
-    monkeypatch.setattr(jit, "boxes", lambda *_: None)
+    monkeypatch.setattr(skinny, "device_caps", lambda device: found)
+    monkeypatch.setattr(skinny, "supports", lambda x, weight: skinny._way(x, weight) is not None)
+    monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
     monkeypatch.setattr(
-        jit, "kernel", lambda *a, **sizes: asked.append(jit.program(a[0], a[2], **sizes)) or (lambda *_, **__: None)
+        jit, "kernel", lambda *a, **sizes: asked.append(jit.variant(a[0], a[2], **sizes)) or (lambda *_, **__: None)
     )
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
-    for gated in (False, True):
+    for gated in ("", "silu"):
         asked.clear()
         for n in rows:
             x = torch.empty(n, inputs, dtype=torch.bfloat16, device="meta")
-            if skinny.suits(x, weight):
+            if skinny.supports(x, weight):
                 skinny.skinny_linear(x, weight, gated)
-        assert list(skinny.programs(rows, weight, gated, False, found)) == asked and bool(asked) is (outputs != 1000)
+        assert list(skinny.variants(rows, weight, gated, False, found)) == asked and bool(asked) is (outputs != 1000)
         plain = list(asked)
         asked.clear()
         for n in rows:
             x, norm_weight = (torch.empty(*s, inputs, dtype=torch.bfloat16, device="meta") for s in ((n,), ()))
-            if skinny.suits_norm(x, x, norm_weight, weight):
+            if skinny.supports_norm(x, x, norm_weight, weight):
                 skinny.normed_linear(x, x, norm_weight, 1e-5, weight, gated)
-            elif skinny.suits(x, weight):
+            elif skinny.supports(x, weight):
                 skinny.skinny_linear(x, weight, gated)
-        assert list(skinny.programs(rows, weight, gated, True, found)) == asked
+        assert list(skinny.variants(rows, weight, gated, True, found)) == asked
         normed = [one for one in asked if one not in plain]
         assert normed == (asked[:2] if outputs > inputs == 4096 else []), "one row and two"
-    assert not list(skinny.programs(rows, weight.float(), False, False, found))
+    assert not list(skinny.variants(rows, weight.float(), False, False, found))
 
 
 def test_a_folder_that_others_write_to_is_not_used(tmp_path, monkeypatch):
@@ -250,15 +258,15 @@ def test_a_folder_that_others_write_to_is_not_used(tmp_path, monkeypatch):
     folder = jit.cache_folder()
     assert folder == jit.cache_folder()
     folder.chmod(0o777)
-    with pytest.raises(exits.Stop) as stop:
+    with pytest.raises(errors.FatalError) as stop:
         jit.cache_folder()
     assert str(stop.value) == f"{folder} is not this user's alone: remove it, or set TMPDIR"
-    assert stop.value.code == exits.USAGE
+    assert stop.value.code == errors.USAGE
 
 
 def test_nowhere_to_keep_binaries(tmp_path, monkeypatch):
     monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path / "absent"))
-    with pytest.raises(exits.Stop) as stop:
+    with pytest.raises(errors.FatalError) as stop:
         jit.cache_folder()
     folder = tmp_path / "absent" / f"phalanx-kernels-{os.getuid()}"
     assert str(stop.value) == (
@@ -269,7 +277,9 @@ def test_nowhere_to_keep_binaries(tmp_path, monkeypatch):
 def test_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # where it has been imported before
-    with pytest.raises(exits.Stop, match=r"kernels are compiled with CuPy \(.*\): `make install TORCH=cuda`, or `pip"):
+    with pytest.raises(
+        errors.FatalError, match=r"kernels are compiled with CuPy \(.*\): `make install TORCH=cuda`, or `pip"
+    ):
         jit.compile_text("norm", "", "sm_90")
 
 
@@ -286,11 +296,10 @@ def test_the_compilers_words(monkeypatch):
     )  # fmt: skip
     for name, module in (("cupy", ModuleType("cupy")), ("cupy.cuda", SimpleNamespace(nvrtc=nvrtc))):
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(exits.Stop) as stop:
+    with pytest.raises(errors.FatalError) as stop:
         jit.compile_text("norm", "", "sm_90")
     assert str(stop.value) == (
-        "NVRTC could not compile kernels/cuda/norm.cu for sm_90: NVRTC_ERROR_COMPILATION\n"
-        "norm.cu(3): error: expected a ;"
+        "NVRTC could not compile norm.cu for sm_90: NVRTC_ERROR_COMPILATION\nnorm.cu(3): error: expected a ;"
     )
 
 

@@ -4,12 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from phalanx.kernels import boxes, embedding, jit, norm, rope, skinny
-from phalanx.kernels.attention import Scores
-from phalanx.kernels.chip import chip
+from phalanx.kernels import jit
+from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.device import device_caps
+from phalanx.kernels.embedding import embedding
+from phalanx.kernels.gemm import skinny
+from phalanx.kernels.norm import norm
+from phalanx.kernels.rope import rope
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not chip(torch.device("cuda", 0)).engine,
+    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).engine,
     reason="needs the copy engine of sm_90 or sm_100, and their shared memory",
 )
 HEADS, KV_HEADS, DIM, SIZE, LAYERS, STEPS, VOCABULARY = 8, 2, 128, 16, 3, 30, 64
@@ -46,17 +51,17 @@ class Step:
         self.found = torch.zeros(rows, HIDDEN, device="cuda", dtype=torch.float16)
 
     def __call__(self, caches, pause):
-        inputs = jit.kernel("inputs", "decode_inputs", torch.int64)
+        inputs = jit.kernel("decode_inputs", "decode_inputs", torch.int64)
         inputs((self.rows, 1, 1), 128, self.sent, self.last, self.ids, self.positions, self.slots, self.lengths,
                self.tables, self.tables.stride(0), SIZE)  # fmt: skip
         pause()
         residual = embedding.embedding(self.ids, self.table)
         pause()
-        turn = rope.rotation(self.turns, self.positions)
+        turn = rope.cos_sin(self.turns, self.positions)
         pause()
         x = None
         for qkv, out, cache in zip(self.qkv, self.out, caches, strict=True):
-            if x is not None and skinny.suits_norm(x, residual, self.norm, qkv):
+            if x is not None and skinny.supports_norm(x, residual, self.norm, qkv):
                 made, residual = skinny.normed_linear(x, residual, self.norm, 1e-5, qkv)
             else:
                 if x is None:
@@ -68,8 +73,10 @@ class Step:
             pause()
             q, k, v = made.view(self.rows, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
             seen = torch.empty(self.rows, HEADS, DIM, device="cuda", dtype=torch.float16)
-            newest = boxes.Newest(k, v, turn, None, self.slots)
-            boxes.decode(q, cache[0], cache[1], self.tables, self.lengths, seen, *Scores(DIM**-0.5), newest)
+            newest = attention_tma.CurrentKV(k, v, turn, None, self.slots)
+            attention_tma.decode(
+                q, cache[0], cache[1], self.tables, self.lengths, seen, *AttentionParams(DIM**-0.5), newest
+            )
             pause()
             x = skinny.skinny_linear(seen.flatten(1), out)
             pause()

@@ -4,18 +4,26 @@ import random
 
 import pytest
 import torch
-from phalanx.kernels import activation, attention, boxes, embedding, gated, jit, largest, linear, norm, rope, skinny
-from phalanx.kernels.attention import Scores
-from phalanx.kernels.chip import chip
+from phalanx.kernels import jit
+from phalanx.kernels.activation import activation
+from phalanx.kernels.attention import attention, attention_tma
+from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.device import device_caps
+from phalanx.kernels.embedding import embedding
+from phalanx.kernels.gemm import linear, skinny, swiglu_gemm
+from phalanx.kernels.norm import norm
+from phalanx.kernels.rope import rope
+from phalanx.kernels.sampling import argmax
+from torch.nn.functional import gelu, silu
 
-from . import decoding
-from .test_attention import make_caches, make_rows
+from .attention import decoding
+from .attention.test_attention import make_caches, make_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KINDS = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
 NAN = float("nan")
 engine = pytest.mark.skipif(
-    not torch.cuda.is_available() or not chip(torch.device("cuda", 0)).engine,
+    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).engine,
     reason="needs the copy engine of sm_90 or sm_100, and their shared memory",
 )
 
@@ -67,9 +75,10 @@ def test_norm_of_strided_heads():
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("rows, size", [(0, 8), (1, 1), (3, 33), (17, 64), (4, 14336), (3, 1020)])
-def test_silu_mul(rows, size, dtype, bound):
+@pytest.mark.parametrize("act", activation.ACTIVATIONS)
+def test_gated_activation(rows, size, dtype, bound, act):
     x = (torch.randn(rows, 2 * size, device="cuda") * 3).to(dtype)
-    near(activation.silu_mul(x), activation.silu_mul_reference(x), bound)
+    near(activation.gated_activation(x, act), activation.gated_activation_reference(x, act), bound)
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
@@ -81,14 +90,14 @@ def test_silu_mul(rows, size, dtype, bound):
 def test_rope_write(dim, turned, tokens, heads, kv_heads, with_norms, dtype, bound):
     angles = torch.rand(tokens, 1, turned // 2, device="cuda") * 6
     cos, sin = angles.cos(), angles.sin()
-    turn = rope.Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    turn = rope.CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     y = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
     weights = torch.randn(2, dim, device="cuda").to(dtype)
-    norms = rope.HeadNorms(weights[0], weights[1], 1e-6) if with_norms else None
+    norms = rope.QKNorm(weights[0], weights[1], 1e-6) if with_norms else None
     block_size, blocks = 16, 19
     slots = torch.randperm(blocks * block_size, device="cuda")[:tokens]
     found = []
-    for call in (rope.rope_write_cuda, rope.rope_write_reference):
+    for call in (rope.rope_and_store_kv_cuda, rope.rope_and_store_kv_reference):
         q, k, v = y.clone().view(tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
         cache = torch.full((2, blocks, block_size, kv_heads, dim), NAN, device="cuda", dtype=dtype)
         found.append((call(q, k, v, turn, norms, (cache[0], cache[1]), slots), cache))
@@ -97,10 +106,10 @@ def test_rope_write(dim, turned, tokens, heads, kv_heads, with_norms, dtype, bou
 
 
 def test_negative_slots_are_not_written():
-    turn = rope.Rotation(torch.ones(3, 1, 8, device="cuda"), torch.zeros(3, 1, 8, device="cuda"))
+    turn = rope.CosSin(torch.ones(3, 1, 8, device="cuda"), torch.zeros(3, 1, 8, device="cuda"))
     q, k, v = torch.randn(3, 3, 8, device="cuda").split(1, 1)
     cache = torch.full((2, 2, 4, 1, 8), NAN, device="cuda")
-    rope.rope_write(q, k, v, turn, None, (cache[0], cache[1]), torch.tensor([-1, 5, -1], device="cuda"))
+    rope.rope_and_store_kv(q, k, v, turn, None, (cache[0], cache[1]), torch.tensor([-1, 5, -1], device="cuda"))
     assert cache.isnan().sum() == 2 * 7 * 8 and torch.equal(cache[1, 1, 1], v[1])
 
 
@@ -111,7 +120,7 @@ def check_attention(query_lens, kv_lens, heads, kv_heads, dim, dtype, bound, win
     for name in ("block_tables", "lengths", "query_starts"):
         setattr(rows, name, getattr(rows, name).cuda())
     q = torch.randn(sum(query_lens), heads + 2 * kv_heads, dim, device="cuda").to(dtype)[:, :heads]
-    scores = Scores(dim**-0.5, window, cap)
+    scores = AttentionParams(dim**-0.5, window, cap)
     want = attention.paged_attention_reference(q, keys, values, rows, scores)
     rows.scratch.clear()
     near(attention.paged_attention_cuda(q, keys, values, rows, scores), want, bound)
@@ -155,7 +164,7 @@ def test_attention_soft_caps(window, cap, dim, dtype, bound):
 def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
     """Rows and keys that end in the middle of a tile, at its end and just past it, with and without keys before."""
     if by_triton:
-        monkeypatch.setattr(attention.boxes, "suits_prompts", lambda *_: False)
+        monkeypatch.setattr(attention.attention_tma, "supports_prefill", lambda *_: False)
     for block_size, window, before in ((16, 0, 0), (8, 0, 33), (128, 0, 200), (64, 90, 64), (32, 0, 1000)):
         lens = [2, 63, 64, 65, 127, 128, 129, 500, 1024]
         random.Random(before).shuffle(lens)
@@ -175,7 +184,9 @@ def test_empty_decode_rows_give_zeros():
     rows.lengths = torch.tensor([20, 0, 16], dtype=torch.int32).cuda()
     rows.block_tables = rows.block_tables.cuda()
     cache = torch.randn(2, 8, 16, 2, 64, device="cuda").half()
-    out = attention.paged_attention(torch.randn(3, 4, 64, device="cuda").half(), cache[0], cache[1], rows, Scores(0.1))
+    out = attention.paged_attention(
+        torch.randn(3, 4, 64, device="cuda").half(), cache[0], cache[1], rows, AttentionParams(0.1)
+    )
     assert (out[1] == 0).all() and out.isfinite().all() and (out[[0, 2]] != 0).any()
 
 
@@ -213,10 +224,10 @@ def test_write_and_attend(query_lens, kv_lens, turned):
     """As one kernel, or as two where heads are turned in part or a step has a prompt."""
     rows, cache, y, rest = a_step(query_lens, kv_lens, turned)
     theirs = cache.clone()
-    q = rope.rope_write_reference(*split(y), *rest, (theirs[0], theirs[1]), rows.slots)
-    want = attention.paged_attention_reference(q, theirs[0], theirs[1], rows, Scores(0.125))
+    q = rope.rope_and_store_kv_reference(*split(y), *rest, (theirs[0], theirs[1]), rows.slots)
+    want = attention.paged_attention_reference(q, theirs[0], theirs[1], rows, AttentionParams(0.125))
     rows.scratch.clear()
-    near(attention.write_and_attend(*split(y), *rest, (cache[0], cache[1]), rows, Scores(0.125)), want, 2e-3)
+    near(attention.store_and_attend(*split(y), *rest, (cache[0], cache[1]), rows, AttentionParams(0.125)), want, 2e-3)
     torch.testing.assert_close(cache, theirs, atol=2e-3, rtol=2e-3, equal_nan=True)
 
 
@@ -231,8 +242,8 @@ def a_step(query_lens, kv_lens, turned):
         setattr(rows, name, getattr(rows, name).cuda())
     angles = torch.rand(sum(query_lens), 1, turned // 2, device="cuda") * 6
     cos, sin = angles.cos(), angles.sin()
-    turn = rope.Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-    norms = rope.HeadNorms(*torch.randn(2, 64, device="cuda").half(), 1e-6)
+    turn = rope.CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    norms = rope.QKNorm(*torch.randn(2, 64, device="cuda").half(), 1e-6)
     return rows, cache, torch.randn(sum(query_lens), 12, 64, device="cuda").half(), (turn, norms)
 
 
@@ -242,14 +253,14 @@ def split(y):
 
 def test_one_kernel_in_a_graph():
     """Captured for long sequences, replayed for others: each time as many parts as the lengths at hand ask for."""
-    from phalanx.kernels import paged
+    from phalanx.kernels.attention import attention_triton
 
     rows, cache, y, rest = a_step([1] * 4, [3000, 2000, 2500, 700], 64)
     cache.nan_to_num_(0)
     q, k, v = split(y)
 
     def step():
-        return attention.write_and_attend(q, k, v, *rest, (cache[0], cache[1]), rows, Scores(0.125))
+        return attention.store_and_attend(q, k, v, *rest, (cache[0], cache[1]), rows, AttentionParams(0.125))
 
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -265,8 +276,10 @@ def test_one_kernel_in_a_graph():
             found = out.clone()
             near(found, step(), 2e-3)
             alone = torch.empty_like(q, memory_format=torch.contiguous_format)
-            new = boxes.Newest(k, v, *rest, rows.slots)
-            paged.decode(q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, *Scores(0.125), 1, new)
+            new = attention_tma.CurrentKV(k, v, *rest, rows.slots)
+            attention_triton.decode(
+                q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, *AttentionParams(0.125), 1, new
+            )
             near(found, alone.flatten(1), 2e-3)
         assert not jit.counters(q.device, stream.cuda_stream).any()
 
@@ -289,32 +302,32 @@ def test_products_of_a_few_rows(rows, outputs, inputs, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outputs, inputs", [(64, 512), (6144, 4096), (28672, 4096), (192, 1536), (128, 8192)])
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", ["", "silu", "gelu_tanh"])
 def test_products_that_norm_their_rows(gated, rows, outputs, inputs, dtype):
     """Beside the two operations; x and the residual stay as they are, as other blocks read them."""
     x, residual, norm_weight = (torch.randn(*n, inputs, device="cuda").to(dtype) for n in ((rows,), (rows,), ()))
     weight = torch.randn(outputs, inputs, device="cuda").to(dtype) / 8
     before = x.clone(), residual.clone()
-    assert skinny.suits_norm(x, residual, norm_weight, weight) is (rows * inputs <= skinny.NORMED)
+    assert skinny.supports_norm(x, residual, norm_weight, weight) is (rows * inputs <= skinny.NORMED)
     normed, total = norm.add_rms_norm_reference(x.clone(), residual.clone(), norm_weight, 1e-5)
     want = normed.double() @ weight.double().T
     for _ in range(2):
         y, stream = skinny.normed_linear(x, residual, norm_weight, 1e-5, weight, gated)
         assert torch.equal(stream, total) and torch.equal(x, before[0]) and torch.equal(residual, before[1])
-        assert apart(y, gate(want, dtype) if gated else want) < 4e-3
+        assert apart(y, gate(want, dtype, gated) if gated else want) < 4e-3
     odd = torch.empty(rows * inputs + 1, device="cuda", dtype=dtype)[1:].view(rows, inputs)
-    assert not skinny.suits_norm(x, odd, norm_weight, weight)
-    assert not skinny.suits_norm(x, residual, norm_weight.float(), weight)
+    assert not skinny.supports_norm(x, odd, norm_weight, weight)
+    assert not skinny.supports_norm(x, residual, norm_weight.float(), weight)
 
 
-def gate(y, dtype):
-    """silu of the first half times the second, both rounded."""
+def gate(y, dtype, act="silu"):
+    """act of the first half times the second, both rounded."""
     first, second = y.to(dtype).double().chunk(2, 1)
-    return first.sigmoid() * first * second
+    return (silu(first) if act == "silu" else gelu(first, approximate="tanh")) * second
 
 
 @engine
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", ["", "silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     "outputs, inputs, dtype",
     [(1344, 2048, torch.float16), (28672, 4096, torch.bfloat16), (4096, 14336, torch.bfloat16)],
@@ -324,9 +337,9 @@ def test_products_by_staging(rows, outputs, inputs, gated, dtype):
     """Every way to cut them, twice in a row into memory that holds NaN: a race would show as a difference."""
     x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
     want = x.double() @ weight.double().T
-    want = gate(want, dtype) if gated else want
-    for cut in skinny.cuts(rows, outputs, inputs):
-        found = [skinny.by_staging(x, weight, cut, gated) for _ in range(4)]
+    want = gate(want, dtype, gated) if gated else want
+    for cut in skinny.tile_configs(rows, outputs, inputs):
+        found = [skinny.pipelined(x, weight, cut, gated) for _ in range(4)]
         assert all(apart(y, want) < 4e-3 for y in found), cut
         differ = [(y != found[0]).nonzero() for y in found]
         assert not any(map(len, differ)), (cut, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
@@ -338,11 +351,11 @@ def test_products_by_staging(rows, outputs, inputs, gated, dtype):
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 256, 1000, 2049, 4500])
 def test_gated_products_of_many_rows(rows, outputs, inputs, dtype):
     """Three times each into memory that holds NaN: a race would show as a difference."""
-    if not chip(torch.device("cuda")).hopper:
+    if not device_caps(torch.device("cuda")).hopper:
         pytest.skip("for Hopper alone")
     x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, 2 * outputs))
     want = gate(x.double() @ weight.double().T, dtype)
-    found = [gated.gated_product(x, weight) for _ in range(3)]
+    found = [swiglu_gemm.swiglu_gemm(x, weight) for _ in range(3)]
     assert apart(found[0], want) < 4e-3
     assert all(torch.equal(y, found[0]) for y in found)
 
@@ -354,15 +367,15 @@ def test_largest(rows, width, dtype):
     x = torch.randn(rows, width, device="cuda").to(dtype)
     x[:, width // 2 :: 3] = float("-inf")
     for _ in range(2):
-        values, ids = largest.largest(x)
-        want, where = (y.cuda() for y in largest.largest_reference(x.cpu()))
+        values, ids = argmax.argmax(x)
+        want, where = (y.cuda() for y in argmax.argmax_reference(x.cpu()))
         assert torch.equal(values, want) and torch.equal(ids, where)
     if width > 8:
         x[:, 5] = NAN
         kept = x.clone()
         kept[:, 5] = float("-inf")
-        assert torch.equal(largest.largest(x)[1], largest.largest_reference(kept.cpu())[1].cuda())
-        assert (largest.largest(torch.full_like(x, float("-inf")))[1] == 0).all()
+        assert torch.equal(argmax.argmax(x)[1], argmax.argmax_reference(kept.cpu())[1].cuda())
+        assert (argmax.argmax(torch.full_like(x, float("-inf")))[1] == 0).all()
 
 
 @pytest.mark.parametrize("width", [4096, 36, 7])
@@ -376,7 +389,7 @@ def test_rows_of_tables(width):
     none = torch.tensor([-1, 3], device="cuda")
     assert torch.equal(embedding.embedding(none, table), torch.stack([torch.zeros_like(table[3]), table[3]]))
     angles = torch.randn(90, 2, width, device="cuda")
-    for got, wanted in zip(rope.rotation(angles, ids), rope.rotation_reference(angles, ids), strict=True):
+    for got, wanted in zip(rope.cos_sin(angles, ids), rope.cos_sin_reference(angles, ids), strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -389,7 +402,7 @@ def test_inputs_of_a_decode_step():
     ids, positions, slots = torch.full((3, 5), -7, device="cuda")
     lengths = torch.full((5,), -7, dtype=torch.int32, device="cuda")
     tables = torch.full((5, width), -7, dtype=torch.int32, device="cuda")
-    kernel = jit.kernel("inputs", "decode_inputs", torch.int64)
+    kernel = jit.kernel("decode_inputs", "decode_inputs", torch.int64)
     kernel((5, 1, 1), 128, sent, last, ids, positions, slots, lengths, tables, width, block_size)
     assert ids.tolist() == [104, 9, 102, -1, -1] and positions.tolist() == [17, 0, 31, 0, 0]
     assert slots.tolist() == [6 * 16 + 1, 7 * 16, 10 * 16 + 15, -1, -1] and lengths.tolist() == [18, 1, 32, 0, 0]

@@ -4,15 +4,15 @@ import math
 
 import pytest
 import torch
-from phalanx.kernels import cpu
-from phalanx.kernels.activation import silu_mul
-from phalanx.kernels.cache import cache_write
-from phalanx.kernels.embedding import embedding
-from phalanx.kernels.largest import largest
-from phalanx.kernels.linear import PACK_FROM, linear, pack
-from phalanx.kernels.norm import add_rms_norm, rms_norm
-from phalanx.kernels.rope import rope, rotation
-from phalanx.kernels.skinny import MOST_STAGES, SHARED, Cut, choose, stages
+from phalanx.kernels.activation.activation import gated_activation
+from phalanx.kernels.attention.cache import cache_write
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.embedding.embedding import embedding
+from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
+from phalanx.kernels.gemm.skinny import MOST_STAGES, SHARED, TileConfig, choose, stages
+from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
+from phalanx.kernels.rope.rope import apply_rotary, cos_sin
+from phalanx.kernels.sampling.argmax import argmax
 
 SIZES = [(0, 7), (1, 1), (3, 33), (17, 64)]
 NARROW = [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
@@ -59,7 +59,7 @@ def test_silu_mul(rows, size, dtype, bound):
     x = torch.randn(rows, 2 * size).to(dtype)
     gate, up = x.double().chunk(2, -1)
     want = gate / (1 + torch.exp(-gate)) * up
-    torch.testing.assert_close(silu_mul(x).double(), want, atol=bound, rtol=bound)
+    torch.testing.assert_close(gated_activation(x).double(), want, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("dim, rotated", [(8, 8), (10, 10), (16, 4), (6, 2)])
@@ -77,7 +77,7 @@ def test_rope(dim, rotated, rows, dtype, bound):
             c, s = angles[positions[t], i].cos().double(), angles[positions[t], i].sin().double()
             a, b = x[t, :, i].double(), x[t, :, i + rotated // 2].double()
             want[t, :, i], want[t, :, i + rotated // 2] = a * c - b * s, b * c + a * s
-    got = rope(x, rotation(table, positions))
+    got = apply_rotary(x, cos_sin(table, positions))
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, atol=bound, rtol=bound)
 
@@ -101,15 +101,15 @@ def test_cache_write_touches_its_slots_alone(cache_dtype):
 @pytest.mark.parametrize(
     "outputs, inputs, want",
     [
-        (6144, 4096, Cut(48, 256)),  # of an 8B model on one GPU: qkv, o, gate and up, down, head
-        (4096, 4096, Cut(32, 256)),
-        (28672, 4096, Cut(224, 64)),
-        (4096, 14336, Cut(32, 256)),
-        (128256, 4096, Cut(128, 128)),
-        (14336, 4096, Cut(112, 128)),  # of two
-        (32064, 8192, Cut(96, 128)),  # a quarter of a vocabulary
-        (64, 1536, Cut(32, 256)),
-        (64, 192, Cut(32, 64)),
+        (6144, 4096, TileConfig(48, 256)),  # of an 8B model on one GPU: qkv, o, gate and up, down, head
+        (4096, 4096, TileConfig(32, 256)),
+        (28672, 4096, TileConfig(224, 64)),
+        (4096, 14336, TileConfig(32, 256)),
+        (128256, 4096, TileConfig(128, 128)),
+        (14336, 4096, TileConfig(112, 128)),  # of two
+        (32064, 8192, TileConfig(96, 128)),  # a quarter of a vocabulary
+        (64, 1536, TileConfig(32, 256)),
+        (64, 192, TileConfig(32, 64)),
         (100, 4096, None),
         (64, 100, None),
     ],
@@ -117,8 +117,8 @@ def test_cache_write_touches_its_slots_alone(cache_dtype):
 def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
     assert choose(16, outputs, inputs, 132, True) == want
     assert choose(16, outputs, inputs, 132, False) is None
-    for processors in (78, 114, 148):  # of an H20, an H100 on PCIe, a B200
-        cut = choose(16, outputs, inputs, processors, True)
+    for num_sms in (78, 114, 148):  # of an H20, an H100 on PCIe, a B200
+        cut = choose(16, outputs, inputs, num_sms, True)
         assert (cut is None) == (want is None) and (cut is None or outputs % cut.outputs == inputs % cut.inputs == 0)
     if want:
         for rows, whole in ((3, False), (16, False), (64, False), (33, True), (64, True)):
@@ -128,9 +128,9 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
 
 
 def test_the_first_of_equals_is_the_largest():
-    values, ids = largest(torch.tensor([[1.0, 3, 3, -5], [-1, -1, -2, -1]], dtype=torch.bfloat16))
+    values, ids = argmax(torch.tensor([[1.0, 3, 3, -5], [-1, -1, -2, -1]], dtype=torch.bfloat16))
     assert values.tolist() == [3, -1] and ids.tolist() == [1, 0] and values.dtype == torch.float32
-    assert largest(torch.empty(0, 4))[1].shape == (0,)
+    assert argmax(torch.empty(0, 4))[1].shape == (0,)
 
 
 def test_embedding_of_a_slice_is_zero_elsewhere():
@@ -151,7 +151,7 @@ def test_embedding_of_a_slice_is_zero_elsewhere():
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 33])
 @pytest.mark.parametrize("outputs, inputs", [(9, 6), (255, 257), (515, 1001)])
 def test_linear_plain_and_packed(rows, outputs, inputs, monkeypatch):
-    monkeypatch.setattr(cpu, "_compiled", lambda: None)  # which takes weights as they are
+    monkeypatch.setattr(ops, "available", lambda: False)  # which take weights as they are
     x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     packed = pack(weight)
     assert (packed is weight) == (weight.numel() < PACK_FROM)

@@ -1,4 +1,4 @@
-"""Stands for `python -m phalanx.rank.front`: answers /health, hears rank 0 come and go; FAKE_FRONT=exit:3 ends it.
+"""Stands for `python -m phalanx.rank.server`: answers /health, hears rank 0 come and go; FAKE_FRONT=exit:3 ends it.
 
 With FAKE_FRONT=hangs it does not answer, with rude it answers what is no HTTP.
 """
@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 
-from phalanx.rank.front.config import take
+from phalanx.rank.server.config import take
 
 config = take()
 place = os.environ["FAKE_DIR"]

@@ -3,12 +3,13 @@
 import sys
 from pathlib import Path
 
-from phalanx.launcher import cli, front, member, supervise
+from phalanx.launcher import cli
+from phalanx.launcher.job import rank_bootstrap, server_process, supervisor
 
 HERE = Path(__file__).resolve().parent
-front.FRONT = [str(HERE / "fake_front.py")]
-member.RANK = [str(HERE / "fake_rank.py")]
-supervise.MEMBER = [__file__, "member"]
+server_process.SERVER = [str(HERE / "fake_front.py")]
+rank_bootstrap.RANK = [str(HERE / "fake_rank.py")]
+supervisor.BOOTSTRAP = [__file__, "member"]
 
 if __name__ == "__main__":
-    sys.exit(member.main() if sys.argv[1:] == ["member"] else cli.main())
+    sys.exit(rank_bootstrap.main() if sys.argv[1:] == ["member"] else cli.main())

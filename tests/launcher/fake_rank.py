@@ -30,6 +30,7 @@ def note(name, text=""):
 first = not (place / f"rank-{job.rank}").exists()
 note(f"rank-{job.rank}", os.getpid())
 note(f"cpus-{job.rank}", f"{sorted(os.sched_getaffinity(0))} {os.environ['OMP_NUM_THREADS']} {job.bound}")
+note("gpus", f"rank {job.rank} on GPU {job.device_index}")
 wanted = []
 for word in os.environ.get("FAKE", "").split():
     what, _, rank = word.partition("@")
@@ -50,9 +51,9 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the launcher hel
 signal.signal(signal.SIGUSR1, (lambda *_: note("heard", job.rank)) if "deaf" in wanted else drain)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in wanted else signal.SIG_DFL)
 link = None
-if job.front_socket and "silent" not in wanted:
+if job.server_socket and "silent" not in wanted:
     link = socket.socket(socket.AF_UNIX)
-    link.connect(job.front_socket)
+    link.connect(job.server_socket)
 if "child" in wanted:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     note("child", child.pid)
@@ -61,7 +62,8 @@ note("up", job.rank)
 deadline = time.monotonic() + 10
 while len((place / "up").read_text().split()) < job.announced_size and time.monotonic() < deadline:
     time.sleep(0.02)  # the others come up before this one fails
-time.sleep(0.3)
+if any(what == "kill" or what.startswith("exit:") for what in wanted):
+    time.sleep(0.3)  # what the ranks have said comes through mpirun, which loses it where one fails at once
 for what in wanted:
     if what.startswith("exit:"):
         os._exit(int(what[5:]))
@@ -70,5 +72,6 @@ for what in wanted:
 if link is not None:
     link.settimeout(None)
     link.recv(1)
-    os._exit(70 if "deaf" not in wanted else time.sleep(60))
-time.sleep(60)
+    if "deaf" not in wanted:
+        os._exit(70)
+time.sleep(60)  # until the job ends, which kills it

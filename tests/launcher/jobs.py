@@ -10,11 +10,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..leftovers import KERNELS, hand_on_kernels
 from ..processes import kill, table, wait
+from ..ranks import clean
 
 HERE = Path(__file__).resolve().parent
 PHALANX = str(HERE / "fake_phalanx.py")
-MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PHALANX_")
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -23,12 +24,12 @@ class Launched:
 
     def __init__(self, command: list[str], place: Path, **environ: str):
         self.place = place
-        self.runtime = tempfile.mkdtemp(prefix="run-", dir="/tmp")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(MPI)}
+        self.runtime = tempfile.mkdtemp(prefix="run-")
+        hand_on_kernels(Path(tempfile.gettempdir()), Path(self.runtime))
         self._output = open(place / "output", "w+b")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
-            env=kept | {"FAKE_DIR": str(place), "TMPDIR": self.runtime} | environ,
+            env=clean() | {"FAKE_DIR": str(place), "TMPDIR": self.runtime} | environ,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -92,7 +93,7 @@ class Launched:
     def no_directory(self) -> bool:
         """Compiled kernels stay for the next job."""
         left = {name for name in os.listdir(self.runtime) if name.startswith("phalanx-")}
-        return not left - {f"phalanx-kernels-{os.getuid()}"}
+        return not left - {KERNELS}
 
 
 def serve(place: Path, *argv: str, **environ: str) -> Launched:

@@ -1,14 +1,17 @@
 """The `phalanx` command: help, verbs, exit codes, and how little it loads."""
 
 import importlib.metadata
+import shlex
 import subprocess
 import sys
 
 import pytest
-from phalanx.launcher import choices, cli, member, supervise, usage
-from phalanx.rank.front import config as front_config
-from phalanx.rank.front.jobs import config as jobs_config
+from phalanx.launcher import cli
+from phalanx.launcher.job import rank_bootstrap, supervisor
+from phalanx.launcher.options import help, option_sources
 from phalanx.rank.options import JOB_ENV, Options, specs
+from phalanx.rank.server import config as front_config
+from phalanx.rank.server.batch import config as jobs_config
 
 
 def phalanx(*argv, **more):
@@ -43,7 +46,7 @@ def test_help(capsys):
 
 
 def test_help_tells_the_limit_of_open_requests():
-    text = usage.options_help(Options)
+    text = help.options_help(Options)
     assert "--queue-size N                 429 beyond this many open sequences plus --max-num-seqs (1024)" in text
 
 
@@ -86,16 +89,16 @@ def test_show_config_tells_what_is_in_force(capsys, monkeypatch):
 
 
 def test_the_programs_own_variables_are_no_stray_options():
-    own = (JOB_ENV, front_config.VARIABLE, jobs_config.VARIABLE, supervise.ORDER_ENV, member.PARENT_ENV)
-    assert len(set(own)) == len(own) and set(own) <= set(choices.INTERNAL)
-    assert choices.read(Options, [], dict.fromkeys(own, "x")).notes == []
+    own = (JOB_ENV, front_config.VARIABLE, jobs_config.VARIABLE, supervisor.REQUEST_ENV, rank_bootstrap.PARENT_ENV)
+    assert len(set(own)) == len(own) and set(own) <= set(option_sources.INTERNAL)
+    assert option_sources.read(Options, [], dict.fromkeys(own, "x")).notes == []
     # Nor is one of them ever proposed.
-    assert choices.read(Options, [], {"PHALANX_ORDERS": "x", "PHALANX_PARENTS": "x"}).notes == []
+    assert option_sources.read(Options, [], {"PHALANX_ORDERS": "x", "PHALANX_PARENTS": "x"}).notes == []
 
 
 def test_show_config_of_defaults():
-    chosen = choices.read(Options, [], {})
-    assert usage.show_config(chosen).count("default") == len(specs())
+    chosen = option_sources.read(Options, [], {})
+    assert help.show_config(chosen).count("default") == len(specs())
 
 
 def test_a_wrong_option_is_one_line_and_code_2():
@@ -129,7 +132,7 @@ def test_an_old_python_is_refused(monkeypatch, capsys):
 
 def test_a_closed_pipe_is_no_error():
     done = subprocess.run(
-        f"set -o pipefail; {sys.executable} -u -m phalanx.launcher.cli --help | true",
+        f"set -o pipefail; {shlex.quote(sys.executable)} -u -m phalanx.launcher.cli --help | true",
         shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

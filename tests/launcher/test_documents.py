@@ -6,8 +6,9 @@ import shlex
 from pathlib import Path
 
 import phalanx
-from phalanx.launcher import choices, sbatch, supervise
-from phalanx.rank import exits
+from phalanx import errors
+from phalanx.launcher.job import sbatch, supervisor
+from phalanx.launcher.options import option_sources
 from phalanx.rank.options import Options
 
 ROOT = Path(phalanx.__file__).resolve().parent
@@ -16,10 +17,12 @@ ROOT = Path(phalanx.__file__).resolve().parent
 def test_every_code_is_in_the_table():
     text = (ROOT / "docs/exit-codes.md").read_text()
     listed = {int(code): line for line in text.splitlines() for code in re.findall(r"^\| (\d+) \|", line)}
-    codes = {value for name, value in vars(exits).items() if name.isupper() and isinstance(value, int)}
+    codes = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
     assert set(listed) == codes
-    assert {code for code, line in listed.items() if re.search(r"\| (yes|perhaps)", line)} == set(supervise.RESTARTABLE)
-    assert set(supervise.NAMES) == codes - {exits.OK}
+    assert {code for code, line in listed.items() if re.search(r"\| (yes|perhaps)", line)} == set(
+        supervisor.RESTARTABLE
+    )
+    assert set(supervisor.NAMES) == codes - {errors.OK}
 
 
 def test_the_examples_use_options_that_exist():
@@ -28,7 +31,7 @@ def test_the_examples_use_options_that_exist():
         text = re.sub(r"\\\n#?", " ", path.read_text())
         for line in re.findall(r"phalanx serve ([^\n&`]*)", text):
             words = [word for word in shlex.split(line) if "…" not in word]
-            choices.read(Options, sbatch.wanted(words)[0], {})
+            option_sources.read(Options, sbatch.wanted(words)[0], {})
             found += 1
     assert found >= 2
 
@@ -42,7 +45,7 @@ def texts(path: Path):
 
 def test_the_messages_of_a_cluster_are_those_of_the_code():
     said = "\n".join(text for room in ("launcher", "rank", "comm") for path in (ROOT / room).rglob("*.py")
-                     for text in texts(path))  # fmt: skip
+                     for text in texts(path)) + "\n".join(texts(ROOT / "errors.py"))  # fmt: skip
     table = (ROOT / "docs/cluster.md").read_text().partition("## What messages mean")[2]
     cells = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| `")]
     messages = [one for cell in cells for one in re.findall(r"`([^`]+)`", cell)]

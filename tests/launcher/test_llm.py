@@ -1,19 +1,23 @@
 """The library on two live ranks: answers, errors, and an end however the program ends."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from phalanx import LLM, SamplingParams
-from phalanx.launcher.llm import JobError
+from phalanx.launcher.llm import JobError, _collect
+from phalanx.rank.server.text.events import Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart
+from phalanx.rank.server.text_engine import Update
 
 from ..checkpoints import make_checkpoint
 from ..processes import gone, kill
-from .jobs import MPI
+from ..ranks import clean
 
 pytestmark = pytest.mark.timeout(120)
 SMALL = {"device": "cpu", "mem": 64, "dtype": "f32", "max_num_seqs": 16}
@@ -21,9 +25,8 @@ SMALL = {"device": "cpu", "mem": 64, "dtype": "f32", "max_num_seqs": 16}
 
 @pytest.fixture(autouse=True)
 def no_foreign_variables(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(MPI):
-            monkeypatch.delenv(name)
+    for name in os.environ.keys() - clean().keys():
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,24 @@ def test_texts_and_token_ids(llm):
     assert text.usage["completion_tokens"] == 6
     assert llm.generate("The quick brown", GREEDY)[0].token_ids == text.token_ids
     assert llm.generate(text.prompt_token_ids, GREEDY)[0].text == text.text
+
+
+def test_events_become_a_completion():
+    choice = SimpleNamespace(index=0, started=False, finish="tool_calls", stop_reason=None)
+
+    class Session:
+        choices, prompts, usage = [choice], [SimpleNamespace(tokens=[1])], dict
+
+        async def __aiter__(self):
+            for events in ([Reasoning("h"), Text("a"), ToolCallStart(0, "id", "f")], [ToolCallArguments(0, "{")],
+                           [ToolCallArguments(0, "}"), ToolCallEnd(0), Text("b")]):  # fmt: skip
+                update = Update(choice)
+                update.events, update.tokens = events, [5]
+                yield [update]
+
+    (one,) = asyncio.run(_collect(Session(), False)).outputs
+    assert (one.text, one.reasoning, one.token_ids, one.finish_reason) == ("ab", "h", [5, 5, 5], "tool_calls")
+    assert one.tool_calls == [{"id": "id", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
 
 def test_one_sampling_for_each_prompt(llm):
@@ -199,7 +220,7 @@ def test_the_job_ends_with_the_program(checkpoint, then, number, code):
         running = [int(pid) for pid in words]
         assert len(running) == 3
         if number:
-            time.sleep(0.3)
+            time.sleep(0.3)  # it generates by then; a signal that comes before ends it alike
             program.send_signal(number)
         program.communicate(timeout=20)
         assert program.returncode == code

@@ -31,7 +31,7 @@ class Make:
         self.log = place / "log"
         self.bin = place / "bin"
         self.bin.mkdir()
-        self.environ = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(place)}
+        self.environ = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(place), "COMPILER": ""}
         self.python()
         self.program("pip", PIP.format(log=self.log, found="2.13.0+cpu"))
         self.program("nvidia-smi", "#!/bin/sh\nexit 1\n")
@@ -110,6 +110,11 @@ def test_cuda_by_nvidia_smi(make):
     assert f"{make.place}/venv was made with TORCH=cuda; to change that, remove it first: rm -rf" in other.stderr
 
 
+def test_zig_is_for_machines_without_a_compiler(make):
+    assert make("install", "COMPILER=/usr/bin/c++").returncode == 0
+    assert make.calls()[-1] == "pip install -q --no-input -c constraints.txt -e ."
+
+
 def test_the_sites_torch(make):
     done = make("install", "TORCH=site")
     assert done.returncode == 0, done.stderr
@@ -177,7 +182,7 @@ def test_serve_says_what_it_runs(make, gpus, start):
 
 def test_without_network(make):
     """All comes from the directory that `make wheelhouse` filled elsewhere."""
-    wheels = make.place / "wheels"
+    wheels = make.place / "all the wheels"
     wheels.mkdir()
     empty = make("install", f"WHEELS={wheels}", "TORCH=cpu")
     assert empty.returncode == 2

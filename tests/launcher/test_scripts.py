@@ -13,7 +13,9 @@ from pathlib import Path
 
 import phalanx
 import pytest
-from phalanx.launcher import choices, sbatch
+from phalanx.errors import FatalError
+from phalanx.launcher.job import sbatch
+from phalanx.launcher.options import option_sources
 from phalanx.rank.options import Options
 
 HOSTFILES = Path(phalanx.__file__).resolve().parent / "hostfiles"
@@ -80,7 +82,7 @@ def test_shellcheck(tmp_path):
     if program is None:
         pytest.skip("shellcheck is not installed; make install-test does that")
     argv = ["/a 'b", "--np", "4", "--d", "0,1", "--temperature", "0.5"]
-    (tmp_path / "printed").write_text(sbatch.script("serve", choices.read(Options, argv, {})))
+    (tmp_path / "printed").write_text(sbatch.script("serve", option_sources.read(Options, argv, {})))
     files = [*(HOSTFILES / name for name in SCRIPTS), tmp_path / "printed"]
     done = subprocess.run([program, *files], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
@@ -90,7 +92,7 @@ def test_the_example_for_slurm_is_what_sbatch_prints():
     text = (HOSTFILES / "slurm.sbatch").read_text()
     line = next(line for line in text.splitlines() if line.startswith("srun "))
     words = shlex.split(line.removesuffix("&"))[4:]
-    assert sbatch.script("serve", choices.read(Options, [*words, "--np", "16"], {})) == text
+    assert sbatch.script("serve", option_sources.read(Options, [*words, "--np", "16"], {})) == text
 
 
 @pytest.mark.parametrize("name", ["pbs.sh", "lsf.sh"])
@@ -117,7 +119,7 @@ def test_a_warning_drains_however_often_it_comes(name, cluster, tmp_path):
     until((tmp_path / "started").exists)
     time.sleep(0.2)  # until the script waits
     job.send_signal(signal.SIGUSR1)
-    time.sleep(0.1)
+    time.sleep(0.1)  # while it drains, which takes it 0.3 s
     job.send_signal(signal.SIGUSR1)
     assert job.wait(10) == 0
     assert "usr1" in told(tmp_path)
@@ -155,7 +157,7 @@ def test_the_containers_definition():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
         assert all(f"{one.split('=')[0]} " in makefile for one in variables)
     for command in re.findall(r"phalanx (serve [^\n]*)", head):
-        choices.read(Options, shlex.split(command)[1:], {})
+        option_sources.read(Options, shlex.split(command)[1:], {})
 
 
 @pytest.mark.parametrize(
@@ -170,5 +172,16 @@ def test_the_containers_definition():
     ],
 )
 def test_nodes_and_tasks(argv, nodes, tasks):
-    text = sbatch.script("serve", choices.read(Options, argv, {}))
+    text = sbatch.script("serve", option_sources.read(Options, argv, {}))
     assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node={tasks}\n#SBATCH --gpus-per-node={tasks}\n" in text
+
+
+def test_devices_that_the_job_would_not_have():
+    """Slurm gives as many GPUs as there are tasks on a node, and CUDA counts them from 0."""
+    chosen = option_sources.read(Options, ("--d", "1,0"), {})
+    assert "#SBATCH --gpus-per-node=2\n" in sbatch.script("serve", chosen)
+    chosen = option_sources.read(Options, ("--d", "4,5", "--device", "cpu"), {})
+    assert "--gpus-per-node" not in sbatch.script("serve", chosen)
+    with pytest.raises(FatalError, match=r"--d 4,5 .* 2 on each node, .* --d 0,1") as stop:
+        sbatch.script("serve", option_sources.read(Options, ("--d", "4,5"), {}))
+    assert stop.value.code == 2

@@ -3,21 +3,21 @@
 import os
 import sys
 
-from phalanx.kernels import allreduce
+from phalanx.kernels.collective import allreduce
 from phalanx.rank import __main__ as main
-from phalanx.rank.work import prepare, runner
+from phalanx.rank.worker import batch_builder, model_runner
 
 
-def cut_at(*arguments, real=prepare.cut_at):
+def cut_at(*arguments, real=batch_builder.microbatch_split):
     at = real(*arguments)
     if at:
         print("a step is cut", file=sys.stderr, flush=True)
     return at
 
 
-prepare.TILE = 4
-prepare.cut_at = cut_at
-runner.least_rows = lambda *_: 2
+batch_builder.TILE = 4
+batch_builder.microbatch_split = cut_at
+model_runner.min_microbatch_tokens = lambda *_: 2
 if os.environ.get("SUMS") == "nccl":
-    allreduce.suits = lambda *_: False
+    allreduce.supports = lambda *_: False
 os._exit(main.main())

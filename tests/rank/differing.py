@@ -25,7 +25,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     elif what == "model":
         main.share_job = share_job
     elif what == "memory":
-        main.cache.free_memory = lambda device, ranks_here: int(value)
+        main.kv_cache.free_memory = lambda device, ranks_here: int(value)
     else:
         striped.os.preadv = fail
 os._exit(main.main())

@@ -1,6 +1,6 @@
 """A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP".
 
-PLACE is join, load, start, step, memory or hang.
+PLACE is join, load, slow, stripe, start, step, memory, host-memory or hang. PATIENCE: of the watch, with the start.
 """
 
 import os
@@ -8,45 +8,68 @@ import sys
 import time
 
 import torch
+from phalanx.comm import startup
 from phalanx.rank import __main__ as main
-from phalanx.rank.work.runner import Runner
+from phalanx.rank.model.weights.striped import Reader
+from phalanx.rank.worker.model_runner import ModelRunner
 
 place, rank, step = os.environ["FAULT"].split(":")
+startup.PATIENCE = float(os.environ.get("PATIENCE", startup.PATIENCE))
 
 
-def execute(self, plan, real=Runner._execute):
+def execute(self, plan, real=ModelRunner._execute):
     if self.mesh.world.rank == int(rank) and plan.step == int(step):
         if place == "step":
             raise ZeroDivisionError("made to fail")
         if place == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
-        time.sleep(1000)
+        if place == "host-memory":
+            torch.empty(1 << 50)
+        time.sleep(1000)  # never ends the step
     return real(self, plan)
 
 
 def load(path, grid, *rest, real=main.load_model):
     if grid.world.rank == int(rank):
         if int(step):
-            time.sleep(1000)
+            time.sleep(1000)  # never loads
         raise ZeroDivisionError("made to fail")
     return real(path, grid, *rest)
 
 
-def prepare(self, real=Runner._prepare):
+def load_slowly(path, grid, *rest, real=main.load_model):
+    if grid.world.rank == int(rank):
+        for done in range(int(step)):
+            rest[5](done, int(step))  # progress
+            time.sleep(0.25)  # as slow as a network file system, and it gets on
+    return real(path, grid, *rest)
+
+
+def read(self, real=Reader.next):
+    if int(os.environ["OMPI_COMM_WORLD_RANK"]) == int(rank):
+        time.sleep(1000)  # never gets on
+    return real(self)
+
+
+def prepare(self, real=ModelRunner._prepare):
     if self.mesh.world.rank == int(rank):
         if not int(step):
             raise ZeroDivisionError("made to fail")
-        time.sleep(int(step))
+        time.sleep(int(step))  # the others are ready long before
         print("the step thread goes on", file=sys.stderr, flush=True)
     real(self)
 
 
 if place == "join" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
-    time.sleep(1000)
+    time.sleep(1000)  # never joins
 if place == "load":
     main.load_model = load
+elif place == "slow":
+    main.load_model = load_slowly
+elif place == "stripe":
+    Reader.next = read
 elif place == "start":
-    Runner._prepare = prepare
+    ModelRunner._prepare = prepare
 else:
-    Runner._execute = execute
+    ModelRunner._execute = execute
 os._exit(main.main())

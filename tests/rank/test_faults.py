@@ -7,22 +7,23 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from phalanx import errors
 from phalanx.comm import threads
 from phalanx.comm.nccl import NcclComm
-from phalanx.comm.watch import LocalWatch
-from phalanx.rank import exits
+from phalanx.comm.watchdog import LocalWatchdog
 from phalanx.rank.__main__ import Rank
 from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
-from ..processes import gone, wait
-from ..ranks import environment
+from ..processes import gone, kill, wait
+from ..ranks import MEMORY, environment
 
 HOST = socket.gethostname()
 
@@ -35,10 +36,10 @@ def checkpoint(tmp_path_factory):
 
 def work(engine: Engine) -> None:
     """Put the engine under load: long sequences, the first tokens of which have come."""
-    from phalanx.rank import step
+    from phalanx.rank import protocol
 
-    engine.send(*(step.Request(str(i), step.pack_u32([5, 6, 7 + i]), greedy(400)) for i in range(4)))
-    next(m for m in engine.messages() if isinstance(m, step.Deltas))
+    engine.send(*(protocol.Request(str(i), protocol.pack_u32([5, 6, 7 + i]), greedy(400)) for i in range(4)))
+    next(m for m in engine.messages() if isinstance(m, protocol.Deltas))
 
 
 @pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
@@ -69,7 +70,7 @@ def test_sigkill_of_mpirun(checkpoint, load):
     with Engine(checkpoint, 2) as engine:
         if load:
             work(engine)
-        engine.process.kill()
+        kill([engine.process.pid])
         assert engine.wait(10) == -9
         assert gone(engine.ready.pids)
 
@@ -115,14 +116,22 @@ def test_an_exception_in_a_step(checkpoint, monkeypatch, rank):
         assert gone(engine.ready.pids)
 
 
-def test_a_gpu_that_runs_out_of_memory_in_the_middle(checkpoint, monkeypatch):
-    with faulty(checkpoint, monkeypatch, "memory:1:5") as engine:
+@pytest.mark.parametrize(
+    "place, words",
+    [
+        ("memory", "CUDA out of memory. Tried to allocate 2.00 GiB."),
+        ("host-memory", "DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_runs_out_in_a_step(checkpoint, monkeypatch, place, words):
+    with faulty(checkpoint, monkeypatch, f"{place}:1:5") as engine:
         work(engine)
-        assert engine.wait(10) == 70
-        assert engine.fatal is not None and engine.fatal.message == (
-            f"rank 1 on {HOST}: MemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. To leave more of it free, "
-            "lower --kv-fraction, --max-num-batched-tokens or --max-num-seqs, or use more ranks"
-        )
+        assert engine.wait(10) == errors.MEMORY
+        assert engine.fatal is not None and engine.fatal.code == errors.MEMORY
+        assert engine.fatal.message.startswith(f"rank 1 on {HOST}: not enough memory for a step: ")
+        assert words in engine.fatal.message and "More words" not in engine.fatal.message
+        for option in ("--max-num-batched-tokens", "--max-num-seqs", "--kv-fraction", "--mem"):
+            assert option in engine.fatal.message
         assert gone(engine.ready.pids)
 
 
@@ -157,6 +166,33 @@ def test_an_exception_while_loading(checkpoint, monkeypatch):
         faulty(checkpoint, monkeypatch, "load:1:0")
 
 
+@pytest.mark.parametrize(
+    "fault, rank, phase, options",
+    [
+        ("load:1:1", 1, "loading weights (tests/rank/faulty.py: load)", {}),
+        pytest.param("load:0:1", 0, "loading weights (tests/rank/faulty.py: load)", {}, marks=pytest.mark.long),
+        ("stripe:1:0", 1, "loading weights (tests/rank/faulty.py: read)", {"load": "striped"}),
+        ("start:1:1000", 1, "preparing steps", {}),
+    ],
+)
+def test_a_rank_that_hangs_before_the_first_step_is_named(checkpoint, monkeypatch, fault, rank, phase, options):
+    """The others wait for it in a collective: after a while in which nobody gets on, that is the end."""
+    monkeypatch.setenv("PATIENCE", "4")
+    with pytest.raises(AssertionError) as caught:
+        faulty(checkpoint, monkeypatch, fault, timeout=3, **options)
+    words = f"phalanx: no rank has got on with starting for 4 s; behind: rank {rank} on {HOST}, {phase}"
+    assert str(caught.value).count(words) == 1, str(caught.value)
+    assert "--timeout" in str(caught.value)
+
+
+def test_loading_may_take_long_as_long_as_it_gets_on(checkpoint, monkeypatch):
+    monkeypatch.setenv("PATIENCE", "3")
+    with faulty(checkpoint, monkeypatch, "slow:1:16", timeout=3) as engine:
+        assert len(engine.generate({"one": ([5, 6], greedy(3))})["one"].tokens) == 3
+        time.sleep(3.5)  # longer than the patience: once it has started, nothing has to move
+        assert engine.drain() == 0
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_before_the_first_step(checkpoint, monkeypatch, rank):
     """As where CUDA graphs cannot be captured: the job is not ready before."""
@@ -167,7 +203,7 @@ def test_an_exception_before_the_first_step(checkpoint, monkeypatch, rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_job_is_ready_when_every_step_thread_is(checkpoint, monkeypatch, rank):
-    with faulty(checkpoint, monkeypatch, f"start:{rank}:2") as engine:
+    with faulty(checkpoint, monkeypatch, f"start:{rank}:1") as engine:
         assert not wait(lambda: "the step thread goes on" not in engine.log(), 5)  # it comes through mpirun
         assert len(engine.generate({"one": ([5, 6], greedy(3))})["one"].tokens) == 3
 
@@ -201,12 +237,12 @@ def test_what_can_become_too_long_is_answered_with_an_error(checkpoint):
 
 
 def alone(**job) -> subprocess.CompletedProcess:
-    """`python -m phalanx.rank` as a lonely process."""
+    """`python -m phalanx.rank` as a lonely process. Open MPI does not remove such a one's files."""
     job = Job(options=Options(model="nowhere", **job.pop("options", {})), **job)
-    environ = environment(**{JOB_ENV: encode_job(job)})
-    return subprocess.run(
-        [sys.executable, "-m", "phalanx.rank"], env=environ, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-m", "phalanx.rank"]
+    with tempfile.TemporaryDirectory() as place:
+        environ = environment(**{JOB_ENV: encode_job(job), "TMPDIR": place, MEMORY: place})
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
 
 
 def test_a_lonely_rank_says_that_its_mpirun_is_not_its_mpi():
@@ -228,7 +264,7 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_a_front_that_is_not_there():
-    done = alone(front_socket="/nowhere/lead")
+    done = alone(server_socket="/nowhere/lead")
     assert done.returncode == 70
     assert "phalanx: the front cannot be reached at /nowhere/lead: " in done.stderr
 
@@ -243,8 +279,8 @@ def test_a_front_that_goes_away_ends_the_job(checkpoint):
 
 def test_a_gpu_that_pytorch_does_not_see(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    rank = Rank(Job(options=Options(), device_index=1), None, [HOST], LocalWatch())
-    with pytest.raises(exits.Stop, match="GPU 1 was chosen, but PyTorch .* sees none") as caught:
+    rank = Rank(Job(options=Options(), device_index=1), None, [HOST], LocalWatchdog())
+    with pytest.raises(errors.FatalError, match="GPU 1 was chosen, but PyTorch .* sees none") as caught:
         rank._device()
     assert caught.value.code == 2 and "--device cpu" in str(caught.value)
 
@@ -254,5 +290,5 @@ def test_gpus_without_cupy():
     def one(comm):
         return NcclComm(comm)
 
-    with pytest.raises(exits.Stop, match=r"several GPUs need CuPy with NCCL .*phalanx\[gpu\]"):
+    with pytest.raises(errors.FatalError, match=r"several GPUs need CuPy with NCCL .*phalanx\[gpu\]"):
         threads.run(one, 2)

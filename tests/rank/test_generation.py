@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from phalanx.launcher.demo import DIRECTORY
-from phalanx.rank import step
+from phalanx.launcher.builtin_model import DIRECTORY
+from phalanx.rank import protocol
 
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
 from .reference import Reference
+
+pytestmark = pytest.mark.timeout(400)  # the first test of a kind has transformers look for prompts
 
 SEEDS = {"llama": 5, "qwen3": 3}  # checkpoints whose greedy text is varied and never close to a tie
 COUNT = 200
@@ -65,7 +67,13 @@ def prompt(i: int, length: int = 60) -> list[int]:
     return [r.randrange(3, 512) for _ in range(length)]
 
 
-def check(engine: Engine, kind: str, prompts, expected, logits) -> None:
+@pytest.fixture(scope="module")
+def drawn():
+    """What a seeded request has drawn from each kind: the same whatever the ranks."""
+    return {}
+
+
+def check(engine: Engine, kind: str, prompts, expected, logits, drawn) -> None:
     shown = min(512, logits(kind).shape[-1])
     chosen = [prompt(i) for i in prompts(kind)[:2]]
     requests = {str(i): (p, greedy(COUNT, logprobs=shown if i == 0 else -1)) for i, p in enumerate(chosen)}
@@ -78,6 +86,9 @@ def check(engine: Engine, kind: str, prompts, expected, logits) -> None:
         ids, values = zip(*entry.top, strict=True)
         assert len(ids) == shown
         assert (torch.tensor(values) - want[list(ids)]).abs().max() < 1e-4
+    seeded = protocol.SamplingParams(max_tokens=60, temperature=1.0, seed=11, logprobs=2)
+    tokens = engine.generate({"seeded": (prompt(1), seeded)})["seeded"].tokens
+    assert tokens == drawn.setdefault(kind, tokens) and len(tokens) > 1
     assert engine.drain() == 0
 
 
@@ -86,9 +97,9 @@ def check(engine: Engine, kind: str, prompts, expected, logits) -> None:
     "kind",
     ["llama", pytest.param("qwen3", marks=pytest.mark.long), pytest.param("built-in", marks=pytest.mark.long)],
 )
-def test_threads(checkpoint, prompts, expected, logits, kind, tp, pp):
+def test_threads(checkpoint, prompts, expected, logits, drawn, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, threads=True, tp=tp, pp=pp) as engine:
-        check(engine, kind, prompts, expected, logits)
+        check(engine, kind, prompts, expected, logits, drawn)
 
 
 # Each kind and each grid once in the short suite; the model path is the same with threads, which have them all.
@@ -97,14 +108,14 @@ REST = [(kind, *grid) for kind in (*SEEDS, "built-in") for grid in MPI if (kind,
 
 
 @pytest.mark.parametrize("kind, tp, pp", [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in REST)])
-def test_mpi(checkpoint, prompts, expected, logits, kind, tp, pp):
+def test_mpi(checkpoint, prompts, expected, logits, drawn, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, tp=tp, pp=pp) as engine:
         assert len(set(engine.ready.pids)) == engine.ready.ranks == tp * pp
-        check(engine, kind, prompts, expected, logits)
+        check(engine, kind, prompts, expected, logits, drawn)
 
 
 @pytest.mark.parametrize("threads", [pytest.param(True, marks=pytest.mark.long), False])
-def test_replicas(checkpoint, prompts, expected, logits, threads):
+def test_replicas(checkpoint, prompts, expected, logits, drawn, threads):
     """Two copies of two ranks: each gets a half of the requests, and log-probabilities find their way as well."""
     with Engine(checkpoint("llama"), 4, threads=threads, dp=2, pp=2) as engine:
         assert engine.ready.kv_tokens == 2 * (engine.ready.kv_tokens // 32) * 16
@@ -113,7 +124,7 @@ def test_replicas(checkpoint, prompts, expected, logits, threads):
         assert all(outputs[str(i)].tokens == expected("llama", i) for i in range(2))
         stats = engine.rest()
         assert stats.steps > 1.5 * COUNT, "one replica has done all of it"
-        check(engine, "llama", prompts, expected, logits)
+        check(engine, "llama", prompts, expected, logits, drawn)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +134,10 @@ def test_replicas(checkpoint, prompts, expected, logits, threads):
 def test_embeddings(checkpoint, reference, tp, pp, dp):
     """Equal to transformers' hidden states, whatever else runs, in chunks of 16 tokens, with a known beginning."""
     prompts = {f"{how} {i}": prompt(i, 20 + 15 * i) for i in range(3) for how in ("mean", "last")}
-    asked = {name: (ids, step.Sampling(max_tokens=1, pooling=name.split()[0])) for name, ids in prompts.items()}
-    asked["again"] = ([*prompts["last 2"], 7], step.Sampling(max_tokens=1, pooling="last"))
+    asked = {
+        name: (ids, protocol.SamplingParams(max_tokens=1, pooling=name.split()[0])) for name, ids in prompts.items()
+    }
+    asked["again"] = ([*prompts["last 2"], 7], protocol.SamplingParams(max_tokens=1, pooling="last"))
     prompts["again"] = asked["again"][0]
     options = dict(tp=tp, pp=pp, dp=dp, max_num_seqs=8, max_num_batched_tokens=16)
     with Engine(checkpoint("llama"), 2, **options) as engine:
@@ -173,7 +186,9 @@ def test_cut_steps_change_no_token(checkpoint, expected, tp, pp):
         assert engine.log().count("a step is cut") >= 4 * tp * pp
         assert {i: outputs[i].tokens for i in requests} == {i: expected("llama", int(i)) for i in requests}
         requests = {f"again {i}": (prompt(i), greedy(COUNT)) for i in range(3)}
-        outputs = engine.generate(requests | {"pooled": (prompt(9), step.Sampling(max_tokens=1, pooling="mean"))})
+        outputs = engine.generate(
+            requests | {"pooled": (prompt(9), protocol.SamplingParams(max_tokens=1, pooling="mean"))}
+        )
         assert all(outputs[f"again {i}"].tokens == expected("llama", i) for i in range(3))
         assert engine.drain() == 0
 
@@ -184,7 +199,7 @@ def test_64_requests_at_once_get_what_each_has_alone(checkpoint):
     for i in range(64):
         tokens = prompt(1000 + i, r.randint(1, 80))
         kind = dict(temperature=0.0) if i % 2 else dict(temperature=0.8, top_p=0.9, top_k=r.choice([0, 40]), seed=i)
-        requests[f"r{i}"] = (tokens, step.Sampling(max_tokens=r.randint(1, 40), **kind))
+        requests[f"r{i}"] = (tokens, protocol.SamplingParams(max_tokens=r.randint(1, 40), **kind))
     with Engine(checkpoint("qwen3"), 2, max_num_batched_tokens=64) as engine:
         together = engine.generate(requests)
         engine.rest()
@@ -193,13 +208,3 @@ def test_64_requests_at_once_get_what_each_has_alone(checkpoint):
             alone = engine.generate({"alone-" + name: request})["alone-" + name]
             assert alone.tokens == together[name].tokens, name
         assert engine.drain() == 0
-
-
-def test_a_seeded_request_draws_the_same_whatever_the_ranks(checkpoint):
-    want = None
-    request = {"a": (prompt(1), step.Sampling(max_tokens=60, temperature=1.0, seed=11, logprobs=2))}
-    for ranks, options in ((1, {}), (3, {"threads": True}), (2, {"threads": True, "pp": 2})):
-        with Engine(checkpoint("llama"), ranks, **options) as engine:
-            tokens = engine.generate(request)["a"].tokens
-        want = want or tokens
-        assert tokens == want

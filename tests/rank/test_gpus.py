@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from phalanx.launcher import hosts
-from phalanx.rank import step
+from phalanx.launcher.job import mpi_env
+from phalanx.rank import protocol
 
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
@@ -21,7 +21,7 @@ COUNT = 120
 SEEDS = {"llama": 5, "qwen3": 3}
 
 pytestmark = [
-    pytest.mark.skipif(not hosts.gpus(), reason="needs GPUs"),
+    pytest.mark.skipif(not mpi_env.gpus(), reason="needs GPUs"),
     pytest.mark.timeout(400),  # the first ranks compile kernels
 ]
 
@@ -51,7 +51,7 @@ def expected(checkpoint):
 
 
 def start(checkpoint, ranks: int, **options) -> Engine:
-    if ranks > hosts.gpus():
+    if ranks > mpi_env.gpus():
         pytest.skip(f"needs {ranks} GPUs")
     return Engine(checkpoint, ranks, **{"device": "cuda", "wait": 200, "timeout": 60.0, **options})
 
@@ -66,8 +66,11 @@ def test_tokens(checkpoint, expected, kind, tp, pp, dp):
         assert alone.tokens == wanted[0][1]
         requests = {str(i): (tokens, greedy(COUNT)) for i, (tokens, _) in enumerate(wanted)}
         others = {f"other-{i}": (prompt(1000 + i, 10 + i), greedy(20 + i)) for i in range(12)}
-        drawn = step.Sampling(max_tokens=30, temperature=0.9, top_p=0.9, seed=3, logprobs=2)
-        others |= {"drawn": (prompt(7), drawn), "pooled": (prompt(8), step.Sampling(max_tokens=1, pooling="mean"))}
+        drawn = protocol.SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, seed=3, logprobs=2)
+        others |= {
+            "drawn": (prompt(7), drawn),
+            "pooled": (prompt(8), protocol.SamplingParams(max_tokens=1, pooling="mean")),
+        }
         outputs = engine.generate(requests | others)
         assert [outputs[name].tokens for name in requests] == [tokens for _, tokens in wanted]
         assert engine.rest().chunks > 0
@@ -93,7 +96,7 @@ def test_cut_steps_change_no_token(checkpoint, expected, tp, sums, monkeypatch):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_seeded_draws_do_not_depend_on_the_gpus(checkpoint, tp):
-    request = {"a": (prompt(1), step.Sampling(max_tokens=60, temperature=1.0, seed=11))}
+    request = {"a": (prompt(1), protocol.SamplingParams(max_tokens=60, temperature=1.0, seed=11))}
     found = []
     for ranks in (1, tp):
         with start(checkpoint("llama"), ranks, tp=ranks) as engine:
@@ -103,10 +106,10 @@ def test_seeded_draws_do_not_depend_on_the_gpus(checkpoint, tp):
 
 def under_load(engine: Engine) -> None:
     """Long sequences decode, in replays of graphs."""
-    engine.send(*(step.Request(str(i), step.pack_u32([5, 6, 7 + i]), greedy(400)) for i in range(4)))
+    engine.send(*(protocol.Request(str(i), protocol.pack_u32([5, 6, 7 + i]), greedy(400)) for i in range(4)))
     seen = 0
     for message in engine.messages():
-        seen += isinstance(message, step.Deltas)
+        seen += isinstance(message, protocol.Deltas)
         if seen > 20:
             return
 

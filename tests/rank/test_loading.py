@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from phalanx import errors
 from phalanx.comm import threads
-from phalanx.rank import exits
 from phalanx.rank.model import fingerprint
 from phalanx.rank.model.fingerprint import Fingerprint, difference, take
 
@@ -51,7 +51,7 @@ def ended(model, *arguments) -> str:
     start = time.monotonic()
     with Server(str(model), "--np", "2", "--device", "cpu", "--timeout", "20", *arguments, wait=False) as server:
         server.wait_ranks(2)
-        assert server.exit_code(40) == exits.MODEL, server.output
+        assert server.exit_code(40) == errors.MODEL, server.output
         assert not server.left()
     assert time.monotonic() - start < 20 + 20  # the start of the ranks comes before
     return one_line(server.output)
@@ -122,13 +122,13 @@ def test_the_first_that_differs_speaks_and_counts_the_others(checkpoint, monkeyp
         sees.it = Fingerprint("a" if world.rank < 2 else "b")
         fingerprint.check(world, ["n0", "n0", "n1", "n1", "n1"], checkpoint, True)
 
-    with pytest.raises(exits.Stop) as stopped:
+    with pytest.raises(errors.FatalError) as stopped:
         threads.run(one, 5)
     assert str(stopped.value) == (
         f"{checkpoint}/config.json differs from what rank 0 on n0 sees (2 more ranks differ); "
         "all nodes have to see the same model"
     )
-    assert stopped.value.code == exits.MODEL
+    assert stopped.value.code == errors.MODEL
 
 
 @pytest.mark.long

@@ -1,10 +1,12 @@
 """The table of options: every one can be given in every way, and a wrong value is one clear line."""
 
+import json
+
 import msgspec
 import pytest
-from phalanx.launcher.choices import UsageError, from_keywords, read
 from phalanx.launcher.cli import VERBS
-from phalanx.launcher.foreign import FOREIGN
+from phalanx.launcher.options.compat_flags import FOREIGN
+from phalanx.launcher.options.option_sources import UsageError, from_keywords, read
 from phalanx.rank.options import GROUPS, Job, Options, decode_job, degrees, encode_job, specs
 
 TABLE = specs()
@@ -14,6 +16,8 @@ VALUES = {str: "word", int: 7, float: 0.5, tuple: (2, 0, 1)}
 
 def sample(spec):
     """A text that is not the default, and its value."""
+    if spec.item is str:
+        return "a,b", ("a", "b")
     if spec.flag.choices:
         chosen = next(one for one in spec.flag.choices if one != spec.default)
         return chosen, chosen
@@ -88,6 +92,18 @@ def test_config_from_the_environment_and_as_a_list(tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("d: [1, 0]\ntop-k:\n")
     assert given(PHALANX_CONFIG=str(file)).options.devices == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["http://a,http://b"], ['["http://a", "http://b"]'], ["http://a", "http://b"], ['["http://a"]', " http://b , "]],
+)
+def test_a_list_of_texts_is_written_in_many_ways(argv, tmp_path):
+    words = [word for text in argv for word in ("--allowed-origins", text)]
+    assert given(*words).options.allowed_origins == ("http://a", "http://b")
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"allowed-origins: {json.dumps(argv)}\n")
+    assert given("--config", str(file)).options.allowed_origins == ("http://a", "http://b")
 
 
 def test_an_empty_variable_is_unset():
@@ -225,6 +241,14 @@ def test_wrong_keywords():
         from_keywords(Options, {"np": "x"}, {}, "LLM")
 
 
+def test_what_vllms_flags_for_web_pages_are_told():
+    with pytest.raises(UsageError, match="--allow-credentials: there are no cookies here; a page sends the key in a"):
+        given("--allow-credentials")
+    for flag, words in (("--allowed-methods", "may use every method"), ("--allowed-headers", "may send every header")):
+        (note,) = given(flag, '["*"]', "DIR").notes
+        assert note.startswith(f"{flag} has no effect: pages of --allowed-origins {words}")
+
+
 @pytest.mark.parametrize("flag", FOREIGN)
 def test_flags_of_others_are_answered(flag):
     entry = FOREIGN[flag]
@@ -254,7 +278,7 @@ def test_the_last_one_wins():
 
 
 def test_a_job_survives_the_environment():
-    job = Job(options=Options(devices=(0, 1), temperature=0.5, model="/ü"), front_socket="/s")
+    job = Job(options=Options(devices=(0, 1), temperature=0.5, model="/ü"), server_socket="/s")
     assert decode_job(encode_job(job)) == job
     with pytest.raises(AttributeError):
         job.options.port = 1  # type: ignore[misc]

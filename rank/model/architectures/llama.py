@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from ....comm.mesh import Mesh
-from ....kernels.halves import feed_forward
-from ....kernels.rope import Rotation
-from ...exits import MODEL, Stop
+from ....kernels.attention.attention import AttentionParams
+from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
 from ..layers.attention import PagedAttention
-from ..layers.linear import QKV, Gated, Row
-from ..layers.norm import StreamNorm
+from ..layers.linear import QKVParallel, RowParallel
+from ..layers.mlp import GatedMLP
+from ..layers.norm import AddRMSNorm
+from ..layers.residual import Normed, Partial, ResidualStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,34 +26,30 @@ class Args(base.Args):
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    def __post_init__(self) -> None:
-        if self.hidden_act not in ("silu", "swish"):
-            raise Stop(f"activation {self.hidden_act!r} is not supported; supported is silu", MODEL)
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def o_bias(self) -> bool:
+        return self.attention_bias
+
+    def attention_params(self, index: int) -> AttentionParams:
+        """How the layer weighs its keys."""
+        return AttentionParams(scale=self.head_dim**-0.5)
 
 
 class Attention(nn.Module):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__()
-        hidden, heads, dim, bias = args.hidden_size, args.num_attention_heads, args.head_dim, args.attention_bias
-        self.qkv_proj = QKV(hidden, heads, args.num_key_value_heads, dim, mesh, bias)
-        self.o_proj = Row(heads * dim, hidden, mesh, bias)
-        self.attention = PagedAttention(dim, local)
+        hidden, heads, dim = args.hidden_size, args.num_attention_heads, args.head_dim
+        self.qkv_proj = QKVParallel(hidden, heads, args.num_key_value_heads, dim, mesh, args.qkv_bias)
+        self.o_proj = RowParallel(heads * dim, hidden, mesh, args.o_bias)
+        self.attention = PagedAttention(local, args.attention_params(index))
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, norm: StreamNorm, turn: Rotation, batch: Batch
-    ) -> tuple[Tensor, Tensor]:
-        return self.attention(x, residual, norm, self.qkv_proj, self.o_proj, turn, batch)
-
-
-class MLP(nn.Module):
-    def __init__(self, args: Args, mesh: Mesh):
-        super().__init__()
-        hidden, inner = args.hidden_size, args.intermediate_size
-        self.gate_up_proj = Gated(hidden, inner, mesh, args.mlp_bias)
-        self.down_proj = Row(inner, hidden, mesh, args.mlp_bias)
-
-    def forward(self, x: Tensor, residual: Tensor | None, norm: StreamNorm) -> tuple[Tensor, Tensor]:
-        return feed_forward(x, residual, norm, self.gate_up_proj.product, self.down_proj.product)
+    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        q, k, v = self.qkv_proj.split(self.qkv_proj(h))
+        return self.o_proj(self.attention(h, q, k, v, cos_sin, batch))
 
 
 class Layer(base.Layer):
@@ -59,21 +57,17 @@ class Layer(base.Layer):
 
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.input_layernorm = StreamNorm(args.hidden_size, args.rms_norm_eps, mesh)
+        self.input_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps)
         self.self_attn = self.ATTENTION(args, mesh, index, local)
-        self.post_attention_layernorm = StreamNorm(args.hidden_size, args.rms_norm_eps, mesh)
-        self.mlp = MLP(args, mesh)
+        self.post_attention_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.mlp_bias, args.hidden_act)
 
-    def halves(self) -> tuple[tuple[StreamNorm, base.Half], ...]:
-        return (self.input_layernorm, self.attend), (self.post_attention_layernorm, self.feed_forward)
-
-    def attend(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.self_attn(x, residual, self.input_layernorm, turn, batch)
-
-    def feed_forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.mlp(x, residual, self.post_attention_layernorm)
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        yield (h := self.input_layernorm(stream))
+        stream.add(self.self_attn(h, cos_sin, batch))
+        yield (h := self.post_attention_layernorm(stream))
+        stream.add(self.mlp(h))
 
 
 class Model(base.Model):
     LAYER = Layer
-    MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

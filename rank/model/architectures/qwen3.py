@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
-from ....kernels.rope import Rotation
+from ....kernels.rope.rope import CosSin, QKNorm
 from ..batch import Batch
-from ..layers.attention import PagedAttention
-from ..layers.norm import RMSNorm, StreamNorm
-from . import llama
+from ..layers.norm import RMSNorm
+from ..layers.residual import Normed, Partial
+from . import llama, qwen2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(llama.Args):
-    use_sliding_window: bool = False
-    sliding_window: int | None = None
-    max_window_layers: int = 28
-    layer_types: list[str] = field(default_factory=list)
+class Args(qwen2.Args):
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
 
-    def window(self, index: int) -> int:
-        """Of a layer; 0 is none."""
-        if not self.use_sliding_window or self.sliding_window is None:
-            return 0
-        slides = self.layer_types[index] == "sliding_attention" if self.layer_types else index >= self.max_window_layers
-        return self.sliding_window if slides else 0
+    @property
+    def o_bias(self) -> bool:
+        return self.attention_bias
 
 
 class Attention(llama.Attention):
@@ -34,13 +28,11 @@ class Attention(llama.Attention):
         super().__init__(args, mesh, index, local)
         self.q_norm = RMSNorm(args.head_dim, args.rms_norm_eps)
         self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps)
-        self.attention = PagedAttention(args.head_dim, local, args.window(index))
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, norm: StreamNorm, turn: Rotation, batch: Batch
-    ) -> tuple[Tensor, Tensor]:
-        norms = self.q_norm, self.k_norm
-        return self.attention(x, residual, norm, self.qkv_proj, self.o_proj, turn, batch, norms)
+    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        q, k, v = self.qkv_proj.split(self.qkv_proj(h))
+        norms = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return self.o_proj(self.attention(h, q, k, v, cos_sin, batch, norms))
 
 
 class Layer(llama.Layer):

@@ -2,42 +2,34 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ....kernels.attention import Scores
-from ....kernels.halves import attention
-from ....kernels.rope import HeadNorms, Rotation
+from ....kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
+from ....kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv
 from ..batch import Batch
-from .linear import QKV, Row
-from .norm import RMSNorm, StreamNorm
+from .residual import Normed
 
 
 class PagedAttention:
-    """Turns queries and keys, writes the step's keys and values to a layer's cache and attends to all that it holds.
+    """Rotates queries and keys, writes the step's keys and values to a layer's cache and attends to all that it holds.
 
     `layer` counts this stage's layers: it chooses the cache.
     """
 
-    def __init__(self, head_dim: int, layer: int, window: int = 0):
-        self.layer = layer
-        self.scores = Scores(scale=head_dim**-0.5, window=window)
+    def __init__(self, layer: int, params: AttentionParams):
+        self.layer, self.params = layer, params
 
     def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: StreamNorm,
-        qkv: QKV,
-        out: Row,
-        turn: Rotation,
-        batch: Batch,
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Of what `norm` makes of x and residual [T, hidden], qkv makes queries, keys and values.
+        self, h: Normed, q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, batch: Batch, norms: QKNorm | None = None
+    ) -> Tensor:
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], which may be overwritten, are made of h.
 
-        Returns `out`'s part of a sum, [T, hidden], and the new residual; in the last layer both of the rows that go on.
-        norms: what each head of q and of k passes before it is turned.
+        Returns [T, heads * head_dim]; in the last layer only sampled rows go on: [S, heads * head_dim], and h's
+        stream with them. norms: what each head of q and of k passes before it is rotated.
         """
-        heads = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
         cache = batch.caches[self.layer]
-        sampled = batch.sampled if self.layer == len(batch.caches) - 1 else None
-        products = qkv.product, qkv.heads, out.product
-        return attention(x, residual, norm, *products, turn, heads, cache, batch, self.scores, sampled)
+        if batch.sampled is None or self.layer < len(batch.caches) - 1:
+            return store_and_attend(q, k, v, cos_sin, norms, cache, batch, self.params)
+        q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots)
+        h.keep(batch.sample_at)
+        if len(batch.sample_at) == 0:
+            return q[:0].flatten(1)
+        return paged_attention(q[batch.sample_at], *cache, batch.sampled, self.params)

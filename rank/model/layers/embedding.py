@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....kernels.embedding import embedding
-from ....kernels.linear import linear
-from ..weights.slicing import Field, Sliced, pack_weight
+from ....kernels.embedding.embedding import embedding
+from ..formats import Part
+from ..weights.slicing import Field, ShardedModule
+from .linear import ColumnParallel
+from .residual import Normed
 from .shard import even, whole
 
 
-class Embedding(Sliced):
+class VocabParallelEmbedding(ShardedModule):
     fields = (Field("weight", "oi"),)
 
-    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh):
+    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, scale: float = 1.0):
+        """scale: of what is looked up, rounded to its dtype."""
         super().__init__()
+        self.scale = scale
         self.tensor = mesh.tensor
         self.vocab = even(vocab_size, self.tensor.rank, self.tensor.size)
         self.inputs, self.outputs = whole(hidden_size), (self.vocab,)
@@ -25,19 +31,33 @@ class Embedding(Sliced):
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [T] int64. Returns [T, hidden], equal on all ranks."""
         if self.tensor.size == 1:
-            return embedding(ids, self.weight)
-        return self.tensor.all_reduce(embedding(ids, self.weight, self.vocab.start, whole=False))
+            x = embedding(ids, self.weight)
+        else:
+            x = self.tensor.all_reduce(embedding(ids, self.weight, self.vocab.start, whole=False))
+        return x if self.scale == 1.0 else x.mul_(torch.tensor(self.scale, dtype=x.dtype).item())
 
 
-class Head(Embedding):
-    """The same matrix from the other side. Tied models use one for both, unless this side's is packed."""
+class ParallelLMHead(ColumnParallel):
+    """Logits of this rank's part of the vocabulary. Tied models share the embedding's matrix."""
 
-    def finish(self) -> None:
-        pack_weight(self)
+    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, scale: float = 1.0, softcap: float = 0.0):
+        """scale: of the logits. softcap: they become softcap * tanh(x / softcap) then; 0: they stay."""
+        self.scale, self.softcap = scale, softcap
+        self.vocab = even(vocab_size, mesh.tensor.rank, mesh.tensor.size)
+        super().__init__(whole(hidden_size), (self.vocab,), bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [S, hidden]. Returns logits of this rank's vocabulary, [S, width] of x's dtype; padding is -inf."""
-        logits = linear(x, self.weight)
+    def tie(self, table: VocabParallelEmbedding) -> None:
+        """Share the embedding's parameter; it is filled there."""
+        part = cast(Part, self.parts[0])
+        part.weight, part.sources = table.weight, ()
+
+    def forward(self, h: Normed | Tensor) -> Tensor:
+        """h: [S, hidden]. Returns logits of this rank's vocabulary, [S, width] of its dtype; padding is -inf."""
+        logits = super().forward(h)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = (logits.float() / self.softcap).tanh_().mul_(self.softcap).to(logits.dtype)
         present = self.vocab.stop - self.vocab.start
         if present < self.vocab.width:
             logits[:, present:] = float("-inf")

@@ -1,48 +1,91 @@
-"""Matrices split over a tensor group, after Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053)."""
+"""Linears whose matrices are split over a tensor group, after Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053)."""
 
 from __future__ import annotations
 
-import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....comm.oneshot import begin_product
-from ....kernels.halves import Heads, Product
-from ..weights.slicing import Field, Sliced, pack_weight
-from .shard import Span, even, key_heads, scaled, whole
+from ....kernels.activation.activation import gated_activation
+from ....kernels.gemm.linear import gated_linear
+from ..formats import ChooseFormat, Part
+from ..weights.slicing import Source
+from .residual import Normed, Partial
+from .shard import Shard, even, key_heads, scaled, whole
 
 
-class Linear(Sliced):
-    """x W^T + b of this rank's slice of W [outputs, inputs]."""
+class Linear(nn.Module):
+    """x W^T + b of this rank's slice of W [outputs, inputs]: parts of one or several formats, side by side."""
 
-    fields = (Field("weight", "oi"), Field("bias", "o"))
-
-    def __init__(self, inputs: Span, outputs: tuple[Span, ...], bias: bool):
+    def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool):
         super().__init__()
-        self.inputs, self.outputs = inputs, outputs
-        width = sum(span.width for span in outputs)
-        self.weight = nn.Parameter(torch.empty(width, inputs.width, device="meta"), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(width, device="meta"), requires_grad=False) if bias else None
+        self.inputs, self.outputs, self.biased = inputs, tuple(outputs), bias
+        self.parts = nn.ModuleList()
 
-    def finish(self) -> None:
-        pack_weight(self)
-        self.product = Product(self.weight, self.bias)
+    def build(self, sources: Sequence[Source], format_of: ChooseFormat) -> None:
+        """Make the parts: neighbours of one format are one. sources: of each output."""
+        each = zip(self.outputs, sources, strict=True)
+        for part, group in itertools.groupby(each, key=lambda one: format_of(one[1].path)):
+            outputs, of_group = zip(*group, strict=True)
+            self.parts.append(part(self.inputs, outputs, self.biased, of_group))
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The weight [outputs, inputs], where it is plain and all of the linear: what fused kernels take."""
+        return cast(Part, self.parts[0]).matrix if len(self.parts) == 1 else None
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [T, inputs] of this rank; returns its [T, outputs]."""
+        if len(self.parts) == 1:
+            return self.parts[0](x)
+        return torch.cat([part(x) for part in self.parts], dim=1)
 
 
-class Gated(Linear):
-    """A feed-forward layer's gate and up (Shazeer 2020, arXiv 2002.05202) held as one: silu of the one times the other.
+class ColumnParallel(Linear):
+    """The outputs are split: every rank has whole inputs and gets its part of each of the outputs."""
 
-    The outputs are split: every rank has whole inputs and gets its part of both.
-    """
+    def forward(self, h: Normed | Tensor) -> Tensor:
+        """h: [T, inputs]. Returns this rank's outputs, one after the other, [T, outputs]."""
+        if isinstance(h, Tensor):
+            return self.multiply(h)
+        y = h.linear(self.matrix) if self.matrix is not None else None
+        return self.multiply(h.tensor()) if y is None else y
 
-    def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool = False):
+
+class GatedColumnParallel(Linear):
+    """Gate and up of a feed-forward layer (Shazeer 2020, arXiv 2002.05202) as one: act(gate) * up."""
+
+    def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool = False, activation: str = "silu"):
         part = even(outputs, mesh.tensor.rank, mesh.tensor.size)
         super().__init__(whole(inputs), (part, part), bias)
+        self.activation = activation
+
+    def forward(self, h: Normed | Tensor) -> Tensor:
+        """h: [T, inputs]. Returns this rank's part of the gated outputs, [T, outputs]."""
+        matrix = self.matrix
+        if isinstance(h, Normed):
+            y = h.linear(matrix, self.activation) if matrix is not None else None
+            if y is not None:
+                return y
+            h = h.tensor()
+        if matrix is None:
+            return gated_activation(self.multiply(h), self.activation)
+        return gated_linear(h, matrix, self.activation)
 
 
-class QKV(Linear):
+class HeadCounts(NamedTuple):
+    """This rank's part of the attention heads."""
+
+    queries: int
+    keys: int  # and as many values
+    dim: int
+
+
+class QKVParallel(ColumnParallel):
     """Queries, keys and values of this rank's heads; key heads are replicated where there are fewer than ranks."""
 
     def __init__(self, inputs: int, heads: int, kv_heads: int, head_dim: int, mesh: Mesh, bias: bool = False):
@@ -51,25 +94,29 @@ class QKV(Linear):
         keys = key_heads(kv_heads, tensor.rank, tensor.size)
         outputs = tuple(scaled(span, head_dim) for span in (queries, keys, keys))
         super().__init__(whole(inputs), outputs, bias)
-        self.heads = Heads(queries.width, keys.width, head_dim)
+        self.heads = HeadCounts(queries.width, keys.width, head_dim)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What forward returns, as heads: q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+        queries, keys, dim = self.heads
+        q, k, v = qkv.view(len(qkv), queries + 2 * keys, dim).split([queries, keys, keys], dim=1)
+        return q, k, v
 
 
-class Row(Linear):
-    """The inputs are split: every rank has its part of them and gets its part of a sum over the tensor group.
-
-    Whoever takes the part adds them up: StreamNorm, together with what it does besides.
-    """
+class RowParallel(Linear):
+    """The inputs are split: every rank has its part of them, and makes its part of a sum over the tensor group."""
 
     def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool = False):
-        tensor = mesh.tensor
-        super().__init__(even(inputs, tensor.rank, tensor.size), (whole(outputs),), bias)
-        self.tensor = tensor
+        group = mesh.tensor
+        super().__init__(even(inputs, group.rank, group.size), (whole(outputs),), bias)
+        self.group = group
 
-    def finish(self) -> None:
-        super().finish()
-        if self.bias is None:
-            self.product.alone = self.tensor.size == 1
-            if not self.product.alone:
-                self.product.begin = functools.partial(begin_product, self.tensor)
-        elif self.tensor.rank > 0:  # it is added once, not once per rank
-            self.product.bias = None
+    def build(self, sources: Sequence[Source], format_of: ChooseFormat) -> None:
+        super().build(sources, format_of)
+        if self.group.rank:  # a bias is added once, not once per rank
+            for part in self.parts:
+                cast(Part, part).adds_bias = False
+
+    def forward(self, x: Tensor) -> Partial:
+        """x: this rank's [T, inputs]. Nothing is multiplied before somebody reads it."""
+        return Partial((self, x))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....kernels.rope import Rotation, rotation
-from ...exits import MODEL, Stop
+from ....errors import MODEL, FatalError
+from ....kernels.rope.rope import CosSin, cos_sin
 
 Parameters = dict[str, Any]
 
 
-class Rope(nn.Module):
+class RotaryEmbedding(nn.Module):
     """Cosines and sines of all positions below max_model_len; how a token is turned depends on its position alone.
 
     Dynamic NTK scaling (bloc97 and emozilla, 2023) makes the frequencies depend on the sequence's length. Here a token
@@ -31,23 +31,25 @@ class Rope(nn.Module):
         super().__init__()
         kind = parameters["rope_type"]
         if kind not in KINDS:
-            raise Stop(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
+            raise FatalError(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         if dim % 2:
-            raise Stop(f"config.json: rope turns pairs of dimensions, but {dim} of a head's {head_dim} are odd", MODEL)
+            raise FatalError(
+                f"config.json: rope turns pairs of dimensions, but {dim} of a head's {head_dim} are odd", MODEL
+            )
         try:
             frequencies, scale = KINDS[kind](parameters, dim, max_positions, max_model_len)
         except KeyError as missing:
-            raise Stop(f"config.json: rope type {kind!r} needs {missing.args[0]!r}", MODEL) from None
+            raise FatalError(f"config.json: rope type {kind!r} needs {missing.args[0]!r}", MODEL) from None
         # Plain arithmetic in f32, the order of transformers: positions times frequencies, then cos.
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
         table = torch.stack((angles.cos(), angles.sin()), dim=1)
         self.table: Tensor  # [max_model_len, 2, dim / 2] f32
         self.register_buffer("table", table.mul_(scale) if scale != 1.0 else table, persistent=False)
 
-    def forward(self, positions: Tensor) -> Rotation:
+    def forward(self, positions: Tensor) -> CosSin:
         """positions: [T] int64."""
-        return rotation(self.table, positions)
+        return cos_sin(self.table, positions)
 
 
 # Each returns the frequencies, [dim / 2] or [max_model_len, dim / 2], and a factor on cosines and sines.
@@ -103,6 +105,23 @@ def _yarn(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Ten
     return frequencies, _yarn_temperature(p, factor)
 
 
+def _longrope(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor per frequency, of two lists.
+
+    The long ones are for contexts beyond the original one. A cache whose blocks are shared cannot change from one list
+    to the other as a sequence grows, so the longest sequence that is served decides (--max-model-len).
+    """
+    original = p["original_max_position_embeddings"]
+    factors = torch.tensor(p["long_factor" if length > original else "short_factor"], dtype=torch.float32)
+    if len(factors) != dim // 2:
+        raise FatalError(f"config.json: longrope has {len(factors)} factors for {dim // 2} frequencies", MODEL)
+    scale = p.get("attention_factor")
+    if scale is None:
+        stretch = p.get("factor") or max_positions / original
+        scale = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return 1.0 / (factors * _wavelengths(p["rope_theta"], dim)), scale
+
+
 def _yarn_temperature(p: Parameters, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -125,4 +144,6 @@ KINDS: dict[str, Callable[[Parameters, int, int, int], tuple[Tensor, float]]] = 
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Span:
+class Shard:
     """`width` entries of an axis of `size`, from `start`. Where they reach past the end, the rank holds zeros."""
 
     size: int
@@ -19,26 +19,26 @@ class Span:
         return min(self.start + self.width, self.size)
 
 
-def whole(size: int) -> Span:
-    return Span(size, 0, size)
+def whole(size: int) -> Shard:
+    return Shard(size, 0, size)
 
 
-def even(size: int, rank: int, ranks: int) -> Span:
+def even(size: int, rank: int, ranks: int) -> Shard:
     """Equal widths for all ranks; where that does not divide, the last ones are padded, or empty."""
     width = -(-size // ranks)
-    return Span(size, min(rank * width, size), width)
+    return Shard(size, min(rank * width, size), width)
 
 
-def key_heads(kv_heads: int, rank: int, ranks: int) -> Span:
+def key_heads(kv_heads: int, rank: int, ranks: int) -> Shard:
     """In heads. With fewer key heads than ranks, neighbours hold the same one, as their query heads share it."""
     if kv_heads >= ranks:
         return even(kv_heads, rank, ranks)
-    return Span(kv_heads, rank * kv_heads // ranks, 1)
+    return Shard(kv_heads, rank * kv_heads // ranks, 1)
 
 
-def scaled(span: Span, factor: int) -> Span:
+def scaled(span: Shard, factor: int) -> Shard:
     """A span of heads, in the heads' elements."""
-    return Span(span.size * factor, span.start * factor, span.width * factor)
+    return Shard(span.size * factor, span.start * factor, span.width * factor)
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:

@@ -23,18 +23,18 @@ class Dummy:
         self._pool = torch.rand(PERIOD, generator=generator).sub_(0.5).mul_(12**0.5)  # of standard deviation 1
         self._ready: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
-    def fill(self, part: Slice) -> None:
+    def fill(self, part: Slice, target: Tensor) -> None:
         """Weights of standard deviation 1 / sqrt(inputs) keep activations near 1; norms are 1, biases small."""
-        if part.target.numel() == 0:
+        if target.numel() == 0:
             return
         if len(part.shape) == 1 and part.tensor.endswith(".weight"):
-            part.target.fill_(1)
+            target.fill_(1)
             return
         columns = part.shape[-1]
-        rows = part.target.view(1, -1) if len(part.shape) == 1 else part.target
+        rows = target.view(1, -1) if len(part.shape) == 1 else target
         first, last = part.ranges[-1]
         start = zlib.crc32(part.tensor.encode()) + (part.ranges[0][0] * columns if len(part.shape) > 1 else 0) + first
-        pool = self._extended(part.target, last - first)
+        pool = self._extended(target, last - first)
         # Row r is the window at start + r * columns; runs of rows that do not wrap around are copied at once.
         done = 0
         while done < len(rows):

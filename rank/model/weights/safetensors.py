@@ -1,4 +1,4 @@
-"""Reads the slices that a rank asks for from a checkpoint's safetensors files, whose headers rank/headers.py knows."""
+"""Reads the slices that a rank asks for from a checkpoint's safetensors files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...exits import MODEL, Stop
-from ...headers import INDEX, Entry, Listing, rows
+from ....errors import MODEL, FatalError
+from ...safetensors_header import INDEX, Entry, Index, rows
 from .slicing import Slice
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,7 +26,7 @@ Ranges = tuple[tuple[int, int], ...]
 class Checkpoint:
     """The tensors of a model directory. `names` maps each, as the model spells it, to its own name."""
 
-    def __init__(self, path: Path, listing: Listing, rename: Callable[[str], str] = lambda name: name):
+    def __init__(self, path: Path, listing: Index, rename: Callable[[str], str] = lambda name: name):
         self.path = path
         self.listing = listing
         self.names = {rename(name): name for name in listing.files}
@@ -35,12 +35,12 @@ class Checkpoint:
     def find(self, wanted: str) -> tuple[str, Entry]:
         """A tensor, as the model spells it: its file and what the header says. Raises Stop where it is not there."""
         if wanted not in self.names:
-            raise Stop(f"{self.path} has no tensor {wanted}", MODEL)
+            raise FatalError(f"{self.path} has no tensor {wanted}", MODEL)
         name = self.names[wanted]
         file = self.listing.files[name]
         entry = self.listing.headers[file].get(name)
         if entry is None:
-            raise Stop(f"{self.path / file} has no tensor {name}, which {INDEX} says is there", MODEL)
+            raise FatalError(f"{self.path / file} has no tensor {name}, which {INDEX} says is there", MODEL)
         return file, entry
 
     def check(self, part: Slice) -> None:
@@ -49,14 +49,16 @@ class Checkpoint:
         name = self.names[part.tensor]
         if entry.shape != part.shape:
             expected = " x ".join(map(str, part.shape))
-            raise Stop(f"{self.path / file}: {name} is {' x '.join(map(str, entry.shape))}, expected {expected}", MODEL)
+            raise FatalError(
+                f"{self.path / file}: {name} is {' x '.join(map(str, entry.shape))}, expected {expected}", MODEL
+            )
         if entry.dtype not in DTYPES:
             supported = ", ".join(DTYPES)
-            raise Stop(f"{self.path / file}: {name} has dtype {entry.dtype}; supported are {supported}", MODEL)
+            raise FatalError(f"{self.path / file}: {name} has dtype {entry.dtype}; supported are {supported}", MODEL)
 
-    def fill(self, part: Slice) -> None:
-        """Copy the slice into its target, converting to the target's dtype on its device. The file is mapped."""
-        if part.target.numel() == 0:  # a rank whose share of the axis is padding alone
+    def fill(self, part: Slice, target: Tensor) -> None:
+        """Copy the slice into `target`, converting to its dtype on its device. The file is mapped."""
+        if target.numel() == 0:  # a rank whose share of the axis is padding alone
             return
         file, entry = self.find(part.tensor)
         ranges = part.ranges if len(part.shape) > 1 else (*part.ranges, (0, 1))
@@ -65,9 +67,11 @@ class Checkpoint:
             mapped = self._map(file)
             _fetch(mapped, entry.start + first * width, entry.start + last * width)
         except OSError as error:
-            raise Stop(f"{self.path / file}: {self.names[part.tensor]} cannot be read: {_why(error)}", MODEL) from None
+            raise FatalError(
+                f"{self.path / file}: {self.names[part.tensor]} cannot be read: {_why(error)}", MODEL
+            ) from None
         data = torch.frombuffer(mapped, dtype=torch.uint8)[entry.start : entry.stop]
-        part.target.copy_(elements(window(data, entry, 0, ranges), entry).view(part.target.shape))
+        target.copy_(elements(window(data, entry, 0, ranges), entry).view(target.shape))
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._maps:

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from ....comm.base import HostComm
-from ....comm.control import gather_bytes
-from ...exits import MODEL, Stop
-from ...headers import Entry, rows
+from ....comm.broadcast import gather_bytes
+from ....errors import MODEL, FatalError
+from ...safetensors_header import Entry, rows
+from .filler import Filler
 from .safetensors import DTYPES, Checkpoint, Ranges, elements, window
 from .slicing import Slice
 
@@ -116,9 +117,10 @@ class Striped:
     def __init__(self, checkpoint: Checkpoint, parts: Sequence[Slice], world: HostComm):
         self._path = checkpoint.path
         self._world = world
-        self._targets: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, list[Slice]] = {}
         mine: dict[str, list[Ranges]] = {}
         for part in _not_empty(parts):
+            self._parts.setdefault(part.tensor, []).append(part)
             mine.setdefault(part.tensor, []).append((*part.ranges, (0, 1)) if len(part.shape) == 1 else part.ranges)
         kind = dict[str, list[Ranges]]
         self._wanted = [
@@ -135,14 +137,12 @@ class Striped:
         self._most = max((out for out, _ in sent), default=0), max((into for _, into in sent), default=0)
         self.buffers = math.prod(Reader.buffers(self._mine)) + sum(self._most)
 
-    def fill(self, parts: Sequence[Slice], progress: Callable[[int, int], None]) -> None:
-        """Read and exchange everything; `parts` are those given before, and have memory now.
+    def fill(self, filler: Filler, progress: Callable[[int, int], None]) -> None:
+        """Read and exchange everything.
 
         progress gets the bytes that all ranks have read so far, and all there are.
         """
-        for part in _not_empty(parts):
-            target = part.target[:, None] if len(part.shape) == 1 else part.target
-            self._targets.setdefault(part.tensor, []).append(target)
+        self._filler = filler
         self._outbox, self._inbox = (torch.empty(size, dtype=torch.uint8) for size in self._most)
         started, done = time.monotonic(), 0
         progress(done, self.total)
@@ -152,7 +152,7 @@ class Striped:
                 self._exchange(chunks, reader.next() if own is not None else self._outbox[:0])
                 done += sum(chunk.size for chunk in chunks if chunk is not None)
                 progress(done, self.total)
-        del self._outbox, self._inbox
+        del self._outbox, self._inbox, self._filler
         if self._world.rank == 0:
             seconds = max(time.monotonic() - started, 1e-9)
             log.info(
@@ -217,8 +217,11 @@ class Striped:
         """Copy bytes [rows, ..., bytes] to where they belong, as what they are."""
         name = move.piece.tensor
         top = self._wanted[self._world.rank][name][move.place][0][0]
-        target = self._targets[name][move.place]
-        target[move.first - top : move.last - top].copy_(elements(data, self._entries[name]))
+        part = self._parts[name][move.place]
+        target = self._filler.target(part)
+        rows = (target[:, None] if len(part.shape) == 1 else target)[move.first - top : move.last - top]
+        rows.copy_(elements(data, self._entries[name]))
+        self._filler.arrived(part, rows.numel())
 
 
 class Reader:
@@ -280,7 +283,7 @@ class Reader:
             try:
                 self._files[file] = os.open(self._path / file, os.O_RDONLY)
             except OSError as error:
-                raise Stop(f"{self._path / file} cannot be read: {error.strerror}", MODEL) from None
+                raise FatalError(f"{self._path / file} cannot be read: {error.strerror}", MODEL) from None
         return self._files[file]
 
     def _read(self, fd: int, chunk: Chunk, into: Tensor) -> Tensor:
@@ -291,13 +294,17 @@ class Reader:
             try:
                 got = os.preadv(fd, [memory[done:]], at)
             except OSError as error:
-                raise Stop(f"{self._path / chunk.file} cannot be read at byte {at}: {error.strerror}", MODEL) from None
+                raise FatalError(
+                    f"{self._path / chunk.file} cannot be read at byte {at}: {error.strerror}", MODEL
+                ) from None
             if not got:
-                raise Stop(f"{self._path / chunk.file} ends at byte {at}, though it was longer a moment ago", MODEL)
+                raise FatalError(
+                    f"{self._path / chunk.file} ends at byte {at}, though it was longer a moment ago", MODEL
+                )
             done += got
         return into
 
 
 def _not_empty(parts: Sequence[Slice]) -> list[Slice]:
     """A rank whose share of an axis is padding alone wants nothing of it."""
-    return [part for part in parts if part.target.numel()]
+    return [part for part in parts if part.numel]

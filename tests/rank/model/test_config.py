@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from phalanx.rank import exits
+from phalanx import errors
+from phalanx.rank.model.architectures import supported
 from phalanx.rank.model.config import check_degrees, read_config, tensor_degrees
 
 from ...checkpoints import make_config, to_old_style
@@ -17,9 +18,9 @@ def write(directory, config):
 
 
 def stop(path):
-    with pytest.raises(exits.Stop) as stopped:
+    with pytest.raises(errors.FatalError) as stopped:
         read_config(path)
-    assert stopped.value.code == exits.MODEL
+    assert stopped.value.code == errors.MODEL
     return str(stopped.value)
 
 
@@ -89,9 +90,9 @@ def test_missing_and_garbled_files(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "bert"}, "{}: model type 'bert' is not supported; supported are llama, qwen3"),
-        ({"model_type": None}, "{}: model type None is not supported; supported are llama, qwen3"),
-        ({"model_type": "..config"}, "{}: model type '..config' is not supported; supported are llama, qwen3"),
+        ({"model_type": "bert"}, "{}: model type 'bert' is not supported; supported are {}"),
+        ({"model_type": None}, "{}: model type None is not supported; supported are {}"),
+        ({"model_type": "..config"}, "{}: model type '..config' is not supported; supported are {}"),
         ({"hidden_size": None}, "{}/config.json has no hidden_size"),
         ({"vocab_size": "many"}, "{}/config.json: vocab_size is 'many', not a positive integer"),
         ({"num_hidden_layers": 0}, "{}/config.json: num_hidden_layers is 0, not a positive integer"),
@@ -111,7 +112,7 @@ def test_missing_and_garbled_files(tmp_path):
     ],
 )
 def test_wrong_values_are_named(tmp_path, change, message):
-    assert stop(write(tmp_path, make_config("llama") | change)) == message.format(tmp_path)
+    assert stop(write(tmp_path, make_config("llama") | change)) == message.format(tmp_path, ", ".join(supported()))
 
 
 def test_tensor_degrees(tmp_path):
@@ -121,11 +122,11 @@ def test_tensor_degrees(tmp_path):
     assert tensor_degrees(32, 8) == [1, 2, 4, 8, 16, 32]
     config = read_config(write(tmp_path, make_config("llama")))
     check_degrees(config, 6, 4)
-    with pytest.raises(exits.Stop) as stopped:
+    with pytest.raises(errors.FatalError) as stopped:
         check_degrees(config, 4, 1)
     assert str(stopped.value) == (
         "--tp 4 does not fit a model of 12 attention heads and 6 key heads; degrees that fit: 1, 2, 3, 6, 12"
     )
-    assert stopped.value.code == exits.USAGE
-    with pytest.raises(exits.Stop, match="--pp 5 is more stages than the model has layers \\(4\\)"):
+    assert stopped.value.code == errors.USAGE
+    with pytest.raises(errors.FatalError, match="--pp 5 is more stages than the model has layers \\(4\\)"):
         check_degrees(config, 1, 5)

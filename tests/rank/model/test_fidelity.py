@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from phalanx.launcher.demo import DIRECTORY
-from phalanx.rank.exits import Stop
+from phalanx.errors import FatalError
+from phalanx.launcher.builtin_model import DIRECTORY
 
 from ...ranks import run_ranks
 from . import harness
@@ -56,7 +56,7 @@ def test_more_ranks_than_entries_leave_some_with_padding_alone(checkpoint, expec
 def test_shared_and_replicated_key_heads(checkpoint, expected, kv_heads, tp):
     path = checkpoint(num_key_value_heads=kv_heads, num_hidden_layers=2)
     if kv_heads == 4 and tp == 3:
-        with pytest.raises(Stop):
+        with pytest.raises(FatalError):
             run_steps(path, [tokens(5)], tp=tp)
         return
     ids = tokens(30)
@@ -174,7 +174,7 @@ def test_through_mpirun(checkpoint, expected, tmp_path, model_type, tp, pp):
 
 
 def test_long_prompts_span_several_pieces(checkpoint, expected, monkeypatch):
-    from phalanx.kernels import attention
+    from phalanx.kernels.attention import attention
 
     monkeypatch.setattr(attention, "PIECE", 16)
     path = checkpoint(num_hidden_layers=2)
@@ -185,7 +185,7 @@ def test_long_prompts_span_several_pieces(checkpoint, expected, monkeypatch):
 
 
 def test_large_batches_are_split_into_groups(checkpoint, expected, monkeypatch):
-    from phalanx.kernels import attention
+    from phalanx.kernels.attention import attention
 
     monkeypatch.setattr(attention, "GATHER_BYTES", 6 * 8 * 4 * 30)
     monkeypatch.setattr(attention, "SLACK", 0)
@@ -212,7 +212,7 @@ def test_narrow_dtypes_stay_near(checkpoint, expected, dtype, bound):
 @pytest.mark.parametrize("tied", [False, True])
 def test_packed_weights(checkpoint, expected, monkeypatch, tied):
     """The layout that large matrices are kept in, forced on small ones; from one to four rows, and many."""
-    from phalanx.kernels import linear
+    from phalanx.kernels.gemm import linear
 
     monkeypatch.setattr(linear, "PACK_FROM", 0)
     path = checkpoint(tie_word_embeddings=tied, attention_bias=True, intermediate_size=101)

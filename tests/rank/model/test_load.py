@@ -7,13 +7,13 @@ import platform
 
 import pytest
 import torch
+from phalanx import errors
 from phalanx.comm import mesh, threads
-from phalanx.rank import exits
-from phalanx.rank.headers import read_listing
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.layers.shard import even, key_heads, stage_layers
 from phalanx.rank.model.load import choose_dtype, load
 from phalanx.rank.model.weights import safetensors as weights
+from phalanx.rank.safetensors_header import read_index
 from safetensors.torch import load_file, save_file
 
 from ...checkpoints import make_checkpoint, make_config, make_weights
@@ -25,9 +25,9 @@ def load_on(path, tp=1, pp=1, **options):
 
 
 def stop(path, **options):
-    with pytest.raises(exits.Stop) as stopped:
+    with pytest.raises(errors.FatalError) as stopped:
         load_on(path, **options)
-    assert stopped.value.code == exits.MODEL
+    assert stopped.value.code == errors.MODEL
     return str(stopped.value)
 
 
@@ -79,27 +79,28 @@ def test_each_rank_reads_its_slices_only(small, monkeypatch, tp, pp):
     monkeypatch.setattr(weights, "window", window)
     total = sum(t.nbytes for t in load_file(small / "model.safetensors").values())
     models = load_on(small, tp=tp, pp=pp)
-    wanted = sum(part.target.nbytes for model in models for part in model.slices())
+    wanted = sum(4 * part.numel for model in models for part in model.slices())
     assert sum(read) == wanted < 1.1 * total
 
 
 def test_tied_weights_are_held_once(tmp_path):
     path = make_checkpoint(tmp_path, tie_word_embeddings=True, num_hidden_layers=2, tokenizer=False)
     (model,) = load_on(path)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.matrix is model.model.embed_tokens.weight
     last, first = load_on(path, pp=2)
-    assert torch.equal(last.lm_head.weight, first.model.embed_tokens.weight)
+    assert torch.equal(last.lm_head.matrix, first.model.embed_tokens.weight)
 
 
 def test_large_matrices_are_packed_in_place_of_the_plain_ones(tmp_path, monkeypatch):
-    from phalanx.kernels import cpu, linear
+    from phalanx.kernels.cpp import ops
+    from phalanx.kernels.gemm import linear
 
     monkeypatch.setattr(linear, "PACK_FROM", 1000)
-    monkeypatch.setattr(cpu, "_compiled", lambda: None)  # which takes weights as they are
+    monkeypatch.setattr(ops, "available", lambda: False)  # which take weights as they are
     for tied in (False, True):
         path = make_checkpoint(tmp_path / str(tied), tie_word_embeddings=tied, num_hidden_layers=2, tokenizer=False)
         (model,) = load_on(path)
-        assert model.lm_head.weight.is_mkldnn and model.model.layers["1"].mlp.down_proj.weight.is_mkldnn
+        assert model.lm_head.matrix.is_mkldnn and model.model.layers["1"].mlp.down_proj.matrix.is_mkldnn
         assert not model.model.embed_tokens.weight.is_mkldnn and not model.model.norm.weight.is_mkldnn
         total = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
         assert model.weight_bytes == total + tied * 512 * 48 * 4  # a tied head has its own, packed
@@ -171,15 +172,15 @@ KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")
 def test_a_file_that_becomes_shorter_while_it_is_read(small, mapped):
     (model,) = load_on(small)
     parts = list(model.slices())
-    checkpoint = weights.Checkpoint(small, read_listing(small))
+    checkpoint = weights.Checkpoint(small, read_index(small))
     file = small / "model.safetensors"
     if mapped:
-        checkpoint.fill(parts[0])
+        checkpoint.fill(parts[0], parts[0].target)
     os.truncate(file, 4096)
-    with pytest.raises(exits.Stop) as stopped:
+    with pytest.raises(errors.FatalError) as stopped:
         for part in parts:
-            checkpoint.fill(part)
-    assert str(stopped.value).startswith(f"{file}: model.") and stopped.value.code == exits.MODEL
+            checkpoint.fill(part, part.target)
+    assert str(stopped.value).startswith(f"{file}: model.") and stopped.value.code == errors.MODEL
     assert str(stopped.value).endswith("cannot be read: the file has become shorter, or its file system fails")
 
 
@@ -192,10 +193,11 @@ def test_a_kernel_that_cannot_fetch_pages(small, monkeypatch):
 
 def test_a_file_that_is_gone_when_it_is_read(small):
     (model,) = load_on(small)
-    checkpoint = weights.Checkpoint(small, read_listing(small))
+    checkpoint = weights.Checkpoint(small, read_index(small))
     (small / "model.safetensors").unlink()
-    with pytest.raises(exits.Stop, match="model.embed_tokens.weight cannot be read: No such file or directory"):
-        checkpoint.fill(next(iter(model.slices())))
+    with pytest.raises(errors.FatalError, match="model.embed_tokens.weight cannot be read: No such file or directory"):
+        part = next(model.slices())
+        checkpoint.fill(part, part.target)
 
 
 def test_a_git_lfs_pointer(small):
@@ -250,9 +252,10 @@ def test_extra_tensors(small, caplog):
     ({"intermediate_size": None}, "has no intermediate_size"),
     ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', expected float"),
     ({"attention_bias": 3}, "attention_bias is 3, expected bool"),
-    ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; supported is silu"),
-    ({"rope_parameters": {"rope_type": "longrope"}},
-     "rope type 'longrope' is not supported; supported are default, linear, dynamic, llama3, yarn"),
+    ({"hidden_act": "mish"}, "activation 'mish' is not supported; supported are silu, swish, gelu"),
+    ({"rope_parameters": {"rope_type": "proportional"}},
+     "rope type 'proportional' is not supported; supported are default, linear, dynamic, llama3, yarn, longrope"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' needs 'short_factor'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' needs 'low_freq_factor'"),
     ({"head_dim": 7}, "rope turns pairs of dimensions, but 7 of a head's 7 are odd"),
 ])  # fmt: skip
@@ -262,42 +265,59 @@ def test_configs_that_an_architecture_refuses(small, change, message):
     assert message in stop(small)
 
 
+WINDOWED = {"use_sliding_window": True, "sliding_window": 7}
+SLIDES = ["sliding_attention"]
+
+
+def test_layer_types_for_fewer_layers_than_there_are(tmp_path):
+    """Every rank tells, also the one whose stage has the layers that are named."""
+    path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, tokenizer=False, layer_types=SLIDES, **WINDOWED)
+    for pp in (1, 2):
+        assert "layer_types has 1 entry, but num_hidden_layers is 2" in stop(path, pp=pp)
+
+
+@pytest.mark.parametrize("change", [{"use_sliding_window": False}, {"sliding_window": None}, {"layer_types": []}])
+def test_layer_types_that_are_not_read(tmp_path, change):
+    config = {"num_hidden_layers": 2, "layer_types": SLIDES} | WINDOWED | change
+    load_on(make_checkpoint(tmp_path, "qwen3", tokenizer=False, **config))
+
+
 def test_degrees_that_do_not_fit(small):
     for tp, pp, message in ((4, 1, "--tp 4 does not fit"), (1, 3, "--pp 3 is more stages")):
-        with pytest.raises(exits.Stop, match=message) as stopped:
+        with pytest.raises(errors.FatalError, match=message) as stopped:
             load_on(small, tp=tp, pp=pp)
-        assert stopped.value.code == exits.USAGE
+        assert stopped.value.code == errors.USAGE
 
 
 def test_weights_that_do_not_fit(small, monkeypatch):
     (model,) = load_on(small)
     load_on(small, room=model.weight_bytes)
     gb = model.weight_bytes / 1e9
-    with pytest.raises(exits.Stop) as stopped:
+    with pytest.raises(errors.FatalError) as stopped:
         load_on(small, room=model.weight_bytes - 1)
-    assert stopped.value.code == exits.MEMORY
+    assert stopped.value.code == errors.MEMORY
     assert str(stopped.value) == (
         f"this rank's weights take {gb:.2f} GB, but for it {gb:.2f} GB are free: use more ranks (--tp, --pp) or "
         "a narrower --dtype; `phalanx fit` shows what fits"
     )
 
-    with pytest.raises(exits.Stop, match="but on its GPU 0.00 GB are free: use more ranks") as stopped:
+    with pytest.raises(errors.FatalError, match="but on its GPU 0.00 GB are free: use more ranks") as stopped:
         load_on(small, device="cuda", room=0)
-    assert stopped.value.code == exits.MEMORY
+    assert stopped.value.code == errors.MEMORY
 
     def zeros(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(exits.Stop, match="GB, but for it CUDA out of memory: use more ranks") as stopped:
+    with pytest.raises(errors.FatalError, match="GB, but for it CUDA out of memory: use more ranks") as stopped:
         load_on(small)
-    assert stopped.value.code == exits.MEMORY
+    assert stopped.value.code == errors.MEMORY
 
 
 def test_dummy_weights_need_no_weight_file(small):
     (small / "model.safetensors").unlink()
     (model,) = load_on(small, load_format="dummy")
-    weight = model.model.layers["0"].mlp.down_proj.weight
+    weight = model.model.layers["0"].mlp.down_proj.matrix
     assert abs(float(weight.std()) * 100**0.5 - 1) < 0.1
     assert len({tuple(row) for row in weight.tolist()}) == 48
     assert torch.equal(model.model.norm.weight, torch.ones(48))

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels import halves
+from phalanx.rank.model.layers import residual
 from phalanx.rank.model.load import load
-from phalanx.rank.work import prepare as module
-from phalanx.rank.work.prepare import prepare
-from phalanx.rank.work.rows import Rows, Work
-from phalanx.rank.work.upload import Upload
+from phalanx.rank.worker import batch_builder as module
+from phalanx.rank.worker.batch_builder import build_batches
+from phalanx.rank.worker.state import BatchState, ScheduledBatch
+from phalanx.rank.worker.upload import Upload
 
 from .harness import BLOCK, distance, tokens
 
@@ -31,37 +31,37 @@ STEPS = [
 
 
 class Early:
-    """Sums are made as they begin, and what is not a sum that ends one finds none under way: comm/base.py."""
+    """Async all-reduces are made as they begin; no other collective comes between: comm/base.py."""
 
     def __init__(self, comm):
-        self.comm, self.begun, self.count = comm, {}, 0
+        self.comm, self.under_way, self.count = comm, [], 0
 
     def __getattr__(self, name):
         found = getattr(self.comm, name)
-        assert not self.begun or not callable(found), name
+        assert not self.under_way or not callable(found), name
         return found
 
-    def begin_all_reduce(self, x, then=None):
-        assert x.data_ptr() not in self.begun
+    def all_reduce_async(self, x, epilogue=None):
         self.count += 1
-        if then and self.count % 2:  # two Hoppers' way: the norm adds what the others have
-            done = then(self.comm.all_reduce(x.clone()) - x)
+        if epilogue and self.count % 2:  # as dma_allreduce.py does: the norm adds what the others have
+            result = epilogue(self.comm.all_reduce(x.clone()) - x)
         else:
             self.comm.all_reduce(x)
-            done = then(None) if then else x
-        self.begun[x.data_ptr()] = x.shape, done, [y.clone() for y in (done if then else [done])]
+            result = epilogue(None) if epilogue else x
+        self.under_way.append(Work(self, result))
+        return self.under_way[-1]
 
-    def end_all_reduce(self, x):
-        shape, done, copies = self.begun.pop(x.data_ptr(), (x.shape, None, []))
-        assert x.shape == shape  # and nobody has touched what it made:
-        assert done is None or all(map(torch.equal, done if len(copies) > 1 else [done], copies))
-        return done
 
-    def all_reduce(self, x):
-        if self.end_all_reduce(x) is None:
-            assert not self.begun
-            self.comm.all_reduce(x)
-        return x
+class Work:
+    def __init__(self, group, result):
+        self.group, self.result = group, result
+        self.copies = [y.clone() for y in (result if isinstance(result, tuple) else [result])]
+
+    def wait(self):
+        assert self.group.under_way.pop(0) is self
+        results = self.result if isinstance(self.result, tuple) else [self.result]
+        assert all(map(torch.equal, results, self.copies)), "somebody has touched what it made"
+        return self.result
 
 
 def compute(comm, path, tp, pp, narrow, early=False, **options):
@@ -72,7 +72,7 @@ def compute(comm, path, tp, pp, narrow, early=False, **options):
         grid = dataclasses.replace(grid, tensor=Early(grid.tensor))
     model = load(path, grid)
     width = 16
-    rows = Rows(len(PROMPTS), width * BLOCK, BLOCK)
+    rows = BatchState(len(PROMPTS), width * BLOCK, BLOCK)
     rows.table[:] = np.random.default_rng(0).permutation(rows.table.size).reshape(rows.table.shape)
     ids = [tokens(width * BLOCK, seed) for seed in range(len(PROMPTS))]
     for row, count in enumerate(PROMPTS):
@@ -87,9 +87,9 @@ def compute(comm, path, tp, pp, narrow, early=False, **options):
         rows.computed[members] += counts
         samples = rows.computed[members] >= rows.known[members]
         last = torch.tensor([ids[row][min(start, 63)] for row, start in enumerate(rows.computed - 1)])
-        work = Work(members, starts, counts, samples, np.zeros(len(members), np.int64))
+        work = ScheduledBatch(members, starts, counts, samples, np.zeros(len(members), np.int64))
         narrowed = narrow and grid.last
-        batches, sampled = prepare(rows, work, last, caches, BLOCK, Upload(last.device), narrowed, **options)
+        batches, sampled = build_batches(rows, work, last, caches, BLOCK, Upload(last.device), narrowed, **options)
         parts.append(len(batches))
         assert sampled.tolist() == members[samples].tolist()
         hidden = None
@@ -102,7 +102,7 @@ def compute(comm, path, tp, pp, narrow, early=False, **options):
         else:
             assert len(hidden) == counts.sum()
             grid.pipe.send(hidden, grid.pipe.rank + 1)
-    assert not early or (grid.tensor.count > 0 and not grid.tensor.begun)
+    assert not early or (grid.tensor.count > 0 and not grid.tensor.under_way)
     # Steps in which a prompt's single token comes first stay whole.
     assert parts == ([2, 2, 1, 2, 1, 2, 2] if options.get("least") else [1] * len(STEPS))
     return found
@@ -122,7 +122,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("threads_of_torch", [1, 2])  # with one the kernels of few rows are compiled
+@pytest.mark.parametrize("threads_of_torch", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_last_layer_goes_on_with_the_sampled_rows(checkpoint, name, threads_of_torch):
     torch.set_num_threads(threads_of_torch)
@@ -135,12 +135,11 @@ def test_the_last_layer_goes_on_with_the_sampled_rows(checkpoint, name, threads_
 @pytest.mark.parametrize("name", MODELS)
 def test_lone_ranks_add_products_to_the_stream(checkpoint, monkeypatch, name, pp, narrow):
     """As they do on GPUs in steps of many rows."""
-    torch.set_num_threads(2)  # nothing is compiled
     path = checkpoint(**MODELS[name])
     if pp > MODELS[name]["num_hidden_layers"]:
         pytest.skip("more stages than layers")
     plain, added = sampled_rows(path), []
-    monkeypatch.setattr(halves, "adds", lambda *_: added.append(1) or True)
+    monkeypatch.setattr(residual, "accumulates", lambda *_: added.append(1) or True)
     for one, other in zip(plain, sampled_rows(path, 1, pp, narrow), strict=True):
         assert len(one) == 0 or distance(one, other) < TOLERANCE * one.abs().max()
     assert bool(added) is (name != "biased")

@@ -10,12 +10,13 @@ import time
 
 import pytest
 import torch
+from phalanx import errors
 from phalanx.comm import mesh, threads
-from phalanx.rank import exits, mounts
-from phalanx.rank.headers import Entry, read_listing
+from phalanx.rank import filesystems
 from phalanx.rank.model import load as load_module
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import striped
+from phalanx.rank.safetensors_header import Entry, read_index
 from safetensors.torch import load_file, save_file
 
 ODD = {"vocab_size": 509, "intermediate_size": 97}  # prime: no degree divides them, so the last rank is padded
@@ -77,7 +78,7 @@ def test_a_header_of_odd_length(checkpoint, small_chunks, tmp_path):
     header += b" " * (len(header) % 2 == 0)
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
     (tmp_path / "config.json").write_bytes((checkpoint(**ODD) / "config.json").read_bytes())
-    assert all(entry.start % 2 for entry in read_listing(tmp_path).headers["model.safetensors"].values())
+    assert all(entry.start % 2 for entry in read_index(tmp_path).headers["model.safetensors"].values())
     same(tmp_path, 2, 2)
 
 
@@ -98,7 +99,7 @@ def test_each_byte_is_read_once_and_each_rank_reads_its_share(checkpoint, small_
     monkeypatch.setattr(striped, "Reader", counted(shares))
     load_on(path, tp, pp, way="striped")
     files = {str(f): f.stat().st_size for f in path.glob("*.safetensors")}
-    headers = {str(path / f): min(e.start for e in one.values()) for f, one in read_listing(path).headers.items()}
+    headers = {str(path / f): min(e.start for e in one.values()) for f, one in read_index(path).headers.items()}
     for file, size in files.items():
         at = headers[file]
         for _, offset, got in sorted(one for one in reads if one[0] == file):
@@ -204,15 +205,15 @@ def test_a_host_without_memory_for_what_reading_takes(checkpoint, monkeypatch):
     path = checkpoint(num_hidden_layers=3, vocab_size=8192)
     weights = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
     load_on(path, way="striped", room=2 * weights)  # one chunk holds all of it
-    monkeypatch.setattr(load_module, "materialise", None)
+    monkeypatch.setattr(load_module, "_fill", None)
     free = weights - 200_000
     for options in (
         {"room": weights + free},
         {"device": "cuda", "room": weights, "dtype": "f32", "host_room": free},
     ):
-        with pytest.raises(exits.Stop) as stopped:
+        with pytest.raises(errors.FatalError) as stopped:
             load_on(path, way="striped", **options)
-        assert stopped.value.code == exits.MEMORY
+        assert stopped.value.code == errors.MEMORY
         assert str(stopped.value) == (
             f"striped loading takes {weights / 1e6:.1f} MB of the host's memory on this rank while it reads, but "
             f"{free / 1e6:.1f} MB are free beside the weights: choose --load direct, or more memory for the job"
@@ -223,16 +224,16 @@ def test_a_host_without_memory_for_what_reading_takes(checkpoint, monkeypatch):
     ("ext4", 2, "direct"), ("lustre", 2, "striped"), ("nfs4", 1, "direct"), ("fuse.juicefs", 2, "striped"),
 ])  # fmt: skip
 def test_network_file_systems_are_read_in_stripes(checkpoint, monkeypatch, caplog, kind, ranks, way):
-    monkeypatch.setattr(mounts, "kind", lambda path: kind)
+    monkeypatch.setattr(filesystems, "kind", lambda path: kind)
     with caplog.at_level(logging.INFO, "phalanx"):
         load_on(checkpoint(**ODD), ranks)
     assert ("each byte once" in caplog.text) == (way == "striped")
 
 
 def stop(path, **options):
-    with pytest.raises(exits.Stop) as stopped:
+    with pytest.raises(errors.FatalError) as stopped:
         load_on(path, 2, way="striped", **options)
-    assert stopped.value.code == exits.MODEL
+    assert stopped.value.code == errors.MODEL
     return str(stopped.value)
 
 
@@ -270,7 +271,7 @@ def test_files_that_fail_while_they_are_read(checkpoint, monkeypatch):
     path = checkpoint(**ODD)
     file = path / "model.safetensors"
     real = os.preadv
-    begin = min(e.start for e in read_listing(path).headers["model.safetensors"].values())
+    begin = min(e.start for e in read_index(path).headers["model.safetensors"].values())
 
     def short(fd, buffers, offset):
         return real(fd, buffers, offset) if offset == begin else 0
@@ -302,7 +303,7 @@ def test_a_file_server_that_is_silent_for_a_while_is_named(checkpoint, monkeypat
     def slow(fd, buffers, offset, real=os.preadv):
         if not asked.is_set():
             asked.set()
-            time.sleep(0.7)
+            time.sleep(0.7)  # longer than PATIENCE, three times
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(striped.os, "preadv", slow)

@@ -1,0 +1,151 @@
+"""Plans go from the lead to every other rank as bytes, in order, without a core spinning on either side."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from .base import Comm
+from .threads import ThreadComm
+
+HEAD = 4000  # bytes of a broadcast that go at once; shared memory's eager limit is 4096 with its header
+_LENGTH = 4
+_RING = 8  # broadcasts under way at once: the stages', one that is planned, and room for a slow follower
+SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # between looks for a plan while the job is busy, seconds
+QUIET_AFTER = 0.05  # a follower without a plan for this long waits for a wake-up instead of looking
+WAKE_AFTER = 0.02  # the lead wakes the followers when its last plan is older; well below QUIET_AFTER
+
+
+class PlanBroadcast(Protocol):
+    def publish(self, data: bytes) -> None:
+        """Lead: hand data to all other ranks; returns without waiting for them."""
+
+    def progress(self) -> bool:
+        """Lead: move outstanding broadcasts on; False when none is left."""
+
+    def receive(self) -> bytes:
+        """Follower: the next data, waiting quietly."""
+
+
+class Waker(Protocol):
+    """How an idle rank sleeps and is woken; comm/watchdog.py has the one that crosses hosts."""
+
+    def wake(self, ranks: range) -> None: ...
+
+    def wait(self, seconds: float) -> bool: ...
+
+
+class ThreadPlanBroadcast:
+    def __init__(self, world: ThreadComm):
+        mine: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._queues: list[queue.SimpleQueue[bytes]] = world.exchange(mine)
+        self._mine = mine
+
+    def publish(self, data: bytes) -> None:
+        for box in self._queues[1:]:
+            box.put(data)
+
+    def progress(self) -> bool:
+        return False
+
+    def receive(self) -> bytes:
+        return self._mine.get()
+
+
+class MpiPlanBroadcast:
+    """Non-blocking broadcasts of a fixed head that carries the length, followed by the rest of a longer message.
+
+    Ibcast needs the same count on all ranks, hence the fixed head. A follower that blocked in MPI would spin a whole
+    core, so it looks, sleeps, looks again, and after QUIET_AFTER waits to be woken.
+    """
+
+    def __init__(self, line: Any, waker: Waker, ranks: range):
+        """ranks: whom the line's plans are for, by their ranks in the world. Collective over line."""
+        self._handle = line.handle.Dup()  # plans must not match any tensor's broadcast
+        self._waker = waker
+        self._ranks = ranks  # the others may sleep on
+        self._buffers = [np.zeros(HEAD, np.uint8) for _ in range(_RING)]
+        self._requests: list[list[Any]] = [[] for _ in range(_RING)]
+        self._kept: list[Any] = [None] * _RING  # overflow bytes, alive until they are sent
+        self._next = 0
+        self._last = 0.0
+
+    def publish(self, data: bytes) -> None:
+        slot, self._next = self._next, (self._next + 1) % _RING
+        while not self._done(slot):
+            time.sleep(SLEEP_SHORTEST)
+        head = self._buffers[slot]
+        head[:_LENGTH].view("<u4")[0] = len(data)
+        inline = data[: HEAD - _LENGTH]
+        head[_LENGTH : _LENGTH + len(inline)] = np.frombuffer(inline, np.uint8)
+        self._requests[slot].append(self._handle.Ibcast(head, 0))
+        if len(data) > len(inline):
+            self._kept[slot] = np.frombuffer(data, np.uint8)[len(inline) :]
+            self._requests[slot].append(self._handle.Ibcast(self._kept[slot], 0))
+        now = time.monotonic()
+        if now - self._last > WAKE_AFTER:
+            self._waker.wake(self._ranks)  # only now: whoever is woken looks for the plan for QUIET_AFTER
+        self._last = now
+
+    def _done(self, slot: int) -> bool:
+        self._requests[slot] = [r for r in self._requests[slot] if not r.Test()]
+        return not self._requests[slot]
+
+    def progress(self) -> bool:
+        return not all([self._done(slot) for slot in range(_RING)])  # a list: every slot is looked at
+
+    def receive(self) -> bytes:
+        head = self._buffers[0]
+        self._wait(self._handle.Ibcast(head, 0))
+        length = int(head[:_LENGTH].view("<u4")[0])
+        inline = min(length, HEAD - _LENGTH)
+        data = head[_LENGTH : _LENGTH + inline].tobytes()
+        if length > inline:
+            rest = np.empty(length - inline, np.uint8)
+            self._wait(self._handle.Ibcast(rest, 0))
+            data += rest.tobytes()
+        return data
+
+    def _wait(self, request: Any) -> None:
+        sleep = SLEEP_SHORTEST
+        quiet = time.monotonic() + QUIET_AFTER
+        while not request.Test():
+            if time.monotonic() < quiet:
+                time.sleep(sleep)
+                sleep = min(sleep * 1.3, SLEEP_LONGEST)
+            else:
+                woken = self._waker.wait(0.25)  # woken: the plan is on its way; else one look, to be sure
+                quiet = time.monotonic() + (QUIET_AFTER if woken else 0)
+                sleep = SLEEP_SHORTEST
+
+
+def broadcast_bytes(world: Comm, data: bytes = b"") -> bytes:
+    """Rank 0's data to every rank; for start-up, where waiting may spin. Collective over world."""
+    length = world.broadcast(torch.tensor([len(data)]), 0)
+    content = torch.zeros(int(length), dtype=torch.uint8)
+    if world.rank == 0 and data:
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return world.broadcast(content, 0).numpy().tobytes() if len(content) else b""
+
+
+def gather_bytes(world: Comm, data: bytes) -> list[bytes]:
+    """Every rank's data, in rank order, on every rank. Collective over world; start-up only."""
+    lengths = world.all_gather(torch.tensor([len(data)]))[:, 0].tolist()
+    mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+    return [row[:n].numpy().tobytes() for row, n in zip(world.all_gather(mine), lengths, strict=True)]
+
+
+def collective_try(world: Comm, step: Callable[[], object]) -> str:
+    """Why a step has failed that all ranks make: the first one's words, on all alike; "" where none has. Collective."""
+    why = ""
+    try:
+        step()
+    except (RuntimeError, OSError) as error:
+        why = f"rank {world.rank} of the group: {error}"
+    return next((words.decode() for words in gather_bytes(world, why.encode()) if words), "")

@@ -1,0 +1,87 @@
+"""A tensor group of CPU ranks on one host: sums of few rows go over memory that they share, not through MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+
+import torch
+from torch import Tensor
+
+from ..kernels.collective.shm_allreduce import LINE, ShmAllReduce
+from ..kernels.cpp import ops
+from .base import Comm, FusedComm
+from .broadcast import broadcast_bytes
+from .mpi import MpiComm
+
+SLOT = 1 << 16  # elements that one call can sum
+
+
+class ShmComm(MpiComm, FusedComm):
+    """MpiComm whose small all-reduces of f32 go over shared memory; `board` says whether it has."""
+
+    def __init__(self, host: Comm):
+        assert isinstance(host, MpiComm)
+        super().__init__(host.handle)
+        counts = self.size * LINE
+        memory = share(host, 8 * counts + 8 * self.size * SLOT, ops.available()) if self.size > 1 else None
+        self.board = None
+        if memory is not None:
+            slots = torch.frombuffer(memory, dtype=torch.float32, offset=8 * counts).view(2, self.size, SLOT)
+            self.board = ShmAllReduce(slots, torch.frombuffer(memory, dtype=torch.int64, count=counts), self.rank)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.board is None or not self.board.takes(x):
+            return super().all_reduce(x)
+        assert x.is_contiguous()
+        self.board.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if self.board is None or not self.board.takes(x, self.size):
+            return super().all_gather(x)
+        out = x.new_zeros(self.size, *x.shape)
+        out[self.rank] = x
+        return self.all_reduce(out)
+
+    def all_reduce_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Both without Python in between; None where x is too large."""
+        if self.board is None or not self.board.takes(x):
+            return None
+        self.board.all_reduce_add_norm(x, residual, weight, eps)
+        return x, residual
+
+
+def share(host: Comm, size: int, able: bool) -> mmap.mmap | None:
+    """Zeroed memory that all ranks of the group map, or None for all of them: as they are on several hosts, or cannot
+    see each other's files, or one of them is not `able`. Nothing of it has a name, or is left when they end.
+    """
+    secret, found, file = secrets.token_bytes(16), None, -1
+    with contextlib.suppress(OSError, AttributeError):  # Python may have been built without memfd_create
+        if host.rank == 0:
+            file = os.memfd_create("phalanx")
+            os.ftruncate(file, size)
+            os.write(file, secret)
+    place = broadcast_bytes(host, secret + f"/proc/{os.getpid()}/fd/{file}".encode())
+    with contextlib.suppress(OSError, ValueError):
+        if host.rank > 0:
+            file = os.open(place[16:], os.O_RDWR)
+        found = mmap.mmap(file, size)
+    able = able and found is not None and found[:16] == place[:16]
+    marks = slice(16, 16 + host.size)
+    if found is not None and able:
+        found[16 + host.rank] = 1
+    host.barrier()
+    able = able and found is not None and found[marks] == b"\1" * host.size  # what one writes all others see
+    everybody = int(host.all_reduce(torch.tensor([int(able)]))) == host.size
+    if file >= 0:
+        os.close(file)
+    if not everybody or found is None:
+        return None
+    found[: marks.stop] = bytes(marks.stop)
+    host.barrier()
+    return found

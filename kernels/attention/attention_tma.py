@@ -1,0 +1,150 @@
+"""Attention over the paged cache, whose blocks the copy engine brings: cuda/decode.cu, and prefill.cu on Hopper."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..device import SHARED, device_caps
+from ..rope.rope import CosSin, QKNorm
+
+LOG2_E = 1.4426950408889634
+DIMS = 64, 128  # head sizes
+
+# Of decode.cu.
+TILE = 64  # tokens
+SEQUENCES = 512  # at most: a block counts what is read of each
+LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
+WARPS = 4
+FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empty on average, is fetched at a time
+# Of prefill.cu.
+ROWS, KEYS = 128, 128  # of queries that a block takes at once, and of keys
+STAGES = {64: 6, 128: 3}  # tiles of keys, and as many of values, that lie in shared memory, by head size
+
+
+class CurrentKV(NamedTuple):
+    """The step's tokens as rope_and_store_kv takes them, rotated as whole heads; cache.py explains slots."""
+
+    k: Tensor  # [n, kv_heads, head_dim], heads side by side, as in v
+    v: Tensor
+    turn: CosSin
+    norms: QKNorm | None
+    slots: Tensor  # [n] int64; negative: not written
+
+
+def supports(q: Tensor, keys: Tensor, newest: CurrentKV | None = None) -> bool:
+    """Whether `decode` takes q [n, heads, dim] and caches like keys [blocks, size, kv_heads, dim]."""
+    if len(q) > SEQUENCES or not _boxed(q, keys):
+        return False
+    norms = newest.norms if newest else None
+    narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
+    return narrow and (newest is None or newest.turn.cos.dtype == torch.float32)
+
+
+def supports_prefill(q: Tensor, keys: Tensor) -> bool:
+    """Whether `prompts` takes q [T, heads, dim] and caches like keys."""
+    return _boxed(q, keys) and device_caps(q.device).hopper
+
+
+def _boxed(q: Tensor, keys: Tensor) -> bool:
+    """Whether the engine can bring them."""
+    size, dim = keys.shape[1], q.shape[2]
+    if not q.is_cuda or not device_caps(q.device).engine or q.element_size() != 2 or q.dtype != keys.dtype:
+        return False
+    whole = math.gcd(size, TILE) >= 8  # a box is of one block, and 8 rows are a swizzle
+    aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
+    side_by_side = q.stride()[1:] == (dim, 1) and keys.is_contiguous()
+    counted = keys.shape[2] * SEQUENCES <= jit.COUNTERS  # by decode: one for each sequence and key head
+    return dim in DIMS and whole and aligned and side_by_side and counted and q.shape[1] <= 16 * keys.shape[2]
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
+    cap: float, newest: CurrentKV | None = None,
+) -> None:  # fmt: skip
+    """The newest token of each of n sequences, as paged.decode: q and out [n, heads, head_dim], out contiguous.
+
+    With `newest`, q is neither normed nor turned yet, and the caches do not hold these tokens yet. What has made q, k
+    and v, a product, may still run: all else that is read must be what the kernels before that one wrote.
+    """
+    (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
+    group, box = heads // kv_heads, math.gcd(size, TILE)
+    few = min(box, FEW_BYTES // (dim * 2))
+    stages, shared = _decode_room(group, dim)
+    kernel = jit.kernel(
+        "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
+        STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared, TURN=int(newest is not None),
+        NORM=int(newest is not None and newest.norms is not None), WINDOW=window, CAPPED=int(cap > 0),
+    )  # fmt: skip
+    grid = max(2 * device_caps(q.device).num_sms, kv_heads)
+    parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
+    sums = parts.view(-1)[grid * 2 * group * dim :]
+    arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
+    # What a kernel of turned tokens does not touch.
+    k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
+    q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
+    maps = *_caches(keys, values, box, dim // 64), *_caches(keys, values, few, dim // 64)
+    kernel(
+        (grid, 1, 1), (WARPS + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables,
+        lengths, out, parts, sums, arrived, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
+        float(eps), float(cap), shared=shared,
+    )  # fmt: skip
+
+
+def _decode_room(group: int, dim: int) -> tuple[int, int]:
+    """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out."""
+    rows = 16 if group > 8 else 8
+    heads = rows * (dim + 8) * 2 + dim * 2 + 64
+    rest = 1024 + WARPS * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
+    tile = 2 * TILE * dim * 2
+    stages = min(6, (SHARED - rest) // tile)
+    return stages, rest + stages * tile
+
+
+def prefill_work(query_lens: list[int], kv_lens: list[int], first: int, stop: int) -> np.ndarray:
+    """What blocks take one by one, the longest first: [n, 8] int32 of sequence, first row, rows, position, length.
+
+    Of sequences first:stop, whose query_lens[i] newest tokens of kv_lens[i] are in the step, row after row.
+    """
+    items = []
+    row = sum(query_lens[:first])
+    for i in range(first, stop):
+        count, length = query_lens[i], kv_lens[i]
+        for at in range(0, count, ROWS):
+            items.append((i, row + at, min(ROWS, count - at), length - count + at, length, 0, 0, 0))
+        row += count
+    items.sort(key=lambda item: -(item[2] + item[3]))
+    return np.array(items, np.int32)
+
+
+def prefill(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, items: Tensor, out: Tensor,
+    scale: float, window: int, cap: float,
+) -> None:  # fmt: skip
+    """The rows of `items`, which is work() on the device; q and out [T, heads, dim], out contiguous."""
+    (rows, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
+    stages, box = STAGES[dim], math.gcd(size, KEYS)
+    shared = 1024 + (ROWS + 2 * stages * KEYS) * dim * 2
+    kernel = jit.kernel(
+        "prefill", "prompt", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
+        STAGES=stages, WINDOW=window, CAPPED=int(cap > 0),
+    )  # fmt: skip
+    of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
+    of_k, of_v = _caches(keys, values, box)
+    grid = min(device_caps(q.device).num_sms, len(items) * heads)
+    kernel(
+        (grid, 1, 1), 384, of_q, of_k, of_v, items, len(items), tables, tables.stride(0), out, scale * LOG2_E,
+        float(cap), shared=shared,
+    )  # fmt: skip
+
+
+def _caches(keys: Tensor, values: Tensor, box: int, runs: int = 0) -> tuple[jit.TensorMap, jit.TensorMap]:
+    blocks, size, kv_heads, dim = keys.shape
+    width = kv_heads * dim
+    of_k, of_v = (jit.tensor_map(x.data_ptr(), blocks * size, width, box, width, runs) for x in (keys, values))
+    return of_k, of_v

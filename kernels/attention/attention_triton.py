@@ -1,0 +1,326 @@
+"""Attention over the paged cache on GPUs, in Triton, where boxes.py does not suit; attention.py imports this there.
+
+Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691); the split over a sequence after Flash-Decoding (Dao
+et al. 2023). Exponentials are to the base 2. Every load of keys and values is masked by the sequence's length, so that
+whatever lies in unused slots, a NaN too, stays out.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .. import jit
+from ..device import device_caps
+from .attention_tma import LOG2_E, CurrentKV
+
+# Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
+PROGRAMS = 4
+MAX_KV_SPLITS = 32
+PART = 256  # tokens: about what is worth a program of its own, and adding its result to the others'
+
+
+@triton.jit
+def _slots(tables, positions, valid, BLOCK: tl.constexpr):
+    """Where the cache holds these positions of the sequence whose block table starts at `tables`."""
+    blocks = tl.load(tables + positions // BLOCK, mask=valid, other=0)
+    return blocks.to(tl.int64) * BLOCK + positions % BLOCK
+
+
+@triton.jit
+def _turn(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Both halves [heads, HALF] of heads, normed and turned, rounded after either, as cuda/rope.cu does it."""
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+        wa = tl.load(weight + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        wb = tl.load(weight + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        a = (a * scale * wa[None, :]).to(dtype).to(tl.float32)
+        b = (b * scale * wb[None, :]).to(dtype).to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
+def _softcap(s, CAP: tl.constexpr):
+    """CAP * tanh(s / CAP), which an overflow makes CAP; CAP 0: s. Both are to the base 2: times log2(e)."""
+    if CAP > 0:
+        s = CAP - 2 * CAP / (tl.exp(s * (2 / CAP)) + 1)
+    return s
+
+
+@triton.jit
+def _combine(
+    parts, sums, out, row, count, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Rows row:row + GROUP of out [rows, DIM] from `count` parts each, weighted by their sums."""
+    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
+    # Parts at once: as many as fit in registers, for each round waits for memory.
+    MOST: tl.constexpr = triton.cdiv(8192, HEADS * PADDED)
+    AHEAD: tl.constexpr = MOST if MOST < SPLITS else SPLITS
+    heads, splits, dims = tl.arange(0, HEADS), tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    mine = (heads < GROUP)[:, None]
+    first = (row + heads)[:, None] * SPLITS
+    # Past the first-level cache, which need not see what other multiprocessors have written.
+    every = tl.load(sums + first + splits[None, :], mask=mine & (splits < count)[None, :], other=float("-inf"),
+                    cache_modifier=".cg")  # fmt: skip
+    top = tl.max(tl.where(mine, every, 0.0), 1)[:, None]
+    total = tl.sum(tl.exp2(every - top), 1)
+    acc = tl.zeros([HEADS, PADDED], tl.float32)
+    for at in range(0, count, AHEAD):
+        split = at + tl.arange(0, AHEAD)[None, :]
+        mask = mine & (split < count)
+        weights = tl.exp2(tl.load(sums + first + split, mask=mask, other=float("-inf"), cache_modifier=".cg") - top)
+        x = tl.load(
+            parts + (first + split)[:, :, None] * DIM + dims[None, None, :],
+            mask=mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        acc += tl.sum(x * weights[:, :, None], 1)
+    y = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = out + (row + heads)[:, None] * DIM + dims[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), mask=mine & (dims < DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["table_row"])  # it differs from step to step
+def decode_kernel(
+    q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
+    scale, eps, q_row, k_row, v_row, table_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
+
+    With TURN the step's newest token is still in q, k and v: heads are normed (NORM) and turned here, the sequence's
+    last part writes key and value to the cache and takes them from registers, and the loops cover only the tokens
+    before, so that no program reads what another one writes. Without, the cache holds it and q is turned.
+
+    A sequence has as many parts as its length asks for, at most SPLITS; programs beyond have nothing to do. Of several
+    parts each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
+    `arrived` [B, KV_HEADS], which is zero between calls, that the others have done so adds them up.
+    """
+    if OVERLAP:  # as release() and wait() of cuda/common.cuh
+        gdc_launch_dependents()
+        gdc_wait()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = (DIM + 1) // 2
+    HALF_PADDED: tl.constexpr = PADDED // 2 if PADDED > 16 else 16
+    head, b, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length = tl.load(lengths + b)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    last = tl.maximum(length - TURN, 0)  # where the tokens end that are read from the cache
+    count = tl.minimum(tl.maximum((last - first + PART // 2) // PART, 1), SPLITS)
+    each = tl.maximum(tl.cdiv(tl.cdiv(last - first, count), TILE), 1) * TILE
+    count = tl.maximum(tl.cdiv(last - first, each), 1)
+    if split >= count:
+        return
+    start = first + split * each
+    stop = tl.minimum(start + each, last)
+
+    rows, dims, half, tile = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, HALF_PADDED), tl.arange(0, TILE)
+    heads = b * HEADS + head * GROUP + rows
+    mine = (rows < GROUP)[:, None]
+    low, high = (half < HALF)[None, :], (half < DIM - HALF)[None, :]
+    from_q = q + b * q_row + (head * GROUP + rows)[:, None] * DIM + half[None, :]
+    xa = tl.load(from_q, mask=mine & low, other=0.0)
+    xb = tl.load(from_q + HALF, mask=mine & high, other=0.0)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    if TURN:
+        newest = (split == count - 1) & (length > 0)
+        from_k = k + b * k_row + head * DIM + half[None, :]
+        ka = tl.load(from_k, mask=low & newest, other=0.0)
+        kb = tl.load(from_k + HALF, mask=low & newest, other=0.0)
+        new = tl.load(v + b * v_row + head * DIM + dims, mask=(dims < DIM) & newest, other=0.0)
+        new = new.to(values.dtype.element_ty)
+        slot = tl.load(slots + b)
+        by_cos = tl.load(cos + b * DIM + half[None, :], mask=low, other=0.0)
+        by_sin = tl.load(sin + b * DIM + HALF + half[None, :], mask=low, other=0.0)
+        xa, xb = _turn(xa, xb, by_cos, by_sin, q_weight, half, eps, DIM, HALF, NORM)
+        ka, kb = _turn(ka, kb, by_cos, by_sin, k_weight, half, eps, DIM, HALF, NORM)
+        ka, kb = ka.to(keys.dtype.element_ty), kb.to(keys.dtype.element_ty)
+        to = (slot * KV_HEADS + head) * DIM
+        written = newest & (slot >= 0)
+        tl.store(keys + to + half[None, :], ka, mask=low & written)
+        tl.store(keys + to + HALF + half[None, :], kb, mask=low & written)
+        tl.store(values + to + dims, new, mask=(dims < DIM) & written)
+        products = xa.to(tl.float32) * ka.to(tl.float32) + xb.to(tl.float32) * kb.to(tl.float32)
+        best = tl.where(newest, _softcap(tl.sum(products, 1) * scale, CAP), float("-inf"))
+        total = tl.where(newest, total + 1, total)
+        acc += new.to(tl.float32)[None, :]
+
+    for at in range(start, stop, TILE):
+        valid = at + tile < stop
+        base = (_slots(tables + b * table_row, at + tile, valid, BLOCK) * KV_HEADS + head) * DIM
+        from_keys = keys + base[None, :] + half[:, None]
+        ya = tl.load(from_keys, mask=valid[None, :] & (half < HALF)[:, None], other=0.0)
+        yb = tl.load(from_keys + HALF, mask=valid[None, :] & (half < DIM - HALF)[:, None], other=0.0)
+        s = tl.dot(xb, yb, tl.dot(xa, ya, input_precision=PRECISION), input_precision=PRECISION) * scale
+        s = tl.where(valid[None, :], _softcap(s, CAP), float("-inf"))
+        top = tl.maximum(best, tl.max(s, 1))
+        p = tl.exp2(s - top[:, None])
+        old = tl.exp2(best - top)
+        y = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+        total = total * old + tl.sum(p, 1)
+        acc = acc * old[:, None] + tl.dot(p.to(y.dtype), y, input_precision=PRECISION)
+        best = top
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # an empty row gives zeros
+    mask = mine & (dims < DIM)[None, :]
+    tl.store(out + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask & (count == 1))
+    if SPLITS > 1 and count > 1:
+        tl.store(sums + heads * SPLITS + split, best + tl.log2(total), mask=rows < GROUP)
+        tl.store(parts + (heads * SPLITS + split)[:, None] * DIM + dims[None, :], acc, mask=mask)
+        tl.debug_barrier()  # all threads' stores, before the one thread that tells of them
+        before = tl.atomic_add(arrived + b * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
+        if before == count - 1:
+            _combine(parts, sums, out, b * HEADS + head * GROUP, count, DIM, PADDED, GROUP, SPLITS)
+            tl.store(arrived + b * KV_HEADS + head, 0)
+
+
+@triton.jit
+def _tiles(
+    acc, total, best, x, keys, values, table, head, start, stop, positions, length,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys start:stop, in whole tiles, for query rows x at `positions`. Unless MASKED, every row sees them all."""
+    dims, tile = tl.arange(0, PADDED), tl.arange(0, TILE)
+    for at in range(start, stop, TILE):
+        valid = at + tile < length
+        base = (_slots(table, at + tile, valid, BLOCK) * KV_HEADS + head) * DIM
+        k = tl.load(keys + base[None, :] + dims[:, None], mask=valid[None, :] & (dims < DIM)[:, None], other=0.0)
+        s = _softcap(tl.dot(x, k, input_precision=PRECISION), CAP)
+        if MASKED:
+            seen = positions[:, None] >= (at + tile)[None, :]
+            if WINDOW > 0:
+                seen &= positions[:, None] < (at + tile)[None, :] + WINDOW
+            s = tl.where(seen, s, float("-inf"))
+        top = tl.maximum(best, tl.max(s, 1))
+        # A row that has seen no key yet would subtract infinities.
+        base_of = tl.where(top > float("-inf"), top, 0.0) if MASKED else top
+        p = tl.exp2(s - base_of[:, None])
+        old = tl.exp2(best - base_of)
+        v = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+        total = total * old + tl.sum(p, 1)
+        acc = acc * old[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = top
+    return acc, total, best
+
+
+@triton.jit(do_not_specialize=["first", "table_row"])
+def prefill_kernel(
+    q, keys, values, tables, lengths, starts, out, scale, first, q_row, table_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens of one sequence, the `first + program_id(2)`-th, for one query head.
+
+    Its tokens of this step are rows starts[i]:starts[i + 1] of q and the last ones of its `lengths`.
+    """
+    head, i = tl.program_id(1), first + tl.program_id(2)
+    begin, end = tl.load(starts + i), tl.load(starts + i + 1)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the long ones first
+    if row < end - begin:
+        length = tl.load(lengths + i)
+        rows, dims = row + tl.arange(0, ROWS), tl.arange(0, PADDED)
+        mine = (begin + rows < end)[:, None] & (dims < DIM)[None, :]
+        at = (begin + rows).to(tl.int64)[:, None]
+        x = tl.load(q + at * q_row + head * DIM + dims[None, :], mask=mine, other=0.0)
+        x = (x.to(tl.float32) * scale).to(x.dtype)
+        computed = length - (end - begin)
+        positions = computed + rows
+        table = tables + i.to(tl.int64) * table_row
+        acc = tl.zeros([ROWS, PADDED], tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        group: tl.constexpr = HEADS // KV_HEADS
+        stop = tl.minimum(computed + row + ROWS, length)
+        middle = (computed + row + 1) // TILE * TILE  # keys before are seen by all rows
+        from_ = 0
+        if WINDOW > 0:
+            from_ = tl.maximum(computed + row + 1 - WINDOW, 0) // TILE * TILE
+            middle = from_
+        else:
+            acc, total, best = _tiles(
+                acc, total, best, x, keys, values, table, head // group, 0, middle, positions, length,
+                KV_HEADS, DIM, PADDED, BLOCK, TILE, 0, CAP, False, PRECISION,
+            )  # fmt: skip
+        acc, total, best = _tiles(
+            acc, total, best, x, keys, values, table, head // group, middle, stop, positions, length,
+            KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, CAP, True, PRECISION,
+        )  # fmt: skip
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + at * (HEADS * DIM) + head * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mine)
+
+
+def _overlaps(x: Tensor) -> bool:
+    return x.is_cuda and device_caps(x.device).has_pdl
+
+
+def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
+    """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
+    splits = 1
+    while splits < MAX_KV_SPLITS and programs * splits * 2 <= PROGRAMS * num_sms and longest > splits * PART:
+        splits *= 2
+    return splits
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
+    cap: float, splits: int, newest: CurrentKV | None = None, tile: int = 0, part: int = 0,
+) -> None:  # fmt: skip
+    """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
+
+    With `newest`, q is neither normed nor turned yet, and the caches do not hold these tokens yet.
+    """
+    n, heads, dim = q.shape
+    kv_heads = keys.shape[2]
+    padded = max(16, triton.next_power_of_2(dim))
+    narrow = q.element_size() == 2
+    tile = tile or ((128 if splits > 1 else 64) if narrow and padded <= 128 else 32)
+    overlap = _overlaps(q)
+    parts = sums = out
+    arrived = lengths
+    if splits > 1:
+        assert n * kv_heads <= jit.COUNTERS  # choose_kv_splits does not cut so many
+        parts = torch.empty(n, heads, splits, dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
+        arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
+    # What a kernel of turned tokens does not touch.
+    k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
+    q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
+    decode_kernel[kv_heads, n, splits](
+        q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
+        scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), heads, kv_heads, dim, padded,
+        max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
+        cap * LOG2_E, int(newest is not None), int(norms is not None), "tf32" if narrow else "ieee", overlap,
+        num_warps=4, num_stages=4 if narrow and padded <= 128 else 2, launch_pdl=overlap,
+    )  # fmt: skip
+
+
+def prefill(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor,
+    scale: float, window: int, cap: float, first: int, count: int, longest: int,
+    rows: int = 0, tile: int = 0,
+) -> None:  # fmt: skip
+    """Sequences first:first + count of the tables, with up to `longest` tokens each; q and out [T, heads, head_dim]."""
+    heads, dim = q.shape[1:]
+    padded = max(16, triton.next_power_of_2(dim))
+    narrow = q.element_size() == 2
+    rows = rows or ((128 if padded <= 128 else 64) if narrow else 32)
+    rows = max(16, min(rows, triton.next_power_of_2(longest)))
+    tile = tile or (64 if narrow and padded <= 128 else 32)
+    prefill_kernel[triton.cdiv(longest, rows), heads, count](
+        q, keys, values, tables, lengths, starts, out, scale * LOG2_E, first, q.stride(0), tables.stride(0),
+        heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, cap * LOG2_E,
+        "tf32" if narrow else "ieee", num_warps=8 if rows >= 128 else 4,
+        num_stages=3 if narrow and padded <= 128 else 2,
+    )  # fmt: skip

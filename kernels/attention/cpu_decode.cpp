@@ -1,0 +1,223 @@
+// One token of each of B sequences attends to its keys in a paged cache, with an online softmax in f32.
+//
+// The tokens that all sequences read, times the key heads, stand in one row that the threads share out evenly, whatever
+// the lengths are, which are read here: a recorded step is replayed with other ones. A thread may so begin and end in
+// the middle of a sequence: what it has of the first and of the last one lies in `partial` then, and `merge` adds up.
+
+#include "op.h"
+#include "simd.h"
+
+struct Decode {
+    const void *q, *keys, *values;  // q [B, heads, dim]; keys, values [blocks, block_size, kv_heads, dim]
+    const int32_t *tables, *lengths;  // [B, table_pitch], [B]; length 0 gives zeros
+    void* out;  // [B, heads, dim]
+    float* partial;  // [threads, 2, group, 2 + dim]: per query head the largest score, the sum and the weighted values
+    int64_t sequences, heads, kv_heads, dim, block_size, table_pitch, q_pitch, window;
+    double scale, cap;
+};
+
+constexpr int64_t MOST_DIM = 512;
+constexpr int MOST_GROUP = 16;  // query heads of a key head that are computed together
+constexpr int TILE = 32;        // tokens; a multiple of LANES
+constexpr int64_t LEAST = 128;  // tokens that a thread is worth
+
+// A sequence's tokens of one key head.
+struct Item {
+    int64_t sequence, kv_head, first, count;  // `first` is the window's
+    int64_t begin;                            // its first token's place in the row of all
+};
+
+// All items in order, with what of them lies in places low..high - 1.
+template <typename F> INLINE void items_of(const Decode& a, F visit) {
+    int64_t begin = 0;
+    for (int64_t b = 0; b < a.sequences; b++) {
+        int64_t length = a.lengths[b], first = a.window && length > a.window ? length - a.window : 0;
+        for (int64_t h = 0; h < a.kv_heads; h++, begin += length - first) visit(Item{b, h, first, length - first, begin});
+    }
+}
+
+struct Places {
+    int64_t total = 0, parts;
+
+    Places(const Decode& a, int threads) {
+        for (int64_t b = 0; b < a.sequences; b++) {
+            int64_t length = a.lengths[b];
+            total += (a.window && length > a.window ? a.window : length) * a.kv_heads;
+        }
+        int64_t worth = total / LEAST;
+        parts = worth < 1 ? 1 : worth < threads ? worth : threads;
+    }
+
+    int64_t of(int64_t part) const { return total * part / parts; }
+};
+
+// Sums of `count` <= TILE tokens for G query heads.
+template <typename T> struct State {
+    float q[MOST_GROUP][MOST_DIM];  // times the scale, zeros behind dim
+    float values[MOST_GROUP][MOST_DIM];
+    float top[MOST_GROUP], sum[MOST_GROUP];
+    float scores[MOST_GROUP][TILE];
+    const T *k[TILE], *v[TILE];
+};
+
+template <int R, typename T> INLINE void score(State<T>& s, int g, int t, int64_t dim) {
+    Vec total[R][4] = {};
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        Vec k[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) k[j] = load(s.k[t + j] + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) total[r][j] = load(s.q[g + r] + i) * k[j] + total[r][j];
+    }
+    if (i < dim)
+        for (int j = 0; j < 4; j++) {
+            Vec k = load(s.k[t + j] + i, dim - i);
+            for (int r = 0; r < R; r++) total[r][j] = load(s.q[g + r] + i) * k + total[r][j];
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) sums(total[r], s.scores[g + r] + t);
+}
+
+template <int R, typename T> INLINE void mix(State<T>& s, int g, int count, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += LANES) {
+        Vec total[R];
+        for (int r = 0; r < R; r++) total[r] = load(s.values[g + r] + i);
+        if (i + LANES <= dim)
+            for (int t = 0; t < count; t++) {
+                Vec v = load(s.v[t] + i);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) total[r] = s.scores[g + r][t] * v + total[r];
+            }
+        else
+            for (int t = 0; t < count; t++) {
+                Vec v = load(s.v[t] + i, dim - i);
+                for (int r = 0; r < R; r++) total[r] = s.scores[g + r][t] * v + total[r];
+            }
+        for (int r = 0; r < R; r++) store(s.values[g + r] + i, total[r]);
+    }
+}
+
+// Scores become weights; what has been summed shrinks where a larger score has come.
+template <typename T> INLINE void weigh(const Decode& a, State<T>& s, int g, int count) {
+    float* scores = s.scores[g];
+    for (int t = count; t < TILE; t++) scores[t] = -__builtin_inff();  // exp makes next to nothing of it
+    Vec best = fill(s.top[g]);
+    for (int t = 0; t < count; t += LANES) {
+        Vec x = load(scores + t);
+        if (a.cap != 0) {
+            Vec capped = (float)a.cap * tanh(x / (float)a.cap);
+            for (int j = 0; j < LANES; j++) x[j] = t + j < count ? capped[j] : x[j];
+            store(scores + t, x);
+        }
+        best = max(best, x);
+    }
+    float top = largest(best);
+    if (top > s.top[g]) {
+        Vec shrink = exp(fill(s.top[g] - top));
+        s.sum[g] *= shrink[0];
+        for (int64_t i = 0; i < a.dim; i += LANES) store(s.values[g] + i, load(s.values[g] + i) * shrink);
+        s.top[g] = top;
+    }
+    Vec total = {};
+    for (int t = 0; t < count; t += LANES) {
+        Vec x = exp(load(scores + t) - top);
+        store(scores + t, x);
+        total += x;
+    }
+    s.sum[g] += sum(total);
+}
+
+// Tokens from..to - 1 of an item for query heads head..head + group - 1.
+template <typename T> void attend(const Decode& a, const Item& item, int64_t from, int64_t to, int64_t head, int group,
+                                  State<T>& s) {
+    const T* q = (const T*)a.q + item.sequence * a.q_pitch + head * a.dim;
+    for (int g = 0; g < group; g++) {
+        for (int64_t i = 0; i < a.dim; i++) s.q[g][i] = widen(q[g * a.dim + i]) * (float)a.scale;
+        for (int64_t i = a.dim; i < MOST_DIM && i % LANES; i++) s.q[g][i] = 0;
+        memset(s.values[g], 0, (a.dim + LANES - 1) / LANES * LANES * 4);
+        s.top[g] = -__builtin_inff();
+        s.sum[g] = 0;
+    }
+    const int32_t* table = a.tables + item.sequence * a.table_pitch;
+    int64_t pitch = a.kv_heads * a.dim;
+    for (int64_t at = from; at < to; at += TILE) {
+        int count = to - at < TILE ? to - at : TILE;
+        for (int t = 0; t < TILE; t++) {
+            int64_t position = item.first + at + (t < count ? t : count - 1);  // the last one stands for those behind
+            int64_t slot = (int64_t)table[position / a.block_size] * a.block_size + position % a.block_size;
+            s.k[t] = (const T*)a.keys + slot * pitch + item.kv_head * a.dim;
+            s.v[t] = (const T*)a.values + slot * pitch + item.kv_head * a.dim;
+        }
+        int g = 0;
+        for (; g + 2 <= group; g += 2)
+            for (int t = 0; t < count; t += 4) score<2>(s, g, t, a.dim);
+        for (; g < group; g++)
+            for (int t = 0; t < count; t += 4) score<1>(s, g, t, a.dim);
+        for (g = 0; g < group; g++) weigh(a, s, g, count);
+        for (g = 0; g + 4 <= group; g += 4) mix<4>(s, g, count, a.dim);
+        for (; g < group; g++) mix<1>(s, g, count, a.dim);
+    }
+}
+
+template <typename T> INLINE void finish(const Decode& a, const Item& item, int64_t head, const float* values, float sum) {
+    T* out = (T*)a.out + (item.sequence * a.heads + head) * a.dim;
+    for (int64_t i = 0; i < a.dim; i++) out[i] = narrow<T>(values[i] / sum);
+}
+
+template <typename T> void decode(const Decode& a, int part, int threads) {
+    Places places(a, threads);
+    if (part >= places.parts) return;
+    int64_t low = places.of(part), high = places.of(part + 1), group = a.heads / a.kv_heads;
+    State<T> s;
+    items_of(a, [&](const Item& item) {
+        if (item.count == 0 && part == 0)
+            memset((T*)a.out + (item.sequence * a.heads + item.kv_head * group) * a.dim, 0, group * a.dim * sizeof(T));
+        int64_t from = item.begin < low ? low - item.begin : 0;
+        int64_t to = item.begin + item.count > high ? high - item.begin : item.count;
+        if (from >= to) return;
+        for (int64_t g = 0; g < group; g += MOST_GROUP) {
+            int here = group - g < MOST_GROUP ? group - g : MOST_GROUP;
+            attend<T>(a, item, from, to, item.kv_head * group + g, here, s);
+            for (int i = 0; i < here; i++) {
+                if (from == 0 && to == item.count) {
+                    finish<T>(a, item, item.kv_head * group + g + i, s.values[i], s.sum[i]);
+                    continue;
+                }
+                float* partial = a.partial + ((part * 2 + (from == 0)) * group + g + i) * (2 + a.dim);
+                partial[0] = s.top[i];
+                partial[1] = s.sum[i];
+                memcpy(partial + 2, s.values[i], a.dim * 4);
+            }
+        }
+    });
+}
+
+// Who has the beginning of an item that others go on with adds up.
+template <typename T> void merge(const Decode& a, int part, int threads) {
+    Places places(a, threads);
+    if (part + 1 >= places.parts) return;
+    int64_t low = places.of(part), high = places.of(part + 1), group = a.heads / a.kv_heads, size = 2 + a.dim;
+    items_of(a, [&](const Item& item) {
+        int64_t end = item.begin + item.count;
+        if (item.begin < low || item.begin >= high || end <= high) return;
+        for (int64_t g = 0; g < group; g++) {
+            float* mine = a.partial + ((part * 2 + 1) * group + g) * size;
+            for (int64_t other = part + 1; other < places.parts && places.of(other) < end; other++) {
+                const float* more = a.partial + (other * 2 * group + g) * size;
+                float top = mine[0] > more[0] ? mine[0] : more[0];
+                float keep = exp(fill(mine[0] - top))[0], add = exp(fill(more[0] - top))[0];
+                for (int64_t i = 1; i < size; i++) mine[i] = mine[i] * keep + more[i] * add;
+                mine[0] = top;
+            }
+            finish<T>(a, item, item.kv_head * group + g, mine + 2, mine[1]);
+        }
+    });
+}
+
+OP(decode_f32, decode<float>, Decode)
+OP(decode_bf16, decode<bf16>, Decode)
+OP(merge_f32, merge<float>, Decode)
+OP(merge_bf16, merge<bf16>, Decode)

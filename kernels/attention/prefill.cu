@@ -1,0 +1,244 @@
+// softmax(scale q k^T) v of prompts over the paged cache, causal: 128 rows of one head at a time, for sm_90 alone.
+//
+// One warp has the copy engine bring keys and values from the cache, block by block, to shared memory, STAGES tiles of 128
+// tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous tensor-core
+// instructions, 64 rows each. While a tile's scores become weights, the products of the next scores and of the last values
+// are under way. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
+// 2407.08608). All operands lie in boxes of 64 elements with the engine's 128-byte swizzle.
+#include "tma.cuh"
+#include "mma.cuh"
+#include "wgmma.cuh"
+
+constexpr int ROWS = 128, TILE = 128, HALVES = DIM / 64;
+constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = TILE * DIM * 2;
+constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+struct Work {  // of an item: a sequence's rows, as work() of kernels/attention/attention_tma.py lists them
+    int sequence, row, rows, position, length;
+
+    __device__ Work(const int* items, int i) {
+        int4 a = *(const int4*)(items + i * 8);
+        sequence = a.x, row = a.y, rows = a.z, position = a.w, length = items[i * 8 + 4];
+    }
+    __device__ int first() const { return WINDOW ? max(position + 1 - WINDOW, 0) / TILE : 0; }
+    __device__ int stop() const { return (position + rows + TILE - 1) / TILE; }
+};
+
+// Which item is a block's n-th: there and back again, as the costly ones come first.
+__device__ inline int pick(int n) { return n * gridDim.x + (n % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+
+// The softmax of two rows, 8 apart, of which a lane has a quarter.
+struct Rowwise {
+    float top[2], sum[2], shrink[2];
+
+    // A tile's scores become weights: of keys `from` on for position `row`, and 8 further for the other.
+    __device__ void weigh(float (&s)[TILE / 2], int row, int from, bool masked, float scale, float cap) {
+        const int lane = threadIdx.x % 32;
+        if (CAPPED) {
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i++) s[i] = score<CAPPED>(s[i], scale, cap);
+        }
+        if (masked) {
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i++) {
+                int key = from + i / 4 * 8 + lane % 4 * 2 + i % 2, at = row + i % 4 / 2 * 8;
+                bool out = key > at || (WINDOW && key + WINDOW <= at);
+                s[i] = out ? NOTHING : s[i];
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float best = top[h];
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i += 4) best = fmaxf(best, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
+            best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+            best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+            // A row that has seen no key yet would subtract infinities.
+            float by = CAPPED ? 1 : scale, base = best == NOTHING ? 0 : best * by;
+            shrink[h] = power(top[h] * by - base);
+            top[h] = best;
+            float total = 0;
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i += 4) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    float& x = s[i + 2 * h + j];
+                    x = power(x * by - base);
+                    total += x;
+                }
+            }
+            sum[h] = sum[h] * shrink[h] + total;
+        }
+    }
+};
+
+// As the operand of a product: not while products are under way that read the one before.
+__device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
+    hold(s);
+#pragma unroll
+    for (int i = 0; i < TILE / 16; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) p[i][j] = both<T>(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+prompt(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const int* items,
+       int count, const int* tables, int table_row, T* out, float scale, float cap) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ uint4 memory[];
+    __shared__ alignas(8) Barrier q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    const unsigned q_at = (shared(memory) + 1023) / 1024 * 1024, k_at = q_at + Q_BYTES, v_at = k_at + STAGES * TILE_BYTES;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    release();
+    if (thread == 0) {
+        init(&q_full, 1), init(&q_empty, 8);
+        for (int s = 0; s < STAGES; s++) init(k_full + s, 1), init(v_full + s, 1), init(k_empty + s, 8), init(v_empty + s, 8);
+        publish();
+    }
+    __syncthreads();
+    wait();
+    if (warp < 4) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (warp) return;
+        int t = 0, n = 0;
+        for (int i; (i = pick(n)) < count * HEADS; n++) {
+            const Work work(items, i / HEADS);
+            const int head = i % HEADS, column = head / (HEADS / KV_HEADS) * DIM, *table = tables + (long long)work.sequence * table_row;
+            auto block = [&](int j) {  // of the cache, for this lane's box of a tile
+                int token = j * TILE + lane * BOX;
+                return lane < PER_TILE && token < work.length ? table[token / SIZE] * SIZE + token % SIZE : -1;
+            };
+            int row = block(work.first());
+            if (n) await(&q_empty, n - 1);
+            if (lane == 0) {
+                expect(&q_full, Q_BYTES);
+                for (int h = 0; h < HALVES; h++) copy(q_at + h * ROWS * 128, &of_q, head * DIM + h * 64, work.row, &q_full);
+            }
+            for (int j = work.first(); j < work.stop(); j++, t++) {
+                const int stage = t % STAGES, here = min(PER_TILE, (work.length - j * TILE + BOX - 1) / BOX), now = row;
+                row = block(j + 1);
+                auto bring = [&](const Map* map, unsigned at, Barrier* full, Barrier* empty) {
+                    if (t >= STAGES) await(empty + stage, t / STAGES - 1);
+                    if (lane == 0) expect(full + stage, here * BOX * DIM * 2);
+                    __syncwarp();
+                    if (now >= 0)
+                        for (int h = 0; h < HALVES; h++)
+                            copy(at + stage * TILE_BYTES + (h * TILE + lane * BOX) * 128, map, column + h * 64, now, full + stage);
+                };
+                bring(&of_k, k_at, k_full, k_empty);
+                bring(&of_v, v_at, v_full, v_empty);
+            }
+        }
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const int group = warp / 4 - 1, quarter = warp % 4;
+    int t = 0, n = 0;
+    for (int i; (i = pick(n)) < count * HEADS; n++) {
+        const Work work(items, i / HEADS);
+        const int head = i % HEADS, skip = group * 64, above = work.position + skip;
+        // Tiles that this group's rows see; the block's others are only handed back.
+        const int tiles = work.stop() - work.first(), mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
+        unsigned q[DIM / 16][4];
+        await(&q_full, n);
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++) {
+            int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
+            load(q[k], q_at + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
+        }
+        hand_back(&q_empty);
+        float s[TILE / 2], o[DIM / 2] = {};
+        unsigned p[TILE / 16][4];
+        Rowwise rows = {{NOTHING, NOTHING}, {0, 0}};
+        auto scores = [&](int j) {
+            const int stage = (t + j) % STAGES;
+            await(k_full + stage, (t + j) / STAGES);
+            hold(s);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < DIM / 16; k++)
+                multiply<false>(T(), s, q[k], describe(k_at + stage * TILE_BYTES + k / 4 * TILE * 128 + k % 4 * 32, 16), k > 0);
+            end_products();
+        };
+        auto values = [&](int j) {
+            const int stage = (t + j) % STAGES;
+            hold(o);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < TILE / 16; k++)
+                multiply<true>(T(), o, p[k], describe(v_at + stage * TILE_BYTES + k * 2048, TILE * 128), true);
+            end_products();
+        };
+        auto weigh = [&](int j) {
+            const int from = (work.first() + j) * TILE;
+            const bool masked = from + TILE - 1 > above || (WINDOW && from + WINDOW <= above + 63);
+            rows.weigh(s, above + quarter * 16 + lane / 4, from, masked, scale, cap);
+        };
+        if (mine) {
+            scores(0);
+            await_products<0>();
+            hold(s);
+            hand_back(k_empty + t % STAGES);
+            weigh(0);
+            pack(p, s);
+        }
+        for (int j = 1; j < mine; j++) {
+            scores(j);
+            await(v_full + (t + j - 1) % STAGES, (t + j - 1) / STAGES);
+            values(j - 1);
+            await_products<1>();
+            hold(s);
+            hand_back(k_empty + (t + j) % STAGES);
+            weigh(j);
+            await_products<0>();
+            hold(o);
+            hand_back(v_empty + (t + j - 1) % STAGES);
+#pragma unroll
+            for (int k = 0; k < DIM / 2; k++) o[k] *= rows.shrink[k / 2 % 2];
+            pack(p, s);
+        }
+        if (mine) {
+            const int last = t + mine - 1, stage = last % STAGES, valid = work.length - (work.first() + mine - 1) * TILE;
+            await(v_full + stage, last / STAGES);
+            if (valid < TILE) {  // whatever lies past the end, a NaN too, stays out; both groups may write these zeros
+                const int pieces = (TILE - valid) * 8;
+                for (int k = thread % 128; k < pieces * HALVES; k += 128)
+                    clear(v_at + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
+                settle();
+                asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+            }
+            values(mine - 1);
+            await_products<0>();
+            hold(o);
+            hand_back(v_empty + stage);
+        }
+        for (int j = mine; j < tiles; j++) {
+            const int stage = (t + j) % STAGES;
+            await(k_full + stage, (t + j) / STAGES);
+            hand_back(k_empty + stage);
+            await(v_full + stage, (t + j) / STAGES);
+            hand_back(v_empty + stage);
+        }
+        t += tiles;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float sum = rows.sum[h];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float by = sum > 0 ? 1 / sum : 0;
+            const int row = skip + quarter * 16 + lane / 4 + h * 8;
+            T* to = out + (long long)(work.row + row) * HEADS * DIM + head * DIM;
+#pragma unroll
+            for (int k = 0; k < DIM / 32; k++) {
+                unsigned x[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) x[j] = both<T>(o[k * 16 + j * 4 + h * 2] * by, o[k * 16 + j * 4 + h * 2 + 1] * by);
+                line_up(x);
+                if (row < work.rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+            }
+        }
+    }
+#endif
+}

@@ -1,0 +1,230 @@
+"""Sums over the GPUs of one host that map each other's memory: one kernel, nothing of the host's in it.
+
+One-shot: every rank reads all of every other's input, one barrier. Two-shot: every rank adds up one share and reads
+the others' sums: two barriers and, of 4 ranks, half the bytes (barrier.cuh). With the norm there are two more, in which
+ranks push to the others, who wait for data alone (ll.cuh). One-way: all of a rank's input to every other one. Push:
+shares, as two-shot, and then their sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..norm.norm import add_rms_norm_reference
+
+SLOT = 8 << 20  # bytes that one call can sum
+SENT = 2 << 20  # bytes up to which, of more than two ranks and with the norm, to write shares to the others is faster
+INBOX = 2 * SLOT - SENT  # and SENT are a mailbox: for all of two ranks' input, or for shares and then their sums
+# Where there are more than two ranks:
+ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
+FEW = 2  # rows that are summed and normed faster one after the other
+BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
+MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than Peers.blocks
+THREADS = 512
+MOST_THREADS = 1024
+MOST_RANKS = 8
+RECV_BUFFER = SLOT  # bytes of a region where others' parts of a product arrive, of spread.py
+ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MOST_BLOCKS}  # constants of the kernels
+
+
+def recv_buffer_at(size: int) -> int:
+    """Where the landing begins in a region of `size` ranks: behind two slots, Signals of barrier.cuh, two mailboxes."""
+    return 2 * SLOT + 4 * MOST_BLOCKS * (1 + size) + 2 * (INBOX + SENT)
+
+
+def region_bytes(size: int) -> int:
+    """Of the memory that each of `size` ranks gives to the group."""
+    return recv_buffer_at(size) + RECV_BUFFER
+
+
+@dataclass(frozen=True)
+class SymmetricMemory:
+    """The group's regions as one rank has mapped them: rank r's at base + r * stride, in bytes, on the current device.
+
+    They are zero before the first call.
+    """
+
+    rank: int
+    size: int
+    base: int
+    stride: int
+    blocks: int = BLOCKS  # of MOST_THREADS that all ranks' GPUs hold at once, up to MOST_BLOCKS
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """[ranks] int64 on the GPU: addresses in rank order."""
+        return torch.tensor([self.base + r * self.stride for r in range(self.size)], device="cuda")
+
+    @functools.cached_property
+    def recv_buffer(self) -> Tensor:
+        """[LANDING] uint8: this rank's."""
+        return memory(self.base + self.rank * self.stride + recv_buffer_at(self.size), RECV_BUFFER)
+
+
+def common_blocks(num_sms: Iterable[int]) -> int:
+    """Peers.blocks of GPUs with so many multiprocessors, each of which holds one block of MOST_THREADS."""
+    return min([MOST_BLOCKS, *num_sms])
+
+
+class _Memory:
+    """What torch takes for an array on the current device (CUDA Array Interface, version 3)."""
+
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = dict(shape=(size,), typestr="|u1", data=(address, False), version=3)
+
+
+def memory(address: int, size: int) -> Tensor:
+    """[size] uint8: what lies there on the current device, which somebody else keeps."""
+    return torch.as_tensor(_Memory(address, size), device="cuda")
+
+
+def supports(x: Tensor, ranks: int) -> bool:
+    """Whether `all_reduce` takes x. The same on all ranks."""
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.nbytes <= SLOT and ranks <= MOST_RANKS
+
+
+def all_reduce(x: Tensor, peers: SymmetricMemory) -> Tensor:
+    """The sum of x over the group, in place; accumulated in f32 in rank order, so that all ranks get the same bits.
+
+    x is contiguous and `suits`. Every rank calls the same in the same order, on one stream.
+    """
+    if peers.size > 2 and x.nbytes > ONE_SHOT and x.numel() % peers.size == 0:
+        return two_shot(x, peers)
+    return one_shot(x, peers)
+
+
+def one_shot(x: Tensor, peers: SymmetricMemory, blocks: int = BLOCKS, threads: int = 0) -> Tensor:
+    """`all_reduce` by at most `blocks` <= MOST_BLOCKS blocks of `threads`, or as many as fit."""
+    vector = jit.vector(x, x.numel())
+    return _launch("one_shot", x, peers, vector, x.numel() // vector, blocks, threads)
+
+
+def two_shot(x: Tensor, peers: SymmetricMemory, blocks: int = BLOCKS, threads: int = 0) -> Tensor:
+    """The same, of a number of elements that the ranks divide."""
+    share = x.numel() // peers.size
+    vector = jit.vector(x, share)
+    return _launch("two_shot", x, peers, vector, share // vector, blocks, threads)
+
+
+def _launch(name: str, x: Tensor, peers: SymmetricMemory, vector: int, items: int, blocks: int, threads: int) -> Tensor:
+    # Small blocks as long as all of them can be there: more multiprocessors ask at once.
+    threads = threads or next((t for t in (128, 256) if items <= blocks * t), THREADS)
+    kernel = jit.kernel("allreduce", name, x.dtype, SIZE=peers.size, V=vector, THREADS=threads, **ROOM)
+    grid = min(-(-items // threads), blocks), 1, 1
+    kernel(grid, threads, x, peers.table, peers.rank, x.numel() // vector)
+    return x
+
+
+def all_reduce_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory
+) -> tuple[Tensor, Tensor]:
+    """`all_reduce` of x and norm.add_rms_norm of the sum as one kernel, with the same bits. x, residual: [T, H]."""
+    if peers.size == 2:
+        return one_way_push_add_norm(x, residual, weight, eps, peers, peers.blocks)
+    if supports_push(x, peers.size):
+        return push_add_norm(x, residual, weight, eps, peers, peers.blocks, MOST_THREADS)
+    return two_shot_add_norm(x, residual, weight, eps, peers)
+
+
+def supports_norm(x: Tensor, ranks: int) -> bool:
+    """Whether that is faster than two kernels; of more than two ranks a row or two are not enough for their blocks."""
+    return supports(x, ranks) and (ranks == 2 or len(x) > FEW)
+
+
+def supports_push(x: Tensor, ranks: int) -> bool:
+    """Whether a mailbox has room; not for rows that are very short for so many ranks, of which some get whole vectors
+    of up to 16 bytes and others none."""
+    return x.nbytes <= SENT and x.nbytes + len(x) * ranks * 16 <= INBOX
+
+
+def supports_one_way_push(x: Tensor, ranks: int) -> bool:
+    """Whether a mailbox has room for all of everybody's."""
+    return x.nbytes * ranks <= INBOX + SENT
+
+
+def one_way_push_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    peers: SymmetricMemory,
+    blocks: int = BLOCKS,
+    threads: int = THREADS,
+) -> tuple[Tensor, Tensor]:
+    """`all_reduce_add_norm` where supports_one_way_push, by at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
+    assert supports_one_way_push(x, peers.size)
+    return _launch_norm("one_way_add_norm", x, residual, weight, eps, peers, blocks, threads)
+
+
+def two_shot_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    peers: SymmetricMemory,
+    blocks: int = BLOCKS,
+    threads: int = THREADS,
+) -> tuple[Tensor, Tensor]:
+    """The same of any x that suits; each rank adds up a share of each row's columns."""
+    return _launch_norm("two_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
+
+
+def push_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    peers: SymmetricMemory,
+    blocks: int = BLOCKS,
+    threads: int = THREADS,
+) -> tuple[Tensor, Tensor]:
+    """The same for an x that supports_push."""
+    assert supports_push(x, peers.size)
+    return _launch_norm("sent_add_norm", x, residual, weight, eps, peers, blocks, threads)
+
+
+def _launch_norm(
+    name: str,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    peers: SymmetricMemory,
+    blocks: int,
+    threads: int,
+) -> tuple[Tensor, Tensor]:
+    kernel, threads = norm_kernel(name, residual, weight, peers, residual.shape[-1], threads, x)
+    rows = len(x)
+    kernel((min(rows, blocks), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
+    return x, residual
+
+
+def norm_kernel(
+    name: str, residual: Tensor, weight: Tensor, peers: SymmetricMemory, length: int, threads: int, *others: Tensor
+) -> tuple[jit.Kernel, int]:
+    """A kernel of allreduce_norm.cu with vectors that divide `length` elements, and its threads, at most so many."""
+    width = residual.shape[-1]
+    vector = min(jit.vector(t, length) for t in (residual, weight, *others))
+    threads = min(max(-(-width // vector // 32) * 32, 32), threads)
+    sizes = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **ROOM)
+    return jit.kernel("allreduce_norm", name, residual.dtype, **sizes), threads
+
+
+def all_reduce_reference(parts: list[Tensor]) -> Tensor:
+    """What every rank gets where rank i has parts[i]."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def all_reduce_add_norm_reference(
+    parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return add_rms_norm_reference(all_reduce_reference(parts), residual, weight, eps)

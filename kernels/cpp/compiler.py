@@ -1,0 +1,186 @@
+"""C++ compiled where it runs, for what this processor can: a source of kernels/ becomes a library of functions.
+
+The compiler is $CXX, c++, g++ or clang++, or the one in the package `ziglang`; where there is none that works, torch
+computes. Libraries lie in the node's folder of compiled kernels (jit.py) under the hash of all that went into them,
+with a checksum behind: a damaged one could end the process where it is loaded, so it is made again. Of several ranks
+that want one at the same time, one compiles and the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from .. import jit
+
+log = logging.getLogger("phalanx")
+
+HERE = Path(__file__).resolve().parent
+# Every .cpp of the families' folders by its name, and every header of this folder by its file name.
+SOURCES = {path.stem: path for path in sorted(HERE.parent.glob("*/*.cpp"))}
+HEADERS = {path.name: path for path in sorted(HERE.glob("*.h"))}
+
+# From the best. What /proc/cpuinfo must list, and what the compiler is told. `generic` is what every machine has.
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+_AVX512_FLAGS = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512))
+ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "amx": (
+        (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+        (*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ),
+    "avx512_bf16": ((*_AVX512, "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512bf16")),
+    "avx512": (_AVX512, _AVX512_FLAGS),
+    "avx2": (("avx2", "fma"), ("-mavx2", "-mfma")),
+    "generic": ((), ()),
+}
+# contract: a * b + c as one instruction. Vectors are passed between inlined functions alone, so their ABI is no matter.
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
+         "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")  # fmt: skip
+COMPILE_SECONDS = 300
+ERROR_LINES = 8  # of a compiler's message that are shown
+_CHECKSUM = 32  # bytes behind the library
+
+
+class CompileError(Exception):
+    """No compiler here makes a library of the source; the message says what each one said."""
+
+
+def isas() -> list[str]:
+    """Instruction sets that this processor has, the best first."""
+    present = _cpu_flags()
+    return [name for name, (needed, _) in ISAS.items() if set(needed) <= present]
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split())
+    return frozenset()
+
+
+def compilers() -> Iterator[list[str]]:
+    """Commands that may compile C++, in the order in which they are tried."""
+    if chosen := os.environ.get("CXX"):
+        yield shlex.split(chosen)
+    found = [shutil.which(name) for name in ("c++", "g++", "clang++")]
+    yield from {os.path.realpath(path): [path] for path in found if path}.values()  # c++ is one of the others
+    if importlib.util.find_spec("ziglang"):
+        # As C++ without its library, which Zig would compile as well, for a minute; no source needs it.
+        yield [sys.executable, "-m", "ziglang", "cc", "-x", "c++"]
+
+
+def load(source: str, isa: str = "") -> ctypes.CDLL:
+    """The library of `source`.cpp for an instruction set, the best one unless given. Raises CompileError."""
+    return _load(source, isa or isas()[0])
+
+
+@functools.cache
+def _load(source: str, isa: str) -> ctypes.CDLL:
+    text = source_text(source)
+    key = hashlib.sha256(repr((text, isa, FLAGS, ISAS[isa], platform.libc_ver())).encode()).hexdigest()[:32]
+    folder = jit.cache_folder()
+    file = folder / f"{source}-{key}.so"
+    if not _whole(file):
+        with jit.locked(folder / f"{key}.lock"):
+            if not _whole(file):  # another rank may have been faster
+                binary = compile_text(text, isa, source)
+                jit.atomic_write(file, binary + hashlib.sha256(binary).digest())
+    return ctypes.CDLL(str(file))
+
+
+def load_all(names: list[str], isa: str) -> dict[str, ctypes.CDLL]:
+    """The libraries of all these sources; what has to be compiled is, several at a time. Raises the first error."""
+    found: dict[str, ctypes.CDLL | Exception] = {}
+    left = list(names)
+
+    def work() -> None:
+        while left:
+            with contextlib.suppress(IndexError):
+                name = left.pop()
+                try:
+                    found[name] = load(name, isa)
+                except Exception as error:
+                    found[name] = error
+                    left.clear()  # the others would fail for the same reason
+
+    threads = [threading.Thread(target=work) for _ in range(len(os.sched_getaffinity(0)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in found.values():
+        if isinstance(one, Exception):
+            raise one
+    return {name: one for name, one in found.items() if isinstance(one, ctypes.CDLL)}
+
+
+def source_text(source: str) -> str:
+    """The source and the headers that it includes as one text: the compiler needs no include path."""
+    seen: set[str] = set()
+
+    def expand(path: Path) -> Iterator[str]:
+        yield f'#line 1 "{path.name}"'
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            named = re.fullmatch(r'#include "(.*)"', line)
+            if named is None:
+                yield line
+            elif named[1] not in seen:
+                seen.add(named[1])
+                yield from expand(HEADERS[named[1]])
+                yield f'#line {number + 1} "{path.name}"'
+
+    return "\n".join([*expand(SOURCES[source]), ""])
+
+
+def compile_text(text: str, isa: str, name: str) -> bytes:
+    """The library, by the first compiler that makes one. Raises CompileError."""
+    reasons = []
+    for command in compilers():
+        with tempfile.TemporaryDirectory(dir=jit.cache_folder()) as made:
+            given, out = Path(made, f"{name}.cpp"), Path(made, f"{name}.so")
+            given.write_text(text)
+            line = [*command, *FLAGS, *ISAS[isa][1], str(given), "-o", str(out), "-lpthread"]
+            # Zig keeps its parts in the home directory, which may be another node's too, or not writable.
+            kept = str(jit.cache_folder() / "zig")
+            environ = os.environ | {"ZIG_GLOBAL_CACHE_DIR": kept, "ZIG_LOCAL_CACHE_DIR": made}
+            try:
+                done = subprocess.run(
+                    line, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                    timeout=COMPILE_SECONDS,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as error:
+                reasons.append(f"{shlex.join(command)}: {error}")
+                continue
+            if done.returncode == 0 and out.exists():
+                return out.read_bytes()
+            words = "\n".join(done.stderr.strip().splitlines()[:ERROR_LINES])
+            reasons.append(f"{shlex.join(command)} (exit code {done.returncode}): {words}")
+    if not reasons:
+        raise CompileError("there is no C++ compiler: install g++ or clang++, or `pip install ziglang`")
+    raise CompileError(f"{name}.cpp does not compile for {isa}:\n" + "\n".join(reasons))
+
+
+def _whole(file: Path) -> bool:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return False
+    binary = content[:-_CHECKSUM]
+    return len(binary) > 0 and hashlib.sha256(binary).digest() == content[-_CHECKSUM:]

@@ -1,0 +1,157 @@
+"""Record and replay: what a CUDA graph is to a GPU. A step's operations, run again by one call without Python between.
+
+Python between two operations is dear on a CPU: weights have just streamed through the caches, so that the interpreter's
+own code has to come from memory again. `capture` calls a function as ever and keeps every C++ operation with its
+arguments; `Graph.replay` runs the same list on the same memory. So what changes from step to step has to lie in tensors
+that the caller fills, and may decide nothing in Python.
+
+Whatever else computes would be missing from the list: torch's own operations, or others on a tensor's memory (NumPy,
+MPI). Both are noticed, and there is no graph then, but the function's result holds. Additions in place become an
+operation of ours, allocations come out of the graphs' own memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import ops
+
+ALIGN = 64
+aten = torch.ops.aten
+ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# What reads or lends a tensor's memory without an operation of torch's.
+ESCAPES = {getattr(Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__")}
+
+
+class Memory:
+    """Where tensors of captured functions lie. One that is given up makes room for a later one of the same function, or
+    of the next one captured: graphs that share this are replayed one at a time, and none reads what another left."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lent: dict[int, weakref.ref[np.ndarray]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of blocks that are free: all of them, once every tensor is given up."""
+        return sum(block.nbytes for block in self._free)
+
+    def empty(self, like: Tensor) -> Tensor:
+        size = max(like.untyped_storage().nbytes(), 1)
+        fitting = [block for block in self._free if block.nbytes >= size]
+        block = min(fitting, key=lambda block: block.nbytes) if fitting else _block(size)
+        self._free = [one for one in self._free if one is not block]
+        lent = block[:]  # torch holds this one as long as any tensor has its memory
+        key = id(lent)
+        self._lent[key] = weakref.ref(lent, lambda _: self._back(key, block))
+        made = torch.from_numpy(lent).view(like.dtype)
+        return made.as_strided(like.shape, like.stride())
+
+    def owns(self, x: Tensor) -> bool:
+        """Whether x is of a captured function, so that nobody need keep it for its replays."""
+        at = x.data_ptr()
+        blocks = [one for one in (ref() for ref in self._lent.values()) if one is not None]
+        return any(one.ctypes.data <= at < one.ctypes.data + one.nbytes for one in blocks)
+
+    def _back(self, key: int, block: np.ndarray) -> None:
+        self._lent.pop(key, None)
+        self._free.append(block)
+
+
+def _block(size: int) -> np.ndarray:
+    """`size` bytes from a cache line's beginning on; whole lines, so that any dtype's view of it has no rest."""
+    size = -(-size // ALIGN) * ALIGN
+    room = np.empty(size + ALIGN, np.uint8)
+    start = -room.ctypes.data % ALIGN
+    return room[start : start + size]
+
+
+class Graph:
+    """What `capture` has recorded."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory  # stays for as long as the calls point into it
+        self._calls: list[tuple[int, bytes]] = []
+        self._kept: dict[int, Tensor] = {}
+        self._array: ctypes.Array[Any] | None = None
+        self._threads = torch.get_num_threads()  # scratch is made for so many
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, function: int, arguments: bytes, tensors: list[Tensor]) -> None:
+        self._calls.append((function, arguments))
+        for x in tensors:
+            if not self.memory.owns(x):
+                self._kept[x.data_ptr()] = x
+
+    def replay(self) -> None:
+        if self._array is None:
+            self._array = ops.call_array(self._calls)
+        ops.run_calls(self._array, len(self._calls), self._threads)
+
+
+def capture(function: Callable[[], Any], memory: Memory) -> tuple[Any, Graph | None, str]:
+    """function()'s result, a graph of it, and "". Without a graph: why there is none.
+
+    The result holds until another graph of this memory is captured after it was given up, or one is replayed.
+    """
+    graph = Graph(memory)
+    watch = _Watch(memory)
+    before = ops.recording.recorder
+    ops.recording.recorder = graph
+    try:
+        with _Escapes(watch), watch:
+            result = function()
+    finally:
+        ops.recording.recorder = before
+    return result, None if watch.reason else graph, watch.reason
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation of torch's."""
+
+    def __init__(self, memory: Memory):
+        super().__init__()
+        self.memory = memory
+        self.reason = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.add_.Tensor and not kwargs and _adds_plainly(*args):
+            y, x = args
+            ops.typed("norm", "add", y.dtype)(x, y, y.numel())
+            return y
+        made = func(*args, **kwargs)
+        if func.overloadpacket in ALLOCATIONS:
+            return self.memory.empty(made) if made.device.type == "cpu" and made.numel() else made
+        if not func.is_view and func not in (aten.detach.default, aten.lift_fresh.default):
+            self.reason = self.reason or f"torch computes {func}"
+        return made
+
+
+def _adds_plainly(y: Tensor, x: Any) -> bool:
+    same = isinstance(x, Tensor) and x.dtype == y.dtype and x.shape == y.shape
+    return same and x.is_contiguous() and y.is_contiguous() and y.numel() > 0 and ops.takes(y)
+
+
+class _Escapes(TorchFunctionMode):
+    """Sees who takes a tensor's memory elsewhere."""
+
+    def __init__(self, watch: _Watch):
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ESCAPES:
+            self.watch.reason = self.watch.reason or f"something reads a tensor by {func.__name__}()"
+        return func(*args, **(kwargs or {}))

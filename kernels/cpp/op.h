@@ -1,0 +1,27 @@
+// An operation: a function of a plain struct of arguments that every thread of the pool calls, each for its part.
+//
+//     struct Add { const float *x, *y; float* sum; int64_t count; };
+//     template <typename T> void add(const Add& a, int part, int parts) { ... }
+//     OP(add_f32, add<float>, Add)
+//
+// All fields have eight bytes: pointers, int64_t, double, in the order in which Python gives them (ops.py), which asks
+// NAME_fields how many there are. What one operation writes another may read, as all threads meet in between (pool.cpp);
+// threads of one operation must not.
+
+#include <stdint.h>
+
+typedef void (*Run)(const void* args, int part, int parts);
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+#define OP(name, function, Args)                                                 \
+    EXPORT void name(const void* args, int part, int parts) {                    \
+        function(*(const Args*)args, part, parts);                               \
+    }                                                                            \
+    EXPORT const int64_t name##_fields = sizeof(Args) / 8;
+
+// Items first..last - 1 of `count` are this thread's.
+struct Share {
+    int64_t first, last;
+    Share(int64_t count, int part, int parts) : first(count * part / parts), last(count * (part + 1) / parts) {}
+};

@@ -1,0 +1,132 @@
+"""Calling C++ operations on CPU tensors: find one, pack its arguments, run it on this process's threads.
+
+Every operation has the same shape (op.h), so that a list of them is data: a Recorder keeps functions and arguments
+beside what is executed, and graph.py runs the list again in one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import struct
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import FatalError
+from . import compiler
+
+log = logging.getLogger("phalanx")
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of functions, by the dtype of what they compute
+Value = Tensor | int | float | None
+
+
+class Recorder(Protocol):
+    """Is told of every operation while it is set."""
+
+    def add(self, function: int, arguments: bytes, tensors: list[Tensor]) -> None: ...
+
+
+class _Recording(threading.local):
+    recorder: Recorder | None = None  # of this thread's operations
+
+
+recording = _Recording()
+
+
+class Op:
+    """A function of a library. Call it with what its struct in the source has, in that order."""
+
+    def __init__(self, source: str, name: str):
+        library = libraries()[source]
+        self.name = name
+        self.address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        self.fields = ctypes.c_int64.in_dll(library, f"{name}_fields").value
+
+    def __call__(self, *values: Value) -> None:
+        run((self, values))
+
+
+def run(*calls: tuple[Op, tuple[Value, ...]]) -> None:
+    """Operations one after the other, by the same number of threads: one may leave each thread's part to the next."""
+    packed = []
+    for one, values in calls:
+        assert len(values) == one.fields, f"{one.name} has {one.fields} arguments, {len(values)} were given"
+        packed.append((one.address, pack(values)))
+        if recording.recorder is not None:
+            recording.recorder.add(*packed[-1], [x for x in values if isinstance(x, Tensor)])
+    run_calls(call_array(packed), len(calls), torch.get_num_threads())
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [("run", ctypes.c_void_p), ("args", ctypes.c_char_p)]
+
+
+def pack(values: tuple[Value, ...]) -> bytes:
+    kinds = "".join("d" if isinstance(x, float) else "q" for x in values)
+    return struct.pack(kinds, *(x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values))
+
+
+@functools.cache
+def op(source: str, name: str) -> Op:
+    """Where `available()`."""
+    return Op(source, name)
+
+
+def typed(source: str, name: str, dtype: torch.dtype) -> Op:
+    return op(source, f"{name}_{SUFFIXES[dtype]}")
+
+
+@functools.cache
+def libraries() -> dict[str, ctypes.CDLL]:
+    """Raises CompileError."""
+    return compiler.load_all(sorted(compiler.SOURCES), compiler.isas()[0])
+
+
+@functools.cache
+def available() -> bool:
+    """Whether there are C++ operations on this machine. Says once why not."""
+    try:
+        libraries()
+    except compiler.CompileError as error:
+        log.warning("torch computes on this CPU, up to three times slower for a sequence alone: %s", error)
+        return False
+    except (OSError, FatalError) as error:
+        log.warning("torch computes on this CPU, as no compiled kernels can be kept or loaded here: %s", error)
+        return False
+    return True
+
+
+def takes(x: Tensor) -> bool:
+    """Whether operations compute with x's dtype, in memory that they can reach."""
+    return x.device.type == "cpu" and x.dtype in SUFFIXES and available()
+
+
+def call_array(calls: list[tuple[int, bytes]]) -> ctypes.Array[_Call]:
+    """Functions and their arguments as pool.cpp takes them; it holds the arguments."""
+    return (_Call * len(calls))(*(_Call(*call) for call in calls))
+
+
+def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
+    _run()(_pool(threads), calls, count)
+
+
+@functools.cache
+def _run() -> Callable[..., None]:
+    function = libraries()["pool"].pool_run
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    return function
+
+
+@functools.cache
+def _pool(threads: int) -> int | None:
+    """None: the caller computes alone."""
+    if threads == 1:
+        return None
+    make = libraries()["pool"].pool_make
+    make.argtypes, make.restype = [ctypes.c_int], ctypes.c_void_p
+    return make(threads)

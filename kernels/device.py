@@ -1,0 +1,27 @@
+"""What a GPU can do, asked once."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+SHARED = 115_400  # bytes of shared memory for each of two blocks on a multiprocessor that has 228 KB
+
+
+class DeviceCaps(NamedTuple):
+    num_sms: int
+    arch: str  # for compilers
+    has_pdl: bool  # kernels may start before their predecessors have ended
+    engine: bool  # a copy engine, and shared memory enough for what it brings; from sm_120 on there is half as much
+    hopper: bool  # asynchronous tensor-core instructions that no other generation has
+
+
+@functools.cache
+def device_caps(device: torch.device) -> DeviceCaps:
+    found = torch.cuda.get_device_properties(device)
+    hopper, has_pdl = (found.major, found.minor) == (9, 0), found.major >= 9
+    arch = f"sm_{found.major}{found.minor}" + "a" * hopper
+    room = found.shared_memory_per_multiprocessor >= 2 * (SHARED + 1024)
+    return DeviceCaps(found.multi_processor_count, arch, has_pdl, has_pdl and room, hopper)

@@ -1,0 +1,48 @@
+"""Rows of an embedding table that is split by vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..cpp import ops
+
+
+def embedding(ids: Tensor, weight: Tensor, start: int = 0, whole: bool = True) -> Tensor:
+    """Row ids[t] - start of weight [V, H] for each t: [T, H]. An id outside the table gives zeros: on GPUs always, as
+    rows that fill a captured batch up have id -1, on CPUs unless the table is `whole`."""
+    if ids.is_cuda:
+        return embedding_cuda(ids, weight, start)
+    if ids.is_contiguous() and weight.is_contiguous() and ops.takes(weight):
+        return embedding_cpu(ids, weight, start)
+    return embedding_reference(ids, weight, start, whole)
+
+
+def embedding_reference(ids: Tensor, weight: Tensor, start: int, whole: bool) -> Tensor:
+    if whole:
+        return weight.index_select(0, ids)
+    local = ids - start
+    absent = (local < 0) | (local >= weight.shape[0])
+    rows = weight.index_select(0, local.masked_fill_(absent, 0))
+    # Filled, not multiplied: the row that stood in may hold anything.
+    return torch.masked_fill(rows, absent[:, None], 0)
+
+
+def embedding_cpu(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """An id outside the table gives zeros."""
+    rows, width = weight.shape
+    out = weight.new_empty(len(ids), width)
+    ops.typed("embedding", "embed", weight.dtype)(ids, weight, out, len(ids), width, start, rows)
+    return out
+
+
+def embedding_cuda(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """An id outside the table gives zeros."""
+    rows, width = weight.shape
+    out = weight.new_empty(len(ids), width)
+    vector = jit.vector(weight, width)
+    kernel = jit.kernel("embedding", "embed", weight.dtype, V=vector)
+    threads = min(max(-(-width // vector // 32) * 32, 32), 512)
+    kernel((len(ids), 1, 1), threads, ids, weight, out, width, start, rows)
+    return out

@@ -1,0 +1,205 @@
+"""Which of cuBLASLt's algorithms products of many rows take: measured once per node, beside what torch takes.
+
+It takes about four seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
+later starts compute the same bits, and wait for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..collective.allreduce import SymmetricMemory
+from . import gemm_reduce_scatter
+from .cublaslt import ALGORITHM, TYPES, Algo, GemmShape, Library, in_use, plain
+
+METHOD = 2  # of choosing; files that were made by another one are not read
+GAIN = 0.98  # of the first way's time that another may take to be chosen
+SLOWER = 1.15  # times the fastest: not measured again
+NEAREST = 3  # are measured again
+LEADERS = 2  # of a number of rows, which are measured for all others, too
+ROUNDS = 4  # of measuring the fastest again
+READ = 100e6  # bytes of weights that launches read in a measurement: more than caches hold
+AHEAD = 40_000  # cycles that the GPU waits for each launch, so that it never waits for one while it is measured
+
+
+class TuneRequest(NamedTuple):
+    """Products that are measured."""
+
+    weight: Tensor
+    counts: Sequence[int]  # of rows
+    peers: SymmetricMemory | None = None  # over whose ranks they are spread
+
+
+def tune(products: Iterable[TuneRequest]) -> str:
+    """Choose on the current device and stream for these weights and numbers of their rows; a line for the log.
+
+    Weights of equal sizes are measured by turns, as they come from memory in a model.
+    """
+    weights: dict[GemmShape, list[Tensor]] = {}
+    counts: dict[GemmShape, set[int]] = {}
+    targets: dict[GemmShape, SymmetricMemory | None] = {}
+    for weight, rows, peers in products:
+        if weight.dtype in TYPES and plain(weight):
+            sizes = gemm_reduce_scatter.sizes(weight, peers) if peers else GemmShape(weight.dtype, *weight.shape)
+            weights.setdefault(sizes, []).append(weight)
+            counts.setdefault(sizes, set()).update(
+                n for n in rows if not peers or gemm_reduce_scatter.supports(n, weight, peers)
+            )
+            targets[sizes] = peers
+    wanted = [(sizes, sorted(counts[sizes])) for sizes in weights if counts[sizes]]
+    if not wanted:
+        return ""
+    try:
+        library = Library()
+    except OSError as error:
+        return f"products of many rows take torch's algorithms: {error}"
+    started = time.monotonic()
+
+    def measure() -> list[list[Algo]]:
+        found = [_measure(library, sizes, weights[sizes], n, targets[sizes]) for sizes, n in wanted]
+        torch.cuda.empty_cache()  # of what was multiplied: graphs have a pool of their own
+        return found
+
+    found, kept = remembered(about(library, wanted), measure)
+    library.choices = {sizes: dict(zip(n, row, strict=True)) for (sizes, n), row in zip(wanted, found, strict=True)}
+    in_use[next(iter(weights.values()))[0].device] = library
+    plain_ones = [choice for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes] for choice in row]
+    how = f"{'read from this node' if kept else 'measured'} in {time.monotonic() - started:.1f} s"
+    return (
+        f"{sum(map(bool, plain_ones))} of {len(plain_ones)} products of many rows take another algorithm than torch's, "
+        f"{how}"
+    )
+
+
+def _measure(
+    library: Library, sizes: GemmShape, weights: list[Tensor], counts: list[int], peers: SymmetricMemory | None
+) -> list[Algo]:
+    """The fastest for each number of rows.
+
+    What the library proposes for one is at times faster than all that it proposes for another, so that the leaders of
+    each are measured for all.
+    """
+    trial = Benchmark(library, sizes, weights, max(counts), peers)
+    own = {rows: trial.own(rows) for rows in counts}
+    leaders = [way for rows, ways in own.items() for way in near(ways, trial.times(rows, ways))[:LEADERS]]
+    return [
+        fastest(partial(trial.times, rows), list(dict.fromkeys((*ways[:1], *leaders)))) for rows, ways in own.items()
+    ]
+
+
+class Benchmark:
+    """Products of weights of one size, by turns, as they come from memory in a model."""
+
+    def __init__(
+        self, library: Library, sizes: GemmShape, weights: list[Tensor], most: int, peers: SymmetricMemory | None
+    ):
+        """most: rows. peers: products are spread over their ranks, which torch has no way to do."""
+        weight, *_ = weights
+        self._library, self._sizes, self._peers = library, sizes, peers
+        self._turns = itertools.cycle(weights)
+        self._launches = max(1, min(8, round(READ / weight.nbytes)))
+        self._x = weight.new_empty(most, sizes.inputs).normal_()
+        self._y = weight.new_empty(0 if peers else most, sizes.outputs)
+        self._works: dict[tuple[int, Algo], bool] = {}
+
+    def own(self, rows: int) -> list[Algo]:
+        """The ways for so many rows; the first is taken unless another is faster. Empty: there is none."""
+        proposals: list[Algo] = [*self._library.proposals(self._sizes, rows)]
+        return proposals if self._peers else [None, *proposals]
+
+    def times(self, rows: int, ways: list[Algo]) -> list[float]:
+        """Milliseconds of each; infinite where the library refuses."""
+        calls = [self._call(rows, way) for way in ways]
+        for way, call in zip(ways, calls, strict=True):
+            if (rows, way) not in self._works:  # which loads the kernel, too
+                self._works[rows, way] = call(next(self._turns)) is not False
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways]
+        torch.cuda._sleep(AHEAD * self._launches * len(ways))
+        for way, call, (start, end) in zip(ways, calls, marks, strict=True):
+            start.record()
+            for _ in range(self._launches if self._works[rows, way] else 0):
+                call(next(self._turns))
+            end.record()
+        torch.cuda.current_stream().synchronize()
+        taken = [start.elapsed_time(end) for start, end in marks]
+        return [ms if self._works[rows, way] else math.inf for way, ms in zip(ways, taken, strict=True)]
+
+    def _call(self, rows: int, way: Algo) -> Callable[[Tensor], Any]:
+        x, y = self._x[:rows], self._y[:rows]
+        if way is None:
+            return lambda weight: torch.mm(x, weight.t(), out=y)
+        plan = self._library.plan_of(way, self._sizes, rows)
+        if self._peers is None:
+            return partial(self._library.run, plan, x, y=y.data_ptr())
+        peers = self._peers
+        return lambda weight: self._library.run(plan, x, weight, gemm_reduce_scatter.address(rows, weight, peers))
+
+
+def near(ways: list[Algo], times: list[float]) -> list[Algo]:
+    """Which of these took the least time or little more, the fastest first."""
+    limit = SLOWER * min(times, default=0)
+    return [way for ms, way in sorted(zip(times, ways, strict=True), key=itemgetter(0)) if ms <= limit < math.inf]
+
+
+def fastest(times: Callable[[list[Algo]], list[float]], ways: list[Algo]) -> Algo:
+    """Of these ways the first, unless another takes at most GAIN of its time; None where none works."""
+    best = dict(zip(ways, times(ways), strict=True))
+    fast = near(ways, list(best.values()))[:NEAREST]
+    if not fast:
+        return None
+    usual, *_ = ways
+    again = list(dict.fromkeys([usual, *fast]))
+    for _ in range(ROUNDS if len(again) > 1 else 0):
+        again.reverse()  # a clock that falls meanwhile is nobody's disadvantage
+        for way, taken in zip(again, times(again), strict=True):
+            best[way] = min(best[way], taken)
+    first = min(fast, key=best.__getitem__)
+    return first if best[first] <= GAIN * best[usual] else usual
+
+
+def about(library: Library, wanted: list[tuple[GemmShape, list[int]]]) -> list[Any]:
+    """All that a choice depends on, as JSON has it."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    products = [[str(sizes.dtype), *sizes[1:], counts] for sizes, counts in wanted]
+    return [METHOD, gpu.name, gpu.multi_processor_count, library.version, products]
+
+
+def remembered(about: list[Any], measure: Callable[[], list[list[Algo]]]) -> tuple[list[list[Algo]], bool]:
+    """The choices for each of about's products, and whether this node had them. Of several ranks one measures."""
+    folder = jit.cache_folder()
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+    file = folder / f"products-{key}.json"
+    with jit.locked(folder / f"{key}.lock"):
+        if (found := _read(file, about)) is not None:
+            return found, True
+        found = measure()
+        text = json.dumps({"about": about, "choices": [[way and way.hex() for way in row] for row in found]})
+        with contextlib.suppress(OSError):  # a full disk costs the next start seconds
+            jit.atomic_write(file, text.encode())
+    return found, False
+
+
+def _read(file: Path, about: list[Any]) -> list[list[Algo]] | None:
+    """None: there is no file, it is damaged, or it belongs to something else."""
+    try:
+        kept = json.loads(file.read_text())
+        found = [[None if way is None else bytes.fromhex(way) for way in row] for row in kept["choices"]]
+        whole = kept["about"] == about and [len(row) for row in found] == [len(product[-1]) for product in about[-1]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    valid = all(way is None or len(way) == ALGORITHM for row in found for way in row)
+    return found if whole and valid else None

@@ -1,0 +1,28 @@
+"""Products of a few rows on CPUs, of weights as they lie: cpu_gemm.cpp.
+
+A step of few rows reads all weights once, and a core reads them as fast as the memory gives them. Of more rows the
+library is as fast or faster.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..cpp import ops
+
+MOST_ROWS = 64
+
+
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """x [T, I], weight [O, I]."""
+    if x.device.type != "cpu" or not 0 < len(x) <= MOST_ROWS or x.dtype != weight.dtype:
+        return False
+    return x.stride(1) == 1 and weight.is_contiguous() and ops.takes(x)
+
+
+def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[T, O], where it supports."""
+    y = x.new_empty(len(x), len(weight))
+    inputs = weight.shape[1]
+    ops.typed("cpu_gemm", "linear", x.dtype)(x, weight, bias, y, len(x), inputs, len(weight), x.stride(0))
+    return y

@@ -1,0 +1,115 @@
+// y [R, outputs] = x [R, I] W^T for one to a few rows: a warp reads OUTS rows of W as fast as memory gives them.
+//
+// The first AHEAD vectors of each are asked for before the kernel's predecessor has ended: weights do not change. I is
+// a multiple of a warp's access, outputs one of what a block computes. Shared memory: x, R * I elements. With GATED, W is
+// a gate matrix over an up matrix, a warp's two rows are one of each, and y = silu(gate) * up. With NORM every block makes
+// x itself, of what the kernel before has left of it: the norm of x + residual.
+
+constexpr int V = 8;                 // elements of one access
+constexpr int STEPS = I / (32 * V);  // accesses of a warp to a row
+constexpr int N = I, THREADS = WARPS * 32;
+#include "row.cuh"
+
+// One access as it comes: single elements would take a register each.
+struct Access {
+    unsigned u[4];
+};
+
+// Weights are read once: they need not displace anything in the first-level cache.
+__device__ inline Access stream(const Access* from) {
+    Access y;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(y.u[0]), "=r"(y.u[1]), "=r"(y.u[2]), "=r"(y.u[3])
+                 : "l"(from));
+    return y;
+}
+
+// The norm of x + residual to `to`. That sum goes to `sum`, as other blocks still read the residual.
+__device__ inline void reduce_add_norm(const T* x, const T* residual, const Weights& weights, float eps, T* sum, T* to) {
+    Piece row[R][PER], held[R][PER];
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int i = 0; i < PER; i++)
+            if (within(i)) {
+                const int at = r * (N / V) + threadIdx.x + i * THREADS;
+                row[r][i] = ((const Piece*)x)[at], held[r][i] = ((const Piece*)residual)[at];
+            }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+#pragma unroll
+        for (int i = 0; i < PER; i++)
+            if (within(i)) {
+                row[r][i] = added(row[r][i], held[r][i]);
+                if (blockIdx.x == 0) ((Piece*)sum)[r * (N / V) + threadIdx.x + i * THREADS] = row[r][i];
+            }
+        if (r) __syncthreads();
+        finish(row[r], weights, to + r * N, eps);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+gemv(const T* x, const T* weight, T* y, int outputs, const T* residual, const T* norm_weight, float eps, T* sum) {
+    extern __shared__ uint4 memory[];
+    uint4* xs = memory;
+    int lane = threadIdx.x % 32;
+    int warp = blockIdx.x * WARPS + threadIdx.x / 32, first = GATED ? warp : warp * OUTS;
+    const Access* rows = (const Access*)(weight + (long long)first * I) + lane;
+    const long long apart = GATED ? (long long)outputs / 2 * (I / V) : I / V;  // of a warp's rows
+    Access ring[AHEAD][OUTS];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+        for (int o = 0; o < OUTS; o++)
+            if (u < STEPS) ring[u][o] = stream(rows + o * apart + u * 32);
+    if constexpr (NORM) {
+        const Weights weights(norm_weight);
+        wait();
+        release();
+        reduce_add_norm(x, residual, weights, eps, sum, (T*)xs);
+    } else {
+        wait();
+        release();
+        for (int i = threadIdx.x; i < R * I / V; i += THREADS) xs[i] = ((const uint4*)x)[i];
+    }
+    __syncthreads();
+    float parts[OUTS][R] = {};
+#pragma unroll 1
+    for (int s = 0; s < STEPS; s += AHEAD) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if (s + u >= STEPS) break;
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                uint4 at = xs[r * (I / V) + (s + u) * 32 + lane];
+                unsigned a[4] = {at.x, at.y, at.z, at.w};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    float2 p = pair<T>(a[j]);
+#pragma unroll
+                    for (int o = 0; o < OUTS; o++) {
+                        float2 w = pair<T>(ring[u][o].u[j]);
+                        parts[o][r] += p.x * w.x;
+                        parts[o][r] += p.y * w.y;
+                    }
+                }
+            }
+            if (s + u + AHEAD < STEPS) {
+#pragma unroll
+                for (int o = 0; o < OUTS; o++) ring[u][o] = stream(rows + o * apart + (s + u + AHEAD) * 32);
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        float total[OUTS];
+#pragma unroll
+        for (int o = 0; o < OUTS; o++) total[o] = warp_sum(parts[o][r]);
+        if (lane) continue;
+        if (GATED)
+            y[(long long)r * (outputs / 2) + first] = narrow<T>(gated<T, ACT>(total[0], total[OUTS - 1]));
+        else
+#pragma unroll
+            for (int o = 0; o < OUTS; o++) y[(long long)r * outputs + first + o] = narrow<T>(total[o]);
+    }
+}

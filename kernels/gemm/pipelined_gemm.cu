@@ -1,0 +1,191 @@
+// y [rows, width] = x [rows, I] W^T for up to 8 * TILES rows, at the speed at which W [outputs, I] is read: from sm_90 on.
+//
+// One warp has the copy engine bring chunks of KC inputs of M outputs, and the same inputs of x, to shared memory, STAGES
+// of them ahead and on into the next tile of outputs; the others multiply them by tensor cores. As much of W as fits is
+// asked for before the kernel's predecessor has ended. With GATED, W is a gate matrix over an up matrix and y = silu(gate)
+// * up. A chunk lies in shared memory as boxes of 64 inputs, whose pieces of 16 bytes change places in each row (the
+// engine's 128-byte swizzle): the eight rows that an instruction reads lie in different banks. Rows of x from `rows` on
+// are whatever lies there: to ask the engine for zeros past x's end takes it a fifth longer.
+//
+// With WHOLE four warps take all 64 rows of x and all of a tile's outputs by Hopper's asynchronous instructions, which read
+// x once for WIDTH outputs; warps on their own, each with 16 outputs, read it once each, which from 33 rows on is more than
+// shared memory gives.
+
+constexpr int ROWS = 8 * TILES;                // of x
+constexpr int BOXES = KC / 64;                 // of a chunk
+constexpr int STAGE = (M + ROWS) * KC * 2;     // bytes
+constexpr int CHUNKS = I / KC;                 // of a tile
+constexpr int SUBTILES = WHOLE ? 4 : M / 16;   // of a tile, one to a warp
+constexpr int GROUPS = WHOLE || SUBTILES > 4 ? 1 : SUBTILES > 2 ? 2 : 4;  // of warps that take turns along a chunk
+constexpr int THREADS = SUBTILES * GROUPS * 32;  // that multiply
+constexpr int OUTS = GATED ? M / 2 : M;        // what a tile is to y
+constexpr int WIDE = ROWS + 1;
+constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's outputs, each of one instruction
+#include "tma.cuh"
+#include "mma.cuh"
+#include "wgmma.cuh"
+
+#if __CUDA_ARCH__ >= 900
+__device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
+
+__device__ inline float total(const float* sums, int out, int row) {
+    float y = 0;
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++) y += sums[(k * M + out) * WIDE + row];
+    return y;
+}
+
+// A tile's values, once all sums are there.
+__device__ inline void store(const float* sums, T* y, int first, int width, int rows) {
+    for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
+        int row = i / OUTS, out = i % OUTS;
+        float value = total(sums, out, row);
+        y[(long long)row * width + first + out] = narrow<T>(GATED ? gated<T, ACT>(value, total(sums, OUTS + out, row)) : value);
+    }
+}
+#endif
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// The block's tiles, `mine` of them, WHOLE.
+__device__ inline void whole_tiles(T* y, unsigned ring, Barrier* full, Barrier* empty, int mine, int width, int rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float sum[PARTS][WIDTH / 2];  // of row warp * 16 + lane / 4 and 8 below, pairs of outputs lane % 4 * 2 of each eight
+    for (int t = 0, n = 0; t < mine; t++) {
+        const int start = n;
+#pragma unroll 1
+        for (; n < start + CHUNKS; n++) {
+            const unsigned stage = ring + n % STAGES * STAGE;
+            await(full + n % STAGES, n / STAGES);
+            begin_products();
+#pragma unroll
+            for (int i = 0; i < KC / 16; i++) {
+                const unsigned long long a = describe(stage + (BOXES * M + i / 4 * ROWS) * 128 + i % 4 * 32, 16);
+#pragma unroll
+                for (int p = 0; p < PARTS; p++)
+                    multiply(T(), sum[p], a, describe(stage + (i / 4 * M + p * WIDTH) * 128 + i % 4 * 32, 16), i > 0 || n > start);
+            }
+            end_products();
+            await_products<0>();  // with one more chunk under way ptxas would serialize them
+            if (lane == 0) arrive(empty + n % STAGES);
+        }
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) hold(sum[p]);
+        T* to = y + (blockIdx.x + (long long)t * gridDim.x) * OUTS + lane % 4 * 2;
+#pragma unroll
+        for (int r = 0; r < OUTS / 2; r += 2) {
+            const int row = warp * 16 + lane / 4 + r % 4 / 2 * 8;
+            Vec<T, 2> pair;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float value = sum[(r + i) / (WIDTH / 2)][(r + i) % (WIDTH / 2)];
+                if constexpr (GATED) {
+                    const int up = r + i + OUTS / 2;
+                    pair.x[i] = narrow<T>(gated<T, ACT>(value, sum[up / (WIDTH / 2)][up % (WIDTH / 2)]));
+                } else {
+                    pair.x[i] = narrow<T>(value);
+                }
+            }
+            if (row < rows) *(Vec<T, 2>*)(to + (long long)row * width + r / 4 * 8) = pair;
+        }
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y, int rows, int outputs) {
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ uint4 memory[];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
+    const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
+    float* sums = (float*)((char*)memory + (ring - shared(memory)) + STAGES * STAGE);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int width = GATED ? outputs / 2 : outputs, tiles = outputs / M;
+    const int mine = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            init(full + s, 1);
+            init(empty + s, THREADS / 32);
+        }
+        publish();
+    }
+    __syncthreads();
+    if (thread == THREADS) {
+        auto ask = [&](int n) {  // for W's part of the n-th chunk
+            int stage = n % STAGES, tile = blockIdx.x + n / CHUNKS * gridDim.x, at = n % CHUNKS * KC;
+            expect(full + stage, (M + rows) * KC * 2);
+#pragma unroll
+            for (int b = 0; b < BOXES; b++) {
+                unsigned to = ring + stage * STAGE + b * M * 128;
+                copy(to, &of_w, at + b * 64, tile * OUTS, full + stage);
+                if (GATED) copy(to + OUTS * 128, &of_w, at + b * 64, width + tile * OUTS, full + stage);
+            }
+        };
+        auto ask_x = [&](int n) {
+            int stage = n % STAGES, at = n % CHUNKS * KC;
+#pragma unroll
+            for (int b = 0; b < BOXES; b++)
+                copy(ring + stage * STAGE + (BOXES * M + b * ROWS) * 128, &of_x, at + b * 64, 0, full + stage);
+        };
+        for (int n = 0; n < STAGES && n < count; n++) ask(n);
+        wait();
+        release();
+        for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
+        for (int n = STAGES; n < count; n++) {
+            await(empty + n % STAGES, n / STAGES - 1);
+            ask(n);
+            ask_x(n);
+        }
+    } else if (thread < THREADS) {
+        wait();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        if constexpr (WHOLE) {
+            whole_tiles(y, ring, full, empty, mine, width, rows);
+            return;
+        }
+#endif
+        const int sub = warp % SUBTILES, group = warp / SUBTILES;
+        // A lane's row of a box, and where its first piece of 16 bytes stands there.
+        const unsigned w_from = ring + (sub * 16 + lane % 16) * 128, w_piece = (lane / 16 ^ lane % 8) * 16;
+        const unsigned x_from = ring + (BOXES * M + lane % 8 + (TILES > 1 ? lane / 16 * 8 : 0)) * 128;
+        const unsigned x_piece = (lane / 8 % 2 ^ lane % 8) * 16;
+        for (int t = 0, n = 0; t < mine; t++) {
+            float sum[TILES][4] = {};
+#pragma unroll 1
+            for (const int start = n, end = n + CHUNKS; n < end; n++) {
+                int stage = n % STAGES;
+                await(full + stage, n / STAGES);
+                // What was loaded of the chunk before has been multiplied, so that it has been read.
+                if (n > start && lane == 0) arrive(empty + (n - 1) % STAGES);
+#pragma unroll
+                for (int i = 0; i < KC / 16; i += GROUPS) {
+                    const int k = i + group, box = stage * STAGE + k / 4 * M * 128, box_x = stage * STAGE + k / 4 * ROWS * 128;
+                    unsigned a[4];
+                    load(a, w_from + box + (k % 4 * 32 ^ w_piece));
+                    if constexpr (TILES == 1) {
+                        unsigned b[2];
+                        load(b, x_from + box_x + (k % 4 * 32 ^ x_piece));
+                        multiply<T>(sum[0], a, b[0], b[1]);
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < TILES; j += 2) {
+                            unsigned b[4];
+                            load(b, x_from + box_x + j * 1024 + (k % 4 * 32 ^ x_piece));
+                            multiply<T>(sum[j], a, b[0], b[1]);
+                            multiply<T>(sum[j + 1], a, b[2], b[3]);
+                        }
+                    }
+                }
+            }
+            hand_back(empty + (n - 1) % STAGES);
+            if (t) meet();  // the values of the tile before have been stored
+            float* here = sums + (group * M + sub * 16 + lane / 4) * WIDE + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < TILES; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) here[i / 2 * 8 * WIDE + j * 8 + i % 2] = sum[j][i];
+            meet();
+            store(sums, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
+        }
+    }
+#endif
+}

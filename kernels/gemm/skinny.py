@@ -1,0 +1,208 @@
+"""Products of a few rows with a weight matrix on GPUs, where all time goes into reading the matrix."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import ACTIVATIONS
+from ..device import DeviceCaps, device_caps
+
+GEMV_ROWS = 2  # more are faster on tensor cores
+HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
+LENGTHS = (64, 128, 256)  # inputs of a chunk
+GEMV_SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
+GEMV_WARPS = 8  # of a block
+NORMED = 8192  # elements of x that a block has registers for to norm them
+MOST_ROWS = 64
+WHOLE_FROM = 33  # rows, for which Hopper's instructions for 64 rows are the faster ones
+SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
+MOST_STAGES = 16
+
+
+class TileConfig(NamedTuple):
+    """How pipelined_gemm.cu cuts a product."""
+
+    outputs: int  # of a tile
+    inputs: int  # of a chunk
+
+
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """Whether `skinny_linear` takes x [T, I] and weight [O, I], and is the faster one."""
+    if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or not 0 < len(x) <= MOST_ROWS:
+        return False
+    return x.dtype == weight.dtype and jit.plain(x, weight) and _way(x, weight) is not None
+
+
+def skinny_linear(x: Tensor, weight: Tensor, gate: str = "") -> Tensor:
+    """x [T, I] times the transpose of weight [O, I] where that `suits`; accumulated in f32.
+
+    gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
+    """
+    way = _way(x, weight)
+    if isinstance(way, TileConfig):
+        return pipelined(x, weight, way, gate)
+    return gemv(x, weight, gate)
+
+
+def supports_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> bool:
+    """Whether `normed_linear` takes these and is faster than a norm before."""
+    if x.numel() > NORMED or not supports(x, weight) or _way(x, weight) != "gemv":
+        return False
+    return x.dtype == residual.dtype == norm_weight.dtype and jit.plain(residual, norm_weight)
+
+
+def normed_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, gate: str = ""
+) -> tuple[Tensor, Tensor]:
+    """`skinny_linear` of the norm that norm.add_rms_norm makes of x and residual [T, I], as one kernel; and their sum.
+
+    x and residual stay as they are: each block reads them. Squares are added up in another order than there, so that a
+    norm's last bit may differ.
+    """
+    total = torch.empty_like(residual)
+    return gemv(x, weight, gate, norm=(residual, norm_weight, eps, total)), total
+
+
+def variants(
+    rows: Iterable[int], weight: Tensor, gate: str, norm: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What the product of so many rows, each, is compiled as; norm: behind a norm, `normed_linear` where that suits."""
+    outputs, inputs = weight.shape
+    for n in rows:
+        way = choose(n, outputs, inputs, found.num_sms, found.engine) if weight.element_size() == 2 else None
+        if isinstance(way, TileConfig):
+            whole = found.hopper and n >= WHOLE_FROM
+            yield jit.variant("pipelined_gemm", weight.dtype, **_staged_sizes(n, inputs, way, gate, whole))
+        elif way:
+            how = *_gemv_way(n, outputs, found, gate), gate, norm and n * inputs <= NORMED
+            yield jit.variant("gemv", weight.dtype, **_gemv_sizes(n, inputs, *how))
+
+
+def _gemv_way(rows: int, outputs: int, found: DeviceCaps, gate: str) -> tuple[int, int]:
+    """Outputs of a warp, and how many accesses it has under way: two where all blocks are there at once, two on each
+    multiprocessor."""
+    at_once = outputs <= 2 * GEMV_WARPS * 2 * found.num_sms
+    return (2, 4) if rows > 1 or gate or at_once else (1, 8)
+
+
+def _gemv_sizes(rows: int, inputs: int, outs: int, ahead: int, gate: str, norm: bool) -> dict[str, int]:
+    return dict(
+        I=inputs,
+        R=rows,
+        OUTS=outs,
+        AHEAD=ahead,
+        GATED=int(bool(gate)),
+        ACT=_act(gate),
+        NORM=int(norm),
+        WARPS=GEMV_WARPS,
+    )
+
+
+def _staged_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, whole: bool) -> dict[str, int]:
+    count, _ = stages(cut, rows, whole)
+    tiles = _row_tiles(rows, whole)
+    return dict(
+        I=inputs,
+        M=cut.outputs,
+        KC=cut.inputs,
+        STAGES=count,
+        TILES=tiles,
+        GATED=int(bool(gate)),
+        ACT=_act(gate),
+        WHOLE=int(whole),
+    )
+
+
+def _way(x: Tensor, weight: Tensor) -> TileConfig | Literal["gemv"] | None:
+    found = device_caps(x.device)
+    return choose(len(x), *weight.shape, found.num_sms, found.engine)
+
+
+@functools.cache
+def choose(rows: int, outputs: int, inputs: int, num_sms: int, staging: bool) -> TileConfig | Literal["gemv"] | None:
+    """The fastest way for these sizes; None: the library's."""
+    if rows <= GEMV_ROWS and inputs % 512 == 0 and outputs % 64 == 0 and rows * inputs * 2 <= GEMV_SHARED:
+        return "gemv"
+    if not staging:
+        return None
+    # One tile for each multiprocessor, so that x is read once by each; where that is too high, many in turn.
+    heights = [h for h in HEIGHTS if outputs % h == 0]
+    height = next((h for h in heights if outputs // h <= num_sms), max((h for h in heights if h <= 128), default=0))
+    lengths = (256, 128, 64) if height <= 64 else (128, 64) if height <= 128 else (64,)
+    length = next((length for length in lengths if inputs % length == 0), 0)
+    return TileConfig(height, length) if height and length else None
+
+
+def tile_configs(rows: int, outputs: int, inputs: int) -> Iterator[TileConfig]:
+    """All that `pipelined` takes for these sizes."""
+    for cut in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS)):
+        whole = rows <= MOST_ROWS and outputs % cut.outputs == 0 and inputs % cut.inputs == 0
+        if whole and stages(cut, rows)[0] > 1:
+            yield cut
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    gate: str = "",
+    norm: tuple[Tensor, Tensor, float, Tensor] | None = None,
+    way: tuple[int, int] | None = None,
+) -> Tensor:
+    """norm: of x and this residual, by this weight and epsilon, which leaves their sum here.
+
+    way: outputs of a warp, two with a `gate`, and accesses to each row that it has under way; chosen unless given.
+    """
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    outs, ahead = way or _gemv_way(rows, outputs, device_caps(x.device), gate)
+    y = x.new_empty(rows, outputs // 2 if gate else outputs)
+    sizes = _gemv_sizes(rows, inputs, outs, ahead, gate, norm is not None)
+    kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, **sizes)
+    residual, norm_weight, eps, total = norm or (x, x, 0.0, x)  # what a kernel without does not touch
+    grid = outputs // (GEMV_WARPS * outs), 1, 1
+    kernel(grid, GEMV_WARPS * 32, x, weight, y, outputs, residual, norm_weight, float(eps), total, shared=x.nbytes)
+    return y
+
+
+def pipelined(x: Tensor, weight: Tensor, cut: TileConfig, gate: str = "") -> Tensor:
+    """By tensor cores, a block on each multiprocessor."""
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    found = device_caps(x.device)
+    whole = found.hopper and rows >= WHOLE_FROM
+    _, shared = stages(cut, rows, whole)
+    y = x.new_empty(rows, outputs // 2 if gate else outputs)
+    kernel = jit.kernel("pipelined_gemm", "staged", x.dtype, shared, **_staged_sizes(rows, inputs, cut, gate, whole))
+    blocks = min(outputs // cut.outputs, found.num_sms)
+    threads = 32 + 32 * (4 if whole else cut.outputs // 16 * _groups(cut))
+    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
+    of_w = jit.tensor_map(weight.data_ptr(), outputs, inputs, cut.outputs // 2 if gate else cut.outputs, inputs)
+    kernel((blocks, 1, 1), threads, of_x, of_w, y, rows, outputs, shared=shared)
+    return y
+
+
+def _act(gate: str) -> int:
+    return ACTIVATIONS.index(gate) if gate else 0
+
+
+def _row_tiles(rows: int, whole: bool) -> int:
+    return 8 if whole else next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+def _groups(cut: TileConfig) -> int:
+    """Warps that share a subtile of 16 outputs, as pipelined_gemm.cu has them."""
+    return 1 if cut.outputs > 64 else 2 if cut.outputs > 32 else 4
+
+
+def stages(cut: TileConfig, rows: int, whole: bool = False) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as pipelined_gemm.cu lays it out."""
+    padded = 8 * _row_tiles(rows, whole)
+    sums = 0 if whole else _groups(cut) * cut.outputs * (padded + 1) * 4
+    stage = (cut.outputs + padded) * cut.inputs * 2
+    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    return count, 1024 + count * stage + sums

@@ -1,0 +1,96 @@
+"""Root mean square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from .. import jit
+from ..cpp import ops
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis, which is `weight`'s; computed in f32 and rounded once. A new tensor."""
+    if x.is_cuda:
+        return rms_norm_cuda(x, weight, eps)
+    if x.dim() == 2 and x.is_contiguous() and x.dtype == weight.dtype and ops.takes(x):
+        return rms_norm_cpu(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum. x and residual [T, H] may be overwritten.
+
+    What is normalised is the sum rounded to x's dtype: a pipeline stage that gets the rounded sum from its
+    predecessor computes the same as a model that was not cut there, but for a norm's last bit where a product makes it
+    (skinny.normed_linear). other: is added to x before, and that rounded.
+    """
+    if x.is_cuda:
+        return add_rms_norm_cuda(x, residual, weight, eps, other)
+    if x.is_contiguous() and residual.is_contiguous() and x.dtype == residual.dtype == weight.dtype and ops.takes(x):
+        return add_rms_norm_cpu(x, residual, weight, eps, other)
+    if other is not None:
+        x = x + other
+    return add_rms_norm_reference(x, residual, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    # Five calls; torch's own rms_norm makes eight: 12 us for one row of 768 on a CPU, 80 for 256. This: 11 and 59.
+    scale = vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).to(x.dtype)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual.add_(x)
+    return rms_norm_reference(total, weight, eps), total
+
+
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [T, H], contiguous."""
+    y = torch.empty_like(x)
+    ops.typed("norm", "rms_norm", x.dtype)(x, weight, y, *x.shape, float(eps))
+    return y
+
+
+def add_rms_norm_cpu(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    other = None if other is None else other.contiguous()
+    ops.typed("norm", "add_rms_norm", x.dtype)(x, residual, weight, other, *x.shape, float(eps))
+    return x, residual
+
+
+def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [T, H] or [T, heads, H], the last axis contiguous."""
+    if x.stride(-1) != 1 or x.dim() > 3:
+        x = x.contiguous()
+    rows = x.flatten(0, -3) if x.dim() > 2 else x.view(-1, 1, x.shape[-1])
+    out = x.new_empty(x.shape)
+    kernel, threads = _kernel("rms_norm", [x, weight], *rows.stride()[:2])
+    count = rows.shape[0] * rows.shape[1]
+    kernel((count, 1, 1), threads, x, weight, out, rows.shape[1], *rows.stride()[:2], eps)
+    return out
+
+
+def add_rms_norm_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    assert residual.is_contiguous() and (other is None or other.is_contiguous())
+    parts = [x] if other is None else [x, other]
+    kernel, threads = _kernel("add_rms_norm", [*parts, residual, weight], parts=len(parts))
+    kernel((len(x), 1, 1), threads, x, parts[-1], residual, weight, eps)
+    return x, residual
+
+
+def _kernel(name: str, vectors: list[Tensor], *strides: int, parts: int = 1) -> tuple[jit.Kernel, int]:
+    """For rows of the first one's last axis, and its threads per row. parts: that are added to the residual."""
+    x, *_ = vectors
+    size = x.shape[-1]
+    vector = min(jit.vector(y, size, *strides) for y in vectors)
+    threads = min(max(-(-size // vector // 32) * 32, 32), 512)
+    return jit.kernel("norm", name, x.dtype, N=size, V=vector, THREADS=threads, PARTS=parts), threads

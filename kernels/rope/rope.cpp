@@ -1,0 +1,63 @@
+// Queries and keys normed, if there are weights for it, and rotated; keys and values written to the cache. Threads share
+// the heads of all tokens: queries', then keys', then values'.
+
+#include "op.h"
+#include "simd.h"
+
+struct Rope {
+    void* q;  // [tokens, heads, dim], in place
+    const void *k, *v;  // [tokens, kv_heads, dim]
+    const float *cos, *sin;  // [tokens, turned]
+    const void *q_weight, *k_weight;  // [dim]; null: no norm
+    void *keys, *values;  // [slots, kv_heads, dim]
+    const int64_t* slots;  // [tokens]; negative: not written
+    int64_t tokens, heads, kv_heads, dim, turned, q_pitch, k_pitch, v_pitch;  // pitch: elements from token to token
+    double eps;
+};
+
+constexpr int64_t MOST_DIM = 512;
+
+template <typename T> INLINE void prepare(const Rope& a, int64_t token, const T* x, const T* weight, T* y) {
+    float head[MOST_DIM];
+    for (int64_t i = 0; i < a.dim; i++) head[i] = widen(x[i]);
+    if (weight) {
+        Vec total = {};
+        int64_t i = 0;
+        for (; i + LANES <= a.dim; i += LANES) total = load(head + i) * load(head + i) + total;
+        float squares = sum(total);
+        for (; i < a.dim; i++) squares += head[i] * head[i];
+        float scale = 1 / __builtin_sqrtf(squares / a.dim + (float)a.eps);
+        for (i = 0; i < a.dim; i++) head[i] = widen(narrow<T>(head[i] * scale * widen(weight[i])));
+    }
+    const float *cos = a.cos + token * a.turned, *sin = a.sin + token * a.turned;
+    int64_t half = a.turned / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float low = head[i], high = head[half + i];
+        y[i] = narrow<T>(low * cos[i] + high * sin[i]);
+        y[half + i] = narrow<T>(high * cos[half + i] + low * sin[half + i]);
+    }
+    for (int64_t i = a.turned; i < a.dim; i++) y[i] = narrow<T>(head[i]);
+}
+
+template <typename T> void rope_and_store_kv(const Rope& a, int part, int parts) {
+    int64_t each = a.heads + 2 * a.kv_heads;
+    Share share(a.tokens * each, part, parts);
+    for (int64_t item = share.first; item < share.last; item++) {
+        int64_t t = item / each, h = item % each, slot = a.slots[t];
+        if (h < a.heads) {
+            T* q = (T*)a.q + t * a.q_pitch + h * a.dim;
+            prepare(a, t, q, (const T*)a.q_weight, q);
+        } else if (slot >= 0 && h < a.heads + a.kv_heads) {
+            int64_t kv = h - a.heads;
+            const T* k = (const T*)a.k + t * a.k_pitch + kv * a.dim;
+            prepare(a, t, k, (const T*)a.k_weight, (T*)a.keys + (slot * a.kv_heads + kv) * a.dim);
+        } else if (slot >= 0) {
+            int64_t kv = h - a.heads - a.kv_heads;
+            const T* v = (const T*)a.v + t * a.v_pitch + kv * a.dim;
+            memcpy((T*)a.values + (slot * a.kv_heads + kv) * a.dim, v, a.dim * sizeof(T));
+        }
+    }
+}
+
+OP(rope_f32, rope_and_store_kv<float>, Rope)
+OP(rope_bf16, rope_and_store_kv<bf16>, Rope)

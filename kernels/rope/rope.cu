@@ -1,0 +1,148 @@
+// Queries and keys get their head's norm (NORM) and are turned; keys and values go to their slots of the paged cache.
+// A warp does PER heads of a token: Q_HEADS query heads, then KV_HEADS key heads, then as many value heads.
+//
+// DIM: elements of a head, the first TURNED of them in pairs (i, i + TURNED / 2). V: elements at a time, a divisor of
+// DIM and of TURNED / 2. C: the cache's element type. Rows of q, k and v are q_row, k_row and v_row apart.
+
+constexpr int HALF = TURNED / 2;
+constexpr int PAIRS = (HALF / V + 31) / 32;           // vectors of a lane in each half
+constexpr int REST = ((DIM - TURNED) / V + 31) / 32;  // and behind them
+typedef Vec<T, V> Piece;
+typedef Vec<C, V> Stored;
+
+struct Head {
+    Piece first[PAIRS], second[PAIRS], rest[REST ? REST : 1];
+};
+
+__device__ inline Head load(const T* from, int lane) {
+    Head h;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        int at = (lane + i * 32) * V;
+        if (at < HALF) h.first[i] = *(const Piece*)(from + at), h.second[i] = *(const Piece*)(from + HALF + at);
+    }
+#pragma unroll
+    for (int i = 0; i < REST; i++) {
+        int at = TURNED + (lane + i * 32) * V;
+        if (at < DIM) h.rest[i] = *(const Piece*)(from + at);
+    }
+    return h;
+}
+
+template <class E> __device__ inline void put(E* to, Piece p) {
+    Vec<E, V> y;
+#pragma unroll
+    for (int j = 0; j < V; j++) y.x[j] = narrow<E>(wide(p.x[j]));
+    *(Vec<E, V>*)to = y;
+}
+
+template <class E> __device__ inline void store(E* to, const Head& h, int lane) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        int at = (lane + i * 32) * V;
+        if (at < HALF) put(to + at, h.first[i]), put(to + HALF + at, h.second[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < REST; i++) {
+        int at = TURNED + (lane + i * 32) * V;
+        if (at < DIM) put(to + at, h.rest[i]);
+    }
+}
+
+__device__ inline float squares(Piece p) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < V; j++) sum += wide(p.x[j]) * wide(p.x[j]);
+    return sum;
+}
+
+__device__ inline void scaled(Piece& p, float scale, const T* weight) {
+    Piece w = *(const Piece*)weight;
+#pragma unroll
+    for (int j = 0; j < V; j++) p.x[j] = narrow<T>(wide(p.x[j]) * scale * wide(w.x[j]));
+}
+
+// Rounded to T before it is turned, as it is where the norm is an operation of its own.
+__device__ inline void normalise(Head& h, const T* weight, float eps, int lane) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++)
+        if ((lane + i * 32) * V < HALF) sum += squares(h.first[i]) + squares(h.second[i]);
+#pragma unroll
+    for (int i = 0; i < REST; i++)
+        if (TURNED + (lane + i * 32) * V < DIM) sum += squares(h.rest[i]);
+    float scale = rsqrtf(warp_sum(sum) / DIM + eps);
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        int at = (lane + i * 32) * V;
+        if (at < HALF) scaled(h.first[i], scale, weight + at), scaled(h.second[i], scale, weight + HALF + at);
+    }
+#pragma unroll
+    for (int i = 0; i < REST; i++) {
+        int at = TURNED + (lane + i * 32) * V;
+        if (at < DIM) scaled(h.rest[i], scale, weight + at);
+    }
+}
+
+// What a lane needs of its token's cos and sin [TURNED]: both halves are alike, the first half of sin is negated.
+struct Angles {
+    float cos[PAIRS][V], sin[PAIRS][V];
+};
+
+__device__ inline Angles angles(const float* cos, const float* sin, int lane) {
+    Angles y;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        int at = (lane + i * 32) * V;
+        if (at >= HALF) break;
+#pragma unroll
+        for (int j = 0; j < V; j++) y.cos[i][j] = cos[at + j], y.sin[i][j] = sin[HALF + at + j];
+    }
+    return y;
+}
+
+__device__ inline void turn(Head& h, const Angles& by, int lane) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        if ((lane + i * 32) * V >= HALF) break;
+#pragma unroll
+        for (int j = 0; j < V; j++) {
+            float a = wide(h.first[i].x[j]), b = wide(h.second[i].x[j]);
+            h.first[i].x[j] = narrow<T>(a * by.cos[i][j] - b * by.sin[i][j]);
+            h.second[i].x[j] = narrow<T>(b * by.cos[i][j] + a * by.sin[i][j]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+rope_and_store_kv(T* q, const T* k, const T* v, int q_row, int k_row, int v_row, const float* cos, const float* sin,
+           const T* q_weight, const T* k_weight, float eps, C* keys, C* values, const long long* slots, int tokens) {
+    constexpr int HEADS = Q_HEADS + 2 * KV_HEADS, UNITS = (HEADS + PER - 1) / PER;
+    release();
+    wait();
+    int unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int t = unit / UNITS;
+    if (t >= tokens) return;
+    Angles by = angles(cos + (long long)t * TURNED, sin + (long long)t * TURNED, lane);
+    long long slot = slots[t];  // negative: a row that only fills a captured batch up
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        int head = unit % UNITS * PER + i;
+        if (head < Q_HEADS) {
+            T* at = q + (long long)t * q_row + head * DIM;
+            Head h = load(at, lane);
+            if (NORM) normalise(h, q_weight, eps, lane);
+            turn(h, by, lane);
+            store(at, h, lane);
+        } else if (head < HEADS && slot >= 0) {
+            bool key = head < Q_HEADS + KV_HEADS;
+            head -= key ? Q_HEADS : Q_HEADS + KV_HEADS;
+            Head h = load(key ? k + (long long)t * k_row + head * DIM : v + (long long)t * v_row + head * DIM, lane);
+            if (key) {
+                if (NORM) normalise(h, k_weight, eps, lane);
+                turn(h, by, lane);
+            }
+            store((key ? keys : values) + (slot * KV_HEADS + head) * DIM, h, lane);
+        }
+    }
+}

@@ -1,0 +1,168 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split layout of Llama checkpoints.
+
+Dimension i of a head is paired with i + r/2, where r is the number of rotated dimensions; dimensions from r on pass
+unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..attention.cache import cache_write_reference
+from ..cpp import ops
+from ..norm.norm import rms_norm_reference
+
+ENOUGH = 256  # tokens, on GPUs: a warp does several heads of one, for which cosines and sines are read once
+CPU_MOST_DIM = 512  # as in rope.cpp
+
+
+class CosSin(NamedTuple):
+    """How the tokens of one step are turned; made once a step, applied in every layer.
+
+    cos: [T, 1, r] f32, both halves alike; sin: [T, 1, r] f32, the first half negated.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+class QKNorm(NamedTuple):
+    """The norm that some models put on each head's query and key before they are turned."""
+
+    q_weight: Tensor  # [head_dim]
+    k_weight: Tensor
+    eps: float
+
+
+def cos_sin(table: Tensor, positions: Tensor) -> CosSin:
+    """table [positions, 2, r/2] f32: cosines and sines; positions [T] int64."""
+    if positions.is_cuda:
+        return cos_sin_cuda(table, positions)
+    if table.is_contiguous() and positions.is_contiguous() and ops.takes(table):
+        cos, sin = table.new_empty(2, len(positions), 1, 2 * table.shape[2])
+        ops.op("embedding", "cos_sin_f32")(positions, table, cos, sin, len(positions), table.shape[2])
+        return CosSin(cos, sin)
+    return cos_sin_reference(table, positions)
+
+
+def cos_sin_reference(table: Tensor, positions: Tensor) -> CosSin:
+    cos, sin = table.index_select(0, positions).unbind(1)
+    return CosSin(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+
+
+def cos_sin_cuda(table: Tensor, positions: Tensor) -> CosSin:
+    half = table.shape[2]
+    cos, sin = table.new_empty(2, len(positions), 1, 2 * half)
+    kernel = jit.kernel("embedding", "rotation", torch.float32, V=1)
+    kernel((len(positions), 1, 1), min(max(-(-half // 32) * 32, 32), 256), positions, table, cos, sin, half)
+    return CosSin(cos, sin)
+
+
+def apply_rotary(x: Tensor, turn: CosSin) -> Tensor:
+    """x [T, heads, head_dim], turned; computed in f32. x may be overwritten."""
+    return apply_rotary_reference(x, turn)
+
+
+def apply_rotary_reference(x: Tensor, turn: CosSin) -> Tensor:
+    cos, sin = turn
+    r = cos.shape[-1]
+    turned = x[..., :r].float() if r < x.shape[-1] else x.float()
+    turned = (turned * cos).addcmul_(turned.roll(r // 2, -1), sin).to(x.dtype)
+    return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), -1)
+
+
+def rope_and_store_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: CosSin,
+    norms: QKNorm | None,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> Tensor:
+    """q [T, heads, head_dim] normed and turned; k, v [T, kv_heads, head_dim], k likewise, go to `slots` of the cache.
+
+    kernels/attention/cache.py explains slots. Kernels do not write tokens with a negative slot. q and k may be
+    overwritten.
+    """
+    if q.is_cuda:
+        return rope_and_store_kv_cuda(q, k, v, turn, norms, cache, slots)
+    if supports_cpu(q, k, v, turn, cache):
+        return rope_and_store_kv_cpu(q, k, v, turn, norms, cache, slots)
+    return rope_and_store_kv_reference(q, k, v, turn, norms, cache, slots)
+
+
+def rope_and_store_kv_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: CosSin,
+    norms: QKNorm | None,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> Tensor:
+    if norms is not None:
+        q = rms_norm_reference(q, norms.q_weight, norms.eps)
+        k = rms_norm_reference(k, norms.k_weight, norms.eps)
+    cache_write_reference(apply_rotary_reference(k, turn), v, *cache, slots)
+    return apply_rotary_reference(q, turn)
+
+
+def supports_cpu(q: Tensor, k: Tensor, v: Tensor, turn: CosSin, cache: tuple[Tensor, Tensor]) -> bool:
+    dim = q.shape[2]
+    side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
+    plain = all(x.is_contiguous() for x in (*turn, *cache)) and cache[0].dtype == q.dtype
+    return side_by_side and plain and dim <= CPU_MOST_DIM and ops.takes(q)
+
+
+def rope_and_store_kv_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: CosSin,
+    norms: QKNorm | None,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> Tensor:
+    """Tokens with a negative slot are not written."""
+    tokens, heads, dim = q.shape
+    q_weight, k_weight, eps = norms if norms is not None else (None, None, 0.0)
+    ops.typed("rope", "rope", q.dtype)(
+        q, k, v, turn.cos, turn.sin, q_weight, k_weight, *cache, slots, tokens, heads, k.shape[1], dim,
+        turn.cos.shape[-1], q.stride(0), k.stride(0), v.stride(0), float(eps),
+    )  # fmt: skip
+    return q
+
+
+def rope_and_store_kv_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: CosSin,
+    norms: QKNorm | None,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> Tensor:
+    """q, k and v have heads side by side; their rows may be parts of wider ones."""
+    tokens, heads, dim = q.shape
+    kv_heads, turned = k.shape[1], turn.cos.shape[-1]
+    keys, values = cache
+    assert q.stride(1) == k.stride(1) == v.stride(1) == dim and keys.is_contiguous() and values.is_contiguous()
+    rows = q.stride(0), k.stride(0), v.stride(0)
+    # Two at a time: with heads of 128 that keeps all lanes of the head's warp at work.
+    vector = min(jit.vector(x, dim, turned // 2, *rows, most=2 * x.element_size()) for x in (q, k, v))
+    per = 1 if tokens < ENOUGH else 8
+    kernel = jit.kernel(
+        "rope", "rope_write", q.dtype, C=keys.dtype, DIM=dim, TURNED=turned, V=vector, Q_HEADS=heads,
+        KV_HEADS=kv_heads, NORM=int(norms is not None), PER=per,
+    )  # fmt: skip
+    q_weight, k_weight, eps = norms if norms is not None else (q, k, 0.0)
+    blocks = -(-tokens * -(-(heads + 2 * kv_heads) // per) // 4)
+    kernel(
+        (blocks, 1, 1), 128, q, k, v, *rows, turn.cos, turn.sin, q_weight, k_weight, eps, keys, values, slots, tokens
+    )
+    return q

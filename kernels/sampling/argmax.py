@@ -1,0 +1,57 @@
+"""The likeliest token of each row of logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..cpp import ops
+
+PARTS = 32  # blocks that share a row, at most
+BLOCKS = 512  # that keep a GPU busy
+
+
+def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest element of each row of x [S, V], f32 [S], and where the first such stands, int64 [S].
+
+    A row with NaN in it: torch finds the NaN, the kernels the largest of the others, or the first element.
+    """
+    if x.is_cuda and len(x):
+        return argmax_cuda(x.contiguous())
+    if len(x) and x.stride(1) == 1 and ops.takes(x):
+        return argmax_cpu(x)
+    return argmax_reference(x)
+
+
+def argmax_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = x.max(-1)
+    return values.float(), ids
+
+
+def argmax_cpu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [S, V], S > 0, the elements of a row side by side."""
+    rows, width = x.shape
+    threads = torch.get_num_threads()
+    values, ids = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int64)
+    part_values = x.new_empty(threads, rows, dtype=torch.float32)
+    part_ids = x.new_empty(threads, rows, dtype=torch.int64)
+    given = x, values, part_values, ids, part_ids, rows, width, x.stride(0)
+    ops.run((ops.typed("argmax", "find", x.dtype), given), (ops.op("argmax", "choose_f32"), given))
+    return values, ids
+
+
+def argmax_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    vector = jit.vector(x, width)
+    parts = max(1, min(PARTS, BLOCKS // rows, width // vector // 256))
+    values, ids = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int64)
+    part_values, part_ids = values, ids
+    arrived = values
+    if parts > 1:
+        part_values = x.new_empty(rows, parts, dtype=torch.float32)
+        part_ids = x.new_empty(rows, parts, dtype=torch.int32)
+        arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
+    kernel = jit.kernel("argmax", "largest", x.dtype, V=vector)
+    kernel((parts, rows, 1), 256, x, width, values, ids, part_values, part_ids, arrived)
+    return values, ids

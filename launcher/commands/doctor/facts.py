@@ -1,0 +1,167 @@
+"""What each rank's small launcher process knows of its place: collected before MPI starts, without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ...job import binding, mpi_env, visible_devices
+from ...job.mpi_env import RankPlace
+
+SYS = binding.SYS
+PROC = binding.PROC
+PACKAGES = ("phalanx", "mpi4py", "torch", "cupy-cuda13x", "cupy-cuda12x", "safetensors", "numpy", "ziglang", "tornado",
+            "msgspec")  # fmt: skip
+QUERY = "index,name,driver_version,memory.total,memory.used,pci.bus_id"
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    index: int
+    name: str
+    driver: str
+    total: int  # bytes
+    used: int
+    bus: str  # PCI address
+    numa: int  # node; -1: unknown
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """One rank's. What belongs to its host is filled in by the host's first rank alone."""
+
+    rank: int
+    local_rank: int
+    host: str
+    gpu: int  # index of its GPU as CUDA counts for it; -1: it computes on the CPU
+    bound: str  # in words, as the rank would be
+    is_bound: bool
+    python: str
+    packages: dict[str, str]
+    bus: str = ""  # the GPU's PCI address; "": unknown
+    is_whole: bool = True  # no MIG device, of which several have one address
+    cores: int = 0  # that the job may use
+    inherited: str = ""  # processors that whoever started us gave this process
+    memory: int = 0  # bytes of the host, or of the container
+    free: int = 0
+    shm: int = -1  # bytes free in /dev/shm
+    gpus: list[Gpu] = []
+    topology: list[str] = []  # kinds of links between the GPUs, as nvidia-smi names them
+    numa: dict[str, str] = {}  # node → its processors
+    interfaces: dict[str, int] = {}  # network → Mbit/s; -1: unknown
+
+
+def collect(place: RankPlace, gpu: int, share: binding.Share) -> Facts:
+    """What there is before `share` is applied."""
+    inherited = binding.cpu_words(sorted(os.sched_getaffinity(0)))
+    shown = visible_devices.listed(os.environ) or [""]
+    facts = Facts(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        host=mpi_env.hostname(),
+        gpu=gpu,
+        bus=visible_devices.locate(gpu, os.environ)[0] if gpu >= 0 else "",
+        is_whole=not shown[0].startswith("MIG-"),
+        bound=share.words,
+        is_bound=bool(share.cpus),
+        python=platform.python_version(),
+        packages=packages(),
+        inherited=inherited,
+    )
+    if place.local_rank:
+        return facts
+    total, free = memory()
+    return msgspec.structs.replace(
+        facts,
+        cores=len(binding.by_core(binding.allowed())),
+        memory=total,
+        free=free,
+        shm=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else -1,
+        gpus=gpus(),
+        topology=topology(),
+        numa=numa(),
+        interfaces=interfaces(),
+    )
+
+
+def packages() -> dict[str, str]:
+    """Versions of those that ranks must have alike; missing ones are left out."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def memory() -> tuple[int, int]:
+    """Bytes in all and available, of the host or of the container's limit where that is less."""
+    host = psutil.virtual_memory()
+    total, free = host.total, host.available
+    limit, usage = SYS / "fs/cgroup/memory.max", SYS / "fs/cgroup/memory.current"
+    try:
+        most, used = int(limit.read_text()), int(usage.read_text())
+    except (OSError, ValueError):  # no limit: the file says `max`
+        return total, free
+    return min(total, most), min(free, max(0, most - used))
+
+
+def gpus() -> list[Gpu]:
+    found = []
+    for line in visible_devices.smi(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits").splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 6 or not fields[0].isdigit():
+            continue
+        total, used = (int(field) << 20 if field.isdigit() else 0 for field in fields[3:5])
+        domain, _, rest = fields[5].lower().partition(":")
+        bus = f"{domain[-4:]}:{rest}"  # nvidia-smi writes the domain with eight digits, sysfs with four
+        found.append(Gpu(int(fields[0]), fields[1], fields[2], total, used, bus, _numa_of(bus)))
+    return found
+
+
+def _numa_of(bus: str) -> int:
+    try:
+        return int((SYS / "bus/pci/devices" / bus / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def topology() -> list[str]:
+    """Kinds of links between GPUs, the commonest first: NV18 (NVLink), PIX, PHB, NODE, SYS."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", visible_devices.smi("topo", "-m"))
+    rows = [line.split() for line in text.splitlines() if re.match(r"GPU\d+\s", line)]
+    kinds = [one for row in rows for one in row[1 : len(rows) + 1] if one != "X"]
+    return sorted(set(kinds), key=lambda kind: (-kinds.count(kind), kind))
+
+
+def numa() -> dict[str, str]:
+    nodes = sorted((SYS / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    return {path.name[4:]: _read(path / "cpulist") for path in nodes if _read(path / "cpulist")}
+
+
+def interfaces() -> dict[str, int]:
+    """Networks that are up, and InfiniBand's ports, with their rates in Mbit/s."""
+    found: dict[str, int] = {}
+    for path in sorted((SYS / "class/net").glob("*")):
+        if path.name != "lo" and _read(path / "operstate") in ("up", "unknown"):
+            speed = _read(path / "speed")
+            found[path.name] = int(speed) if speed.lstrip("-").isdigit() else -1
+    for path in sorted((SYS / "class/infiniband").glob("*/ports/*/rate")):
+        rate = _read(path).split()  # `200 Gb/sec (4X HDR)`
+        active = "ACTIVE" in _read(path.with_name("state"))
+        if rate and active:
+            found[path.parts[-4]] = int(float(rate[0]) * 1000)
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

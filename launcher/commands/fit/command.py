@@ -1,0 +1,173 @@
+"""`phalanx fit`: what a model needs on a cluster and how fast it would be, before there is an allocation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import psutil
+
+from .... import errors
+from ....rank.options import flag
+from ...builtin_model import DIRECTORY as DEMO
+from ...job import binding
+from ...job.linux import say
+from ...options import option_sources
+from ...options.help import options_help, show_config
+from . import devices, headers, model_shapes, plan, report
+from .devices import DEVICES, Device
+from .memory import Workload
+from .shape import WIDTHS, ModelShape
+
+USAGE = """phalanx fit [DIR] [options]: what fits and how fast, from config.json and tensor headers alone
+
+  phalanx fit --w DIR --nodes 2 --gpus 8 --gpu-mem 141 --context 32768 --concurrency 256
+  phalanx fit DIR --device cpu --gpus 4
+"""
+_GROUP = "Fit"
+LONGEST = 8192  # tokens, of the context when none is given
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_NAMES = {name.lower(): name for name in DEVICES}
+
+
+class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
+    model: Annotated[
+        str,
+        flag("--model", "--w", "--weight-path", "--m", group=_GROUP, metavar="DIR", positional=True,
+             help="directory with config.json; weight files are not needed; none: the built-in model"),
+    ] = ""  # fmt: skip
+    nodes: Annotated[int, flag("--nodes", "-N", group=_GROUP, metavar="N", low=1, help="hosts")] = 1
+    gpus: Annotated[int, flag("--gpus", group=_GROUP, metavar="N", low=1, help="GPUs, or CPU ranks, of each host")] = 1
+    gpu_mem: Annotated[
+        float,
+        flag("--gpu-mem", group=_GROUP, metavar="GB", low=0,
+             help="memory of one as it is sold: 141 for an H200; on CPUs of one rank"),
+    ] = 0.0  # fmt: skip
+    device: Annotated[
+        str,
+        flag("--device", group=_GROUP, choices=("auto", "cpu", *DEVICES), spellings=_NAMES,
+             help="auto: what is sold with --gpu-mem"),
+    ] = "auto"  # fmt: skip
+    network: Annotated[
+        float, flag("--network", group=_GROUP, metavar="GB/s", low=0.01, help="of a host to the others")
+    ] = 50.0
+    host_mem: Annotated[
+        float, flag("--host-mem", group=_GROUP, metavar="GB", low=0, help="of a host, for experts; 0: unknown")
+    ] = 0.0
+    context: Annotated[
+        int, flag("--context", "--max-model-len", group=_GROUP, metavar="N", low=0,
+                  help="longest prompt + output; 0: the model's, at most 8192"),
+    ] = 0  # fmt: skip
+    concurrency: Annotated[
+        int, flag("--concurrency", "--max-num-seqs", group=_GROUP, metavar="N", low=1, help="sequences at once")
+    ] = 64
+    length: Annotated[
+        int, flag("--length", group=_GROUP, metavar="N", low=0,
+                  help="tokens of an average sequence, for the speeds; 0: half of --context"),
+    ] = 0  # fmt: skip
+    dtype: Annotated[
+        str, flag("--dtype", group=_GROUP, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
+                  help="of weights and arithmetic"),
+    ] = "auto"  # fmt: skip
+    kv_fraction: Annotated[
+        float, flag("--kv-fraction", "--gpu-memory-utilization", group=_GROUP, metavar="X", low=0, high=1,
+                    help="KV cache's share of the memory free after loading; 0: automatic"),
+    ] = 0.0  # fmt: skip
+    tp: Annotated[int, flag("--tp", group=_GROUP, metavar="N", low=0, help="only this tensor degree")] = 0
+    pp: Annotated[int, flag("--pp", group=_GROUP, metavar="N", low=0, help="only this many stages")] = 0
+    dp: Annotated[int, flag("--dp", group=_GROUP, metavar="N", low=0, help="only this many copies")] = 0
+    json: Annotated[bool, flag("--json", group=_GROUP, off=("--no-json",), help="print JSON")] = False
+
+
+def main(argv: Sequence[str]) -> int:
+    chosen = option_sources.read(FitOptions, argv, os.environ)
+    if chosen.help or chosen.show_config:
+        print(USAGE + options_help(FitOptions) if chosen.help else show_config(chosen))
+        return 0
+    for note in chosen.notes:
+        say(note)
+    options = chosen.options
+    path = Path(options.model or DEMO).expanduser()
+    if not path.is_dir():
+        raise errors.FatalError(f"model {options.model!r}: there is no such directory", errors.USAGE)
+    shape = model_shapes.read(path)
+    device = _device(options)
+    cluster = plan.Cluster(options.nodes, options.gpus, device, options.network * 1e9, options.host_mem * devices.GIB)
+    usual = _dtype(shape, device)
+    asked = _asked(options, shape, usual)
+    checkpoint = headers.compare(shape, headers.by_class(path), WIDTHS[shape.dtype])
+    possible = plan.layouts(shape, cluster, options.tp, options.pp, options.dp)
+    figures = [plan.estimate(shape, one, cluster, asked) for one in possible]
+    if not figures:
+        raise errors.FatalError(_no_layout(options, shape, cluster), errors.USAGE)
+    best = plan.best(figures)
+    run = [] if best is None else plan.command(str(path), best, cluster, asked, usual)
+    smallest = plan.fewest(shape, cluster, asked)
+    answer = plan.Answer(shape, cluster, asked, checkpoint, figures, best, smallest, run)
+    print(json.dumps(report.as_json(answer), indent=1) if options.json else "\n".join(report.text(answer)))
+    return errors.OK if best is not None else errors.MEMORY
+
+
+def _asked(options: FitOptions, shape: ModelShape, usual: str) -> Workload:
+    if options.context > shape.max_positions:
+        raise errors.FatalError(
+            f"--context {options.context}: the model takes at most {shape.max_positions} tokens", errors.USAGE
+        )
+    context = options.context or min(shape.max_positions, LONGEST)
+    return Workload(
+        context=context,
+        concurrency=options.concurrency,
+        length=min(context, options.length) or max(1, context // 2),
+        dtype=usual if options.dtype == "auto" else options.dtype,
+        kv_fraction=options.kv_fraction,
+    )
+
+
+def _dtype(shape: ModelShape, device: Device) -> str:
+    """What `serve --dtype auto` computes in."""
+    if device.cpu:
+        return "f32"
+    return "bf16" if shape.dtype == "f32" else shape.dtype
+
+
+def _device(options: FitOptions) -> Device:
+    if options.device == "cpu":
+        return _cpu(options)
+    name = options.device if options.device != "auto" else devices.SOLD.get(round(options.gpu_mem), "")
+    if not name:
+        known = ", ".join(f"{gigabytes} ({name})" for gigabytes, name in sorted(devices.SOLD.items()))
+        given = f"--gpu-mem {options.gpu_mem:g} is no size that is known" if options.gpu_mem else "which GPU?"
+        raise errors.FatalError(
+            f"{given}: give --gpu-mem as one of {known}, or --device {'|'.join(DEVICES)}, or --device cpu", errors.USAGE
+        )
+    device = DEVICES[name]
+    if options.device != "auto" and options.gpu_mem:
+        memory = (options.gpu_mem - devices.HIDDEN) * devices.GIB
+        device = msgspec.structs.replace(device, memory=memory)
+    return device
+
+
+def _cpu(options: FitOptions) -> Device:
+    """A rank on CPUs: as fast as `doctor` found this host to be, else as cores usually are."""
+    speed = devices.saved_speed(os.environ)
+    source = f"measured on {speed.host} by phalanx doctor, {speed.date}" if speed else ""
+    if speed is None:
+        cores = len(binding.by_core(sorted(os.sched_getaffinity(0))))  # hyperthreads compute no faster
+        speed = devices.typical(cores)
+        source = f"typical of {cores} cores; `phalanx doctor` measures this machine's"
+    memory = options.gpu_mem * devices.GIB or psutil.virtual_memory().available / options.gpus
+    return devices.cpu(speed, options.gpus, memory, source)
+
+
+def _no_layout(options: FitOptions, shape: ModelShape, cluster: plan.Cluster) -> str:
+    degrees = ", ".join(str(one) for one in shape.tensor_degrees())
+    given = {"tp": options.tp, "pp": options.pp, "dp": options.dp}
+    asked = "".join(f" --{name} {value}" for name, value in given.items() if value)
+    return (
+        f"{cluster.ranks} ranks cannot share {shape.name}{' with' + asked if asked else ''}: tensor degrees that its "
+        f"heads allow are {degrees}, stages at most {len(shape.layers)}, and all together must divide the ranks"
+    )

@@ -1,0 +1,162 @@
+"""Every sensible way to share a model over the ranks, what each holds and how fast it is, and the best of them."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from ....rank.options import Options, specs
+from .devices import Device
+from .memory import Layout, MemoryFit, Workload, memory_fit
+from .shape import ModelShape
+from .speed import Speed, predict
+
+BUDGET = {True: 512, False: 8192}  # tokens of a step, by whether it is a CPU; rank/__main__.py
+
+
+@dataclass(frozen=True)
+class Cluster:
+    nodes: int
+    per_node: int  # ranks, one per device
+    device: Device
+    network: float  # bytes/s of a node to the others
+    host_memory: float = 0.0  # bytes of a node; 0: unknown
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class LayoutEstimate:
+    layout: Layout
+    room: MemoryFit
+    speed: Speed
+    together: int  # sequences of the full context that the caches hold at once, over all copies
+    verdict: str  # "" when everything asked for fits
+    runs: bool
+    unserved: str  # "" when Phalanx runs this model in this layout today; else what is missing
+    lacking: str  # what is missing for the layout
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that `phalanx fit` says."""
+
+    shape: ModelShape
+    cluster: Cluster
+    asked: Workload
+    checkpoint: str  # what the weight files say of the arithmetic
+    figures: list[LayoutEstimate]
+    best: LayoutEstimate | None
+    smallest: Layout | None  # the fewest ranks that hold it
+    command: list[str]
+
+
+def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: int = 0) -> list[Layout]:
+    """All that use every rank: tensor groups inside a node unless --tp says otherwise, whole key heads per rank."""
+    found = []
+    for t in shape.tensor_degrees():
+        if (t != tp) if tp else (cluster.per_node % t != 0):
+            continue
+        if cluster.ranks % t:
+            continue
+        for p in range(1, min(cluster.ranks // t, len(shape.layers)) + 1):
+            if (cluster.ranks // t) % p or (pp and p != pp):
+                continue
+            d = cluster.ranks // t // p
+            if dp and d != dp:
+                continue
+            found.append(Layout(t, p, d))
+            if shape.experts > 1:
+                if t * d > 1 and shape.experts % (t * d) == 0:
+                    found.append(Layout(t, p, d, ep=t * d))
+                found.append(Layout(t, p, d, offload=True))
+    return found
+
+
+def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workload) -> LayoutEstimate:
+    budget = max(BUDGET[cluster.device.cpu], asked.concurrency)
+    held = memory_fit(shape, layout, asked, cluster.device, budget)
+    together = held.kv_room // max(1, asked.context) * layout.dp
+    running = min(asked.concurrency, max(1, held.kv_room * layout.dp // asked.length))
+    speed = predict(shape, layout, cluster.device, asked, running, budget, cluster.per_node, cluster.network)
+    lacks = _host_lacks(held, layout, cluster)
+    verdict = _verdict(held, asked, lacks, together)
+    lacking = _lacking(layout)
+    runs = not held.problem and not lacks
+    return LayoutEstimate(layout, held, speed, together, verdict, runs, shape.unserved or lacking, lacking)
+
+
+def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:
+    """Bytes that a host lacks for the experts that it is to hold."""
+    host = max(stage.host for stage in held.stages) * min(layout.ranks, cluster.per_node)
+    return max(0.0, host - cluster.host_memory) if cluster.host_memory else 0.0
+
+
+def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> str:
+    if held.problem:
+        return f"{held.problem}: {held.short / 1e9:.1f} GB too little on a rank"
+    if lacks:
+        return f"the experts do not fit: {lacks / 1e9:.1f} GB too little on a host"
+    if together < asked.concurrency:
+        return f"{together} of {asked.concurrency} sequences at once at full length"
+    return ""
+
+
+def _lacking(layout: Layout) -> str:
+    """What Phalanx does not do yet; options that appear in rank/options.py are taken as served."""
+    for wanted, name in ((layout.dp > 1, "dp"), (layout.ep > 1, "ep"), (layout.offload, "offload")):
+        if wanted and name not in specs(Options):
+            return f"{name} is not served yet"
+    return ""
+
+
+def best(figures: list[LayoutEstimate]) -> LayoutEstimate | None:
+    """Of those that run: the one for the most sequences, then the fastest; served ones first, offload last."""
+    return max((one for one in figures if one.runs), key=_merit, default=None)
+
+
+def _merit(one: LayoutEstimate) -> tuple[bool, bool, bool, float]:
+    return not one.unserved, not one.layout.offload, not one.verdict, one.speed.tokens_per_s
+
+
+def fewest(shape: ModelShape, cluster: Cluster, asked: Workload, most: int = 1024) -> Layout | None:
+    """The fewest ranks of this device that hold the weights and one sequence of the asked length."""
+    for ranks in range(1, most + 1):
+        per_node = min(ranks, cluster.per_node)
+        if ranks % per_node:
+            continue
+        smaller = Cluster(ranks // per_node, per_node, cluster.device, cluster.network)
+        for layout in layouts(shape, smaller):
+            single = layout.dp == 1 and not layout.offload
+            if single and not memory_fit(shape, layout, asked, cluster.device, BUDGET[cluster.device.cpu]).problem:
+                return layout
+    return None
+
+
+def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, usual: str) -> list[str]:
+    """The lines that start it; `usual` is the dtype that serve chooses by itself."""
+    layout = one.layout
+    words = ["--w", model]
+    if cluster.device.cpu:
+        words += ["--device", "cpu"]
+    else:
+        words += ["--d", ",".join(str(i) for i in range(cluster.per_node))]
+    words += ["--tp", str(layout.tp), "--pp", str(layout.pp)]
+    words += ["--dp", str(layout.dp)] if layout.dp > 1 else []
+    words += ["--ep", str(layout.ep)] if layout.ep > 1 else []
+    words += ["--offload", "experts"] if layout.offload else []
+    words += ["--max-model-len", str(asked.context), "--max-num-seqs", str(-(-asked.concurrency // layout.dp))]
+    if asked.dtype != usual:
+        words += ["--dtype", asked.dtype]
+    if asked.kv_fraction:
+        words += ["--kv-fraction", f"{asked.kv_fraction:g}"]
+    serve = "phalanx serve " + shlex.join(words)
+    if cluster.nodes == 1:
+        return [f"{serve} --np {cluster.ranks}" if cluster.device.cpu else serve]
+    return [
+        f"phalanx hostfile --slots {cluster.per_node} --mpi openmpi -o hosts",
+        f"mpirun -np {cluster.ranks} -hostfile hosts --bind-to none --map-by slot {serve}",
+        f"srun --mpi=pmix --nodes={cluster.nodes} --ntasks-per-node={cluster.per_node} {serve}",
+    ]

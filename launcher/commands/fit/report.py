@@ -1,0 +1,136 @@
+"""What `phalanx fit` prints: a table and a breakdown for people, the same as JSON for scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .devices import GIB
+from .plan import Answer, LayoutEstimate
+from .shape import KINDS
+
+
+def gb(number: float) -> str:
+    """Bytes as GB (10^9) with about three digits."""
+    digits = 4 if number < 1e8 else 2 if number < 1e10 else 1
+    return f"{number / 1e9:.{digits}f}"
+
+
+def heading(answer: Answer) -> list[str]:
+    shape, cluster, asked = answer.shape, answer.cluster, answer.asked
+    device = cluster.device
+    active = "" if shape.chosen == 0 else f", {shape.active / 1e9:.2f} billion at work for a token"
+    kind = "ranks on CPUs" if device.cpu else device.name
+    place = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
+    lines = [
+        f"{shape.name}: {shape.model_type}, {shape.parameters / 1e9:.2f} billion parameters{active}; "
+        f"{answer.checkpoint}",
+        f"on {place} with {cluster.per_node} {kind}, {device.memory / GIB:.1f} GiB for each rank "
+        f"(speeds: {device.source}); computing in {asked.dtype}",
+        f"for {asked.concurrency} sequences of up to {asked.context} tokens, {asked.length} on average",
+    ]
+    lines += list(shape.notes)
+    if shape.unserved:
+        lines.append(f"NOT SERVED YET: {shape.unserved}; the figures tell what it would take")
+    return lines
+
+
+COLUMNS = (
+    ("tp", 3), ("pp", 3), ("dp", 3), ("ep", 4), ("weights GB", 11), ("KV GB", 8), ("KV tokens", 11), ("sequences", 10),
+    ("decode ms", 10), ("tokens/s", 9), ("prefill/s", 10),
+)  # fmt: skip
+
+
+def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[str]:
+    """Per rank: weights and KV cache. KV tokens, sequences and speeds are the whole job's."""
+    lines = ["  " + " ".join(f"{name:>{width}}" for name, width in COLUMNS)]
+    for one in figures:
+        layout, held, speed = one.layout, one.room, one.speed
+        left = [layout.tp, layout.pp, layout.dp, layout.ep, gb(held.heaviest.loaded)]
+        if one.runs:
+            left += [
+                gb(held.kv_bytes), held.kv_room * layout.dp, one.together, f"{speed.decode_ms:.2f}",
+                f"{speed.tokens_per_s:.0f}", f"{speed.prefill_per_s:.0f}",
+            ]  # fmt: skip
+        words = " ".join(f"{text!s:>{width}}" for text, (_, width) in zip(left, COLUMNS, strict=False))
+        if layout.offload:
+            host = max(stage.host for stage in held.stages)
+            words += f"  experts in the host's memory ({gb(host)} GB a rank)"
+        remarks = "; ".join(remark for remark in (one.verdict, one.lacking) if remark)
+        lines.append(f"{'>' if one is chosen else ' '} {words}  {remarks}".rstrip())
+    return lines
+
+
+def breakdown(one: LayoutEstimate) -> list[str]:
+    """A rank's memory, on the stage with the most weights."""
+    stage, held = one.room.heaviest, one.room
+    parts = [f"{kind} {gb(stage.weights[kind])}" for kind in KINDS if stage.weights[kind]]
+    return [
+        f"GB on a rank: {', '.join(parts)} = {gb(stage.loaded)} weights; rope tables {gb(stage.rope)}; libraries about "
+        f"{gb(held.runtime)}; KV cache {gb(held.kv_bytes)} ({stage.kv_token} bytes a token); "
+        f"left for a step {gb(max(0.0, held.spare))}, of which it needs about {gb(held.activations)}"
+    ]
+
+
+def text(answer: Answer) -> list[str]:
+    best = answer.best
+    shown = [one for one in answer.figures if not one.layout.offload or one is best or best is None]
+    lines = [*heading(answer), "", *table(shown, best), ""]
+    if answer.smallest is not None:
+        one = answer.smallest
+        ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
+        lines.append(f"The fewest of these devices that hold it: {ranks} (tp {one.tp}, pp {one.pp})")
+    if best is None:
+        return [*lines, "Nothing fits."]
+    lines += breakdown(best)
+    if faster := next((one for one in answer.figures if _beats(one, best)), None):
+        one = faster.layout
+        lines.append(f"tp {one.tp}, pp {one.pp}, dp {one.dp}, ep {one.ep} would be faster, but {faster.unserved}")
+    lines.append("Run:" if not best.unserved else f"To run once it is served ({best.unserved}):")
+    return [*lines, *(f"  {line}" for line in answer.command)]
+
+
+def _beats(one: LayoutEstimate, chosen: LayoutEstimate) -> bool:
+    better = one.speed.tokens_per_s > chosen.speed.tokens_per_s
+    return bool(one.unserved) and not chosen.unserved and one.runs and not one.verdict and better
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """All bytes are bytes, times as named; `best` is the index of the chosen layout, null when nothing fits."""
+    shape, cluster, asked = answer.shape, answer.cluster, answer.asked
+    device = cluster.device
+    return {
+        "model": {
+            "name": shape.name, "type": shape.model_type, "parameters": shape.parameters, "active": shape.active,
+            "layers": len(shape.layers), "checkpoint": answer.checkpoint, "served": not shape.unserved,
+            "notes": list(shape.notes),
+        },
+        "cluster": {
+            "nodes": cluster.nodes, "ranks_per_node": cluster.per_node, "device": device.name,
+            "memory": round(device.memory), "bandwidth": device.bandwidth, "flops": device.flops,
+            "link": device.link, "network": cluster.network, "source": device.source,
+        },
+        "asked": {
+            "context": asked.context, "concurrency": asked.concurrency, "length": asked.length, "dtype": asked.dtype,
+        },
+        "layouts": [_layout(one) for one in answer.figures],
+        "best": None if answer.best is None else answer.figures.index(answer.best),
+        "command": answer.command,
+    }  # fmt: skip
+
+
+def _layout(one: LayoutEstimate) -> dict[str, Any]:
+    layout, held, stage = one.layout, one.room, one.room.heaviest
+    return {
+        "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep, "offload": layout.offload,
+        "fits": one.runs, "verdict": one.verdict or "everything asked for fits", "short": round(held.short),
+        "served": not one.unserved, "why_not_served": one.unserved,
+        "weights": stage.weights, "weight_bytes": stage.loaded, "host_bytes": max(s.host for s in held.stages),
+        "rope_bytes": stage.rope, "runtime_bytes": round(held.runtime), "activation_bytes": round(held.activations),
+        "kv_bytes_per_token": stage.kv_token, "kv_bytes": held.kv_bytes, "kv_tokens": held.kv_room * layout.dp,
+        "sequences": one.together,
+        "stages": [
+            {"layers": s.layers, "weight_bytes": s.loaded, "kv_bytes_per_token": s.kv_token} for s in held.stages
+        ],
+        "decode_ms": one.speed.decode_ms, "decode_tokens_per_s": one.speed.tokens_per_s,
+        "running": one.speed.running, "prefill_tokens_per_s": one.speed.prefill_per_s,
+    }  # fmt: skip

@@ -1,0 +1,178 @@
+"""How fast a layout decodes and computes prompts: a roofline of memory, arithmetic and links, plus kernels' own time.
+
+A product of weights takes the longer of reading them and computing with them, rounded where the two meet (a norm of
+order 3 of both, which follows cuBLAS on H200 within 8 % from 1 to 256 rows), plus the device's ramp. Phalanx's own
+steps of Llama 8B on H200, and vLLM's of 8B and 70B, are within 20 % of this sum at batches 1 to 256;
+tests/launcher/commands/test_fit_speed.py has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .devices import Device
+from .memory import Layout, Workload
+from .shape import WIDTHS, Layer, ModelShape, Part, split, stage_layers
+
+ROUND = 3  # order of the norm that joins memory's time and arithmetic's
+CACHED = 0.7  # of the memory bandwidth that attention over a paged cache reaches
+SCORES = 0.6  # of a large product's FLOP/s that attention over a prompt reaches
+GROUPED = 0.6  # of a large product's FLOP/s that the experts' many small ones reach together
+SMALL_OPS = 5  # kernels of a layer beside its products: two norms, rope, attention, activation
+PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
+HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured
+HOST_FLOPS = 2e11  # of one rank's share of the host's cores, in f32; assumed
+HOP = 20e-6  # seconds of a message between nodes
+
+
+@dataclass(frozen=True)
+class Links:
+    """What carries a group's tensors."""
+
+    tensor: float  # bytes/s of an all-reduce in the tensor group, as bus bandwidth
+    stage: float  # bytes/s from one stage to the next
+    expert: float  # bytes/s from one rank to the others of its expert group
+    latency: float  # seconds of a small all-reduce
+    scatter: float  # seconds of a small exchange in the expert group
+    hop: float  # seconds of a message between stages
+
+
+@dataclass(frozen=True)
+class Speed:
+    decode_ms: float  # a step: one token for each running sequence
+    tokens_per_s: float  # of all sequences together
+    prefill_per_s: float  # prompt tokens per second, nothing else running
+    running: int  # sequences that it was computed for
+
+
+def links(layout: Layout, device: Device, per_node: int, network: float) -> Links:
+    """`network` is bytes/s of one node to the others, shared by its ranks."""
+    across = layout.tp > per_node
+    share = network / per_node
+    leaves = layout.tp * layout.pp > per_node
+    return Links(
+        tensor=share if across else device.link,
+        stage=share * min(layout.tp, per_node) if leaves else device.link,
+        expert=share if layout.ep > per_node else device.link,
+        latency=device.latency + (2 * HOP if across else 0.0),
+        scatter=device.latency + (HOP if layout.ep > per_node else 0.0),
+        hop=HOP if leaves else device.latency,
+    )
+
+
+class StepModel:
+    """The time of one stage of a layout for a step."""
+
+    def __init__(
+        self, shape: ModelShape, layout: Layout, device: Device, links: Links, asked: Workload, ranks_here: int
+    ):
+        self.shape, self.layout, self.device, self.links = shape, layout, device, links
+        self.width = WIDTHS[asked.dtype]
+        self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
+        self.host = HOST / max(1, ranks_here)
+
+    def step(self, layers: Sequence[Layer], tokens: int, context: float, ends: bool, sampled: int) -> float:
+        """Seconds of one stage for `tokens` rows whose attention reads `context` cached tokens altogether."""
+        kinds: dict[Layer, int] = {}
+        for layer in layers:
+            kinds[layer] = kinds.get(layer, 0) + 1
+        total = sum(count * self._layer(layer, tokens) for layer, count in kinds.items())
+        cached = context * self.shape.kv_elements(self.layout.tp) * self.width
+        total += len(layers) * cached / (self.device.bandwidth * CACHED)
+        if ends:
+            total += self._product([self.shape.head], sampled)
+            logits = sampled * self.shape.vocab * 4
+            total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
+            if self.layout.tp > 1:
+                total += self.links.latency + logits / self.links.tensor
+        if self.layout.pp > 1:
+            total += self.links.hop + tokens * self.shape.hidden * self.width / self.links.stage
+        return total
+
+    def _layer(self, layer: Layer, tokens: int) -> float:
+        total = SMALL_OPS * self.device.small
+        groups: list[list[Part]] = []
+        for part in layer:
+            if part.inputs and part.fused:
+                groups[-1].append(part)
+            elif part.inputs:
+                groups.append([part])
+        total += sum(self._product(group, tokens) for group in groups)
+        if self.layout.tp > 1:
+            total += 2 * self._all_reduce(tokens)
+        if self.layout.ep > 1 and any(part.expert for part in layer):
+            moved = tokens * self.shape.chosen * self.shape.hidden * self.width * 2  # there and back
+            total += 2 * self.links.scatter + moved / self.layout.tp / self.links.expert
+        if any(part.expert for part in layer):
+            total += 4 * self.device.small  # choosing, sorting, gathering, adding up
+        return total
+
+    def _product(self, parts: list[Part], tokens: int) -> float:
+        """One product, of parts side by side."""
+        first = parts[0]
+        tp, ep = self.layout.tp, self.layout.ep
+        held = sum(part.held(tp, ep) for part in parts)
+        narrow = self.shape.narrow if first.packs and self.shape.narrow else self.width
+        if not first.expert:
+            return self._roof(held * narrow, 2.0 * held * tokens) + self.device.ramp
+        copies, chosen = first.copies, max(1, self.shape.chosen)
+        rows = tokens * (self.layout.dp if ep > 1 else 1)  # an expert group serves all copies' tokens
+        touched = held * (1 - (1 - chosen / copies) ** rows)
+        work = 2.0 * held / split(copies, ep) * rows * chosen / ep
+        if not self.layout.offload:
+            return self._roof(touched * narrow, work / GROUPED) + self.device.ramp
+        # The host computes few rows where its memory is; many rows are worth moving the weights to the device.
+        moved = touched * narrow / PCIE
+        return min(touched * narrow / self.host + work / HOST_FLOPS, max(moved, work / self.flops)) + self.device.ramp
+
+    def _roof(self, read: float, work: float) -> float:
+        memory, arithmetic = read / self.device.bandwidth, work / self.flops
+        return (memory**ROUND + arithmetic**ROUND) ** (1 / ROUND)
+
+    def _all_reduce(self, tokens: int) -> float:
+        tp = self.layout.tp
+        moved = tokens * self.shape.hidden * self.width * 2 * (tp - 1) / tp
+        return self.links.latency + moved / self.links.tensor
+
+    def scores(self, layers: int, tokens: int, prompt: int) -> float:
+        """Attention's arithmetic for prompt tokens: each sees half its prompt."""
+        heads = split(self.shape.heads, self.layout.tp)
+        return layers * tokens * prompt / 2 * heads * self.shape.score_width * 2 / (self.flops * SCORES)
+
+
+def predict(
+    shape: ModelShape,
+    layout: Layout,
+    device: Device,
+    asked: Workload,
+    running: int,
+    budget: int,
+    per_node: int,
+    network: float,
+) -> Speed:
+    """For `running` sequences over all copies, `budget` tokens in a step of prompts."""
+    running = max(1, running)
+    clock = StepModel(
+        shape, layout, device, links(layout, device, per_node, network), asked, min(layout.ranks, per_node)
+    )
+    each = split(running, layout.dp)
+    batch = split(each, layout.pp)  # as many batches are under way as there are stages
+    parts = [
+        [shape.layers[i] for i in stage_layers(len(shape.layers), number, layout.pp)] for number in range(layout.pp)
+    ]
+    last = layout.pp - 1
+    decode = [
+        clock.step(layers, batch, batch * asked.length, number == last, batch) for number, layers in enumerate(parts)
+    ]
+    # With a batch for each stage the slowest stage sets the pace; a lone batch walks through all of them.
+    full = min(layout.pp, each)
+    pace = sum(decode) if full < layout.pp else max(decode) * layout.pp
+    chunk = budget
+    prompt = min(asked.length, budget)
+    prefill = [
+        clock.step(layers, chunk, 0, number == last, max(1, chunk // prompt))
+        + clock.scores(len(layers), chunk, asked.length)
+        for number, layers in enumerate(parts)
+    ]
+    return Speed(pace * 1e3, running / pace, layout.dp * chunk / max(prefill), running)

@@ -1,0 +1,111 @@
+"""`phalanx serve`: a command line becomes a running server, whichever way it was started."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+from ...rank.options import Options
+from .. import http_client
+from ..job import mpi_env, rank_bootstrap, sbatch, server_process, supervisor
+from ..options import option_sources
+from ..options.help import options_help, show_config
+from ..options.resolve import DEMO, in_force, joined, resolve
+
+USAGE = "phalanx [serve] [DIR] [options]: start an OpenAI-compatible server\n"
+HEALTH_PATIENCE = 2.0  # seconds for a front that shares its cores with ranks that load
+
+
+def main(argv: Sequence[str]) -> int:
+    mpi_env.refuse_lonely_srun(os.environ)
+    place = mpi_env.rank_place(os.environ)
+    first = place is None or place.rank == 0
+    shown = False  # all that is wanted is to be printed: no rank joins MPI
+    try:
+        argv, script = sbatch.wanted(argv)
+        chosen = option_sources.read(Options, argv, os.environ, strict=first)
+        place = joined(chosen.options, place)
+        shown = chosen.help or chosen.show_config or script
+        if script and not chosen.help:
+            print(sbatch.script("serve", chosen), end="")
+            return 0
+        if chosen.help:
+            if first:
+                print(USAGE + options_help(Options))
+            return 0
+        if first:
+            for note in chosen.notes:
+                supervisor.say(note)
+            if chosen.show_config:
+                print(show_config(chosen, in_force(chosen.options, place)))
+                return 0
+            options = resolve(chosen.options, place)
+        elif chosen.show_config:
+            return 0
+    except option_sources.FatalError as stop:
+        if not first:
+            raise option_sources.FatalError("", stop.code) from None  # rank 0 tells it
+        if place is not None and not shown and not getattr(stop, "everywhere", False):
+            rank_bootstrap.give_up(stop, place)
+        raise
+    if place is not None:
+        rank_bootstrap.join(options if first else chosen.options, place)
+    return serve(options)
+
+
+def serve(options: Options) -> int:
+    """Not under MPI: supervise."""
+    listener = server_process.listen(options.host, options.port)
+    directory = ""
+    try:
+        server_process.warn(listener, options)
+        directory = server_process.job_directory()
+        link = os.path.join(directory, "lead")
+        columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
+        start = supervisor.launch_spec(options, link, columns)
+        _announce(options, listener.url)
+        child = server_process.start(server_process.config(options, link, listener, []), os.environ)
+        job = supervisor.Supervisor(start, child, options.restarts, serving=lambda: _serving(listener, link))
+        return job.run()
+    finally:
+        server_process.unlink(listener)
+        if directory:
+            server_process.remove(directory)
+
+
+def _announce(options: Options, url: str) -> None:
+    what = "the built-in model" if options.model == str(DEMO) else options.model
+    ranks = "one rank" if options.ranks == 1 else f"{options.ranks} ranks"
+    how = f" (tp {options.tp}, pp {options.pp})" if options.ranks > 1 else ""
+    supervisor.say(f"serving {what} on {ranks}{how} at {url}; loading")
+
+
+def _serving(listener: server_process.Listener, link: str) -> bool:
+    """Whether a request may be open, which ending at once would lose. Where nobody can tell, one may be."""
+    if not os.path.exists(link):
+        return False  # the front opens that socket when it begins to answer
+    if not listener.url.startswith("http"):
+        return True
+    # Its own address and no proxy: whoever else answers under the name knows nothing of this server.
+    host, port = listener.socket.getsockname()[:2]
+    request = urllib.request.Request(f"{http_client.url_of(host, port)}/health")
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=HEALTH_PATIENCE):
+            return True
+    except urllib.error.HTTPError as error:
+        try:
+            return json.load(error).get("status") not in ("loading", "restarting")
+        except (ValueError, AttributeError, OSError):
+            return True
+    except (OSError, http.client.HTTPException):
+        return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

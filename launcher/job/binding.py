@@ -1,0 +1,219 @@
+"""Gives a rank its cores before torch is imported: torch keeps the thread count and the affinity that it saw first.
+
+CPU ranks of a host share the cores evenly, and their memory comes from where they first touch it. A rank with a GPU
+gets the cores of the GPU's NUMA node, or of the node that MAP_NUMA_NODE names for its local rank, and memory of that
+node as long as it has some. A node of -1 means: not bound, and the log says so. CUDA may show a process some GPUs only,
+so visible.py tells which one of the machine's it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ...errors import USAGE, FatalError
+from . import visible_devices
+from .mpi_env import RankPlace
+
+SYS = Path("/sys")
+PROC = Path("/proc")
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The processors of one rank. Empty `cpus`: not bound."""
+
+    cpus: tuple[int, ...]
+    threads: int  # that the rank's arithmetic should use
+    words: str
+    node: int = -1  # whose memory is preferred
+
+
+def cpu_list(text: str) -> list[int]:
+    """`0-3,8` as [0, 1, 2, 3, 8]."""
+    found: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def cpu_words(cpus: tuple[int, ...] | list[int]) -> str:
+    """[0, 1, 2, 3, 8] as `0-3,8`."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def allowed() -> list[int]:
+    """The processors of this process's cgroup: what an inherited binding may be widened to."""
+    for line in _read(PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        roots = (
+            [SYS / "fs/cgroup"] if not controllers else [SYS / "fs/cgroup/cpuset"] if "cpuset" in controllers else []
+        )
+        for root in roots:
+            for place in (root / path.lstrip("/"), root):  # in a container the path may be the host's
+                for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
+                    if text := _read(place / name):
+                        return cpu_list(text)
+    return cpu_list(_read(SYS / "devices/system/cpu/online")) or sorted(os.sched_getaffinity(0))
+
+
+def quota() -> float:
+    """Processors' worth of time that the cgroup grants; infinite when it has no limit."""
+    for line in _read(PROC / "self/cgroup").splitlines():
+        path = line.split(":", 2)[2].lstrip("/")
+        for name in (SYS / "fs/cgroup" / path / "cpu.max", SYS / "fs/cgroup/cpu.max"):
+            limit, _, period = _read(name).partition(" ")
+            if limit.isdigit():
+                return int(limit) / int(period or 100000)
+    return float("inf")
+
+
+def by_core(cpus: list[int]) -> list[list[int]]:
+    """The processors grouped by physical core, neighbours in the machine next to each other."""
+    cores: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(cpus):
+        place = SYS / f"devices/system/cpu/cpu{cpu}/topology"
+        package, core = _read(place / "physical_package_id"), _read(place / "core_id")
+        key = (int(package), int(core)) if package and core else (0, 1_000_000 + cpu)
+        cores.setdefault(key, []).append(cpu)
+    return [cores[key] for key in sorted(cores)]
+
+
+def share_of(place: RankPlace, cpus: list[int], inherited: list[int], granted: float = float("inf")) -> Share:
+    """A CPU rank's part: `cpus` is what the cgroup allows, `inherited` the affinity that we were started with."""
+    widened = ""
+    base = inherited
+    if len(by_core(inherited)) == 1 < len(by_core(cpus)) and place.local_size > 1:
+        base, widened = cpus, f", widened from the inherited {cpu_words(inherited)}"
+    # Whoever bound us to a part of the machine bound the other ranks to the other parts.
+    sharing = max(1, round(place.local_size * len(base) / max(len(base), len(cpus))))
+    cores = by_core(base)
+    most = max(1, int(granted / place.local_size)) if granted != float("inf") else len(cores)
+    if sharing > len(cores):
+        return Share((), 1, f"not bound: {sharing} ranks on {_cores(len(cores))}")
+    if sharing == 1:
+        return Share(tuple(sorted(base)), min(len(cores), most), f"cpus {cpu_words(base)}{widened}")
+    each, more = divmod(len(cores), sharing)
+    index = place.local_rank % sharing
+    first = index * each + min(index, more)
+    part = cores[first : first + each + (index < more)]
+    mine = sorted(cpu for core in part for cpu in core)
+    return Share(tuple(mine), min(len(part), most), f"cpus {cpu_words(mine)}{widened}")
+
+
+def _cores(count: int) -> str:
+    return "one core" if count == 1 else f"{count} cores"
+
+
+def numa_node(address: str) -> int:
+    """The NUMA node of the device with this PCI address; -1 when unknown."""
+    text = _read(SYS / "bus/pci/devices" / address / "numa_node")
+    return int(text) if text.lstrip("-").isdigit() else -1
+
+
+def mapped_node(place: RankPlace, environ: Mapping[str, str]) -> int | None:
+    """What MAP_NUMA_NODE=0,0,1,1 says for this local rank; None when it is not set."""
+    text = environ.get("MAP_NUMA_NODE", "").strip()
+    if not text:
+        return None
+    nodes = text.split(",")
+    if not all(one.strip().lstrip("-").isdigit() for one in nodes):
+        why = f"MAP_NUMA_NODE {text!r} (environment): a list of NUMA nodes such as 0,0,1,1 is needed"
+        raise FatalError(why if place.local_rank == 0 else "", USAGE)  # once on each host
+    if place.local_rank >= len(nodes):
+        why = f"MAP_NUMA_NODE {text!r} (environment) names no node for local rank {place.local_rank}"
+        raise FatalError(why if place.local_rank == len(nodes) else "", USAGE)
+    return int(nodes[place.local_rank])
+
+
+def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
+    """The cores of a NUMA node, whole: how many ranks share it does not matter to a rank that computes on a GPU."""
+    here = cpu_list(_read(SYS / f"devices/system/node/node{node}/cpulist")) if node >= 0 else []
+    mine = sorted(set(here) & set(cpus))
+    threads = _threads(place, cpus)
+    if not mine:
+        why = "means that none is known" if node < 0 else "has no core that this job may use"
+        return Share((), threads, f"not bound: NUMA node {node} ({source}) {why}")
+    return Share(
+        tuple(mine), min(threads, len(by_core(mine))), f"cpus {cpu_words(mine)} of NUMA node {node} ({source})", node
+    )
+
+
+def _threads(place: RankPlace, cpus: list[int]) -> int:
+    """Of a rank that computes on a GPU."""
+    return max(1, len(by_core(cpus)) // place.local_size)
+
+
+def choose(place: RankPlace, gpu: int, environ: Mapping[str, str]) -> Share:
+    """This rank's share; `gpu` is its device's index as CUDA counts here, -1 on the CPU."""
+    cpus = allowed()
+    node = mapped_node(place, environ)
+    if node is not None:
+        return on_node(node, "MAP_NUMA_NODE", place, cpus)
+    if gpu >= 0:
+        address, why = visible_devices.locate(gpu, environ)
+        if not address:
+            return Share((), _threads(place, cpus), f"not bound: the place of GPU {gpu} is not known: {why}")
+        return on_node(numa_node(address), f"of GPU {gpu} at {address}", place, cpus)
+    return share_of(place, cpus, sorted(os.sched_getaffinity(0)), quota())
+
+
+def apply(share: Share, environ: dict[str, str]) -> str:
+    """Bind this process, and with it what it execs, and tell torch how many threads to make; what was done in words."""
+    if share.cpus:
+        os.sched_setaffinity(0, share.cpus)
+    environ.setdefault("OMP_NUM_THREADS", str(share.threads))
+    if share.node < 0:
+        return share.words
+    why = prefer_memory(share.node)
+    return f"{share.words}, " + (f"memory not bound: {why}" if why else memory_words())
+
+
+# set_mempolicy(2), get_mempolicy(2). Preferred, not bound: what does not fit on the node spills over to others, where a
+# binding would end the job. In containers without CAP_SYS_NICE the calls are often forbidden.
+_SYSCALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_PREFERRED = 1
+_NODES = 1024  # bits of a mask: the most that Linux is built for
+
+
+def prefer_memory(node: int) -> str:
+    """Let this process's memory come from a NUMA node while it has some, also after exec; why not, or ""."""
+    if platform.machine() not in _SYSCALLS:
+        return f"not known how on {platform.machine()}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    mask = (ctypes.c_ulong * (_NODES // 64))()
+    mask[node // 64] = 1 << node % 64
+    done = libc.syscall(_SYSCALLS[platform.machine()][0], _PREFERRED, mask, ctypes.c_ulong(_NODES))
+    return "" if done == 0 else os.strerror(ctypes.get_errno())
+
+
+def memory_words() -> str:
+    """Which node's memory this process prefers; "" for that of the core which touches it first."""
+    if platform.machine() not in _SYSCALLS:
+        return ""
+    libc = ctypes.CDLL(None, use_errno=True)
+    mode, mask = ctypes.c_int(), (ctypes.c_ulong * (_NODES // 64))()
+    call = _SYSCALLS[platform.machine()][1]
+    if libc.syscall(call, ctypes.byref(mode), mask, ctypes.c_ulong(_NODES), None, ctypes.c_ulong(0)):
+        return ""
+    nodes = [i for i in range(_NODES) if mask[i // 64] >> i % 64 & 1]
+    return f"memory of node {cpu_words(nodes)} first" if mode.value == _PREFERRED and nodes else ""

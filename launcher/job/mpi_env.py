@@ -1,0 +1,150 @@
+"""Circumstances: which rank this process is, of how many, and who started it. The only reader of OMPI_*, SLURM_* …"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+import msgspec
+
+from ...errors import USAGE, FatalError
+from . import visible_devices
+
+# Variables that tell a process that it belongs to an MPI job: a process that must not join is started without them.
+_MPI_PREFIXES = (
+    "OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "MPI_LOCAL", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_", "JSM_",
+)  # fmt: skip
+_STEP_PREFIXES = ("SLURM_STEP", "SLURM_PMI", "SLURM_MPI")
+_STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "SLURM_GTIDS")
+
+# Inside an mpirun that Slurm's srun has carried to the nodes, SLURM_LOCALID counts its daemons: it is asked last.
+_LOCAL_RANK = (
+    "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "JSM_NAMESPACE_LOCAL_RANK",
+    "SLURM_LOCALID",
+)  # fmt: skip
+_LOCAL_SIZE = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_SIZE",
+)  # fmt: skip
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """This process's place in the job that started it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int  # ranks of the job on this host; 1 if unknown
+    launcher: str  # in words: "mpirun", "srun", …
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
+def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
+    """Where MPI's own launcher put this process; None when no MPI launcher started it.
+
+    OMPI_*: Open MPI 4 and 5. PMI_* and MPI_LOCAL*: MPICH, Intel MPI. PMIX_RANK or PMI_* with SLURM_*: srun. PALS_*:
+    Cray's mpiexec. JSM_*: LSF's jsrun.
+    """
+    rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "JSM_NAMESPACE_RANK")
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    own = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ  # of an mpirun, also inside a step
+    launcher = "srun" if "SLURM_STEP_ID" in environ and not own else "mpirun"
+    if size is None:
+        size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PALS_SIZE", "JSM_NAMESPACE_SIZE")
+    if rank is None or size is None:
+        return None
+    local_rank = _number(environ, *_LOCAL_RANK)
+    local_size = _number(environ, *_LOCAL_SIZE)
+    if local_size is None:
+        local_size = _slurm_local_size(environ, size)
+    return RankPlace(rank, size, rank if local_rank is None else local_rank, local_size, launcher)
+
+
+def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
+    """Slurm writes the tasks of each node as `4(x2),3`; the node's place in that list is SLURM_NODEID."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, times = part.partition("(x")
+        if count.isdigit():
+            counts += [int(count)] * int(times.rstrip(")") or 1)
+    node = _number(environ, "SLURM_NODEID")
+    if node is not None and node < len(counts):
+        return counts[node]
+    return size if "SLURM_STEP_ID" not in environ else 1
+
+
+def ends_together(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher ends all ranks when one of them ends with an error before MPI_Init."""
+    return "OMPI_COMM_WORLD_RANK" in environ
+
+
+def codes_by_abort(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher, srun with PMIx, kills the others when a rank ends without MPI_Finalize, and reports that.
+
+    Measured with Slurm 22.05: 137 for a rank that exits with 3, but 3 for one that calls MPI_Abort(3).
+    """
+    return "PMIX_RANK" in environ and "SLURM_STEP_ID" in environ and not ends_together(environ)
+
+
+def refuse_lonely_srun(environ: Mapping[str, str]) -> None:
+    """srun without PMI starts N processes that know nothing of each other: each would become a server of its own."""
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1
+    if "SLURM_STEP_ID" not in environ or tasks == 1 or rank_place(environ) is not None:
+        return
+    if _number(environ, "SLURM_PROCID"):
+        raise FatalError("", USAGE)  # task 0 says it once
+    raise FatalError(
+        f"srun started {tasks} tasks without telling them of each other; use `srun --mpi=pmix phalanx serve …` with "
+        "Open MPI or `srun --mpi=pmi2 …` with MPICH (`srun --mpi=list` shows what this Slurm has)",
+        USAGE,
+    )
+
+
+def without_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that must not take part in the MPI job: the front."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_MPI_PREFIXES + _STEP_PREFIXES) and name not in _STEP_NAMES
+    }
+
+
+def for_mpirun(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an mpirun of our own, also inside a job of one process such as `srun --pty bash`.
+
+    There it would take itself for a part of that job. What Open MPI is told there is the user's own setting, but for
+    inside another mpirun, which tells it as well.
+    """
+    if rank_place(environ) is None and "SLURM_STEP_ID" not in environ:
+        return dict(environ)
+    settings = () if "OMPI_COMM_WORLD_RANK" in environ else ("OMPI_", "OPAL_", "PRTE_MCA_", "I_MPI_", "HYDRA_")
+    users = {name: value for name, value in environ.items() if settings and name.startswith(settings)}
+    return without_mpi(environ) | users
+
+
+def end_time(environ: Mapping[str, str]) -> float:
+    """When Slurm ends this job, as Unix time; 0 where it does not tell."""
+    return float(_number(environ, "SLURM_JOB_END_TIME") or 0)
+
+
+def batch_job(environ: Mapping[str, str]) -> str:
+    """The batch system's name for this job; "" outside one."""
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        if environ.get(name):
+            return environ[name]
+    return ""
+
+
+def hostname() -> str:
+    return socket.gethostname()
+
+
+def gpus() -> int:
+    """GPUs that this process may use, found without loading CUDA."""
+    return visible_devices.count(os.environ)

@@ -1,0 +1,298 @@
+"""The small process that every rank starts as: it binds itself and becomes `python -m phalanx.rank`.
+
+Started by the supervisor, or by the mpirun that the supervisor runs, it finds the job in PHALANX_JOB. Under a user's
+own mpirun or srun `phalanx serve` comes here with the options, and rank 0 starts the front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+
+from ...errors import RANK_FAILED, RANK_KILLED, USAGE, FatalError
+from ...rank.options import JOB_ENV, Job, Options, decode_job, encode_job
+from ...rank.server.config import ServerConfig
+from . import binding, linux, mpi_env, server_process, visible_devices
+from .mpi_env import RankPlace
+
+# Set by the supervisor: its process id. A rank whose parent that is, or became, has lost its mpirun.
+PARENT_ENV = "PHALANX_PARENT"
+KEY_ENV = "PHALANX_API_KEY"
+RANK = ["-m", "phalanx.rank"]
+ABORT = ["-c", "import sys; from mpi4py import MPI; MPI.COMM_WORLD.Abort(int(sys.argv[1]))"]
+Jobs = Callable[[ServerConfig], "subprocess.Popen[bytes]"]
+SERVER_PATIENCE = 30.0  # seconds for the front to open its socket
+WATCHER_PATIENCE = 3.0  # seconds that the front may outlive rank 0
+ABORT_DELAY = "5"  # seconds
+MPIRUN_PATIENCE = 15.0  # seconds that mpirun may outlive rank 0
+MPIRUNS = ("mpirun", "prterun", "orterun", "orterun_wrapper", "mpiexec", "mpiexec.hydra")
+
+
+def main() -> int:
+    """A supervised rank; `python -m phalanx.launcher.job.rank_bootstrap`."""
+    hold_drain()
+    parent = os.getppid()
+    linux.die_with(parent)
+    if str(parent) == os.environ.pop(PARENT_ENV, ""):
+        return RANK_KILLED  # mpirun died before the line above
+    linux.ignore((signal.SIGUSR1, signal.SIGUSR2))
+    job = decode_job(os.environ[JOB_ENV])
+    place = mpi_env.rank_place(os.environ) or RankPlace(0, 1, 0, 1, "phalanx")
+    try:
+        exec_rank(job, place)
+    except FatalError as stop:
+        give_up(stop, place)
+        if str(stop):
+            linux.say(str(stop))
+        else:
+            linux.let_another_speak()
+        return stop.code
+
+
+def join(options: Options, place: RankPlace, jobs: Jobs | None = None) -> NoReturn:
+    """A rank under a user's mpirun or srun. Options of ranks other than 0 count for their device only.
+
+    `jobs` starts the process that takes the front's place.
+    """
+    linux.die_with(os.getppid())
+    linux.ignore((signal.SIGUSR1, signal.SIGUSR2))
+    link = ""
+    try:
+        if place.rank == 0:
+            if len(options.devices) > 1 and options.device != "cpu" and given_one(place):
+                listed = ",".join(str(one) for one in options.devices)
+                linux.say(f"each rank computes on the one GPU that it sees: --d {listed} chooses nothing")
+            link = _start_server(options, jobs)
+        else:
+            hold_drain()
+        exec_rank(Job(options=options, announced_size=place.size, server_socket=link), place, own=True)
+    except FatalError as stop:
+        give_up(stop, place)
+        raise
+
+
+def finish(options: Options, place: RankPlace) -> NoReturn:
+    """Rank 0 has nothing to do. The other ranks wait to hear that: they do not see its files."""
+    linux.die_with(os.getppid())
+    exec_rank(Job(options=options, announced_size=place.size, over=True), place, own=True)
+
+
+def give_up(stop: FatalError, place: RankPlace) -> None:
+    """End the whole job because of an error that this rank alone has met; the others wait for it in MPI_Init.
+
+    Open MPI's mpirun ends them when one ends with a code, so here it returns. srun and MPICH's hydra let them wait for
+    ever: there this process joins them and aborts, which also hands the code on.
+    """
+    if place.size == 1 or mpi_env.ends_together(os.environ):
+        return
+    if str(stop):
+        linux.say(str(stop))
+    os.execve(sys.executable, [sys.executable, *ABORT, str(stop.code)], os.environ)
+
+
+def hold_drain() -> None:
+    """Hold SIGUSR1 back until the rank can drain. A front that is started from here must not inherit that."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+
+
+def exec_rank(job: Job, place: RankPlace, own: bool = False) -> NoReturn:
+    """Bind this process and replace it by the rank. own: as in device_index."""
+    gpu = device_index(job.options, place, own)
+    share = binding.choose(place, gpu, os.environ)
+    environ = dict(os.environ)
+    environ.pop(KEY_ENV, None)
+    bound = binding.apply(share, environ)
+    if mpi_env.ends_together(os.environ):
+        # Open MPI ends a rank whose connection to a lost one closes, and names nobody: the watchdog goes first.
+        environ.setdefault("OMPI_MCA_opal_abort_delay", ABORT_DELAY)
+    job = msgspec.structs.replace(
+        job,
+        options=without_key(job.options),
+        rank=place.rank,
+        local_rank=place.local_rank,
+        server_socket=job.server_socket if place.rank == 0 else "",
+        device_index=gpu,
+        bound=bound,
+        abort=mpi_env.codes_by_abort(os.environ),
+    )
+    if place.rank == 0:
+        _await_socket(job.server_socket)
+    environ[JOB_ENV] = encode_job(job)
+    os.execve(sys.executable, [sys.executable, *RANK], environ)
+
+
+def without_key(options: Options) -> Options:
+    """What mpirun and the ranks get. Only the front checks the key; what they do not have they cannot show."""
+    return msgspec.structs.replace(options, api_key="", api_key_file="")
+
+
+def device_index(options: Options, place: RankPlace, own: bool = False) -> int:
+    """The GPU of this rank, as CUDA counts those that this process sees; -1 for the CPU.
+
+    own: who started the ranks may have given each a GPU of its own, as srun --gpus-per-task=1 does. Then one GPU is
+    this rank's; that it is no other's as well the ranks make sure of when they have met (comm/gpu_owners.py).
+    """
+    available = mpi_env.gpus()
+    if options.device == "cpu" or (options.device == "auto" and not available):
+        return -1
+    index = place.local_rank
+    given = own and given_one(place)
+    if given and options.devices == (0,):  # which is how each rank sees it
+        return 0
+    if options.devices:
+        if index > len(options.devices):
+            raise FatalError("", USAGE)  # the first rank without a device says it
+        if index == len(options.devices):
+            raise FatalError(
+                f"--d lists {len(options.devices)} devices, but {mpi_env.hostname()} has more ranks", USAGE
+            )
+        index = options.devices[index]
+    if given:
+        return 0
+    if index >= available:
+        why = _visible_words()
+        count = f"{available} GPU{'s' * (available != 1)}"
+        raise FatalError(f"{mpi_env.hostname()} has {count}: there is none with index {index}{why}", USAGE)
+    return index
+
+
+def given_one(place: RankPlace) -> bool:
+    """Whether this rank sees one GPU and has neighbours on its node: its own, if not all have been shown the same."""
+    return mpi_env.gpus() == 1 and (place.local_size > 1 or place.local_rank > 0)
+
+
+def _visible_words() -> str:
+    """What a user has to know of CUDA_VISIBLE_DEVICES who misses a GPU."""
+    entries = visible_devices.listed(os.environ)
+    if entries is None:
+        return ""
+    name = f"{visible_devices.VARIABLE}={os.environ[visible_devices.VARIABLE]}"
+    if entries and entries[0].startswith("MIG-"):
+        return f" ({name}, of which CUDA shows a process one MIG device: give each rank its own variable)"
+    return f" ({name}, and indices count what it leaves, from 0)"
+
+
+def _await_socket(path: str, child: subprocess.Popen[bytes] | None = None) -> None:
+    """The front opens its socket in half a second; the rank needs longer to get there, but not surely."""
+    deadline = time.monotonic() + SERVER_PATIENCE
+    while path and not os.path.exists(path):
+        if child is not None and child.poll() is not None:
+            raise FatalError("", child.returncode if child.returncode > 0 else RANK_FAILED)  # it has said what is wrong
+        if time.monotonic() > deadline:
+            raise FatalError(f"the front did not start within {SERVER_PATIENCE:g} s", RANK_FAILED)
+        time.sleep(0.01)
+
+
+def _start_server(options: Options, jobs: Jobs | None) -> str:
+    """Rank 0 without a supervisor: the front is a child of the rank, and a keeper watches over its end."""
+    listener = None
+    if jobs is None:
+        listener = server_process.listen(options.host, options.port)
+        server_process.warn(listener, options)
+    directory = server_process.job_directory()
+    link = os.path.join(directory, "lead")
+    settings = server_process.config(options, link, listener, binding.allowed())
+    child = server_process.start(settings, os.environ) if jobs is None else jobs(settings)
+    hold_drain()
+    if listener is not None:
+        listener.socket.close()
+    rank, mpirun = linux.pidfd(os.getpid()), _mpirun()
+    if os.fork() == 0:
+        code = 1
+        try:
+            watch_server(child, rank, directory, listener)
+            if mpirun:
+                kill_stuck_mpirun(*mpirun)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(rank)
+    if mpirun:
+        os.close(mpirun[1])
+    assert child.stdout is not None
+    child.stdout.close()
+    _await_socket(link, child)
+    return link
+
+
+def watch_server(
+    child: subprocess.Popen[bytes], rank: int, directory: str, listener: server_process.Listener | None = None
+) -> None:
+    """Copy the front's output to mpirun's stderr until it ends, and see to it that it ends soon after rank 0.
+
+    mpirun waits for all who hold its pipes: this process holds its stderr, but for seconds at most after rank 0.
+    """
+    os.setsid()  # mpirun ends rank 0's process group
+    linux.ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE))
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(null, fd)
+    assert child.stdout is not None
+    output = child.stdout.fileno()
+    deadline = float("inf")
+    watched = [output, rank]
+    while output in watched:
+        left = deadline - time.monotonic()
+        ready, _, _ = select.select(watched, [], [], None if left == float("inf") else max(0.0, left))
+        if rank in ready:
+            watched.remove(rank)
+            deadline = time.monotonic() + WATCHER_PATIENCE
+        if output in ready:
+            data = os.read(output, 65536)
+            if not data:
+                watched.remove(output)
+            linux.write(2, data)
+        if not ready:
+            linux.kill_group(child.pid, signal.SIGKILL)
+            deadline = float("inf")
+    if listener is not None:
+        server_process.unlink(listener)
+    server_process.remove(directory)
+
+
+def _mpirun() -> tuple[int, int] | None:
+    """The mpirun that started this process, and its pidfd. Under MPICH's a proxy is between."""
+    pid = os.getppid()
+    for _ in range(2):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                name, _, rest = file.read().partition(" (")[2].rpartition(") ")
+        except OSError:
+            break
+        if name in MPIRUNS:
+            return pid, linux.pidfd(pid)
+        pid = int(rest.split()[1])
+    return None
+
+
+def kill_stuck_mpirun(mpirun: int, ended: int) -> None:
+    """End mpirun where it does not end after rank 0: it waits for a node that was cut off or stands still until TCP
+    gives up, which takes a quarter of an hour. `ended` is its pidfd.
+    """
+    # It may be waiting for us: to let go of its pipe, or of the socket through which rank 0 spoke to it.
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+    os.closerange(3, ended)
+    os.closerange(ended + 1, os.sysconf("SC_OPEN_MAX"))
+    if select.select([ended], [], [], MPIRUN_PATIENCE)[0]:
+        return
+    text = f"phalanx: mpirun waits for a node that does not answer; it is ended {MPIRUN_PATIENCE:g} s after rank 0\n"
+    with contextlib.suppress(OSError):
+        family = [mpirun, *linux.children(mpirun)]  # its ssh clients would wait as long
+        with contextlib.suppress(OSError):
+            linux.write(os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_APPEND), text.encode())
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""`--sbatch`: the Slurm script that runs a command, printed instead of running it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import USAGE, FatalError
+from ...rank.options import Options, Spec, specs
+from ..options.option_sources import ParsedOptions
+from ..options.resolve import ranks_of
+
+FLAG = "--sbatch"
+# What a user's srun decides, or refuses.
+_LEFT_OUT = ("ranks", "restarts", "deadline")
+
+_HEAD = """\
+#!/bin/bash
+# {what}:  sbatch SCRIPT
+# As `phalanx {verb} … {flag}` prints it.
+#SBATCH --job-name=phalanx
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={tasks}
+{gpus}#SBATCH --time=04:00:00
+#SBATCH --output=phalanx-%j.log
+"""
+
+_SERVE = """\
+# On the login node `phalanx chat` finds this server, also through its job's number: phalanx chat --job NUMBER.
+# Two minutes before the time is over this script, B, gets SIGUSR1.
+#SBATCH --signal=B:USR1@120
+{key}
+# SIGUSR1 drains: open requests are finished, new ones refused. srun passes it on to the ranks.
+trap 'asked=1; kill -USR1 $job' USR1
+# With Open MPI; MPICH wants pmi2. `srun --mpi=list` shows what this Slurm has.
+srun --mpi=pmix {command} &
+job=$!
+wait $job
+code=$?
+# `wait` also returns when the signal comes; then it waits for the end.
+while [ -n "$asked" ]; do asked=; wait $job; code=$?; done
+exit $code  # docs/exit-codes.md
+"""
+
+_BATCH = """\
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# Five minutes before the time is over (Slurm may be a minute early) this script, B, gets SIGUSR1.
+#SBATCH --signal=B:USR1@300
+
+# SIGUSR1 stops the intake: what is under way is finished and written down. srun passes it on to the ranks.
+trap 'asked=1; kill -USR1 $job' USR1
+# With Open MPI; MPICH wants pmi2. `srun --mpi=list` shows what this Slurm has.
+srun --mpi=pmix {command} &
+job=$!
+wait $job
+code=$?
+# `wait` also returns when the signal comes; then it waits for the end.
+while [ -n "$asked" ]; do asked=; wait $job; code=$?; done
+
+# The journal beside the output remembers what is done: the same script goes on there. docs/exit-codes.md has the codes.
+case $code in
+    75) scontrol requeue "$SLURM_JOB_ID" ;;                 # unfinished: the time was over
+    70 | 71 | 137)                                          # a rank failed: not again and again
+        if [ "${{SLURM_RESTART_COUNT:-0}}" -lt 20 ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
+esac
+exit $code
+"""
+
+
+def wanted(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """The command line without the flag, and whether it was there."""
+    return [word for word in argv if word != FLAG], FLAG in argv
+
+
+def script(verb: str, chosen: ParsedOptions[Any]) -> str:
+    """The script for what was chosen on the command line, in the environment and in a file."""
+    options: Options = chosen.options
+    ranks = ranks_of(options)
+    per_node = min(len(options.devices) or ranks, ranks)  # without --d a node takes them all
+    if ranks % per_node:
+        raise FatalError(f"{FLAG}: {ranks} ranks do not divide into nodes of {per_node} (--d)", USAGE)
+    used = options.devices[:per_node]
+    if options.device != "cpu" and any(one >= per_node for one in used):
+        listed, fitting = (",".join(str(one) for one in some) for some in (options.devices, range(per_node)))
+        raise FatalError(
+            f"{FLAG}: --d {listed} names GPUs that the job would not have: it asks Slurm for one GPU a rank, "
+            f"{per_node} on each node, which are counted from 0; write --d {fitting}",
+            USAGE,
+        )
+    key = ""
+    if options.api_key:
+        key = "# The key is not written here: export PHALANX_API_KEY before sbatch, or give --api-key-file.\n"
+    head = _HEAD.format(
+        what="Answer a file of requests, in as many jobs as it takes" if verb == "batch" else "Serve a model",
+        verb=verb,
+        flag=FLAG,
+        nodes=ranks // per_node,
+        tasks=per_node,
+        gpus="" if options.device == "cpu" else f"#SBATCH --gpus-per-node={per_node}\n",
+    )
+    line = command(verb, chosen)
+    return head + (_BATCH.format(command=line) if verb == "batch" else _SERVE.format(command=line, key=key))
+
+
+def command(verb: str, chosen: ParsedOptions[Any]) -> str:
+    """The command line that chooses the same."""
+    table: dict[str, Spec] = specs(chosen.options.__class__)
+    words = ["phalanx", verb]
+    for name, spec in table.items():
+        if chosen.origins[name] == "default" or name in _LEFT_OUT or spec.flag.secret:
+            continue
+        value = getattr(chosen.options, name)
+        shortest = next((one for one in spec.flag.flags if one.startswith("--")), spec.flag.flags[0])
+        if spec.type is bool:
+            words += [shortest if value else spec.flag.off[0]] if value is not None else []
+        elif spec.type is tuple:
+            words += [shortest, ",".join(str(one) for one in value)]
+        elif value is not None:
+            words += [shortest, f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)

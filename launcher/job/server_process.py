@@ -1,0 +1,216 @@
+"""Starts the front: the process with the HTTP server. Who starts it binds the port before anything is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+
+import msgspec
+
+from ...errors import USAGE, FatalError
+from ...rank.options import Options
+from ...rank.server import server_registry
+from ...rank.server.config import VARIABLE, SamplingDefaults, ServerConfig
+from .. import builtin_model
+from . import mpi_env
+from .linux import say
+
+SERVER = ["-m", "phalanx.rank.server"]
+BACKLOG = 1024
+NULL = subprocess.DEVNULL
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+class Listener(msgspec.Struct):
+    """The bound HTTP socket and how clients reach it."""
+
+    socket: socket.socket
+    url: str
+    open_to_all: bool  # reachable from other machines
+    name: str = ""  # of the host, as it was given
+    path: str = ""  # of a unix socket
+    inode: tuple[int, int] = (0, 0)  # its device and number
+
+
+def listen(host: str, port: int) -> Listener:
+    """Bind HOST:PORT, or the path of unix:///PATH. Port 0 picks a free one."""
+    if host.startswith("unix://"):
+        return _listen_unix(host.removeprefix("unix://"))
+    host, port = _split(host.removeprefix("tcp://").removeprefix("http://"), port)
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise FatalError(f"--host {host!r}: no such host ({error.strerror})", USAGE) from None
+    family, kind, _, _, address = found[0]
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise FatalError(_why_not(error, host, port), USAGE) from None
+    shown, port = listener.getsockname()[:2]
+    local = shown.startswith(_LOOPBACK)
+    if shown in ("0.0.0.0", "::"):
+        shown = mpi_env.hostname()
+    return Listener(listener, f"http://{f'[{shown}]' if ':' in shown else shown}:{port}", not local, host)
+
+
+def warn(listener: Listener, options: Options) -> None:
+    if listener.open_to_all and not options.api_key:
+        say("listening to other machines without a key: --api-key-file FILE lets only its holders in")
+
+
+def _split(host: str, port: int) -> tuple[str, int]:
+    """candle-vLLM's --h also takes HOST:PORT and [V6]:PORT."""
+    inner, bracket, rest = host.removeprefix("[").partition("]")
+    if not bracket:
+        inner, _, rest = host.partition(":") if host.count(":") == 1 else (host, "", "")
+        rest = ":" + rest if rest else ""
+    if not rest:
+        return inner, port
+    if not rest.removeprefix(":").isdigit() or int(rest.removeprefix(":")) > 65535:
+        raise FatalError(f"--host {host!r}: {rest.removeprefix(':')!r} is no port", USAGE)
+    return inner, int(rest.removeprefix(":"))
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is taken: choose another with --p, or let --p 0 pick a free one"
+    if error.errno == errno.EACCES:
+        return f"port {port} is not allowed to this user: choose one of 1024 or above with --p"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host!r} is no address of this machine; 0.0.0.0 listens on all of them"
+    return f"cannot listen on {host} port {port}: {error.strerror}"
+
+
+def _listen_unix(path: str) -> Listener:
+    """For this user only; who wants more changes the mode of the socket."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _abandoned(path):
+            os.unlink(path)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+        status = os.stat(path)
+    except OSError as error:
+        listener.close()
+        raise FatalError(f"--host unix://{path}: {error.strerror or error}", USAGE) from None
+    except FatalError:
+        listener.close()
+        raise
+    return Listener(listener, f"unix://{path}", False, "", path, (status.st_dev, status.st_ino))
+
+
+def _abandoned(path: str) -> bool:
+    """Whether a killed server left its socket there. Only a refused connection says so; any other error may not."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # the backlog of a busy server may be full
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except BlockingIOError:
+            pass
+    raise FatalError(f"--host unix://{path}: another server listens there", USAGE)
+
+
+def unlink(listener: Listener) -> None:
+    """Remove the path of a unix socket at the end, unless another server has put its own there."""
+    if not listener.path:
+        return
+    with contextlib.suppress(OSError):
+        status = os.lstat(listener.path)
+        if (status.st_dev, status.st_ino) == listener.inode:
+            os.unlink(listener.path)
+
+
+def job_directory() -> str:
+    """A new directory for the job's sockets, for this user only."""
+    # A socket's path may have 107 characters. logind removes XDG_RUNTIME_DIR at logout, while a job may still run.
+    places = [tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR", "")]
+    for place in places:
+        if place and len(place) < 70 and os.access(place, os.W_OK | os.X_OK):
+            return tempfile.mkdtemp(prefix="phalanx-", dir=place)
+    raise FatalError(f"no directory for the job's sockets: {', '.join(filter(None, places))} cannot be written", USAGE)
+
+
+def remove(directory: str) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _own_name(listener: Listener | None) -> list[str]:
+    """The name that --host gave; `*` is none: as an allowed host it would mean any."""
+    return [listener.name] if listener and listener.name not in ("", "*") else []
+
+
+def config(options: Options, link: str, listener: Listener | None, cpus: list[int]) -> ServerConfig:
+    defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
+    own = builtin_model.SERVED_NAME if options.model == str(builtin_model.DIRECTORY) else ""
+    return ServerConfig(
+        model_dir=options.model,
+        link=link,
+        listen_fd=listener.socket.fileno() if listener else -1,
+        url=f"{listener.url}/v1" if listener and listener.url.startswith("http") else "",
+        served_model_name=options.served_model_name or own,
+        strict=options.strict,
+        api_keys=[line.strip() for line in options.api_key.split("\n") if line.strip()],
+        allowed_origins=list(options.allowed_origins),
+        allowed_hosts=[*options.allowed_hosts, *_own_name(listener)],
+        queue_size=options.queue_size,
+        restarts_expected=options.restarts > 0,
+        sampling=SamplingDefaults(**defaults),
+        generation_config="auto" if options.generation_config else "none",
+        chat_template=options.chat_template,
+        thinking=options.thinking,
+        access_log=options.access_log,
+        log_level=options.log_level,
+        cpus=cpus,
+        parent_pid=os.getpid(),
+        idle_exit=options.idle_exit,
+        registry_file=str(server_registry.directory() / f"{mpi_env.hostname()}-{os.getpid()}.json") if listener else "",
+        batch_job=mpi_env.batch_job(os.environ),
+        end_time=mpi_env.end_time(os.environ),
+    )
+
+
+def start(settings: ServerConfig, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """The front, with the HTTP socket."""
+    return spawn(SERVER, {VARIABLE: msgspec.json.encode(settings).decode()}, environ, [settings.listen_fd])
+
+
+def spawn(
+    module: list[str], given: Mapping[str, str], environ: Mapping[str, str], fds: list[int], stdin: int | None = NULL
+) -> subprocess.Popen[bytes]:
+    """A process in the front's place: in a session of its own, its output in a pipe.
+
+    It keeps nothing of mpirun's: not its output, which would make mpirun wait for the front after rank 0 is gone, nor
+    its environment, which would make a library in the front join the MPI job.
+    """
+    return subprocess.Popen(
+        [sys.executable, *module],
+        env={**mpi_env.without_mpi(environ), **given},
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=fds,
+        start_new_session=True,
+    )

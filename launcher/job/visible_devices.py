@@ -1,0 +1,136 @@
+"""Which GPUs CUDA shows to this process, and where they are: CUDA_VISIBLE_DEVICES and the driver's files, without CUDA.
+
+CUDA's rules for the variable (CUDA C++ Programming Guide, environment variables): a list of numbers, of GPUs' UUIDs,
+each cut short as long as it fits one GPU alone, or of MIG devices, of which a process sees the first one only. An entry
+of another kind, such as -1, ends the list, and one that stands there twice empties it. CUDA counts what is left from 0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+PROC = Path("/proc")
+DEV = Path("/dev")
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Gpu(NamedTuple):
+    address: str  # PCI, as in sysfs: 0000:1b:00.0
+    uuid: str  # "" where the driver does not tell
+    model: str
+
+
+def listed(environ: Mapping[str, str]) -> list[str] | None:
+    """The entries of CUDA_VISIBLE_DEVICES that count, in CUDA's order; None where it is not set: all are visible."""
+    if VARIABLE not in environ:
+        return None
+    entries: list[str] = []
+    for entry in (one.strip() for one in environ[VARIABLE].split(",")):
+        if not _kind(entry) or (entries and _kind(entry) != _kind(entries[0])):
+            break
+        if entry in entries:
+            return []
+        entries.append(entry)
+    return entries[:1] if entries and _kind(entries[0]) == "MIG-" else entries
+
+
+def _kind(entry: str) -> str:
+    found = re.match(r"GPU-|MIG-|\d+$", entry)
+    return "" if found is None else "number" if found[0].isdigit() else found[0]
+
+
+def count(environ: Mapping[str, str]) -> int:
+    """GPUs that this process may use."""
+    entries = listed(environ)
+    if entries is not None:
+        return len(entries)
+    try:
+        return sum(_opens(name) for name in os.listdir(DEV) if re.fullmatch(r"nvidia\d+", name))
+    except OSError:
+        return 0
+
+
+def installed() -> list[Gpu]:
+    """The GPUs that this process may open, in PCI order."""
+    found = []
+    try:
+        addresses = os.listdir(PROC / "driver/nvidia/gpus")
+    except OSError:
+        return []
+    for address in sorted(addresses, key=lambda one: (len(one), one)):
+        told = _information(PROC / "driver/nvidia/gpus" / address / "information")
+        minor = told.get("Device Minor", "")
+        if told.get("GPU Excluded") == "Yes" or (minor and not _opens(f"nvidia{minor}")):
+            continue
+        uuid = told.get("GPU UUID", "")
+        found.append(Gpu(address.lower(), "" if "?" in uuid else uuid, told.get("Model", "")))
+    return found
+
+
+def _opens(name: str) -> bool:
+    """Without opening it, which may take a second. Device cgroups, as Slurm makes them, answer this call as well."""
+    return os.access(DEV / name, os.R_OK | os.W_OK)
+
+
+def _information(path: Path) -> dict[str, str]:
+    """Lines such as `GPU UUID: \t GPU-8a2b…`."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def locate(index: int, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The PCI address of the GPU that CUDA counts as `index`; or "", and why it is not known."""
+    entries, gpus = listed(environ), installed()
+    if entries is not None and index >= len(entries):
+        return "", f"{VARIABLE} has no entry for it"
+    name = str(index) if entries is None else entries[index]
+    if not gpus:
+        return "", f"{PROC}/driver/nvidia/gpus lists none"
+    if not name.isdigit():
+        return _by_uuid(name, gpus)
+    if int(name) >= len(gpus):
+        return "", f"there are {len(gpus)} GPUs that this process may open, and none has the number {name}"
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.model for gpu in gpus}) > 1:
+        return "", "GPUs of several models are here, of which CUDA counts the fastest first; set " \
+                   "CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID"  # fmt: skip
+    return gpus[int(name)].address, ""
+
+
+def _by_uuid(name: str, gpus: list[Gpu]) -> tuple[str, str]:
+    whole = _parent(name) if name.startswith("MIG-") else name
+    if not whole:
+        return "", f"nvidia-smi -L does not tell which GPU {name} is a part of"
+    fitting = [gpu.address for gpu in gpus if gpu.uuid.lower().startswith(whole.lower())]
+    if len(fitting) == 1:
+        return fitting[0], ""
+    return "", f"{len(fitting) or 'none'} of the GPUs that this process may open fit{'s' * (not fitting)} {name}"
+
+
+def _parent(mig: str) -> str:
+    """The UUID of the GPU that a MIG device is a part of; "" where it cannot be told."""
+    if mig.startswith("MIG-GPU-"):  # MIG-GPU-UUID/GPU instance/compute instance, of drivers before 470
+        return mig.removeprefix("MIG-").partition("/")[0]
+    parent, found = "", set()
+    for uuid in re.findall(r"UUID: ([^)\s]+)", smi("-L")):
+        if uuid.startswith("GPU-"):
+            parent = uuid
+        elif uuid.lower().startswith(mig.lower()):
+            found.add(parent)
+    return found.pop() if len(found) == 1 else ""
+
+
+def smi(*arguments: str) -> str:
+    """What nvidia-smi says; nothing where there is none, or where it does not answer."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=15)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,92 @@
+"""Flags of candle-vLLM and vLLM that are no options here: what their users are told instead.
+
+A flag that would change nothing is passed over with a note; one that would change the answer is refused with what to
+do about it. Nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CompatFlag(msgspec.Struct, frozen=True):
+    text: str
+    takes_value: bool = False
+    refused: bool = False
+
+
+def _note(text: str, takes_value: bool = False) -> CompatFlag:
+    return CompatFlag(text, takes_value)
+
+
+def _refuse(text: str) -> CompatFlag:
+    return CompatFlag(text, refused=True)
+
+
+_NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
+_QUANT = _refuse("quantised weights are not supported yet; use the model's bf16, f16 or f32 directory")
+_KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
+_HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
+_GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
+_TOOLS = _refuse("tool servers are not supported yet")
+_EXPERTS = _refuse("mixture-of-experts models are not supported yet")
+
+FOREIGN: dict[str, CompatFlag] = {
+    # candle-vLLM, both generations
+    "--multi-process": _note("every rank is a process"),
+    "--verbose": _note("--log-level debug logs more"),
+    "--record-conversation": _note("the client sends the whole conversation"),
+    "--holding-time": _note("requests join the running batch at once", takes_value=True),
+    "--kvcache-mem-cpu": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
+    "--disable-cuda-graph": _note("graphs are used where they are faster and change no result"),
+    "--cpu": _refuse("use --device cpu"),
+    "--num-nodes": _NODES,
+    "--node-rank": _NODES,
+    "--master-addr": _NODES,
+    "--master-port": _NODES,
+    "--hostfile": _NODES,
+    "--isq": _QUANT,
+    "--quant": _QUANT,
+    "--kvcache-dtype": _KV_DTYPE,
+    "--fp8-kvcache": _KV_DTYPE,
+    "--hf-token": _HUB,
+    "--hf-token-path": _HUB,
+    "--f": _GGUF,
+    "--weight-file": _GGUF,
+    "--yarn-scaling-factor": _refuse("write rope_parameters into the model's config.json"),
+    "--repeat-last-n": _refuse("penalties see the whole text; --repetition-penalty sets how strong they are"),
+    "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
+    "--mamba-fraction": _refuse("models with state-space layers are not supported yet"),
+    "--num-experts-offload-per-rank": _EXPERTS,
+    "--ui-server": _refuse("there is no web page yet; `phalanx chat` talks to a running server"),
+    "--mcp-command": _TOOLS,
+    "--mcp-args": _TOOLS,
+    "--mcp-config": _TOOLS,
+    "--enforce-parser": _TOOLS,
+    "--request-timeout": _refuse("requests have no time limit; --timeout limits a rank's step"),
+    "--models-config": _refuse("one model is served; --config FILE reads options from YAML"),
+    # vLLM
+    "--kv-cache-dtype": _KV_DTYPE,
+    "--quantization": _QUANT,
+    "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),
+    "--trust-remote-code": _note("no code of the checkpoint is run"),
+    "--enforce-eager": _note("graphs are used where they are faster and change no result"),
+    "--enable-chunked-prefill": _note("it is always on"),
+    "--disable-log-requests": _note("requests are logged with --access-log only"),
+    "--no-enable-log-requests": _note("requests are logged with --access-log only"),
+    "--swap-space": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
+    "--distributed-executor-backend": _note("ranks are MPI processes", takes_value=True),
+    "--tokenizer": _refuse("the tokenizer is read from the model's directory"),
+    "--enable-expert-parallel": _EXPERTS,
+    "--ep": _EXPERTS,
+    "--nnodes": _NODES,
+    "--allowed-methods": _note("pages of --allowed-origins may use every method that an endpoint has", True),
+    "--allowed-headers": _note("pages of --allowed-origins may send every header", True),
+    "--allow-credentials": _refuse("there are no cookies here; a page sends the key in a header"),
+}
+
+# candle-vLLM's model subcommands, once needed after the weights' path.
+ARCHITECTURES = (
+    "llama", "llama3", "mistral", "phi2", "phi3", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma3", "yi",
+    "stable-lm", "glm4", "deep-seek",
+)  # fmt: skip

@@ -1,0 +1,327 @@
+"""Reads an option struct from the command line, the environment and a YAML file, and says where each value came from.
+
+The table of options is the struct itself (`rank/options.py`); this file only knows the sources and how to complain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ...errors import USAGE, FatalError
+from ...rank.options import Options, Spec, specs
+from .compat_flags import ARCHITECTURES, FOREIGN
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+TRUE, FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
+# Variables of the program itself, not options.
+INTERNAL = (
+    "PHALANX_JOB", "PHALANX_FRONT", "PHALANX_BATCH", "PHALANX_ORDER", "PHALANX_PARENT", "PHALANX_DOCTOR",
+    "PHALANX_PROBE",
+)  # fmt: skip
+
+
+class UsageError(FatalError):
+    """A wrong option. `everywhere` says that every rank of the job sees it, because all have this command line."""
+
+    def __init__(self, message: str, everywhere: bool = False):
+        super().__init__(message, USAGE)
+        self.everywhere = everywhere
+
+
+class ParsedOptions(msgspec.Struct, Generic[T]):
+    """What was chosen, and what there is to say about it."""
+
+    options: T
+    origins: dict[str, str]
+    notes: list[str]
+    help: bool = False
+    show_config: bool = False
+
+
+class _Origin(msgspec.Struct, frozen=True):
+    """Where a value stands: `name` as the user wrote it, `place` in words."""
+
+    name: str
+    place: str
+    everywhere: bool = False
+
+    def wrong(self, text: object, why: str) -> UsageError:
+        return UsageError(f"{self.name} {text!r} ({self.place}): {why}", self.everywhere)
+
+
+def _command_line(name: str) -> _Origin:
+    return _Origin(name, "command line", everywhere=True)
+
+
+def read(options: type[T], argv: Sequence[str], environ: Mapping[str, str], strict: bool = True) -> ParsedOptions[T]:
+    """The struct filled from all sources: command line over environment over --config over default.
+
+    With strict=False a value that only this host sees (environment, file) and that is wrong is passed over: rank 0's
+    options win anyway, and rank 0 is the one that complains.
+    """
+    table = specs(options)
+    line = _Line(table, strict)
+    line.read(argv)
+    if line.help:
+        return ParsedOptions(options(), {}, line.notes, help=True)
+    config = line.config or environ.get("PHALANX_CONFIG", "")
+    notes = line.notes + _stray_variables(table, environ)
+    layers = [_environment_layer(table, environ), line.found]
+    try:
+        if config:
+            layers.insert(0, _file_layer(table, config))
+        values, origins = {}, dict.fromkeys(table, "default")
+        for layer in layers:
+            for name, (origin, text) in layer.items():
+                values[name] = check(table[name], text, origin)
+                origins[name] = f"{origin.place} ({origin.name})"
+    except UsageError as error:
+        if strict or error.everywhere:
+            raise
+        return ParsedOptions(options(), {}, notes)
+    return ParsedOptions(options(**values), origins, notes, show_config=line.show_config)
+
+
+class _Line:
+    """Reads a command line; what it found is in its attributes."""
+
+    def __init__(self, table: dict[str, Spec], strict: bool):
+        self._on = {one: spec for spec in table.values() for one in spec.flag.flags}
+        self._off = {one: spec for spec in table.values() for one in spec.flag.off}
+        self._positional = next((spec for spec in table.values() if spec.flag.positional), None)
+        self._strict = strict
+        self.found: dict[str, tuple[_Origin, object]] = {}
+        self.notes: list[str] = []
+        self.help = self.show_config = False
+        self.config = ""
+
+    def read(self, argv: Sequence[str]) -> None:
+        words, positionals = list(argv), []
+        while words:
+            word = words.pop(0)
+            if word == "--":
+                positionals += words
+                break
+            if word in ("-h", "--help"):
+                self.help = True
+            elif word.startswith("-") and word != "-":
+                name, equals, value = word.partition("=")
+                self._flag(name, value if equals else None, words)
+            else:
+                positionals.append(word)
+        if not self.help:
+            self._positionals(positionals)
+
+    def _flag(self, name: str, value: str | None, words: list[str]) -> None:
+        if name == "--show-config" and value is None:
+            self.show_config = True
+        elif name == "--config":
+            self.config = self._value(name, value, words, "FILE")
+        elif name in self._off:
+            if value is not None:
+                raise _command_line(name).wrong(value, "this flag takes no value")
+            self.found[self._off[name].name] = (_command_line(name), False)
+        elif name in self._on:
+            spec = self._on[name]
+            if spec.type is bool:
+                self.found[spec.name] = (_command_line(name), True if value is None else value)
+            else:
+                text: object = self._value(name, value, words, spec.flag.metavar or "VALUE")
+                if spec.item is str and spec.name in self.found:  # given again: one more
+                    text = [self.found[spec.name][1], text]
+                self.found[spec.name] = (_command_line(name), text)
+                if name == "--gpu-memory-utilization":
+                    self.notes.append(f"{name} is read as --kv-fraction: a share of the memory free after loading")
+        elif name in FOREIGN and self._positional is not None:
+            self._foreign(name, value, words)
+        else:
+            raise UsageError(f"unknown option {name}{self._suggestion(name)}", everywhere=True)
+
+    def _value(self, name: str, value: str | None, words: list[str], metavar: str) -> str:
+        if value is not None:
+            return value
+        if not words or (words[0].startswith("--") and len(words[0]) > 2):
+            raise UsageError(f"{name} needs a value: {name} {metavar}", everywhere=True)
+        return words.pop(0)
+
+    def _foreign(self, name: str, value: str | None, words: list[str]) -> None:
+        entry = FOREIGN[name]
+        if entry.takes_value and value is None and words and not words[0].startswith("--"):
+            words.pop(0)
+        if entry.refused:
+            raise UsageError(f"{name}: {entry.text}", everywhere=True)
+        self.notes.append(f"{name} has no effect: {entry.text}")
+
+    def _positionals(self, words: list[str]) -> None:
+        spec = self._positional
+        for word in words:
+            if spec is None:
+                raise UsageError(f"unexpected argument {word!r}", everywhere=True)
+            if spec.name not in self.found:
+                self.found[spec.name] = (_command_line("DIR"), word)
+            elif word in ARCHITECTURES:
+                self.notes.append(f"{word!r} is not needed: the architecture is read from the model's config.json")
+            else:
+                origin, known = self.found[spec.name]
+                raise UsageError(
+                    f"unexpected argument {word!r}: the model is given already ({known!r})", everywhere=True
+                )
+
+    def _suggestion(self, name: str) -> str:
+        own = [*self._on, *self._off, "--config", "--show-config", "--help"]
+        bare = "--" + name.lstrip("-").replace("_", "-").lower()
+        if bare in own:
+            return f"; did you mean {bare}?"
+        longer = [one for one in own if one.startswith(bare) and len(bare) > 3]
+        close = difflib.get_close_matches(bare, own, 1, 0.7) if len(bare) > 4 else []
+        for one in longer[:1] or close:
+            return f"; did you mean {one}?"
+        return "; --help lists the options"
+
+
+def _environment_layer(table: dict[str, Spec], environ: Mapping[str, str]) -> dict[str, tuple[_Origin, object]]:
+    return {
+        spec.name: (_Origin(spec.env, "environment"), environ[spec.env])
+        for spec in table.values()
+        if environ.get(spec.env)  # an empty variable is an unset one
+    }
+
+
+def _stray_variables(table: dict[str, Spec], environ: Mapping[str, str]) -> list[str]:
+    known = [spec.env for spec in (*table.values(), *specs(Options).values())] + ["PHALANX_CONFIG"]
+    notes = []
+    for name in environ:
+        if name.startswith("PHALANX_") and name not in known and name not in INTERNAL:
+            close = difflib.get_close_matches(name, known, 1, 0.86)
+            if close:
+                notes.append(f"the environment variable {name} is no option; did you mean {close[0]}?")
+    return notes
+
+
+def _file_layer(table: dict[str, Spec], path: str) -> dict[str, tuple[_Origin, object]]:
+    import yaml  # here: only who uses --config pays for it
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: lines such as `port: 2000` are expected, not a {type(content).__name__}")
+    return _named_layer(table, content, path, f"--config {path}: unknown key")
+
+
+def _named_layer(
+    table: dict[str, Spec], content: Mapping[str, object], place: str, unknown: str
+) -> dict[str, tuple[_Origin, object]]:
+    """Values by field or flag name, with - or _."""
+    names = _names(table)
+    layer: dict[str, tuple[_Origin, object]] = {}
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if name not in names and name in _names(specs(Options)):
+            continue  # one file may serve several verbs
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1, 0.7)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"{unknown} {key!r}{hint}")
+        layer[names[name].name] = (_Origin(str(key), place), value)
+    return layer
+
+
+def _names(table: dict[str, Spec]) -> dict[str, Spec]:
+    """Every spelling of every option, without dashes in front."""
+    return {one.lstrip("-"): spec for spec in table.values() for one in (*spec.flag.flags, spec.name.replace("_", "-"))}
+
+
+def from_keywords(options: type[T], keywords: Mapping[str, object], environ: Mapping[str, str], caller: str) -> T:
+    """The struct from a function's keyword arguments, over the environment, over the defaults."""
+    table = specs(options)
+    layers = [
+        _environment_layer(table, environ),
+        _named_layer(table, keywords, f"argument of {caller}", f"{caller} has no argument"),
+    ]
+    return options(
+        **{name: check(table[name], text, origin) for layer in layers for name, (origin, text) in layer.items()}
+    )
+
+
+def check(spec: Spec, value: Any, origin: _Origin) -> object:
+    """`value`, a text or what YAML made of it, as the option's type and within its limits."""
+    if spec.optional and value is None:
+        return None
+    if isinstance(value, (dict, type(None))) or (isinstance(value, (list, tuple)) and spec.type is not tuple):
+        raise origin.wrong(value, "one value is needed")
+    if spec.item is str:
+        return tuple(dict.fromkeys(_texts(value)))
+    if isinstance(value, (list, tuple)):
+        value = ",".join(str(one) for one in value)
+    text = str(value).strip()
+    if spec.type is bool:
+        return _boolean(text, origin)
+    if spec.type is tuple:
+        numbers = tuple(_number(spec, int, one, origin, text) for one in text.split(",")) if text else ()
+        if len(set(numbers)) < len(numbers):
+            raise origin.wrong(text, "a device is listed twice")
+        return numbers
+    if spec.type in (int, float):
+        return _number(spec, spec.type, text, origin)
+    if spec.flag.choices:
+        text = spec.flag.spellings.get(text, text)
+        if text not in spec.flag.choices:
+            raise origin.wrong(value, f"one of {', '.join(spec.flag.choices)} is needed{_hint(spec, text)}")
+    return text
+
+
+def _texts(value: object) -> list[str]:
+    """The parts of a list: with commas between, in JSON, or of several such."""
+    if isinstance(value, (list, tuple)):
+        return [text for one in value for text in _texts(one)]
+    text = str(value).strip()
+    if text.startswith("["):
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(text, type=list[str])
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _hint(spec: Spec, text: str) -> str:
+    index = text.removeprefix("cuda:")
+    if spec.name == "device" and all(part.isdigit() for part in index.split(",")):
+        return f"; GPUs are chosen by --d {index}"
+    return ""
+
+
+def _boolean(text: str, origin: _Origin) -> bool:
+    if text.lower() in TRUE:
+        return True
+    if text.lower() in FALSE:
+        return False
+    raise origin.wrong(text, "on or off is needed")
+
+
+def _number(spec: Spec, kind: type, text: str, origin: _Origin, whole: str = "") -> int | float:
+    """`whole` is what the user wrote, where `text` is a part of it."""
+    whole = whole or text
+    try:
+        number = kind(text)
+    except ValueError:
+        needed = "a whole number" if kind is int else "a number"
+        if spec.type is tuple:
+            needed = "a list of whole numbers such as 0,1,2,3"
+        raise origin.wrong(whole, f"{needed} is needed") from None
+    low, high = spec.flag.low, spec.flag.high
+    if number != number or (low is not None and number < low):
+        raise origin.wrong(whole, f"must be at least {low:g}" if low is not None else "a number is needed")
+    if high is not None and number > high:
+        raise origin.wrong(whole, f"must be at most {high:.20g}")
+    return number

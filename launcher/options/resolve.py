@@ -1,0 +1,140 @@
+"""Turns what the user chose into what will run: the model's directory, the number of ranks and how they divide."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import msgspec
+
+from ...errors import MODEL, USAGE, FatalError
+from ...rank.options import Options, degrees
+from .. import hf_hub
+from ..builtin_model import DIRECTORY as DEMO
+from ..job import mpi_env
+from ..job.mpi_env import RankPlace
+
+
+def joined(options: Options, place: RankPlace | None) -> RankPlace | None:
+    """The job that this process belongs to. In the shell of `srun --pty bash` it is alone in one.
+
+    Who asks there for several ranks, or for restarts, wants them to be started here.
+    """
+    alone = place is not None and place.size == 1
+    return None if alone and (max(options.ranks, options.tp, options.pp, options.dp) > 1 or options.restarts) else place
+
+
+def resolve(options: Options, place: RankPlace | None) -> Options:
+    """Options with model, ranks, tp, pp and dp as they will be used. Raises Stop where they contradict each other."""
+    numbers = in_force(options, place)
+    _check_devices(options, numbers["ranks"], place)
+    if options.mem and options.kv_fraction:
+        raise FatalError("--mem and --kv-fraction both size the KV cache: give one of them", USAGE)
+    _check_names(options)
+    api_key, model = _api_key(options), model_directory(options, place)
+    name = options.served_model_name
+    if options.model and not name and not Path(options.model).expanduser().is_dir():
+        name = options.model  # an id: the directory in the cache is named by a commit, which tells clients nothing
+    return msgspec.structs.replace(
+        options, model=model, served_model_name=name, api_key=api_key, api_key_file="", **numbers
+    )
+
+
+def in_force(options: Options, place: RankPlace | None) -> dict[str, int]:
+    """The numbers that replace what was chosen, for --show-config. Raises Stop where they contradict each other."""
+    if place is not None:
+        _check_under_mpi(options, place)
+    ranks = place.size if place is not None else ranks_of(options)
+    try:
+        tp, pp, dp = degrees(ranks, options.tp, options.pp, options.dp)
+    except ValueError as error:
+        raise FatalError(str(error), USAGE) from None
+    return {"ranks": ranks, "tp": tp, "pp": pp, "dp": dp}
+
+
+def _check_under_mpi(options: Options, place: RankPlace) -> None:
+    if options.ranks and options.ranks != place.size:
+        raise FatalError(
+            f"--np {options.ranks}, but {place.launcher} started {place.size} ranks: leave --np out", USAGE
+        )
+    if options.restarts:
+        raise FatalError(
+            f"--restarts works where phalanx starts the ranks itself; under {place.launcher} let the job's script "
+            "start it again (docs/exit-codes.md says after which codes that helps)",
+            USAGE,
+        )
+    if options.multithread and place.size > 1:
+        raise FatalError(
+            f"--multithread puts all ranks into one process, but {place.launcher} started {place.size}", USAGE
+        )
+
+
+def ranks_of(options: Options) -> int:
+    """How many ranks are wanted, where nobody has started them yet."""
+    given = [degree for degree in (options.tp, options.pp, options.dp) if degree]
+    return options.ranks or (math.prod(given) if given else max(1, len(options.devices)))
+
+
+def _check_devices(options: Options, ranks: int, place: RankPlace | None) -> None:
+    if options.device == "cuda" and not mpi_env.gpus():
+        raise FatalError(
+            f"--device cuda: no GPU was found on {mpi_env.hostname()}; --device cpu computes without", USAGE
+        )
+    if options.device == "cuda" and options.multithread:
+        raise FatalError("--multithread is for CPUs: with --device cuda every rank is a process", USAGE)
+    here = ranks if place is None else place.local_size
+    if place is not None and options.devices == (0,) and mpi_env.gpus() == 1:
+        return  # each rank may see one GPU, which is its own: member.device_index
+    if options.devices and options.device != "cpu" and len(options.devices) < here:
+        listed = ",".join(str(one) for one in options.devices)
+        raise FatalError(f"--d {listed} lists {len(options.devices)} devices for {here} ranks on this node", USAGE)
+
+
+def _check_names(options: Options) -> None:
+    for one in options.allowed_origins:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+/?", one, re.IGNORECASE):
+            raise FatalError(
+                f"--allowed-origins {one!r}: an origin is written http://HOST:PORT; * lets every page in", USAGE
+            )
+    for one in options.allowed_hosts:
+        if not re.fullmatch(r"\*|(\*\.)?[\w.-]+", one):
+            raise FatalError(f"--allowed-hosts {one!r}: a name without port is needed, or *.DOMAIN; * is any", USAGE)
+
+
+def _api_key(options: Options) -> str:
+    """The keys, a line each. Empty lines of the file and lines that begin with # are none."""
+    if not options.api_key_file:
+        return options.api_key
+    if options.api_key:
+        raise FatalError("--api-key and --api-key-file are both given: give one of them", USAGE)
+    try:
+        text = Path(options.api_key_file).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise FatalError(f"--api-key-file {options.api_key_file}: {error.strerror}", USAGE) from None
+    except UnicodeDecodeError:
+        raise FatalError(f"--api-key-file {options.api_key_file}: it is no text", USAGE) from None
+    lines = [line.strip() for line in text.split("\n")]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise FatalError(f"--api-key-file {options.api_key_file}: no line of it is a key", USAGE)
+    return "\n".join(keys)
+
+
+def model_directory(options: Options, place: RankPlace | None = None) -> str:
+    """The absolute path of the model's directory, made sure of as far as a launcher can. A model's id is fetched."""
+    if not options.model:
+        return str(DEMO)
+    path = Path(options.model).expanduser()
+    if path.is_file():
+        what = "GGUF files are not supported yet" if path.suffix == ".gguf" else "it is a file"
+        raise FatalError(
+            f"model {options.model!r}: {what}; a directory with config.json and safetensors is needed", USAGE
+        )
+    if not path.is_dir():
+        if hf_hub.is_id(options.model):
+            return hf_hub.model(options.model, waiting=place is not None and place.size > 1)
+        raise FatalError(f"model {options.model!r}: there is no such directory on {mpi_env.hostname()}", USAGE)
+    if not (path / "config.json").is_file():
+        raise FatalError(f"model {options.model!r}: the directory has no config.json", MODEL)
+    return str(path.resolve())

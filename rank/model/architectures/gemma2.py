@@ -1,0 +1,69 @@
+"""Gemma 2 (Gemma team 2024, arXiv 2408.00118): norms after the sublayers too, soft caps, every other layer a window."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ....comm.mesh import Mesh
+from ....kernels.attention.attention import AttentionParams
+from ....kernels.rope.rope import CosSin
+from .. import base
+from ..batch import Batch
+from ..layers.mlp import GatedMLP
+from ..layers.norm import AddRMSNorm, RMSNorm
+from ..layers.residual import Normed, ResidualStream
+from . import llama
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(llama.Args):
+    norm_offset: ClassVar[float] = 1.0
+
+    head_dim: int = 256
+    hidden_activation: str = "gelu_pytorch_tanh"
+    query_pre_attn_scalar: float = 256
+    sliding_window: int = 4096
+    layer_types: list[str] = field(default_factory=list)
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+    tie_word_embeddings: bool = True
+
+    @property
+    def embed_scale(self) -> float:
+        return self.hidden_size**0.5
+
+    @property
+    def logit_softcap(self) -> float:
+        return self.final_logit_softcapping or 0.0
+
+    def attention_params(self, index: int) -> AttentionParams:
+        slides = self.layer_types[index] == "sliding_attention" if self.layer_types else index % 2 == 0
+        return AttentionParams(
+            scale=self.query_pre_attn_scalar**-0.5,
+            window=self.sliding_window if slides else 0,
+            softcap=self.attn_logit_softcapping or 0.0,
+        )
+
+
+class Layer(base.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        size, eps, offset = args.hidden_size, args.rms_norm_eps, args.norm_offset
+        self.input_layernorm = AddRMSNorm(size, eps, offset)
+        self.self_attn = llama.Attention(args, mesh, index, local)
+        self.post_attention_layernorm = RMSNorm(size, eps, offset)
+        self.pre_feedforward_layernorm = AddRMSNorm(size, eps, offset)
+        self.mlp = GatedMLP(size, args.intermediate_size, mesh, act=args.hidden_activation)
+        self.post_feedforward_layernorm = RMSNorm(size, eps, offset)
+
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        yield (h := self.input_layernorm(stream))
+        stream.add(self.post_attention_layernorm(self.self_attn(h, cos_sin, batch).sum()))
+        yield (h := self.pre_feedforward_layernorm(stream))
+        stream.add(self.post_feedforward_layernorm(self.mlp(h).sum()))
+
+
+class Model(base.Model):
+    LAYER = Layer

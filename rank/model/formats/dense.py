@@ -1,0 +1,38 @@
+"""Plain matrices in 16 or 32 bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ....kernels.gemm.linear import linear
+from ..layers.shard import Shard
+from ..weights.slicing import Field, ShardedModule, Source, pack_weight
+
+
+class Part(ShardedModule):
+    """Some outputs of a linear: x W^T + b of this rank's slice of W [outputs, inputs]."""
+
+    fields = (Field("weight", "oi"), Field("bias", "o"))
+
+    def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
+        super().__init__()
+        self.inputs, self.outputs, self.sources = inputs, tuple(outputs), tuple(sources)
+        width = sum(shard.width for shard in outputs)
+        self.weight = nn.Parameter(torch.empty(width, inputs.width, device="meta"), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width, device="meta"), requires_grad=False) if bias else None
+        self.adds_bias = bias  # of a sum over ranks one rank adds it
+
+    def finish(self) -> None:
+        pack_weight(self)
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The weight [outputs, inputs], where it is plain and all of the part: what fused kernels take."""
+        return None if self.adds_bias else self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, inputs] of this rank → its [T, outputs]."""
+        return linear(x, self.weight, self.bias if self.adds_bias else None)

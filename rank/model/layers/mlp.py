@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
+from .linear import GatedColumnParallel, RowParallel
+from .residual import Normed, Partial
+
+# config.json's names of activations.
+NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+
+def activation(name: str) -> str:
+    """The kernels' name for an activation of config.json."""
+    if name not in NAMES:
+        raise FatalError(f"activation {name!r} is not supported; supported are {', '.join(NAMES)}", MODEL)
+    return NAMES[name]
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(h)) * up(h))."""
+
+    def __init__(self, hidden: int, inner: int, mesh: Mesh, bias: bool = False, act: str = "silu"):
+        """act: as config.json names it. Raises FatalError where it is not known."""
+        super().__init__()
+        self.gate_up_proj = GatedColumnParallel(hidden, inner, mesh, bias, activation(act))
+        self.down_proj = RowParallel(inner, hidden, mesh, bias)
+
+    def forward(self, h: Normed | Tensor) -> Partial:
+        return self.down_proj(self.gate_up_proj(h))

@@ -1,0 +1,175 @@
+"""The residual stream, and two lazy values by which layers stay plain while their kernels are fused.
+
+A layer's sublayer ends in a sum over the tensor group and the next one begins with a norm. Neither is computed where
+the layer names it: `Partial` is a row-parallel linear that nobody has multiplied yet, `Normed` a norm that nobody has
+read yet. Whoever reads them knows most and so chooses the kernel: one for all-reduce, add and norm; one for GEMM and
+all-reduce; a GEMM that norms its own rows, or adds its outputs to the stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
+from ....kernels.gemm import skinny
+from ....kernels.gemm.linear import accumulates
+from ....kernels.norm.norm import add_rms_norm, rms_norm
+
+if TYPE_CHECKING:
+    from .linear import RowParallel
+    from .norm import AddRMSNorm
+
+
+class Partial:
+    """What row-parallel linears make of their inputs: this rank's part of a sum over the tensor group, [T, H]."""
+
+    def __init__(self, *terms: tuple[RowParallel, Tensor], scale: float = 1.0):
+        self.terms = terms
+        self.scale = scale
+        self._local: Tensor | None = None
+
+    @property
+    def group(self) -> Comm:
+        return self.terms[0][0].group
+
+    def __len__(self) -> int:
+        return len(self.terms[0][1])
+
+    def __add__(self, other: Partial) -> Partial:
+        """Both, in one sum."""
+        assert self._local is None and other._local is None and self.scale == other.scale
+        return Partial(*self.terms, *other.terms, scale=self.scale)
+
+    def __mul__(self, scale: float) -> Partial:
+        assert self._local is None
+        return Partial(*self.terms, scale=self.scale * scale)
+
+    def local(self) -> Tensor:
+        """This rank's part. It may be overwritten by the consumer, of which there is one."""
+        if self._local is None:
+            (linear, x), *others = self.terms
+            self._local = linear.multiply(x)
+            for linear, x in others:
+                self._local += linear.multiply(x)
+            if self.scale != 1.0:
+                self._local *= self.scale
+        return self._local
+
+    def sum(self) -> Tensor:
+        """[T, H], equal on all ranks."""
+        return self.group.all_reduce(self.local())
+
+    def begin(self, residual: Tensor, weight: Tensor, eps: float) -> Work | None:
+        """Begin what `add_norm` makes, beside what the caller computes next; None: it has not begun."""
+        x = self.local()
+        return self.group.all_reduce_async(x, lambda rest: add_rms_norm(x, residual, weight, eps, rest))
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The RMS norm of the sum and residual [T, H], and the new residual. The old one may be overwritten."""
+        alone = self._local is None and len(self.terms) == 1 and self.scale == 1.0
+        if alone and isinstance(self.group, FusedComm):
+            ((linear, x),) = self.terms
+            if (matrix := linear.matrix) is not None:
+                done = self.group.gemm_all_reduce_add_norm(x, matrix, residual, weight, eps)
+                if done is not None:
+                    return done
+        return all_reduce_add_norm(self.group, self.local(), residual, weight, eps)
+
+    def accumulate(self, residual: Tensor) -> bool:
+        """Let the GEMM of a lone rank add itself to residual [T, H], where that is faster. Rounded once."""
+        if self.group.size > 1 or len(self.terms) > 1:
+            return False
+        ((linear, x),) = self.terms
+        matrix = linear.matrix
+        if matrix is None or not accumulates(x, matrix, residual):
+            return False
+        residual.addmm_(x, matrix.t(), alpha=self.scale)
+        return True
+
+
+class ResidualStream:
+    """One microbatch's residual stream on its way through a stage's layers."""
+
+    def __init__(self, value: Tensor):
+        """value: [T, H], equal on all ranks; it is overwritten."""
+        self.value = value
+        self.pending: Partial | Tensor | None = None  # what has been added, but not yet to `value`
+        self._work: Work | None = None
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def add(self, x: Partial | Tensor) -> None:
+        """Add a sublayer's output [T, H]: a Partial, or a tensor that is equal on all ranks and may be overwritten."""
+        self.read()
+        if not (isinstance(x, Partial) and x.accumulate(self.value)):
+            self.pending = x
+
+    def begin(self) -> None:
+        """Begin the all-reduce of what was added last, beside what is computed next: of another microbatch."""
+        if isinstance(self.pending, Partial) and len(self):
+            x = self.pending.local()
+            self._work = self.pending.group.all_reduce_async(x)
+
+    def read(self) -> Tensor:
+        """All that was added, [T, H], equal on all ranks."""
+        x, self.pending = self.pending, None
+        work, self._work = self._work, None
+        if x is not None and len(self):
+            self.value.add_(work.wait() if work else x.sum() if isinstance(x, Partial) else x)
+        return self.value
+
+
+class Normed:
+    """The norm of a residual stream, before it is computed: AddRMSNorm(stream)."""
+
+    def __init__(self, norm: AddRMSNorm, stream: ResidualStream):
+        self.norm = norm
+        self.stream = stream
+        self._work: Work | None = None
+        self._value: Tensor | None = None
+
+    def begin(self) -> None:
+        """Begin the all-reduce and the norm beside what is computed next: of another microbatch."""
+        stream = self.stream
+        if isinstance(stream.pending, Partial) and len(stream):
+            self._work = stream.pending.begin(stream.value, self.norm.weight, self.norm.eps)
+
+    def tensor(self) -> Tensor:
+        """[T, H], equal on all ranks."""
+        if self._value is None:
+            self._value = self._compute()
+        return self._value
+
+    def keep(self, rows: Tensor) -> None:
+        """From here on the stream has only these rows [S] int64, and so has this norm for who reads it again."""
+        if self._value is not None:
+            self._value = self._value[rows]
+        self.stream.value = self.stream.read()[rows]
+
+    def linear(self, weight: Tensor, gate: str = "") -> Tensor | None:
+        """The linear of the norm, gated by an activation or not, as one kernel, where there is one and it is faster."""
+        stream, x = self.stream, self.stream.pending
+        if self._value is not None or self._work is not None or not isinstance(x, Partial) or x.group.size > 1:
+            return None
+        part = x.local()
+        if not skinny.supports_norm(part, stream.value, self.norm.weight, weight):
+            return None
+        stream.pending = None
+        y, stream.value = skinny.normed_linear(part, stream.value, self.norm.weight, self.norm.eps, weight, gate)
+        return y
+
+    def _compute(self) -> Tensor:
+        stream, (weight, eps) = self.stream, (self.norm.weight, self.norm.eps)
+        x, stream.pending = stream.pending, None
+        if x is None:
+            return rms_norm(stream.value, weight, eps)
+        if self._work is not None:
+            normed, stream.value = self._work.wait()
+        elif isinstance(x, Partial):
+            normed, stream.value = x.add_norm(stream.value, weight, eps)
+        else:
+            normed, stream.value = add_rms_norm(x, stream.value, weight, eps)
+        return normed

@@ -1,0 +1,252 @@
+"""The data that crosses process borders: requests, plans and deltas, and how they are written as bytes.
+
+Two wires use these types and nothing else:
+
+* front <-> lead, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
+  `ToScheduler` in one direction and `ToServer` in the other;
+* lead -> every rank of a replica, a broadcast of one `Plan` for each step; of replicas without rank 0 an `Outcome`
+  comes back for each.
+
+Token ids, block ids and rows travel as packed little-endian integers inside msgpack `bin` fields: a plan for 256
+decoding sequences has to fit in one eager MPI message (4000 bytes).
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+
+import msgspec
+
+FRAME = struct.Struct("<I")
+MAX_FRAME = 256 << 20
+
+
+def pack_u32(values) -> bytes:
+    """Integers below 2**32 as little-endian bytes."""
+    return array("I", values).tobytes()
+
+
+def unpack_u32(data: bytes) -> array:
+    return array("I", data)
+
+
+def pack_u16(values) -> bytes:
+    return array("H", values).tobytes()
+
+
+def unpack_u16(data: bytes) -> array:
+    return array("H", data)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How one sequence is sampled and when it ends. The front has resolved every default and validated every range."""
+
+    max_tokens: int  # at least 1; prompt + max_tokens fits the model's context
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019, CTRL)
+    presence_penalty: float = 0.0  # over output only, as OpenAI documents them
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # always set: the front draws one where the request has none
+    logprobs: int = -1  # -1 none, 0 the sampled token's only, n > 0 also the n most likely tokens'
+    stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included unless ignore_eos
+    min_tokens: int = 0  # stop_token_ids cannot be sampled before this many tokens
+    pooling: str = ""  # "mean" or "last": its embedding is wanted; max_tokens is 1, and the token means nothing
+
+
+class Request(msgspec.Struct, frozen=True, tag="request"):
+    """One sequence to continue. n > 1 is n requests."""
+
+    id: str
+    tokens: bytes  # the prompt's token ids, u32
+    sampling: SamplingParams
+    priority: int = 0  # lower goes first
+    cache_salt: str = ""  # prefix-cache blocks are shared only between equal salts
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The client went away, or a stop string was found: free these sequences. No further delta is owed."""
+
+    ids: list[str]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish what was accepted, then end the ranks with this exit code. The front sends no new request after this."""
+
+    code: int = 0
+
+
+ToScheduler = Request | Abort | Drain
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # most likely first
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step added to one sequence."""
+
+    id: str
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    finish: str = ""  # "", "stop", "length" or "error"
+    stop_token: int = -1  # the stop token id that ended it; it is not among `tokens`
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache; in the first delta
+    embedding: bytes = b""  # f32, little-endian
+    error: str = ""  # for finish == "error": what to tell the client
+    status: int = 0  # and its HTTP status
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """The engine's counters and gauges, for /metrics and the log line."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0  # held by sequences
+    blocks_cached: int = 0  # free, but still holding a reusable prefix
+    steps: int = 0
+    prompt_tokens: int = 0  # counted once a request's prompt is computed, cached ones included
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    chunks: int = 0  # pieces of prompts that did not reach the prompt's end: chunked prefill at work
+    aborted: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The weights are loaded and requests are served from now on."""
+
+    max_model_len: int  # prompt + output of one sequence, in tokens
+    vocab_size: int
+    kv_tokens: int  # tokens that fit in the KV cache
+    block_size: int
+    max_num_seqs: int
+    ranks: int
+    pids: list[int] = []  # of each rank, in rank order
+    hosts: list[str] = []
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """How far loading is. `total` 0: unknown."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining"):
+    """The ranks were asked to drain (SIGUSR1). The front answers with `Drain` once its last request is here."""
+
+
+class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
+    deltas: list[Delta]
+    stats: Stats | None = None  # at most a few times a second, and whenever the engine falls idle
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The job is about to end; every open request fails with this message."""
+
+    message: str
+    code: int
+
+
+ToServer = Ready | Progress | Draining | Deltas | Fatal
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that enters a row, at admission or after a preemption, with all that the ranks must know of it."""
+
+    row: int
+    tokens: bytes  # u32: the prompt and, after a preemption, what was generated since
+    prompt_len: int  # tokens[prompt_len:] is output
+    num_computed: int  # leading tokens whose keys and values are in the cache already
+    blocks: bytes  # u32
+    sampling: SamplingParams
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank does in one step. Deltas only: the ranks keep each row's tokens, blocks and parameters.
+
+    Applied in this order: freed, new, (block_rows, block_ids), then the step itself over `rows`. A row whose count
+    is not in `counts` computes one token. A row samples when its last known token is computed.
+    """
+
+    step: int
+    rows: bytes = b""  # u16: the rows of this step, one-token rows first
+    counts: bytes = b""  # u32: tokens to compute for the last len(counts) rows
+    new: list[NewSequence] = []
+    freed: bytes = b""  # u16
+    block_rows: bytes = b""  # u16: rows that get one more block ...
+    block_ids: bytes = b""  # u32: ... and which
+    stop: int = -1  # >= 0: end the program with this exit code
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step of a replica without rank 0 has sampled."""
+
+    ids: bytes  # u32, in the plan's order
+    logprobs: dict[int, TokenLogprob] = {}  # by index into ids, of those that want them
+    embeddings: dict[int, bytes] = {}  # f32, likewise
+
+
+_encoder = msgspec.msgpack.Encoder()
+_plan_decoder = msgspec.msgpack.Decoder(Plan)
+_step_output_decoder = msgspec.msgpack.Decoder(StepOutput)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    return _encoder.encode(plan)
+
+
+def decode_plan(data) -> Plan:
+    return _plan_decoder.decode(data)
+
+
+def encode_step_output(outcome: StepOutput) -> bytes:
+    return _encoder.encode(outcome)
+
+
+def decode_step_output(data) -> StepOutput:
+    return _step_output_decoder.decode(data)
+
+
+class Frames:
+    """Splits a byte stream into frames.
+
+    Raises ValueError on a frame longer than MAX_FRAME: the peer does not speak this protocol.
+    """
+
+    def __init__(self, message_type):
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list:
+        """Add received bytes; return the messages that are complete now."""
+        self._buffer += data
+        messages = []
+        offset = 0
+        while len(self._buffer) - offset >= FRAME.size:
+            (length,) = FRAME.unpack_from(self._buffer, offset)
+            if length > MAX_FRAME:
+                raise ValueError(f"a frame of {length} bytes, at most {MAX_FRAME} are allowed")
+            end = offset + FRAME.size + length
+            if end > len(self._buffer):
+                break
+            messages.append(self._decoder.decode(memoryview(self._buffer)[offset + FRAME.size : end]))
+            offset = end
+        if offset:
+            del self._buffer[:offset]
+        return messages
+
+
+def frame(message) -> bytes:
+    """One message as a frame."""
+    body = _encoder.encode(message)
+    return FRAME.pack(len(body)) + body

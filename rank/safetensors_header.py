@@ -1,0 +1,125 @@
+"""The headers of safetensors files, single or sharded: which tensors lie where, without a byte of weights.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian, the header as
+JSON, then the tensors, whose `data_offsets` count from the header's end. No torch here: `phalanx fit` reads them too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import MODEL, FatalError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, of the kinds that ranks read
+LONGEST = 100_000_000  # bytes of a header, as the format limits them; other files would ask for any memory
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor as a file's header describes it; its bytes are those from `start` to `stop` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return (self.stop - self.start) // max(1, rows(self.shape)[0])
+
+
+class Index(msgspec.Struct):
+    """All headers of a checkpoint, in a form that one rank can send to the others."""
+
+    files: dict[str, str]  # tensor → the file that should hold it
+    headers: dict[str, dict[str, Entry]]  # file → its tensors
+
+
+def rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor as rows of at least one element: a vector has rows of one."""
+    return tuple(shape) if len(shape) > 1 else (math.prod(shape), 1)
+
+
+def weight_files(path: Path) -> dict[str, str]:
+    """Which file holds each tensor by the index, or the single file under the name "" where there is no index.
+
+    Raises Stop where there are no weights or the index is garbled.
+    """
+    index = path / INDEX
+    if index.exists():
+        return _read_index(index)
+    if (path / SINGLE).exists():
+        return {"": SINGLE}
+    other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    hint = f"; {other[0]} is of a kind that cannot be read yet" if other else ""
+    raise FatalError(f"{path} has neither {SINGLE} nor {INDEX}{hint}", MODEL)
+
+
+def read_index(path: Path) -> Index:
+    """The headers of all weight files. Raises Stop in words for the user where one is missing, damaged or cut off."""
+    files = weight_files(path)
+    found = list(dict.fromkeys(files.values()))
+    for file in found:
+        if not (path / file).exists():
+            raise FatalError(f"{path}: {INDEX} names {file}, which is missing", MODEL)
+    headers = {file: read_header(path / file) for file in found}
+    if "" in files:
+        files = dict.fromkeys(headers[SINGLE], SINGLE)
+    return Index(files, headers)
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """A file's tensors. Raises Stop where it is no safetensors file, or longer or shorter than its header says."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError(f"a header of {length} bytes does not fit into a file of {size}")
+            if length > LONGEST:
+                raise ValueError(f"its header would be {length} bytes long, more than the {LONGEST} that one may have")
+            header = json.loads(opened.read(length))
+        begin = 8 + length
+        header.pop("__metadata__", None)
+        entries = {name: _entry(name, said, begin) for name, said in header.items()}
+        end = max((entry.stop for entry in entries.values()), default=begin)
+        if end != size:
+            raise ValueError(f"its header tells of {end} bytes, the file has {size}")
+    except OSError as error:
+        raise FatalError(f"{file} cannot be read: {error.strerror}", MODEL) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FatalError(f"{file} is damaged or truncated: {_reason(file, error)}", MODEL) from None
+    return entries
+
+
+def _entry(name: str, said: dict[str, Any], begin: int) -> Entry:
+    """One tensor of a header; ValueError where its bytes are not what its shape needs."""
+    start, stop = said["data_offsets"]
+    entry = Entry(said["dtype"], tuple(said["shape"]), begin + start, begin + stop)
+    width = WIDTHS.get(entry.dtype)
+    if stop < start or start < 0 or (width is not None and math.prod(entry.shape) * width != stop - start):
+        raise ValueError(f"{stop - start} bytes for {name}, {entry.dtype} of shape {list(entry.shape)}")
+    return entry
+
+
+def _reason(file: Path, error: Exception) -> str:
+    with file.open("rb") as opened:
+        if opened.read(24) == b"version https://git-lfs.":
+            return "it is a Git LFS pointer; fetch the real file with `git lfs pull`"
+    return str(error) if isinstance(error, ValueError) else f"its header lacks something ({error!r})"
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FatalError(f"{index} is garbled: {type(error).__name__}: {error}", MODEL) from None

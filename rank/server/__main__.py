@@ -1,0 +1,219 @@
+"""`python -m phalanx.rank.server`: the process with clients.
+
+It answers from its first second on ("loading"), so nothing heavy is imported here, and the tokenizer is read in a
+thread. The launcher starts it in a session of its own; its end, and the job's, are told in errors.py's codes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ... import errors
+from . import server_registry
+from .api_error import ApiError
+from .config import ServerConfig, take
+from .engine_client import EngineClient
+
+log = logging.getLogger("phalanx.front")
+PR_SET_PDEATHSIG = 1
+IDLE_LOOK = 1.0  # seconds between two looks at whether anything is running
+LAST_WORDS = 1.5  # seconds for errors to reach the clients at the end; the launcher allows 2
+
+
+def main() -> int:
+    # Unhandled it would end the process; a drain that comes so early is repeated by its sender.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        config = take()
+    except ValueError as error:
+        print(f"phalanx front: {error}", file=sys.stderr)
+        return errors.USAGE
+    if not prepare(config):
+        return errors.ERROR
+    return asyncio.run(Server(config).run())
+
+
+def prepare(config: ServerConfig) -> bool:
+    """What every process in the front's place begins with. False where its parent has ended already."""
+    logging.basicConfig(
+        stream=sys.stderr, level=getattr(logging, config.log_level.upper(), logging.INFO), format="%(message)s"
+    )
+    logging.getLogger("tornado.access").setLevel(logging.ERROR)
+    if not _tie_to_parent(config.parent_pid):
+        return False
+    if config.cpus:
+        try:
+            os.sched_setaffinity(0, config.cpus)
+        except OSError as error:
+            log.warning("the front stays on all cores: cpus %s: %s", config.cpus, error)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one per client
+    return True
+
+
+def _tie_to_parent(parent_pid: int) -> bool:
+    """End with the parent, however it ends. False where it has ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    return not parent_pid or os.getppid() == parent_pid
+
+
+class Server:
+    """The process's life: listen, load, serve, drain or stop."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.link: EngineClient
+        self._end: asyncio.Future[int]
+
+    async def run(self) -> int:
+        """Serve until a signal or the job's end; returns the exit code."""
+        from .http.app import make_app, serve
+        from .http.handler import ServerState
+        from .text_engine import TextEngine
+
+        loop = asyncio.get_running_loop()
+        self._end = loop.create_future()
+        loop.add_signal_handler(signal.SIGTERM, self._stop, errors.OK)
+        loop.add_signal_handler(signal.SIGUSR1, self._drain)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal's Ctrl-C is the launcher's to handle
+        self.link = EngineClient(self.config.link, self.config.restarts_expected)
+        self.link.on_lost = self._lost
+        sessions = TextEngine(self.link, self.config)
+        self._state = ServerState(sessions, self.config)
+        server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd))
+        await self.link.listen()
+        register(self.config)
+        tasks = [asyncio.ensure_future(self._greet(sessions))]
+        if self.config.idle_exit:
+            tasks.append(asyncio.ensure_future(self._watch_idle()))
+        try:
+            return await self._end
+        finally:
+            for task in tasks:
+                task.cancel()
+            if self.config.registry_file:
+                server_registry.remove(Path(self.config.registry_file))
+            self.link.close()
+            with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
+                os.rmdir(os.path.dirname(self.config.link))
+            await self._last_words()
+            server.stop()
+            sessions.close()
+
+    async def _greet(self, sessions) -> None:
+        """Load the tokenizer; print the ready line once the job is ready too."""
+        try:
+            await sessions.load()
+        except Exception as error:  # whatever a damaged file makes the libraries raise
+            log.error("the tokenizer in %s cannot be read: %s", self.config.model_dir, error)
+            self._stop(errors.MODEL)
+            return
+        with contextlib.suppress(ApiError):
+            await self.link.wait_ready()
+            print(ready_line(self.config, sessions.names[0], sessions.text.template is not None), flush=True)
+
+    async def _watch_idle(self) -> None:
+        """Drain when no request has come for so long. Loading and restarting are no idle time."""
+        limit = 60 * self.config.idle_exit
+        while not self.link.draining:
+            idle = self.link.idle_seconds()
+            if idle >= limit and not self._state.active:  # no request is being read or tokenised either
+                log.warning(
+                    "no request for %g minutes (--idle-exit): the job ends and gives its allocation back",
+                    self.config.idle_exit,
+                )
+                self._drain()
+                return
+            await asyncio.sleep(min(max(0.01, limit - idle), IDLE_LOOK))
+
+    def _drain(self) -> None:
+        self.link.drain()
+        if self.link.state in ("restarting", "failed"):  # nobody is left to drain
+            self._stop(errors.OK)
+
+    def _lost(self) -> None:
+        """The lead's connection ended."""
+        if self.link.draining:
+            self._stop(errors.OK)
+        elif not self.config.restarts_expected:
+            self._stop(self.link.fatal.code if self.link.fatal else errors.RANK_FAILED)
+
+    def _stop(self, code: int) -> None:
+        if not self._end.done():
+            self._end.set_result(code)
+
+    async def _last_words(self) -> None:
+        """Let the handlers write their last events to clients that still read."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_WORDS
+        while self._state.active and loop.time() < until:
+            await asyncio.sleep(0.01)
+
+
+def register(config: ServerConfig) -> None:
+    """Tell this user's other terminals about the server; one that cannot is served all the same."""
+    if not config.registry_file:
+        return
+    job = server_registry.RegisteredServer(
+        url=config.url.removesuffix("/v1") or f"unix://{_bound_to(config.listen_fd)}",
+        host=socket.gethostname(),
+        model=config.names()[0],
+        pid=os.getpid(),
+        start=server_registry.start_of(os.getpid()),
+        pids=server_registry.namespace(),
+        since=time.time(),
+        key=config.api_keys[0] if config.api_keys else "",
+        batch=config.batch_job,
+        end=config.end_time,
+    )
+    try:
+        server_registry.write(Path(config.registry_file), job)
+    except OSError as error:
+        log.warning("no job file, so `phalanx chat` needs --url: %s: %s", config.registry_file, error.strerror)
+
+
+def _bound_to(fd: int) -> Any:
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        return sock.getsockname()
+
+
+def ready_line(config: ServerConfig, model: str, chat: bool) -> str:
+    """Where the server is, and a command to paste."""
+    url, option = config.url, ""
+    if not url:
+        name = _bound_to(config.listen_fd)
+        if isinstance(name, tuple):
+            host = "127.0.0.1" if name[0] in ("0.0.0.0", "::") else name[0]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{name[1]}/v1"
+        else:
+            url = f"unix:{name}"
+    base = url
+    if url.startswith("unix:"):
+        base, option = "http://localhost/v1", f" --unix-socket {url.removeprefix('unix:').removeprefix('//')}"
+    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if config.api_keys else ""
+    if chat:
+        path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'
+    else:
+        path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 64}'
+    return (
+        f"Phalanx is ready: {url} (model {model}). Try:\n"
+        f"  curl{option} {base}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+    )
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # Not sys.exit: it would wait for a thread that tokenises a long prompt.
+    os._exit(code)

@@ -1,0 +1,80 @@
+"""`python -m phalanx.rank.server.batch`: a batch job's process in the front's place. It listens to rank 0 only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from .... import errors
+from ..__main__ import prepare
+from ..engine_client import EngineClient
+from ..text_engine import TextEngine
+from .config import BatchConfig, take
+from .journal import Journal
+from .run import BatchRun
+from .weights_fingerprint import fingerprint
+
+
+def main() -> int:
+    try:
+        config = take()
+    except ValueError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return errors.USAGE
+    if not prepare(config.front):
+        return errors.ERROR
+    try:
+        journal = Journal(config.journal, config.input, setup(config), config.overwrite)
+    except errors.FatalError as stop:
+        print(f"phalanx: {stop}", file=sys.stderr)
+        return stop.code
+    return asyncio.run(run(config, journal))
+
+
+async def run(config: BatchConfig, journal: Journal) -> int:
+    """Listen for rank 0, and do the job."""
+    link = EngineClient(config.front.link, config.front.restarts_expected)
+    sessions = TextEngine(link, config.front)
+    batch = BatchRun(config, journal, link, sessions)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, batch.stop, "asked to by a signal")
+    loop.add_signal_handler(signal.SIGTERM, batch.end, errors.STOPPED, "stopped by a signal")
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal's Ctrl-C is the launcher's to handle
+    await link.listen()
+    code = await batch.run()
+    await batch.leave(code)
+    link.close()
+    with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
+        os.rmdir(os.path.dirname(config.front.link))
+    return code
+
+
+def setup(config: BatchConfig) -> dict[str, Any]:
+    """What answers depend on besides the input: another start must have the same. Raises Stop for broken weights."""
+    front = config.front
+    with open(os.path.join(front.model_dir, "config.json"), "rb") as file:
+        digest = blake2b(file.read(), digest_size=8).hexdigest()
+    sampling = {name: value for name, value in msgspec.to_builtins(front.sampling).items() if value is not None}
+    return {
+        "the model": front.names()[0],
+        "the model's config.json": digest,
+        "the fingerprint of the model's weights": fingerprint(front.model_dir),
+        "the sampling": sampling,
+        "--generation-config": front.generation_config,
+        "--chat-template": front.chat_template,
+        "--thinking": front.thinking,
+    }
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Not sys.exit: it would wait for threads that read the input or tokenise.
+    os._exit(code)

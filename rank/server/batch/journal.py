@@ -1,0 +1,290 @@
+"""The journal: each finished request as one line, written and fsynced once. What is in it is never computed again.
+
+A line is a checksum, an Entry as JSON and the line for the output, separated by tabs. A line counts once it is whole:
+what a kill or a full disk tore off is cut away at the next start, and a line that was damaged later is done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from zlib import crc32
+
+import msgspec
+
+from ....errors import ERROR, USAGE, FatalError
+from .batch_input import Known, changed, fingerprint
+
+ANSWERED, FAILED, HEADER = "o", "e", "h"
+GAP = 0.05  # seconds between commits: a shared file system is spared, and what comes meanwhile goes together
+MOST_PENDING = 64 << 20  # bytes that wait for the disk before no more requests are taken
+LOCK_PATIENCE = 5.0  # seconds for an earlier job that was killed to be gone
+VERSION = 2  # 1 did not tell the weights
+
+
+class Entry(msgspec.Struct, array_like=True):
+    """What is known of a journal line without its content."""
+
+    kind: str
+    key: str = ""  # hexadecimal, as `lines.Item` has it
+    digest: str = ""
+    file: str = ""
+    line: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Header(msgspec.Struct):
+    """What all lines have in common. Another input or setup cannot go on with this journal."""
+
+    input: list[Known]
+    setup: dict[str, Any]
+    version: int = VERSION
+
+
+_entries = msgspec.json.Decoder(Entry)
+
+
+def pack(entry: Entry, content: bytes) -> bytes:
+    rest = b"%s\t%s" % (msgspec.json.encode(entry), content)
+    return b"%08x\t%s\n" % (crc32(rest), rest)
+
+
+def unpack(line: bytes) -> tuple[Entry, bytes] | None:
+    """None for a line that is torn or damaged."""
+    check, _, rest = line.removesuffix(b"\n").partition(b"\t")
+    head, _, content = rest.partition(b"\t")
+    try:
+        if not line.endswith(b"\n") or int(check, 16) != crc32(rest):
+            return None
+        return _entries.decode(head), content
+    except ValueError:
+        return None
+
+
+class Found(msgspec.Struct):
+    """What an earlier start left."""
+
+    finished: dict[int, int] = {}  # key -> digest of its line
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    torn: int = 0  # bytes cut off the end
+    damaged: int = 0  # lines passed over
+
+
+class Journal:
+    """Open for one process at a time. Raises Stop in every case that a user has to know of."""
+
+    def __init__(self, path: str, input: str, setup: dict[str, Any], overwrite: bool = False):
+        self.path = path
+        self._input = input
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise FatalError(f"journal {path}: {error.strerror}", USAGE) from None
+        try:
+            self._lock()
+            if overwrite:
+                os.ftruncate(self._fd, 0)
+            self._begin(Header(fingerprint(input), setup))
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._pending: list[bytes] = []
+        self.pending_bytes = 0
+        self._committing: asyncio.Task[None] | None = None
+        self._next: asyncio.Future[None] | None = None
+        self._failure: FatalError | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    def _lock(self) -> None:
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    return  # a file system without locks
+            if time.monotonic() > deadline:
+                raise FatalError(
+                    f"journal {self.path}: another job writes it; wait for its end, or choose another -o", USAGE
+                )
+            time.sleep(0.1)
+
+    def _begin(self, mine: Header) -> None:
+        """Compare with the header that is there, or write one."""
+        with open(self.path, "rb") as file:
+            line = file.readline()
+        found = unpack(line)
+        self._size = os.fstat(self._fd).st_size
+        if found is None or found[0].kind != HEADER:
+            if line.endswith(b"\n"):
+                raise FatalError(
+                    f"{self.path} is no journal of `phalanx batch`: remove it, or choose another -o", USAGE
+                )
+            os.ftruncate(self._fd, 0)  # killed while it was begun
+            self._size = 0
+            self._write(pack(Entry(HEADER), msgspec.json.encode(mine)))
+            _sync_directory(self.path)
+            return
+        theirs = msgspec.json.decode(found[1], type=Header)
+        why = changed(self._input, theirs.input)
+        if theirs.version < VERSION:
+            why = "it was written by an older phalanx, which did not note the model's weights"
+        elif theirs.version > VERSION:
+            why = "it was written by a newer phalanx"
+        elif why:
+            why = f"the input changed since: {why}"
+        for name, value in mine.setup.items():
+            if not why and theirs.setup.get(name) != value:
+                why = f"{name} was {theirs.setup.get(name)!r} and is {value!r} now"
+        if why:
+            raise FatalError(
+                f"journal {self.path} cannot be gone on with: {why}; give the old one back, or begin anew with "
+                "--overwrite",
+                USAGE,
+            )
+
+    def recover(self) -> Found:
+        """All that is done. Cuts off what is torn."""
+        found = Found()
+        whole = 0
+        for entry, _, end in self._scan():
+            whole = end
+            if entry is None:
+                found.damaged += 1
+                continue
+            key = int(entry.key or "0", 16)
+            if entry.kind == HEADER or key in found.finished:
+                continue
+            found.finished[key] = int(entry.digest, 16)
+            found.answered += entry.kind == ANSWERED
+            found.failed += entry.kind == FAILED
+            found.prompt_tokens += entry.prompt_tokens
+            found.output_tokens += entry.output_tokens
+        found.torn = self._size - whole if whole else 0
+        if found.torn:
+            self._size = whole
+            os.ftruncate(self._fd, whole)
+            os.fsync(self._fd)
+        return found
+
+    def entries(self) -> Iterator[tuple[Entry, bytes, int]]:
+        """Every whole line after the header, with where its content ends in the file."""
+        for entry, content, end in self._scan():
+            if entry is not None and entry.kind != HEADER:
+                yield entry, content, end - 1
+
+    def _scan(self) -> Iterator[tuple[Entry | None, bytes, int]]:
+        """Every line that has its end: its entry, or None where it is damaged; its content, and where it ends."""
+        end = 0
+        with open(self.path, "rb", buffering=1 << 20) as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                end += len(line)
+                entry, content = unpack(line) or (None, b"")
+                yield entry, content, end
+
+    def read(self, offset: int, length: int) -> bytes:
+        return os.pread(self._fd, length, offset)
+
+    async def add(self, entry: Entry, content: bytes) -> None:
+        """Returns once the line is on the disk; lines that come close together share one fsync."""
+        if self._failure is not None:
+            raise self._failure
+        line = pack(entry, content)
+        self._pending.append(line)
+        self.pending_bytes += len(line)
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        if self._committing is None:
+            self._committing = asyncio.ensure_future(self._commit())
+        await asyncio.shield(self._next)
+
+    async def _commit(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._pending:
+            began = loop.time()
+            done, self._next = self._next, None
+            assert done is not None
+            data = b"".join(self._pending)
+            self._pending.clear()
+            try:
+                await loop.run_in_executor(self._thread, self._write, data)
+            except FatalError as stop:
+                self._failure = stop
+                done.set_exception(stop)
+                if self._next is not None:
+                    self._next.set_exception(stop)
+                break
+            self.pending_bytes -= len(data)
+            done.set_result(None)
+            await asyncio.sleep(GAP - (loop.time() - began))
+        self._committing = None
+
+    def _write(self, data: bytes) -> None:
+        """All of it, on the disk; or nothing."""
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(self._fd, left) :]
+            os.fsync(self._fd)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise FatalError(
+                f"journal {self.path}: {error.strerror}; what was finished before is in it, and the same command goes "
+                "on there once it can be written",
+                ERROR,
+            ) from None
+        self._size += len(data)
+
+    async def flush(self) -> None:
+        """Wait until all that was added is on the disk, or is known not to be."""
+        while self._committing is not None:
+            await asyncio.wait([self._committing])
+
+    def remove(self) -> None:
+        """The output has everything."""
+        os.unlink(self.path)
+        _sync_directory(self.path)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        os.close(self._fd)
+
+
+def _sync_directory(path: str) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def atomically(path: str) -> Iterator[Any]:
+    """A file that appears at `path` whole, or not at all."""
+    part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.part")
+    try:
+        with open(part, "wb", buffering=1 << 20) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        _sync_directory(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise

@@ -1,0 +1,65 @@
+"""The front's configuration, handed over by the launcher as one JSON in the environment variable PHALANX_FRONT."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+VARIABLE = "PHALANX_FRONT"
+
+
+class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True):
+    """For requests that do not say. None: the model's generation_config.json decides, then OpenAI's default."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None  # None: one is drawn for each request
+
+
+class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """Fixed for the life of the process; what is known only once the job is ready comes in `step.Ready`."""
+
+    model_dir: str
+    link: str  # path of the unix socket to listen on for rank 0, in a directory of mode 0700
+    listen_fd: int  # inherited HTTP socket, bound by the launcher: TCP or unix
+    url: str = ""  # what the ready line shows, such as http://127.0.0.1:2000/v1; "" derives it from the socket
+    served_model_name: str = ""  # comma separated, the first is the name in answers; "" is the directory's name
+    strict: bool = False  # another model name is answered with 404
+    api_keys: list[str] = []  # any of them lets a client in; [] lets everybody in
+    allowed_origins: list[str] = []  # whose web pages may call this server, such as http://localhost:3000; "*": any
+    allowed_hosts: list[str] = []  # names of this server besides those it knows, for when it has no key; "*": any
+    queue_size: int = 1024  # open sequences beyond max_num_seqs before 429
+    restarts_expected: bool = False  # a new lead may come after one is lost: stay and answer 503 meanwhile
+    sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
+    generation_config: str = "auto"  # "auto": the model directory's file; "none": ignore it; else a file's path
+    chat_template: str = ""  # path of a template that replaces the model's
+    thinking: bool | None = None  # enable_thinking of requests that do not say
+    keep_alive_interval: float = 10.0  # seconds of silence on a stream before a comment is sent
+    access_log: bool = False
+    log_level: str = "info"
+    cpus: list[int] = []  # cores to run on; [] keeps the inherited ones
+    parent_pid: int = 0  # who must be the parent, checked after PDEATHSIG is set; 0 skips the check
+    idle_exit: float = 0.0  # minutes without a request after which the job drains; 0: never
+    registry_file: str = ""  # where to write how this server is found (jobfile.py); "": nowhere
+    batch_job: str = ""  # the batch system's name for the job, for that file
+    end_time: float = 0.0  # when the batch system ends it, Unix time; 0: not known
+
+    def names(self) -> list[str]:
+        """The model's names; the first one is the real one."""
+        names = [name.strip() for name in self.served_model_name.split(",") if name.strip()]
+        return names or [os.path.basename(os.path.abspath(self.model_dir))]
+
+
+def take() -> ServerConfig:
+    """The configuration from the environment, which is emptied of it: it may hold the API key."""
+    text = os.environ.pop(VARIABLE, None)
+    if text is None:
+        raise ValueError(f"{VARIABLE} is not set: `phalanx serve` starts this process, it is not started by hand")
+    return msgspec.json.decode(text, type=ServerConfig)

@@ -1,0 +1,320 @@
+"""The front's end of the wire to rank 0: requests go out, deltas come in, and either side may go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+from ... import errors
+from .. import protocol
+from .api_error import ApiError
+
+log = logging.getLogger(__name__)
+UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+STOPPING = "the server is stopping"
+RETRY_AFTER = 5  # seconds; loading a model takes longer, but asking is cheap
+
+
+class Stream:
+    """What the lead sends for the sequences of one submit.
+
+    Iterating yields lists of deltas: all that came since the last look, so a reader that was held up catches up in
+    one round. It ends when every sequence has finished, and raises ApiError when the lead is lost.
+    """
+
+    __slots__ = ("open", "_link", "_pending", "_waiter", "_error")
+
+    def __init__(self, link: EngineClient, ids: list[str]):
+        self.open = dict.fromkeys(ids)  # of the sequences that have not finished, in order
+        self._link = link
+        self._pending: list[protocol.Delta] = []
+        self._waiter: asyncio.Future | None = None
+        self._error: ApiError | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[protocol.Delta]:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self.open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pending, self._pending = self._pending, []
+        return pending
+
+    def push(self, delta: protocol.Delta) -> None:
+        self._pending.append(delta)
+        if delta.finish:
+            self.open.pop(delta.id, None)
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        self._error = error
+        self._wake()
+
+    def abort(self, ids: list[str] | None = None) -> None:
+        """End these sequences, all by default: nothing more is yielded for them."""
+        chosen = [id for id in (self.open if ids is None else ids) if id in self.open]
+        for id in chosen:
+            del self.open[id]
+        if ids is None:
+            self._pending.clear()
+        self._link.abort(chosen)
+        if not self.open:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """Listens for rank 0's lead and speaks the frames of rank/protocol.py with it.
+
+    Everything here runs on one asyncio loop. The states: "loading" (no lead yet, or its weights are not loaded),
+    "ready", "draining", "restarting" (the lead is gone and another is expected) and "failed" (gone for good).
+    """
+
+    def __init__(self, path: str, restarts_expected: bool = False):
+        self.path = path
+        self.restarts_expected = restarts_expected
+        self.state = "loading"
+        self.progress = protocol.Progress("starting", 0, 0)
+        self.ready: protocol.Ready | None = None
+        self.stats = protocol.Stats()
+        self.fatal: protocol.Fatal | None = None
+        self.draining = False
+        self._drain = protocol.Drain()
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_draining: Callable[[], None] = self.drain  # the ranks were asked to; whoever is here says when
+        self._ready_event = asyncio.Event()
+        self._streams: dict[str, Stream] = {}
+        self._busy_at = 0.0  # on the loop's clock: when something was last running, or could not run
+        self._lead: _EngineProtocol | None = None
+        self._server: asyncio.Server | None = None
+
+    async def listen(self) -> None:
+        """Open the unix socket, readable by this user only."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(self.path)
+        except OSError as error:
+            sock.close()
+            raise OSError(
+                f"cannot listen for rank 0 on {self.path!r} ({len(self.path)} characters, "
+                f"at most 107 are possible): {error}"
+            ) from None
+        os.chmod(self.path, 0o600)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: _EngineProtocol(self), sock=sock)
+
+    def close(self) -> None:
+        """Stop listening, drop the lead and fail what is open."""
+        if self._server is not None:
+            self._server.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+            self._server = None
+        if self._lead is not None:
+            self._lead.transport.close()
+        self.fail_all(STOPPING)
+
+    async def wait_ready(self) -> protocol.Ready:
+        """Wait for the lead's Ready."""
+        while self.ready is None:
+            if self.state == "failed":
+                raise self.unavailable()
+            await self._ready_event.wait()
+        return self.ready
+
+    @property
+    def open_sequences(self) -> int:
+        return len(self._streams)
+
+    def idle_seconds(self) -> float:
+        """For how long the ranks have had nothing to do although they could. Who asks does so every second or so."""
+        now = asyncio.get_running_loop().time()
+        if self._streams or self.state != "ready":
+            self._busy_at = now
+        return now - self._busy_at
+
+    def submit(self, requests: list[protocol.Request]) -> Stream:
+        """Send requests to the lead. Raises ApiError 503 where there is none that takes them."""
+        if self.state != "ready" or self._lead is None:
+            raise self.unavailable()
+        stream = Stream(self, [request.id for request in requests])
+        for request in requests:
+            self._streams[request.id] = stream
+        self._busy_at = asyncio.get_running_loop().time()
+        self._lead.transport.write(b"".join([protocol.frame(request) for request in requests]))
+        return stream
+
+    def abort(self, ids: list[str]) -> None:
+        """Free these sequences on the ranks; unknown and finished ones are left out."""
+        known = [id for id in ids if self._streams.pop(id, None) is not None]
+        if known and self._lead is not None:
+            self._lead.transport.write(protocol.frame(protocol.Abort(known)))
+
+    def drain(self, code: int = errors.OK) -> None:
+        """Take no new request; the lead finishes the open ones, and the ranks end with `code`."""
+        if self.draining:
+            return
+        self.draining = True
+        self._drain = protocol.Drain(code)
+        if self.state in ("loading", "ready"):
+            self.state = "draining"
+        if self._lead is not None:
+            self._lead.transport.write(protocol.frame(self._drain))
+
+    def unavailable(self) -> ApiError:
+        """Why no request is taken now."""
+        if self.state == "loading":
+            p = self.progress
+            done = f", {p.done} of {p.total}" if p.total else ""
+            return ApiError(
+                503,
+                f"the model is still loading ({p.phase}{done}); try again in a few seconds",
+                code="loading",
+                retry_after=RETRY_AFTER,
+            )
+        if self.state == "draining":
+            return ApiError(
+                503, "the server is shutting down and takes no new requests", code="draining", retry_after=RETRY_AFTER
+            )
+        reason = f": {self.fatal.message}" if self.fatal else ""
+        if self.state == "restarting":
+            return ApiError(
+                503,
+                f"the job ended{reason}; it is being restarted, try again in a few seconds",
+                code="restarting",
+                retry_after=RETRY_AFTER,
+            )
+        return ApiError(503, f"the job ended{reason}", code="failed")
+
+    def fail_all(self, message: str, code: str = "failed", retry_after: int | None = None) -> None:
+        """Every open sequence ends with this error."""
+        streams = dict.fromkeys(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            stream.fail(ApiError(503, message, code=code, retry_after=retry_after))
+
+    # Called by _LeadProtocol.
+
+    def connected(self, lead: _EngineProtocol) -> None:
+        if self._lead is not None:
+            if not self.restarts_expected:
+                log.warning("refused a second connection on %s: rank 0 is connected already", self.path)
+                lead.transport.abort()
+                return
+            # A restarted lead may be accepted before the end of the old one's connection is read.
+            old, self._lead = self._lead, None
+            old.transport.abort()
+            self.lost()
+        self._lead = lead
+        self.fatal = None
+        self.state = "draining" if self.draining else "loading"
+        self.progress = protocol.Progress("starting", 0, 0)
+        if self.draining:
+            lead.transport.write(protocol.frame(self._drain))
+
+    def disconnected(self, lead: _EngineProtocol) -> None:
+        if lead is self._lead:
+            self._lead = None
+            self.lost()
+
+    def lost(self) -> None:
+        self.ready = None
+        self._ready_event.clear()
+        self.stats = protocol.Stats()
+        restarting = self.restarts_expected and not self.draining
+        self.state = "restarting" if restarting else "failed"
+        error = self.unavailable()
+        self.fail_all(error.message, error.code or "failed", error.retry_after)
+        if self.state == "failed":
+            self._ready_event.set()  # who waits for Ready waits in vain
+        self.on_lost()
+
+    def received(self, message: protocol.ToServer) -> None:
+        if isinstance(message, protocol.Deltas):
+            streams = self._streams
+            for delta in message.deltas:
+                # Sequences that were aborted a moment ago may still speak.
+                stream = streams.get(delta.id)
+                if stream is not None:
+                    if delta.finish:
+                        del streams[delta.id]
+                    stream.push(delta)
+            if message.stats is not None:
+                self.stats = message.stats
+        elif isinstance(message, protocol.Progress):
+            self.progress = message
+        elif isinstance(message, protocol.Ready):
+            self.ready = message
+            if not self.draining:
+                self.state = "ready"
+            self._ready_event.set()
+        elif isinstance(message, protocol.Draining):
+            self.on_draining()
+        else:
+            self.fatal = message
+            log.debug("the job is ending with exit code %d: %s", message.code, message.message)  # the rank has said so
+            self.fail_all(
+                f"the job ended: {message.message}", retry_after=RETRY_AFTER if self.restarts_expected else None
+            )
+
+
+class _EngineProtocol(asyncio.Protocol):
+    """One connection of a lead."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, link: EngineClient):
+        self._link = link
+        self._frames = protocol.Frames(protocol.ToServer)
+        self._accepted = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        credentials = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+        _, uid, _ = UCRED.unpack(credentials)
+        if uid != os.getuid():
+            log.warning(
+                "refused a connection of user %d on %s: only user %d's job may connect",
+                uid,
+                self._link.path,
+                os.getuid(),
+            )
+            transport.abort()
+            return
+        self._accepted = True
+        self._link.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._accepted:
+            return
+        try:
+            messages = self._frames.feed(data)
+        except Exception as error:  # not our protocol: nothing after it can be trusted
+            log.error("dropped the connection to rank 0: it sent what is no message (%s)", error)
+            self.transport.abort()
+            return
+        for message in messages:
+            self._link.received(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._accepted:
+            self._link.disconnected(self)

@@ -1,0 +1,128 @@
+"""What Prometheus sees: counters of the front's own, and the engine's statistics as they last came."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..engine_client import EngineClient
+from ..text_engine import Session
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+class Metrics:
+    """Nothing here is touched per token."""
+
+    def __init__(self, link: EngineClient, model: str):
+        self._registry = CollectorRegistry()
+        make: dict[str, Any] = {"registry": self._registry}
+        Gauge("phalanx_build_info", "Always 1; the labels tell version and model", ["version", "model"], **make).labels(
+            _version(), model
+        ).set(1)
+        self._http = Counter("phalanx_http_requests", "HTTP requests answered", ["method", "path", "status"], **make)
+        self._finished = Counter("phalanx_requests", "Sequences by how they ended", ["finish_reason"], **make)
+        self._prompt = Histogram(
+            "phalanx_request_prompt_tokens",
+            "Prompt tokens of a request",
+            buckets=[1 << i for i in range(0, 20, 2)],
+            **make,
+        )
+        self._output = Histogram(
+            "phalanx_request_output_tokens",
+            "Generated tokens of a request",
+            buckets=[1 << i for i in range(0, 18, 2)],
+            **make,
+        )
+        self._ttft = Histogram(
+            "phalanx_time_to_first_token_seconds", "From the request to its first token", buckets=SECONDS, **make
+        )
+        self._tpot = Histogram(
+            "phalanx_time_per_output_token_seconds", "Between tokens after the first", buckets=TOKEN_SECONDS, **make
+        )
+        self._e2e = Histogram(
+            "phalanx_request_seconds", "From the request to its last token or vector", buckets=SECONDS, **make
+        )
+        self._registry.register(_Engine(link))
+
+    def http(self, method: str, path: str, status: int) -> None:
+        method = method if method in METHODS else "other"
+        if path not in ENDPOINTS:  # a label per path or method that somebody tried would grow without end
+            path = "/v1/models" if path.startswith("/v1/models/") else "other"
+        self._http.labels(method, path, str(status)).inc()
+
+    def session(self, session: Session, gone: bool) -> None:
+        """A session is over; `gone`: its client went away first."""
+        for choice in session.choices:
+            self._finished.labels(choice.finish or ("cancelled" if gone else "error")).inc()
+        self._prompt.observe(session.prompt_tokens)
+        tokens = session.completion_tokens
+        self._output.observe(tokens)
+        if not session.first_token:
+            return
+        self._ttft.observe(session.first_token - session.start)
+        if session.last_token and not gone:
+            self._e2e.observe(session.last_token - session.start)
+            longest = max(choice.completion_tokens for choice in session.choices)
+            if longest > 1:
+                self._tpot.observe((session.last_token - session.first_token) / (longest - 1))
+
+    def embedding(self, began: float, finish: str, prompts: list[list[int]]) -> None:
+        """The sequences of a request for embeddings have ended. They generate nothing, so they have no first token."""
+        self._finished.labels(finish).inc(len(prompts))
+        self._prompt.observe(sum(map(len, prompts)))
+        if finish == "stop":
+            self._e2e.observe(time.monotonic() - began)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Engine(Collector):
+    """The engine's statistics under Prometheus' names."""
+
+    def __init__(self, link: EngineClient):
+        self._link = link
+
+    def collect(self) -> Iterator[Metric]:
+        s, ready = self._link.stats, self._link.ready
+        used = s.blocks_used / s.blocks_total if s.blocks_total else 0.0
+        for name, text, value in (
+            ("ready", "1 while requests are answered", float(self._link.state == "ready")),
+            ("ranks", "MPI ranks of the job", ready.ranks if ready else 0),
+            ("requests_running", "Sequences in the running batch", s.running),
+            ("requests_waiting", "Sequences that wait for a place", s.waiting),
+            ("sequences_open", "Sequences that the front waits for", self._link.open_sequences),
+            ("kv_cache_usage_ratio", "Share of the KV cache's blocks that sequences hold", used),
+            ("kv_cache_blocks", "Blocks of the KV cache", s.blocks_total),
+            ("kv_cache_reusable_blocks", "Free blocks that still hold a prefix", s.blocks_cached),
+            ("kv_cache_tokens", "Tokens that fit in the KV cache", ready.kv_tokens if ready else 0),
+        ):
+            yield GaugeMetricFamily(f"phalanx_{name}", text, value=value)
+        for name, text, value in (
+            ("steps", "Steps executed", s.steps),
+            ("prompt_tokens", "Prompt tokens, cached ones included", s.prompt_tokens),
+            ("prefix_cache_hit_tokens", "Prompt tokens taken from the prefix cache", s.cached_tokens),
+            ("generated_tokens", "Tokens generated", s.output_tokens),
+            ("preemptions", "Sequences set back for lack of blocks", s.preemptions),
+            ("prefill_chunks", "Pieces of prompts that did not reach the prompt's end", s.chunks),
+            ("aborted", "Sequences aborted", s.aborted),
+        ):
+            yield CounterMetricFamily(f"phalanx_{name}", text, value=value)
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("phalanx")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

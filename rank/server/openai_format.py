@@ -1,0 +1,272 @@
+"""Renders a session's events in OpenAI's shapes: whole objects, and the chunks of a stream as JSON bytes.
+
+A chunk that only adds text is assembled from prepared bytes: at thousands of tokens a second that is most of the
+front's work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .. import protocol
+from .text.events import Answer, Event, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
+from .text.tokenizer import Tokenizer
+from .text_engine import Choice, Session, Update
+
+encode = msgspec.json.encode
+LOWEST = -9999.0  # in place of -inf, which JSON does not have
+
+
+def _logprob(value: float) -> float:
+    return max(value, LOWEST)
+
+
+def tool_call(call: ToolCall) -> dict[str, Any]:
+    """An entry of tool_calls."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class _Collected:
+    """All that one choice has produced."""
+
+    def __init__(self) -> None:
+        self.answer = Answer()
+        self.tokens: list[int] = []
+        self.logprobs: list[tuple[protocol.TokenLogprob, int]] = []
+
+    def add(self, update: Update) -> None:
+        self.answer.add(update.events)
+        self.tokens += update.tokens
+        self.logprobs += update.logprobs
+
+
+class Renderer:
+    """The shapes of one endpoint for one session; see ChatRenderer and TextRenderer."""
+
+    whole: str  # the `object` field of a whole answer ...
+    part: str  # ... and of a chunk
+
+    def __init__(self, session: Session, tokenizer: Tokenizer):
+        self.session = session
+        self.request = session.request
+        self.tokenizer = tokenizer
+        options = session.request.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.token_ids = bool(session.request.return_token_ids)
+        # The general way is needed where a chunk carries more than text.
+        self._simple = not (self.token_ids or self.continuous_usage or session.request.logprobs not in (None, False))
+        head = encode({"id": session.id, "object": self.part, "created": session.created, "model": session.model})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+
+    # What the endpoints fill in.
+
+    def text_chunk(self, index: int, event: Event) -> bytes | None:
+        """The choice's JSON for an update of this event alone; None for events that are not mere text."""
+        raise NotImplementedError
+
+    def parts(self, update: Update) -> list[dict[str, Any]]:
+        """The choice's JSON objects for an update, without index and finish_reason."""
+        raise NotImplementedError
+
+    def body(self, choice: Choice, answer: Answer) -> dict[str, Any]:
+        """The choice's message or text in a whole answer."""
+        raise NotImplementedError
+
+    def logprobs(self, entries: list[tuple[protocol.TokenLogprob, int]]) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    # Streams.
+
+    def chunks(self, updates: list[Update]) -> bytes:
+        """The events for these updates; empty where there is nothing to show yet."""
+        chunks: list[bytes] = []
+        for update in updates:
+            events, text = update.events, None
+            if self._simple and len(events) == 1 and not update.finish and not update.first:
+                text = self.text_chunk(update.choice.index, events[0])
+            if text is not None:
+                chunks += (self._head, text, self._tail)
+            else:
+                chunks += self._general(update)
+        return b"".join(chunks)
+
+    def _general(self, update: Update) -> list[bytes]:
+        parts = self.parts(update)
+        if not parts and (update.finish or update.logprobs or (self.token_ids and update.tokens)):
+            parts = [self._empty_part()]
+        events = []
+        # Token ids and log probabilities go once, with the text of their tokens; what only ends a chat comes after it.
+        carrier = len(parts) - 1 - (len(parts) > 1 and parts[-1] == self._empty_part())
+        for i, part in enumerate(parts):
+            choice: dict[str, Any] = {"index": update.choice.index, **part, "logprobs": None, "finish_reason": None}
+            if i == carrier:
+                choice["logprobs"] = self.logprobs(update.logprobs)
+                if self.token_ids:
+                    choice["token_ids"] = update.tokens
+            if i == len(parts) - 1 and update.finish:
+                choice["finish_reason"] = update.finish
+                choice["stop_reason"] = update.choice.stop_reason
+            if i == 0 and update.first and self.token_ids:
+                choice["prompt_token_ids"] = update.choice.prompt.tokens
+            events.append(self._chunk([choice]))
+        return events
+
+    def _empty_part(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        if usage is None and self.continuous_usage:
+            usage = self.session.usage()
+        tail = self._tail if usage is None else b'],"usage":' + encode(usage) + b"}\n\n"
+        return self._head + encode(choices)[1:-1] + tail
+
+    def last(self) -> bytes:
+        """The events that close a stream."""
+        usage = self._chunk([], self.session.usage()) if self.include_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    # Whole answers.
+
+    async def collect(self) -> dict[str, Any]:
+        """Wait for all choices; the endpoint's answer object."""
+        session = self.session
+        collected = {choice.index: _Collected() for choice in session.choices}
+        async for updates in session:
+            for update in updates:
+                collected[update.choice.index].add(update)
+        choices = []
+        for choice in session.choices:
+            got = collected[choice.index]
+            entry = {
+                "index": choice.index,
+                **self.body(choice, got.answer),
+                "logprobs": self.logprobs(got.logprobs),
+                "finish_reason": choice.finish,
+                "stop_reason": choice.stop_reason,
+            }
+            if self.token_ids:
+                entry["token_ids"] = got.tokens
+                entry["prompt_token_ids"] = choice.prompt.tokens
+            choices.append(entry)
+        return {
+            "id": session.id,
+            "object": self.whole,
+            "created": session.created,
+            "model": session.model,
+            "choices": choices,
+            "usage": session.usage(),
+        }
+
+    def _token_text(self, token: int) -> tuple[str, bytes]:
+        piece = self.tokenizer.piece(token)
+        try:
+            return piece.decode(), piece
+        except UnicodeDecodeError:  # part of a character: its bytes, so that two such tokens have two names
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
+
+
+class ChatRenderer(Renderer):
+    """/v1/chat/completions."""
+
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
+
+    def text_chunk(self, index: int, event: Event) -> bytes | None:
+        if isinstance(event, Text):
+            start = b'{"index":%d,"delta":{"content":'
+        elif isinstance(event, Reasoning):
+            start = b'{"index":%d,"delta":{"reasoning_content":'
+        else:
+            return None
+        return start % index + encode(event.text) + b'},"logprobs":null,"finish_reason":null}'
+
+    def parts(self, update: Update) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        if update.first:
+            deltas.append({"role": "assistant", "content": ""})
+        for event in update.events:
+            if isinstance(event, Text):
+                deltas.append({"content": event.text})
+            elif isinstance(event, Reasoning):
+                deltas.append({"reasoning_content": event.text})
+            elif isinstance(event, ToolCallStart):
+                call = tool_call(ToolCall(event.id, event.name))
+                deltas.append({"tool_calls": [{"index": event.index, **call}]})
+            elif isinstance(event, ToolCallArguments):
+                deltas.append({"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]})
+        if update.finish:
+            deltas.append({})
+        return [{"delta": delta} for delta in deltas]
+
+    def _empty_part(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def body(self, choice: Choice, answer: Answer) -> dict[str, Any]:
+        content = answer.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := answer.reasoning:
+            message["reasoning_content"] = reasoning
+        if answer.calls:
+            message["content"] = content if content.strip() else None
+            message["tool_calls"] = [tool_call(call) for call in answer.calls]
+        return {"message": message}
+
+    def logprobs(self, entries: list[tuple[protocol.TokenLogprob, int]]) -> dict[str, Any] | None:
+        if not self.request.logprobs:
+            return None
+        content = [
+            {
+                **self._entry(entry.token, entry.logprob),
+                "top_logprobs": [self._entry(token, value) for token, value in entry.top],
+            }
+            for entry, _ in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, piece = self._token_text(token)
+        return {"token": text, "logprob": _logprob(logprob), "bytes": list(piece)}
+
+
+class TextRenderer(Renderer):
+    """/v1/completions."""
+
+    whole = "text_completion"
+    part = "text_completion"
+
+    def text_chunk(self, index: int, event: Event) -> bytes | None:
+        if not isinstance(event, Text):
+            return None
+        return b'{"index":%d,"text":' % index + encode(event.text) + b',"logprobs":null,"finish_reason":null}'
+
+    def parts(self, update: Update) -> list[dict[str, Any]]:
+        text = "".join(event.text for event in update.events if isinstance(event, Text))
+        if update.first:
+            text = update.choice.prompt.echo + text
+        return [{"text": text}] if text or update.finish else []
+
+    def _empty_part(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def body(self, choice: Choice, answer: Answer) -> dict[str, Any]:
+        return {"text": choice.prompt.echo + answer.text}
+
+    def logprobs(self, entries: list[tuple[protocol.TokenLogprob, int]]) -> dict[str, Any] | None:
+        if self.request.logprobs is None:
+            return None
+        return {
+            "tokens": [self._token_text(entry.token)[0] for entry, _ in entries],
+            "token_logprobs": [_logprob(entry.logprob) for entry, _ in entries],
+            "top_logprobs": [self._top(entry) for entry, _ in entries],
+            "text_offset": [offset for _, offset in entries],
+        }
+
+    def _top(self, entry: protocol.TokenLogprob) -> dict[str, float]:
+        # The sampled token is always among them, as OpenAI documents it.
+        top = {self._token_text(token)[0]: _logprob(value) for token, value in entry.top}
+        top.setdefault(self._token_text(entry.token)[0], _logprob(entry.logprob))
+        return top

@@ -1,0 +1,71 @@
+"""All of a model directory that concerns text: tokenizer, chat template, generation defaults, end tokens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+from .control import Marker
+from .output_parser import KNOWN_REASONING, ReasoningFormat
+from .template import ChatTemplate, load_template
+from .tokenizer import Tokenizer
+from .tool_formats import ToolCallFormat, choose
+
+
+class Text:
+    """Read once, in a thread of its own: a large tokenizer takes a second."""
+
+    def __init__(self, model_dir: str, generation_config: str = "auto", chat_template: str = ""):
+        directory = Path(model_dir)
+        tokenizer = directory / "tokenizer.json"
+        if not tokenizer.is_file():
+            raise FileNotFoundError(
+                f"{tokenizer} is missing: convert the model's tokenizer to a tokenizer.json, "
+                "for example with transformers' AutoTokenizer(…).save_pretrained()"
+            )
+        tokenizer_config = _read(directory / "tokenizer_config.json")
+        self.template: ChatTemplate | None = load_template(directory, tokenizer_config, chat_template)
+        source = self.template.source if self.template else ""
+        self.tool_format: ToolCallFormat | None = choose(source)
+        calls = (*self.tool_format.opens, *self.tool_format.markers) if self.tool_format else ()
+        self.tokenizer = Tokenizer(tokenizer, source, {*calls, *itertools.chain(*KNOWN_REASONING)})
+        if generation_config == "auto":
+            self.generation = _read(directory / "generation_config.json")
+        elif generation_config == "none":
+            self.generation = {}
+        else:
+            self.generation = json.loads(Path(generation_config).read_text(encoding="utf-8"))
+        self.end_tokens = self._find_end_tokens(directory, tokenizer_config)
+        self.pooling = _pooling(directory)
+        self.reasoning = self._find_reasoning(source)
+        self.marker = Marker(self.tokenizer.control)
+        self.answer_marker = Marker(self.tokenizer.control - {*(self.reasoning or ()), *calls})
+
+    def _find_end_tokens(self, directory: Path, tokenizer_config: dict) -> tuple[int, ...]:
+        """generation_config.json's, else config.json's; and the tokenizer's, which chat models end their turn with."""
+        listed = _read(directory / "generation_config.json").get("eos_token_id")
+        if listed is None:
+            config = _read(directory / "config.json")
+            listed = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        ids = [] if listed is None else list(listed) if isinstance(listed, list) else [listed]
+        token = tokenizer_config.get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        own = self.tokenizer.token_id(token) if token else None
+        return tuple(dict.fromkeys([*ids, own] if own is not None else ids))
+
+    def _find_reasoning(self, source: str) -> ReasoningFormat | None:
+        for markers in KNOWN_REASONING:
+            if markers.close in source or {*markers} <= self.tokenizer.added.keys():
+                return markers
+        return None
+
+
+def _pooling(directory: Path) -> str:
+    """How a model that is made for embeddings pools: what sentence-transformers writes. Of others the mean is taken."""
+    said = _read(directory / "1_Pooling" / "config.json")
+    return "last" if said.get("pooling_mode_lasttoken") else "mean"
+
+
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

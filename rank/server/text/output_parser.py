@@ -1,0 +1,284 @@
+"""From the text of one choice to its events: content, reasoning, tool calls, in the order in which they come.
+
+Text comes in pieces that may be cut anywhere; the cuts decide only how the events' text is divided. What may still turn
+out to be a marker, the beginning of a call or a stop string is held back, and nothing else but newlines before markers.
+
+Stop strings apply to the content alone: a client that stops at a line's end means a line of the answer. The reasoning
+is not searched, or a thinking model's answer would be empty. Tool calls are not either: what is left of a call would be
+no JSON. The newlines around both are not shown and not searched. One exception: a stop string that is exactly a marker,
+such as </think>, stops at that marker.
+
+Reasoning may come more than once. An opening marker behind a quotation mark is one that the model speaks of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .draft import Draft
+from .events import Event, Reasoning, Text, ToolCallEnd, ToolCallStart, add_event
+from .stop_strings import StopFinder, partial_suffix
+from .tool_formats import ToolCallFormat, ToolCallParser
+
+QUOTES = frozenset("`'\"‘“")  # before a marker: the model speaks of it
+
+
+class ReasoningFormat(NamedTuple):
+    """The markers around a model's thoughts."""
+
+    open: str
+    close: str
+
+
+KNOWN_REASONING = (
+    ReasoningFormat("<think>", "</think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningFormat("<thought>", "</thought>"),
+)
+
+
+class Channel:
+    """The content or the reasoning: its text without the newlines beside markers and without stop strings.
+
+    Where text goes on behind markers, the newlines that parted it stay in it, so that words do not run together.
+    """
+
+    __slots__ = ("blank", "_kind", "_stop", "_lead", "_marked", "_gap")
+
+    def __init__(self, kind: type[Text] | type[Reasoning], stop: StopFinder | None = None, marked: bool = False):
+        self.blank = True  # no text so far
+        self._kind = kind
+        self._stop = stop
+        self._lead: str | None = ""  # white space at the beginning or behind a marker, until text comes: then None
+        self._marked = marked  # there was a marker
+        self._gap = 0  # newlines at the end, which are dropped if a marker comes and no text after it
+
+    @property
+    def resting(self) -> bool:
+        """At the beginning or behind a marker: no text came since."""
+        return self._lead is not None
+
+    def write(self, text: str, events: list[Event]) -> None:
+        if self._lead is not None:
+            if not text or text.isspace():
+                self._lead += text
+                return
+            text = self._begin(self._lead + text)
+        if self._stop is not None:
+            text = self._stop.feed(text)
+        self._flow(text, events)
+
+    def _begin(self, text: str) -> str:
+        self._lead = None
+        if self._marked and (self.blank or self._gap):
+            text = text.lstrip("\n")
+        self.blank = False
+        return text
+
+    def _flow(self, text: str, events: list[Event]) -> None:
+        body = text.rstrip("\n")
+        if body:
+            add_event(events, self._kind("\n" * self._gap + body))
+            self._gap = 0
+        self._gap += len(text) - len(body)
+
+    def mark(self, events: list[Event]) -> None:
+        """A marker begins or ends this channel's text here."""
+        if self._stop is not None:
+            self._flow(self._stop.finish(), events)  # a stop string does not reach over a marker
+        self._lead, self._marked = "", True
+
+    def finish(self, events: list[Event]) -> None:
+        """No more comes."""
+        text = ""
+        if self._lead is not None:
+            if self._marked:
+                return
+            text, self._lead = self._lead, None
+        if self._stop is not None:
+            text = self._stop.feed(text) + self._stop.finish()
+        if text := "\n" * self._gap + text:
+            add_event(events, self._kind(text))
+
+
+class OutputParser:
+    """The text of one choice. `stopped` is set once nothing more is to be shown."""
+
+    def __init__(
+        self,
+        stops: Sequence[str] = (),
+        keep_stop: bool = False,
+        reasoning: ReasoningFormat | None = None,
+        thinking: bool = False,
+        tool_format: ToolCallFormat | None = None,
+        parallel_calls: bool = True,
+    ):
+        """`thinking`: the prompt has opened the reasoning already. No tool_format leaves tool calls in the text."""
+        self.calls = 0
+        self.thinking = reasoning is not None and thinking
+        self._stop = StopFinder(stops, keep_stop) if stops else None
+        self._reasoning = reasoning
+        self._format = tool_format
+        self._parallel = parallel_calls
+        self._call_ended = False  # the one call of parallel_tool_calls=false is complete
+        self._plain = reasoning is None and tool_format is None
+        self._content = Channel(Text, self._stop)
+        self._thoughts = Channel(Reasoning, marked=self.thinking)
+        opens = tool_format.opens if tool_format is not None else ()
+        self._content_markers = (*opens, reasoning.open) if reasoning is not None else opens
+        self._thought_markers = (*opens, *reasoning) if reasoning is not None else ()
+        firsts = {marker[0] for marker in (*self._content_markers, *self._thought_markers)}
+        self._firsts = re.compile("|".join(map(re.escape, sorted(firsts))))
+        self._held = ""  # may become a marker
+        self._last = ""  # the text before what is looked at now, since the last marker
+        self._parser: ToolCallParser | None = None  # of the call that is being read
+        self._draft: Draft | None = None  # calls within the thoughts
+        self._bare = tool_format is not None and tool_format.bare  # a brace would begin a call, as no text came yet
+        self._busy = self._bare  # the next text cannot be passed on as it is, whatever it is
+
+    @property
+    def stopped(self) -> bool:
+        return self._call_ended or (self._stop is not None and self._stop.found is not None)
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._stop.found if self._stop is not None else None
+
+    def feed(self, text: str, events: list[Event]) -> None:
+        """Add the events of one token's text."""
+        if self._plain:
+            if self._stop is not None:
+                text = self._stop.feed(text)
+            if text:
+                add_event(events, Text(text))
+        elif self._busy or self._firsts.search(text):
+            self._route(text, events)
+            self._bare = self._bare and self._content.blank and not self.calls
+            self._busy = bool(self._held or self._parser or self._draft or self._bare)
+        elif text:
+            self._last = text
+            (self._thoughts if self.thinking else self._content).write(text, events)
+
+    def finish(self, events: list[Event]) -> None:
+        """No more text comes: give out what was held back."""
+        if self._plain:
+            if self._stop is not None and (rest := self._stop.finish()):
+                add_event(events, Text(rest))
+            return
+        if not self.stopped:
+            if self._draft is not None:
+                self._finish_draft(self._draft, events)
+            elif self._parser is not None:
+                self._add(self._parser.finish(), events)
+            else:
+                self._channel.write(self._held, events)
+        self._thoughts.finish(events)
+        self._content.finish(events)
+
+    @property
+    def _channel(self) -> Channel:
+        return self._thoughts if self.thinking else self._content
+
+    def _route(self, text: str, events: list[Event]) -> None:
+        text, self._held = self._held + text, ""
+        while text and not self.stopped:
+            if self._draft is not None:
+                rest = self._draft.feed(text)
+                if rest is not None:
+                    self._thoughts.write(self._draft.text, events)
+                    self._draft = None
+                text = rest or ""
+            elif self._parser is not None:
+                found, rest = self._parser.feed(text)
+                if rest is not None:
+                    self._parser = None
+                self._add(found, events)
+                text = rest or ""
+            else:
+                text = self._read_text(text, events)
+
+    def _read_text(self, text: str, events: list[Event]) -> str:
+        """Content or reasoning up to the next marker; returns what follows that."""
+        channel = self._channel
+        if self._bare and channel is self._content and channel.blank and text.lstrip().startswith("{"):
+            assert self._format is not None
+            at = text.index("{")
+            channel.write(text[:at], events)
+            self._parser = self._format.parser("", self.calls)
+            return text[at:]
+        markers = self._thought_markers if self.thinking else self._content_markers
+        found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+        if not found:
+            body = text[: len(text) - partial_suffix(text, markers)]
+            self._held = text[len(body) :]
+            self._last = body or self._last
+            channel.write(body, events)
+            return ""
+        at, marker = min(found)
+        before, rest = text[:at], text[at + len(marker) :]
+        if self._is_text(marker, before):
+            self._last = marker
+            channel.write(before + marker, events)
+            return rest
+        channel.write(before, events)
+        if not self.stopped:
+            self._last = ""
+            self._meet(marker, events)
+        return rest
+
+    def _is_text(self, marker: str, before: str) -> bool:
+        """Whether a marker is only spoken of, or is a stop string, which the content's channel finds by itself."""
+        if not self.thinking and self._stop is not None and marker in self._stop.stops:
+            return True
+        if self._reasoning is None or marker != self._reasoning.open:
+            return False
+        if self.thinking:  # models begin with the marker that the prompt ends with
+            return not self._thoughts.resting or bool(before.strip())
+        return (before or self._last)[-1:] in QUOTES
+
+    def _meet(self, marker: str, events: list[Event]) -> None:
+        """Change the state."""
+        reasoning = self._reasoning
+        if reasoning is None or marker not in reasoning:
+            assert self._format is not None
+            if reasoning is not None and self.thinking:
+                close_stops = self._stop is not None and reasoning.close in self._stop.stops
+                self._draft = Draft(self._format, marker, self.calls, reasoning.close, close_stops)
+            else:
+                self._parser = self._format.parser(marker, self.calls)
+        elif self.thinking and self._stop is not None and marker in self._stop.stops:
+            self._stop.found = marker
+            if self._stop.keep:
+                self._thoughts.write(marker, events)
+            self._thoughts.mark(events)
+        else:
+            self._switch(marker == reasoning.open, events)
+
+    def _switch(self, thinking: bool, events: list[Event]) -> None:
+        self._thoughts.mark(events)
+        self._content.mark(events)
+        self.thinking = thinking
+
+    def _add(self, found: list[Event], events: list[Event]) -> None:
+        """Events of a call parser."""
+        for event in found:
+            if isinstance(event, Text | Reasoning):
+                self._content.write(event.text, events)
+            elif self._parallel or event.index == 0:
+                if isinstance(event, ToolCallStart):
+                    self.calls += 1
+                    self._content.mark(events)
+                add_event(events, event)
+                if isinstance(event, ToolCallEnd) and not self._parallel:
+                    self._call_ended = True
+                    return
+
+    def _finish_draft(self, draft: Draft, events: list[Event]) -> None:
+        found = draft.finish()
+        if found:
+            self._switch(False, events)
+            self._add(found, events)
+        else:
+            self._thoughts.write(draft.text, events)

@@ -1,0 +1,126 @@
+"""Fields of OpenAI, vLLM, llama.cpp and SGLang that would change the answer and that nothing here obeys yet.
+
+Such a field is refused in words: an answer that breaks the client's constraint in silence is worse than none. A field
+that would not change the answer (`store`, `cache_prompt`, …) is ignored like any unknown one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+_OUTPUT = "the output cannot be constrained yet, leave it out"
+THINKING = "the length of the reasoning cannot be limited yet, leave it out"
+_FUNCTIONS = 'it is deprecated and not supported, use "tools" and "tool_choice"'
+_PROMPT_LENGTH = "prompts are not cut, shorten the prompt"
+_TOKENS = "it is not supported, leave it out or use logit_bias"
+_SAMPLER = "this way of sampling is not supported, leave it out"
+_INPUT = "the server takes text and token ids only"
+_REASONING = "the reasoning comes in a field of its own, which the client may pass over: leave it out"
+_ADAPTER = "adapters are not supported yet"
+_BODY = "this is an argument of the openai Python client, not a field: send the fields in it beside the others"
+_CHAT = "this is for /v1/chat/completions"
+_VECTOR = "vectors are written as 32-bit floats of little-endian byte order"
+
+
+class Field(NamedTuple):
+    why: str  # it is refused, and what to do
+    neutral: tuple[Any, ...] = ()  # values that change nothing, besides null, "", [] and false
+    default: bool = False  # what a switch is where it is left out: true, and false is refused
+
+
+def _all(why: str, *names: str) -> dict[str, Field]:
+    return {name: Field(why) for name in names}
+
+
+_PROMPTS: dict[str, Field] = {
+    **_all(_INPUT, "prompt_embeds"),
+    **_all(_PROMPT_LENGTH, "truncate_prompt_tokens"),
+    "extra_body": Field(_BODY, ({},)),
+}
+
+_COMMON: dict[str, Field] = {
+    **_PROMPTS,
+    **_all(
+        _OUTPUT,
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structural_tag",
+        "grammar",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "stop_regex",
+    ),
+    "structured_outputs": Field(_OUTPUT, ({},)),
+    **_all(_TOKENS, "allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor"),
+    **_all(_TOKENS, "banned_tokens", "banned_strings"),
+    **_all("log probabilities of the prompt are not supported", "prompt_logprobs"),
+    "n_probs": Field("use logprobs", (0,)),
+    **_all("use return_token_ids", "return_tokens_as_token_ids"),
+    **_all(_FUNCTIONS, "functions"),
+    "function_call": Field(_FUNCTIONS, ("none", "auto")),
+    **_all(THINKING, "thinking_token_budget", "thinking_budget", "max_thinking_tokens"),
+    "thinking_budget_tokens": Field(THINKING, (-1,)),
+    "reasoning_budget": Field(THINKING, (-1,)),
+    "n_predict": Field("use max_tokens", (-1,)),
+    **_all("use max_tokens", "max_new_tokens"),
+    "min_new_tokens": Field("use min_tokens", (0,)),
+    **_all("use seed", "sampling_seed"),
+    "repeat_penalty": Field("use repetition_penalty", (1,)),
+    "mirostat": Field(_SAMPLER, (0,)),
+    "no_repeat_ngram_size": Field("use repetition_penalty or frequency_penalty", (0,)),
+    "typical_p": Field(_SAMPLER, (1,)),
+    "top_n_sigma": Field(_SAMPLER, (-1, 0)),
+    "dynatemp_range": Field(_SAMPLER, (0,)),
+    "xtc_probability": Field(_SAMPLER, (0,)),
+    "dry_multiplier": Field(_SAMPLER, (0,)),
+    "tfs_z": Field(_SAMPLER, (1,)),
+    "smoothing_factor": Field(_SAMPLER, (0,)),
+    "vllm_xargs": Field("arguments of vLLM's plugins are not supported", ({},)),
+    "nvext": Field("extensions of NVIDIA's servers are not supported, use the fields of vLLM", ({},)),
+    **_all(_ADAPTER, "lora", "lora_path"),
+}
+
+CHAT: dict[str, Field] = {
+    **_COMMON,
+    "modalities": Field("the answer is text", (["text"],)),
+    **_all("the answer is text", "audio"),
+    "include_reasoning": Field(_REASONING, (True,), default=True),
+    "separate_reasoning": Field(_REASONING, (True,), default=True),
+    **_all("there is no web search", "web_search_options"),
+    **_all("write them into the messages", "documents"),
+    **_all("this is for models that fill in the middle", "suffix"),
+}
+
+COMPLETION: dict[str, Field] = {
+    **_COMMON,
+    "tool_choice": Field(_CHAT, ("none", "auto")),
+    **_all(_CHAT, "tools"),
+    **_all("use max_tokens", "max_completion_tokens"),
+    "top_logprobs": Field("use logprobs, which is a number here", (0,)),
+}
+
+EMBEDDING: dict[str, Field] = {
+    **_PROMPTS,
+    "truncate": Field(_PROMPT_LENGTH, ("NONE",)),
+    **_all("write the conversation as a text", "messages"),
+    **_all("write it into the input as the model's card says", "input_type", "prompt_name", "instruction"),
+    "embed_dtype": Field(_VECTOR, ("float32",)),
+    "endianness": Field(_VECTOR, ("native", "little")),
+}
+
+
+def first(raw: dict[str, Any], fields: dict[str, Field]) -> tuple[str, str] | None:
+    """The first field of a request that is not obeyed, and why."""
+    for name, value in raw.items():
+        if name not in fields:
+            continue
+        field = fields[name]
+        if isinstance(value, dict):  # of structured_outputs: a switch that is off is no constraint
+            value = {key: one for key, one in value.items() if one is not None and one is not False}
+        if value is None or value is False and not field.default or value in ("", []) or value in field.neutral:
+            continue
+        return name, field.why
+    return None

@@ -1,0 +1,134 @@
+"""CUDA graphs of decode steps: a step of one token per sequence is replayed with one call.
+
+A graph reads what `Upload.fill` has sent and ends with the residual stream; head and sampler follow outside. Batches
+are captured in a few sizes and filled up with rows that write and read nothing. NCCL's collectives are captured with
+the rest, so all ranks capture the same sizes in the same order, and graphs must be dropped before the communicators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...comm.custom_allreduce import symmetric_memory_of
+from ...kernels import jit
+from ...kernels.device import device_caps
+from ...kernels.gemm import skinny
+from ...kernels.gemm.autotune import TuneRequest
+from ...kernels.gemm.skinny import MOST_ROWS
+from ..model.base import Model
+from ..model.batch import Batch
+from ..model.layers.linear import Linear, QKVParallel, RowParallel
+from .batch_builder import given_ids
+from .state import BatchState, ScheduledBatch
+from .upload import Upload
+
+LARGEST = 512  # sequences: beyond, launches cost less than the work
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that are captured: close enough together that filling up costs little."""
+    most = min(max_num_seqs, LARGEST)
+    steps = [1, 2, 4, *range(8, 65, 8), *range(80, LARGEST + 1, 16)]
+    return [size for size in steps if size < most] + [most]
+
+
+def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
+    """Products without a bias of the captured sizes that the library's algorithm is chosen for."""
+    captured = [size for size in capture_sizes(max_num_seqs) if size > MOST_ROWS]
+    peers = symmetric_memory_of(model.tensor)
+    for module in model.modules():
+        matrix = module.matrix if isinstance(module, Linear) else None
+        if matrix is not None:
+            yield TuneRequest(matrix, captured)
+        if matrix is not None and peers and isinstance(module, RowParallel):
+            yield TuneRequest(matrix, captured, peers)
+
+
+def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iterator[jit.KernelVariant]:
+    """What products without a bias of the captured sizes are compiled as, where that is for each size another."""
+    few = [size for size in capture_sizes(max_num_seqs) if size <= MOST_ROWS]
+    for module in model.modules():
+        matrix = module.matrix if isinstance(module, Linear) else None
+        if matrix is not None:
+            gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
+            # A stage's first half has a norm of its own, all others leave it to the product where they are alone.
+            for norm in (False, True) if alone and isinstance(module, QKVParallel) else (alone and bool(gate),):
+                yield from skinny.variants(few, matrix, gate, norm, device_caps(device))
+
+
+class DecodeGraphs:
+    """Made and used in the step thread, on the stream that it works on."""
+
+    head = None  # follows outside
+
+    def __init__(
+        self, model: Model, rows: BatchState, last: Tensor, caches: list[tuple[Tensor, Tensor]], upload: Upload
+    ):
+        self.model, self.rows, self.last, self.caches, self.upload = model, rows, last, caches, upload
+        self.block_size = caches[0][0].shape[1]
+        self.sizes = capture_sizes(len(rows.length))
+        most, width = self.sizes[-1], rows.table.shape[1]
+        device = last.device
+        self._sent = torch.zeros(2 + most * (3 + width), dtype=torch.int32, device=device)
+        self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(most, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(most, width, dtype=torch.int32, device=device)
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, reached: Callable[[int], None]) -> None:
+        """All sizes, the largest first, so that the others fit into its memory. Tells how many are done."""
+        for done, size in enumerate(reversed(self.sizes)):
+            reached(done)
+            self._run(size)  # what is compiled, loaded or allocated on first use must not happen in a capture
+            torch.cuda.current_stream().synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            hidden = self._run(size)
+            graph.capture_end()
+            self._captured[size] = graph, hidden
+
+    def close(self) -> None:
+        torch.cuda.current_stream().synchronize()
+        self._captured.clear()
+
+    def suits(self, work: ScheduledBatch) -> bool:
+        return len(work.rows) <= self.sizes[-1] and work.num_decodes == len(work.rows) and bool(work.samples.all())
+
+    def replay(self, work: ScheduledBatch) -> tuple[Tensor, Tensor]:
+        """The residual stream [B, hidden] of a step that suits, and its rows [B] int32; valid until the next replay."""
+        n = len(work.rows)
+        width = int(work.starts.max()) // self.block_size + 1
+        parts = [np.array([n, width]), work.rows, given_ids(self.rows, work), work.starts]
+        table = self.rows.table[work.rows, :width]
+        self.upload.fill(self._sent, [*(p.astype(np.int32) for p in parts), table])
+        graph, hidden = self._captured[next(size for size in self.sizes if size >= n)]
+        graph.replay()
+        return hidden[:n], self._sent[2 : 2 + n]
+
+    def _run(self, size: int) -> Tensor:
+        kernel = jit.kernel("decode_inputs", "decode_inputs", torch.int64)
+        kernel(
+            (size, 1, 1), 128, self._sent, self.last, self._ids, self._positions, self._slots, self._lengths,
+            self._tables, self._tables.stride(0), self.block_size,
+        )  # fmt: skip
+        longest = min(self.model.max_model_len, self._tables.shape[1] * self.block_size)
+        batch = Batch(
+            ids=self._ids[:size],
+            positions=self._positions[:size],
+            slots=self._slots[:size],
+            block_tables=self._tables[:size],
+            lengths=self._lengths[:size],
+            query_starts=self._starts[: size + 1],
+            sample_at=self._ids[:0],
+            num_decodes=size,
+            query_lens=[1] * size,
+            kv_lens=[longest] * size,
+            caches=self.caches,
+        )
+        return self.model.forward([batch])

@@ -1,0 +1,93 @@
+"""How much memory the KV cache gets, and the tensors themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from ... import errors
+from ...comm.base import Comm
+
+MIB = 1 << 20
+# Of what is free after loading. On CPUs others want memory too; on GPUs it is what loading and the largest step
+# leave, and the rest is for graphs, libraries' workspaces and fragments.
+FRACTION = {"cpu": 0.4, "cuda": 0.95}
+
+
+def free_memory(device: torch.device, ranks_here: int) -> int:
+    """Bytes that one rank may still take: of its GPU, or its part of this host's (or container's) memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = min(psutil.virtual_memory().available, *_cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
+    return max(0, free) // ranks_here
+
+
+def _cgroup_rooms(own: Path, mount: Path) -> list[int]:
+    """Bytes left in this process's memory cgroup and in each above it: Slurm and containers limit jobs there.
+
+    Both versions: v2's line is `0::/path`, v1's `N:...,memory,...:/path` under mount/memory. Page cache that can be
+    dropped counts as room.
+    """
+    rooms = [1 << 62]
+    for line in own.read_text().splitlines() if own.exists() else []:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, limit, usage, cache = mount, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        place = root / path.lstrip("/")
+        while place.is_relative_to(root):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                droppable = next(int(n) for k, n in map(str.split, (place / "memory.stat").open()) if k == cache)
+                rooms.append(int((place / limit).read_text()) - int((place / usage).read_text()) + droppable)
+            place = place.parent
+    return rooms
+
+
+def num_blocks(world: Comm, block_bytes: int, wanted: int, memory: int) -> int:
+    """Blocks that every rank can hold: at most `wanted`, as many as fit in the poorest rank's `memory` bytes."""
+    mine = min(wanted, memory // block_bytes)
+    return int(world.all_gather(torch.tensor([mine])).min())
+
+
+def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -> int:
+    """The longest sequence that the pool can hold alone: without it, admission could wait for ever.
+
+    Raises exits.Stop when the user chose a length that does not fit, or when nothing does.
+    """
+    room = blocks * block_size
+    if room >= max_model_len:
+        return max_model_len
+    if chosen or not blocks:
+        raise errors.FatalError(
+            f"the KV cache holds {room} tokens, --max-model-len asks for {max_model_len}: raise --mem or "
+            "--kv-fraction, lower --max-model-len, or use more ranks",
+            errors.MEMORY,
+        )
+    return room
+
+
+def allocate(
+    layers: int, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each local layer, [blocks, block_size, heads, head_dim], zeroed."""
+    shape = (blocks, block_size, heads, head_dim)
+    make = _untouched if device.type == "cpu" else torch.zeros
+    return [(make(shape, dtype=dtype, device=device), make(shape, dtype=dtype, device=device)) for _ in range(layers)]
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take a page of memory when it is first written, not before: numpy leaves the zeroing to the system.
+
+    torch.zeros writes all of it at once, gigabytes that most jobs never use.
+    """
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

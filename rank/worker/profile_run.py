@@ -1,0 +1,129 @@
+"""The first steps on a GPU.
+
+The largest one shows how much memory is left for the cache. Small ones compile what the first requests would wait for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ...comm.mesh import Mesh
+from .. import protocol
+from ..model.base import Model
+from ..model.batch import Batch
+from .sampler import Sampler, tp_argmax
+
+# Attention in Triton (paged.py) and GEMMs of few rows (skinny.py) have a kernel for each range of lengths.
+# Here is one length of each range. Of a prompt's tokens in a step:
+PROMPTS = 2, 3, 9, 17, 33, 65
+# Of the tokens that a decoding sequence attends to:
+ATTENDED = 1, 257, 513, 1025, 2049, 4097
+
+
+@torch.no_grad()
+def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequences: int, block_size: int) -> int:
+    """Bytes at the peak of a step of `tokens` prompt tokens that samples `sequences` rows. Collective over the mesh.
+
+    Afterwards every kernel that steps need is compiled.
+    """
+    device = sampler.device
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    hidden = None
+    if not mesh.first:
+        hidden = torch.zeros(tokens, model.hidden_size, dtype=model.dtype, device=device)
+    hidden = model.forward([_prompts(model, tokens, block_size, device)], hidden)
+    if mesh.last:
+        shard = model.logits(hidden[torch.arange(sequences, device=device) % tokens])
+        tp_argmax(shard, mesh.tensor)  # what greedy sequences need
+        logits = mesh.tensor.all_gather(shard).permute(1, 0, 2).reshape(sequences, -1)[:, : model.vocab_size]
+        if mesh.tensor.rank == 0:
+            for row in range(sequences):
+                sampling = protocol.SamplingParams(max_tokens=1, top_p=0.9)  # a full sort: what takes most
+                sampler.enter(protocol.NewSequence(row, protocol.pack_u32([0]), 1, 0, b"", sampling))
+            sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
+    small = list(small_steps(model, tokens, block_size, device))
+    if mesh.last:  # where only sampled rows go on in the last layer
+        two = _prompts(model, 2, block_size, device)
+        small += [_narrowed(two, longest) for longest in (2, model.max_model_len)]
+    for batch in small:
+        model.forward([batch], hidden.new_zeros(len(batch.ids), model.hidden_size))
+    torch.cuda.synchronize()
+    found = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return found
+
+
+def small_steps(model: Model, tokens: int, block_size: int, device: torch.device) -> Iterator[Batch]:
+    """Steps that between them use every kernel that a step of at most `tokens` tokens may choose.
+
+    Each kernel takes seconds to compile: at the start, not while a request waits.
+    """
+    for count in PROMPTS:
+        if count <= min(tokens, model.max_model_len):
+            yield _prompts(model, count, block_size, device)
+    for longest in ATTENDED:
+        if longest <= model.max_model_len:
+            yield _decode(model, longest, block_size, device)
+    for longest in (2, model.max_model_len):
+        yield _mixed(model, longest, block_size, device)
+
+
+def _prompts(model: Model, tokens: int, block_size: int, device: torch.device) -> Batch:
+    """Prompts as long as the model takes.
+
+    As beside embeddings all rows go through all layers together: no step takes more.
+    """
+    longest = min(tokens, model.max_model_len)
+    counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
+    return _whole(model, counts, block_size, device)
+
+
+def _decode(model: Model, longest: int, block_size: int, device: torch.device) -> Batch:
+    """A decoding sequence. longest: its length, as far as kernels are chosen by that."""
+    one = _whole(model, [1], block_size, device)
+    return dataclasses.replace(one, num_decodes=1, kv_lens=[longest])
+
+
+def _mixed(model: Model, longest: int, block_size: int, device: torch.device) -> Batch:
+    """The same beside a prompt."""
+    two = _whole(model, [1, 2], block_size, device)
+    return dataclasses.replace(two, num_decodes=1, kv_lens=[longest, 2])
+
+
+def _whole(model: Model, counts: list[int], block_size: int, device: torch.device) -> Batch:
+    """Prompts of so many tokens, all in the same blocks of one layer's cache."""
+    tokens, blocks = sum(counts), -(-max(counts) // block_size)
+    spec = model.kv_spec
+    cache = torch.zeros(2, blocks, block_size, spec.kv_heads, spec.head_dim, dtype=model.dtype, device=device)
+    positions = torch.cat([torch.arange(n, device=device) for n in counts])
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    return Batch(
+        ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        positions=positions,
+        slots=positions,
+        block_tables=torch.arange(blocks, dtype=torch.int32, device=device).repeat(len(counts), 1),
+        lengths=lengths.to(device),
+        query_starts=torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32))).to(device),
+        sample_at=positions[:0],
+        num_decodes=0,
+        query_lens=counts,
+        kv_lens=counts,
+        caches=[(cache[0], cache[1])] * spec.layers,
+    )
+
+
+def _narrowed(prompt: Batch, longest: int) -> Batch:
+    """Of the same, one sequence: its last token alone is sampled. longest: its length, as far as kernels go by that."""
+    none = prompt.query_starts[:1]
+    last = dataclasses.replace(
+        prompt, ids=prompt.ids[:0], positions=prompt.positions[-1:], slots=prompt.slots[-1:], sample_at=none.long(),
+        query_starts=torch.cat((none, none + 1)), num_decodes=1, query_lens=[1], kv_lens=[longest], scratch={},
+    )  # fmt: skip
+    return dataclasses.replace(prompt, sample_at=prompt.query_starts[-1:].long() - 1, sampled=last)

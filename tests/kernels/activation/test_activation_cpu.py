@@ -1,0 +1,35 @@
+import pytest
+import torch
+from phalanx.kernels.activation.activation import gated_activation, gated_cpu
+from torch.nn.functional import gelu, silu
+
+from ..conftest import DTYPES, close
+
+FUNCTIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("rows, width", [(1, 1), (3, 33), (16, 64), (2, 100)])
+def test_gated(isa, threads, called, dtype, name, rows, width):
+    x = (torch.randn(rows, 2 * width) * 6).to(dtype)
+    x[0, 0], x[-1, width - 1] = 200, -200
+    gate, up = x.float().chunk(2, -1)
+    want = FUNCTIONS[name](gate) * up
+    close(gated_cpu(name, x), want, dtype, atol=1e-5)
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_not_finite_stays_so(isa, name):
+    x = torch.ones(3, 2 * 20)
+    x[1, 3], x[2, 19] = float("nan"), float("inf")
+    y = gated_cpu(name, x)
+    assert y[0].isfinite().all()
+    assert y[1, 3].isnan() and y[1].isfinite().sum() == 19 and y[2, 19] == float("inf")
+
+
+def test_gated_activation(called):
+    x = torch.randn(3, 10)
+    close(gated_activation(x), silu(x[:, :5]) * x[:, 5:], torch.float32)
+    assert called == ["silu_f32"] and gated_activation(torch.randn(3, 10)[:, :8]).shape == (3, 4)

@@ -1,0 +1,233 @@
+"""Decoding rows by paged.decode, and prompts, against the torch references, where only what may be read is not NaN.
+
+Without a GPU by Triton's interpreter: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.attention.decoding
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention.attention import AttentionParams, paged_attention_reference
+from phalanx.kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv_reference
+from torch import Tensor
+
+from .test_attention import make_caches, make_rows
+
+NAN = float("nan")
+
+
+class Case(NamedTuple):
+    lengths: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    block_size: int = 16
+    window: int = 0
+    cap: float = 0.0
+    normed: bool = False
+    splits: int = 1
+    part: int = 32
+    tile: int = 16
+    unwritten: tuple[int, ...] = ()  # rows whose slot is negative though they have tokens
+
+
+CASES = [
+    Case([1]),
+    Case([0, 1, 16, 17, 31, 0], normed=True),
+    Case([0, 0], splits=4),
+    # Parts: none, one of the newest token alone, one, two, four, and what is left over.
+    Case([0, 1, 20, 33, 70, 129, 300, 49], splits=4, normed=True, unwritten=(1, 4)),
+    Case([300, 1, 97], 2, 2, 80, splits=8, unwritten=(0,)),
+    Case([200, 65], 16, 1, 128, splits=4, normed=True),
+    Case([40, 7], 3, 1, 96, block_size=5, splits=2),
+    Case([100, 3], 7, 1, 112, splits=2, normed=True),
+    Case([66, 129], 2, 1, 256, splits=4, tile=32),
+    Case([1, 2, 90, 200], dim=40, window=33, splits=4),
+    Case([1, 2, 90, 200], dim=10),
+    Case([5, 24, 25, 26, 200], window=25, splits=2, normed=True),
+    Case([400, 90, 150, 0], 6, 3, window=130, splits=4, block_size=8, unwritten=(2,)),
+    Case([66, 1], 4, 1, 128, window=40, cap=0.02),  # exponentials overflow
+    Case([1, 70, 0, 33], cap=1.5, splits=4, normed=True),
+    Case([200, 9], cap=10.0, splits=2),
+]
+
+
+def random_cases(count: int, seed: int = 5) -> list[Case]:
+    draw = random.Random(seed)
+    cases = []
+    for _ in range(count):
+        lengths = [draw.choice([0, 1, draw.randint(1, 40), draw.randint(1, 300)]) for _ in range(draw.randint(1, 6))]
+        kv_heads = draw.randint(1, 3)
+        cases.append(
+            Case(
+                lengths, kv_heads * draw.choice([1, 2, 4, 5]), kv_heads, draw.choice([16, 34, 64, 96, 128]),
+                draw.choice([16, 16, 1, 7, 64]), draw.choice([0, 0, 9, 64]), draw.choice([0.0, 0.0, 1.5]),
+                draw.random() < 0.5, draw.choice([1, 2, 4, 8]), draw.choice([16, 32, 100]), draw.choice([16, 32]),
+                tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
+            )
+        )  # fmt: skip
+    return cases
+
+
+# What boxes.decode takes: runs that end in the middle of a sequence, groups of up to 16 heads, empty and long ones.
+BOXES = [
+    Case([1]),
+    Case([0, 1, 16, 17, 31, 0], normed=True),
+    Case([0, 0], 32, 8, 128),
+    Case([64, 65, 66, 128, 129, 63], 32, 8, 128, normed=True, unwritten=(1,)),
+    Case([5000, 1, 300, 0, 2000], 16, 2, 128, unwritten=(2,)),
+    Case([5000, 64, 17], 16, 1, 64, block_size=8, normed=True),
+    Case([3000] * 3, 28, 4, 128, block_size=64),
+    Case([777, 1025, 5], 9, 1, 128, block_size=128),
+    Case([777, 5], 10, 2, 64, block_size=24),
+    Case([300, 20, 1500], 10, 5, 128),  # key heads that do not divide the blocks
+    Case([300, 20, 1500], 7, 7, 64),
+    Case([i % 90 for i in range(attention_tma.SEQUENCES)], 4, 1, 64),
+    Case([1, 2, 90, 200, 700], dim=128, window=33),
+    Case([1, 64, 65, 90, 200, 700], dim=64, window=65, block_size=32, normed=True),
+    Case([66, 1], 4, 1, 128, window=40, cap=0.02),
+    Case([1, 70, 0, 33, 1500], cap=1.5, normed=True),
+    Case([100 + i for i in range(150)] + [0] * 20, 4, 4, 128),
+]
+
+
+def random_boxes(count: int, seed: int = 6) -> list[Case]:
+    draw = random.Random(seed)
+    cases = []
+    for _ in range(count):
+        lengths = [draw.choice([0, 1, draw.randint(1, 80), draw.randint(1, 3000)]) for _ in range(draw.randint(1, 30))]
+        kv_heads = draw.randint(1, 4)
+        cases.append(
+            Case(
+                lengths, kv_heads * draw.choice([4, 8, draw.randint(1, 16)]), kv_heads, draw.choice(attention_tma.DIMS),
+                draw.choice([16, 16, 8, 64, 32]), draw.choice([0, 0, 9, 300]), draw.choice([0.0, 0.0, 1.5]),
+                draw.random() < 0.5, unwritten=tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
+            )
+        )  # fmt: skip
+    return cases
+
+
+def part_of(rows, keep: list[int]) -> SimpleNamespace:
+    """These sequences of decoding rows alone."""
+    return SimpleNamespace(
+        block_tables=rows.block_tables[keep], lengths=rows.lengths[keep], num_decodes=len(keep),
+        query_starts=torch.arange(len(keep) + 1, dtype=torch.int32), query_lens=[1] * len(keep),
+        kv_lens=[rows.kv_lens[i] for i in keep], scratch={},
+    )  # fmt: skip
+
+
+def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_boxes: bool = False) -> None:
+    """Both ways: turned, written and attended by one call, and attended alone when that is done."""
+    from phalanx.kernels.attention import attention_triton
+
+    n, heads, kv_heads, dim, size = len(case.lengths), case.heads, case.kv_heads, case.dim, case.block_size
+    blocks = sum(-(-length // size) for length in case.lengths) + 2
+    rows = make_rows([1] * n, case.lengths, size, blocks)
+    before = torch.stack(make_caches(rows, size, blocks, kv_heads, dim, dtype))
+    newest = [rows.block_tables[i, (x - 1) // size].item() * size + (x - 1) % size for i, x in enumerate(case.lengths)]
+    flat = before.view(2, -1, kv_heads, dim)
+    flat[:, [newest[i] for i in range(n) if case.lengths[i]]] = NAN
+    slots = torch.tensor([-1 if i in case.unwritten or not case.lengths[i] else at for i, at in enumerate(newest)])
+
+    angles = torch.rand(n, 1, dim // 2) * 6
+    turn = CosSin(torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1))
+    weights = torch.randn(2, dim).to(dtype)
+    norms = QKNorm(weights[0], weights[1], 1e-6) if case.normed else None
+    wide = torch.randn(n, heads + 2 * kv_heads + 1, dim).to(dtype)  # a row of the merged projection, and more
+    wide[:, -1] = NAN
+    q, k, v = wide[:, :-1].split([heads, kv_heads, kv_heads], 1)
+
+    keep = [i for i in range(n) if case.lengths[i]]
+    turned, after = torch.zeros_like(q), before.clone()
+    of_keep = CosSin(turn.cos[keep], turn.sin[keep])
+    at = torch.tensor([newest[i] for i in keep], dtype=torch.int64)
+    turned[keep] = rope_and_store_kv_reference(q[keep], k[keep], v[keep], of_keep, norms, (after[0], after[1]), at)
+    scores = AttentionParams(dim**-0.5, case.window, case.cap)
+    want = torch.zeros(n, heads, dim, dtype=dtype)
+    found = paged_attention_reference(turned[keep], after[0], after[1], part_of(rows, keep), scores)
+    want[keep] = found.view(-1, heads, dim)
+
+    def run(q: Tensor, cache: Tensor, new: attention_tma.CurrentKV | None) -> Tensor:
+        out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
+        tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
+        if by_boxes:
+            assert attention_tma.supports(q, cache[0], new)
+            torch.cuda.synchronize()  # decode's contract: all but q, k and v is there
+            attention_tma.decode(q, cache[0], cache[1], tables, lengths, out, *scores, new)
+        else:
+            options = dict(tile=case.tile, part=case.part)
+            attention_triton.decode(q, cache[0], cache[1], tables, lengths, out, *scores, case.splits, new, **options)
+        torch.testing.assert_close(out.cpu(), want, atol=bound, rtol=bound)
+        return out
+
+    moved = wide.to(device)
+    parts = moved[:, :-1].split([heads, kv_heads, kv_heads], 1)
+    there = QKNorm(norms[0].to(device), norms[1].to(device), norms[2]) if norms else None
+    new = attention_tma.CurrentKV(
+        parts[1], parts[2], CosSin(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device)
+    )
+    cache = before.to(device)
+    for _ in range(2):  # the second time with what the first left in the counters
+        run(parts[0], cache, new)
+        assert torch.equal(moved.cpu().nan_to_num(7), wide.nan_to_num(7))
+    for i in case.unwritten:
+        if case.lengths[i]:
+            after.view(2, -1, kv_heads, dim)[:, newest[i]] = NAN
+    torch.testing.assert_close(cache.cpu(), after, atol=bound, rtol=bound, equal_nan=True)
+    if not any(case.lengths[i] for i in case.unwritten):
+        run(turned.to(device), after.to(device), None)
+
+
+def check_prompts(window: int, cap: float, dtype: torch.dtype, bound: float) -> None:
+    from phalanx.kernels.attention import attention_triton
+
+    rows = make_rows([40, 1, 7, 33], [40, 5, 60, 70], 16, 16)
+    keys, values = make_caches(rows, 16, 16, 2, 40, dtype)
+    q, scores = torch.randn(81, 6, 40).to(dtype), AttentionParams(40**-0.5, window, cap)
+    out = torch.full_like(q, NAN)
+    starts = rows.query_starts
+    attention_triton.prefill(
+        q, keys, values, rows.block_tables, rows.lengths, starts, out, *scores, 0, 4, 40, rows=16, tile=16
+    )
+    want = paged_attention_reference(q, keys, values, rows, scores)
+    torch.testing.assert_close(out.flatten(1), want, atol=bound, rtol=bound)
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6's makes ints of arrays of one element by a way that NumPy 2.5 has closed."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
+def main() -> None:
+
+    mend_interpreter()
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
+    for i, case in enumerate(CASES + random_cases(12)):
+        dtype, bound = [(torch.float32, 3e-6), (torch.float16, 2e-3)][i % 2]
+        try:
+            check(case, dtype, bound)
+        except Exception:
+            print(f"in {case} of {dtype}", flush=True)
+            raise
+    for window, cap in ((0, 0.0), (0, 1.5), (20, 1.5), (0, 0.02)):
+        check_prompts(window, cap, torch.float32, 3e-6)
+        check_prompts(window, cap, torch.float16, 2e-3)
+    assert not jit.counters(torch.device("cpu"), 0).any()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Paged attention against the plainest possible computation: one token, one head, one dot product at a time."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from phalanx.kernels.attention import attention, attention_tma
+from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
+from phalanx.kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv
+
+
+def make_rows(query_lens, kv_lens, block_size, blocks, spare=1):
+    """Block tables in random order; unused entries are 0, and block 0 is nobody's."""
+    free = list(range(1, blocks))
+    random.Random(1).shuffle(free)
+    tables = [[free.pop() for _ in range(-(-n // block_size))] for n in kv_lens]
+    width = max((len(table) for table in tables), default=0) + spare
+
+    class Rows:
+        pass
+
+    rows = Rows()
+    rows.block_tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)
+    rows.block_tables = rows.block_tables.view(len(tables), width)
+    rows.lengths = torch.tensor(kv_lens, dtype=torch.int32)
+    rows.query_starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows.num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    rows.query_lens, rows.kv_lens, rows.scratch = list(query_lens), list(kv_lens), {}
+    return rows
+
+
+def make_caches(rows, block_size, blocks, kv_heads, dim, dtype):
+    """NaN everywhere but in the slots that the sequences use."""
+    caches = torch.full((2, blocks, block_size, kv_heads, dim), float("nan"), dtype=dtype)
+    for table, length in zip(rows.block_tables.tolist(), rows.kv_lens, strict=True):
+        for p in range(length):
+            caches[:, table[p // block_size], p % block_size] = torch.randn(2, kv_heads, dim).to(dtype)
+    return caches[0], caches[1]
+
+
+def plain(q, keys, values, rows, scores):
+    block_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    t = 0
+    for i, (count, length) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
+        table = rows.block_tables[i].tolist()
+        for p in range(length - count, length):
+            first = max(0, p - scores.window + 1) if scores.window else 0
+            seen = [(table[j // block_size], j % block_size) for j in range(first, p + 1)]
+            for h in range(q.shape[1]):
+                k = torch.stack([keys[b, o, h // group] for b, o in seen]).double()
+                v = torch.stack([values[b, o, h // group] for b, o in seen]).double()
+                s = k @ q[t, h].double() * scores.scale
+                if scores.softcap:
+                    s = scores.softcap * torch.tanh(s / scores.softcap)
+                out[t, h] = torch.softmax(s, 0) @ v
+            t += 1
+    return out.flatten(1)
+
+
+def check(
+    query_lens, kv_lens, heads=4, kv_heads=2, dim=8, block_size=4, window=0, cap=0.0, dtype=torch.float32, bound=2e-6
+):
+    torch.manual_seed(len(query_lens) + dim)
+    blocks = sum(-(-n // block_size) for n in kv_lens) + 2
+    rows = make_rows(query_lens, kv_lens, block_size, blocks)
+    keys, values = make_caches(rows, block_size, blocks, kv_heads, dim, dtype)
+    whole = torch.randn(sum(query_lens), heads + 3, dim).to(dtype)
+    q = whole[:, :heads]  # strided, as it is when it comes out of the merged projection
+    before = q.clone()
+    scores = AttentionParams(dim**-0.5, window, cap)
+    want = plain(q, keys, values, rows, scores)
+    for _ in range(2):  # the second time from what the first layer left in scratch
+        out = paged_attention(q, keys, values, rows, scores)
+        assert out.shape == (sum(query_lens), heads * dim) and out.dtype == dtype
+        torch.testing.assert_close(out.double(), want, atol=bound, rtol=bound)
+    assert torch.equal(q, before)
+
+
+@pytest.mark.parametrize("kv_lens", [[1], [4], [5], [1, 1, 1], [9, 2, 9, 30, 1], [7] * 6, list(range(20, 0, -1))])
+def test_decoding_rows(kv_lens):
+    check([1] * len(kv_lens), kv_lens)
+
+
+@pytest.mark.parametrize("query_lens, kv_lens", [([7], [7]), ([7], [8]), ([2], [30]), ([5, 1, 3], [5, 9, 40])])
+def test_prompts_and_chunks(query_lens, kv_lens):
+    """A one-token row after a longer one is no decode by its place, and must work all the same."""
+    check(query_lens, kv_lens)
+
+
+def test_mixed():
+    check([1, 1, 1, 6, 1, 12], [33, 2, 17, 6, 5, 20])
+
+
+def test_nothing_at_all():
+    check([], [])
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("dim", [8, 80, 96])
+def test_head_sizes_and_groups(ratio, dim):
+    check([1, 1, 4], [3, 18, 9], heads=2 * ratio, kv_heads=2, dim=dim)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_block_sizes(block_size):
+    check([1, 1, 5], [16, 17, 33], block_size=block_size)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 100])
+def test_sliding_window(window, monkeypatch):
+    monkeypatch.setattr(attention, "PIECE", 5)
+    check([1, 1, 1, 13, 2], [30, 4, 5, 21, 9], window=window)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("cap", [0.02, 1.5, 50.0])
+def test_soft_cap(cap, window, monkeypatch):
+    monkeypatch.setattr(attention, "PIECE", 5)
+    check([1, 1, 1, 13, 2, 5], [30, 4, 5, 21, 9, 5], heads=6, window=window, cap=cap)
+    check([1, 1], [30, 4], window=window, cap=cap)
+
+
+def test_soft_cap_against_its_formula():
+    rows = make_rows([3], [3], 4, 2)
+    q, k, v = torch.randn(3, 3, 2, 8) * 9
+    keys, values = torch.zeros(2, 2, 4, 2, 8)
+    keys[1, :3], values[1, :3] = k, v
+    s = 5 * torch.tanh(torch.einsum("thd,shd->hts", q, k) * 0.25 / 5)
+    s = s.masked_fill(torch.ones(3, 3).triu(1).bool(), float("-inf"))
+    want = torch.einsum("hts,shd->thd", s.softmax(-1), v).flatten(1)
+    torch.testing.assert_close(paged_attention(q, keys, values, rows, AttentionParams(0.25, softcap=5.0)), want)
+    assert not torch.allclose(paged_attention(q, keys, values, rows, AttentionParams(0.25)), want, atol=0.1)
+
+
+def test_which_prompts_suit_cudnn(monkeypatch):
+    rows = make_rows([4096], [4096], 16, 300)
+    q, keys = (torch.empty(*shape, 2, 64, dtype=torch.bfloat16, device="meta") for shape in ((4096,), (300, 16)))
+    assert attention._suits_cudnn(q, keys, rows, 0, AttentionParams(0.1))
+    assert not attention._suits_cudnn(q, keys, rows, 0, AttentionParams(0.1, window=100))
+    assert not attention._suits_cudnn(q, keys, rows, 0, AttentionParams(0.1, softcap=50.0))
+    monkeypatch.setattr(attention.attention_tma, "supports_prefill", lambda *_: True)
+    assert not attention._suits_cudnn(q, keys, rows, 0, AttentionParams(0.1))
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_narrow_caches_accumulate_in_f32(dtype, bound):
+    check([1, 1, 9], [50, 3, 31], dtype=dtype, bound=bound)
+
+
+def test_random_shapes(monkeypatch):
+    """Small limits, so that groups and pieces split in every way."""
+    monkeypatch.setattr(attention, "SLACK", 4)
+    monkeypatch.setattr(attention, "PIECE", 6)
+    draw = random.Random(7)
+    for _ in range(15):
+        monkeypatch.setattr(attention, "GATHER_BYTES", draw.choice([500, 3000, 20000]))
+        decodes = [1] * draw.randint(0, 6)
+        query_lens = decodes + [draw.randint(2, 20) for _ in range(draw.randint(0, 3))]
+        kv_lens = [n + draw.choice([0, draw.randint(0, 40)]) for n in query_lens]
+        kv_heads = draw.randint(1, 3)
+        window, cap = draw.choice([0, 0, 9]), draw.choice([0.0, 0.0, 1.5])
+        heads = kv_heads * draw.randint(1, 3)
+        check(query_lens, kv_lens, heads, kv_heads, draw.choice([2, 5, 16]), window=window, cap=cap)
+
+
+@pytest.mark.parametrize("query_lens, kv_lens", [([1, 1, 1], [1, 9, 30]), ([1, 4, 3], [12, 4, 20])])
+def test_write_and_attend(query_lens, kv_lens):
+    rows = make_rows(query_lens, kv_lens, 4, 20)
+    cache = make_caches(rows, 4, 20, 2, 8, torch.float32)
+    q, k, v = torch.randn(sum(query_lens), 8, 8).split([4, 2, 2], 1)
+    turn = CosSin(*torch.rand(2, len(q), 1, 8))
+    norms = QKNorm(*torch.rand(2, 8), 1e-6)
+    rows.slots = torch.cat(
+        [
+            table[positions // 4].long() * 4 + positions % 4
+            for table, count, length in zip(rows.block_tables, query_lens, kv_lens, strict=True)
+            for positions in [torch.arange(length - count, length)]
+        ]
+    )
+    theirs = [c.clone() for c in cache]
+    turned = rope_and_store_kv(q.clone(), k.clone(), v, turn, norms, (theirs[0], theirs[1]), rows.slots)
+    want = paged_attention(turned, theirs[0], theirs[1], rows, AttentionParams(0.3))
+    assert torch.equal(store_and_attend(q, k, v, turn, norms, cache, rows, AttentionParams(0.3)), want)
+    for mine, other in zip(cache, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
+
+
+def test_which_steps_suit_one_kernel():
+    rows = make_rows([1, 1, 1], [3, 4, 5], 4, 8)
+    whole, part = (CosSin(*torch.zeros(2, 3, 1, r)) for r in (8, 6))
+    q, k, v = torch.zeros(3, 9, 8)[:, :8].split([4, 2, 2], 1)
+    keys = torch.zeros(8, 4, 2, 8)
+
+    def suits(q=q, k=k, turn=whole, keys=keys, rows=rows):
+        return attention.supports_one_kernel(q, k, v, turn, keys, rows)
+
+    assert suits()
+    assert not suits(turn=part), "some dimensions are not turned"
+    assert not suits(keys=keys.bfloat16()) and not suits(k=torch.zeros(3, 8, 2).mT)
+    assert not suits(q=torch.zeros(3, 8, 8)[:, ::2])
+    assert not suits(rows=make_rows([1, 1, 2], [3, 4, 5], 4, 8))
+    assert not suits(q=q[:0], rows=make_rows([], [], 4, 8))
+
+
+@pytest.mark.long
+def test_decode_kernel_in_the_interpreter():
+    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "phalanx.tests.kernels.attention.decoding"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prompts_as_hopper_takes_them():
+    """128 rows at most of one sequence each, the ones with the most keys first."""
+    work = attention_tma.prefill_work([1, 1, 300, 130, 5], [9, 3, 300, 200, 1000], 2, 5)
+    assert work.dtype == "int32" and not work[:, 5:].any()
+    assert work[:, :5].tolist() == [  # sequence, first row, rows, position of the first, length
+        [4, 432, 5, 995, 1000], [2, 258, 44, 256, 300], [2, 130, 128, 128, 300], [3, 430, 2, 198, 200],
+        [3, 302, 128, 70, 200], [2, 2, 128, 0, 300],
+    ]  # fmt: skip

@@ -1,0 +1,84 @@
+"""Steps of one token a sequence beside the torch reference, with poison wherever nothing may be read."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.kernels.attention import cpu_decode
+from phalanx.kernels.attention.attention import AttentionParams, paged_attention, paged_attention_reference
+
+from ..conftest import DTYPES, close
+
+
+def cache(lengths, size, kv_heads, dim, dtype):
+    """Block tables, keys and values of sequences of these lengths; NaN in every slot that they do not own."""
+    n, most = len(lengths), -(-max(*lengths, 1) // size) + 1
+    blocks = torch.randperm(n * most).view(n, most).int()
+    keys, values = torch.full((2, n * most, size, kv_heads, dim), float("nan"), dtype=dtype)
+    for row, length in zip(blocks.long(), lengths, strict=True):
+        for position in range(length):
+            for part in (keys, values):
+                part[row[position // size], position % size] = torch.randn(kv_heads, dim).to(dtype)
+    return blocks, keys, values
+
+
+def rows_of(blocks, lengths):
+    return SimpleNamespace(
+        block_tables=blocks, lengths=torch.tensor(lengths, dtype=torch.int32), query_starts=None,
+        num_decodes=len(lengths), query_lens=[1] * len(lengths), kv_lens=lengths, scratch={},
+    )  # fmt: skip
+
+
+SHAPES = [  # lengths, heads, kv_heads, dim
+    ([1], 1, 1, 8),
+    ([16], 6, 2, 64),
+    ([5, 40, 33], 5, 5, 33),
+    ([100] * 9, 16, 1, 80),
+    ([700, 1, 3], 18, 1, 16),
+    ([1000], 6, 2, 64),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths, heads, kv_heads, dim", SHAPES)
+@pytest.mark.parametrize("window, cap", [(0, 0.0), (7, 2.0), (300, 0.0)])
+def test_decode(isa, threads, called, dtype, lengths, heads, kv_heads, dim, window, cap):
+    blocks, keys, values = cache(lengths, 16, kv_heads, dim, dtype)
+    q = torch.randn(len(lengths), heads + 3, dim).to(dtype)[:, :heads]
+    scores = AttentionParams(dim**-0.5, window, cap)
+    rows = rows_of(blocks, lengths)
+    want = paged_attention_reference(q.float(), keys.float(), values.float(), rows, scores)
+    close(paged_attention(q, keys, values, rows, scores), want, dtype, atol=2e-5)
+    assert [name.rpartition("_")[0] for name in called] == ["decode", "merge"]
+
+
+def test_a_sequence_of_no_tokens_gives_zeros(isa, threads):
+    blocks, keys, values = cache([0, 300, 0], 8, 2, 16, torch.float32)
+    q = torch.randn(3, 4, 16)
+    out = cpu_decode.decode(q, keys, values, blocks, torch.tensor([0, 300, 0], dtype=torch.int32), 0.25, 0, 0.0)
+    assert (out[[0, 2]] == 0).all() and out[1].isfinite().all() and (out[1] != 0).all()
+
+
+def test_large_scores(isa):
+    """No score is too large, the softmax of one that leads is that one's value, and NaN is seen."""
+    blocks, keys, values = cache([50], 16, 1, 16, torch.float32)
+    keys[blocks[0, 1].long(), 5] = 1000
+    q = torch.ones(1, 2, 16) * 100
+    lengths = torch.tensor([50], dtype=torch.int32)
+    out = cpu_decode.decode(q, keys, values, blocks, lengths, 1.0, 0, 0.0)
+    torch.testing.assert_close(out[0, 1], values[blocks[0, 1].long(), 5, 0])
+    q[0, 0, 3] = float("nan")
+    out = cpu_decode.decode(q, keys, values, blocks, lengths, 1.0, 0, 0.0)
+    assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+
+
+def test_what_is_left_to_torch(called):
+    blocks, keys, values = cache([5, 9], 16, 2, 8, torch.float32)
+    rows, scores, q = rows_of(blocks, [5, 9]), AttentionParams(1.0), torch.randn(2, 4, 8)
+    assert not cpu_decode.supports(q.bfloat16(), keys, blocks), "a cache of another type"
+    assert not cpu_decode.supports(torch.randn(2, 2, cpu_decode.MOST_DIM + 1), keys, blocks)
+    assert not cpu_decode.supports(torch.randn(2, 8, 4).mT, keys, blocks)
+    rows.num_decodes = 1
+    rows.query_lens = [1, 1]
+    paged_attention(q, keys, values, rows, scores)
+    assert called == []

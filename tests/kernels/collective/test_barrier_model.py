@@ -1,0 +1,67 @@
+"""The ranks' meetings under random interleavings, and that each of their parts is needed."""
+
+import random
+
+import pytest
+
+from .barrier_model import FLAWS, MAIL_FLAWS, ROW, WRAP, Group, Wrong, run
+
+
+def attempt(seed: int, flaw: str = "", kinds: tuple[str, ...] = ()) -> None:
+    """A few calls of random kinds, of these if there are any, sizes and grids."""
+    rng = random.Random(seed)
+    size = rng.choice([2, 2, 3, 4])
+    start = rng.choice([0, WRAP - 2, WRAP - 6])  # the count wraps around
+    group = Group(size, blocks=3, threads=4, rng=rng, start=start, flaw=flaw)
+    mixed = ["one_shot", "two_shot", "two_shot_add_norm", "sent_add_norm", "one_way_add_norm", "landed_add_norm"]
+    kinds = kinds or rng.choice([mixed, ["sent_add_norm"], ["one_way_add_norm"], ["landed_add_norm"]])
+    calls = []
+    for _ in range(rng.randint(2, 6)):
+        kind = rng.choice(kinds)
+        count = rng.choice([1, 3, 4, 5, 9, 13])
+        if kind.endswith("norm"):
+            rows = -(-count // 2)
+            if kind == "landed_add_norm":
+                calls.append(("product", rng.randint(1, 2), rows * ROW))
+            calls.append((kind, min(rows, group.blocks), rows * ROW))
+        else:
+            length = count * size if kind == "two_shot" else count
+            calls.append((kind, min(-(-count // group.threads), group.blocks), length))
+    run(group, calls)
+
+
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.long) for part in (2, 3))])
+def test_all_ranks_get_the_sum_whatever_the_interleaving(part):
+    for seed in range(25):
+        attempt(1000 * part + seed)
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_the_scheduler_finds_what_is_left_out(flaw):
+    for seed in range(400):
+        try:
+            attempt(seed, flaw)
+        except Wrong:
+            return
+    raise AssertionError(f"{flaw}: no interleaving fails, so it is not needed, or not tried")
+
+
+@pytest.mark.parametrize("kind", ["sent_add_norm", "one_way_add_norm"])
+@pytest.mark.parametrize("flaw", MAIL_FLAWS)
+def test_what_is_sent_needs_its_zeros(kind, flaw):
+    for seed in range(400):
+        try:
+            attempt(seed, flaw, (kind,))
+        except Wrong:
+            return
+    raise AssertionError(f"{flaw}: no interleaving fails")
+
+
+@pytest.mark.parametrize("flaw", ["no first meeting", "no meeting", "relaxed flags"])
+def test_what_products_have_sent_needs_both_meetings(flaw):
+    for seed in range(400):
+        try:
+            attempt(seed, flaw, ("landed_add_norm",))
+        except Wrong:
+            return
+    raise AssertionError(f"{flaw}: no interleaving fails")

@@ -1,0 +1,52 @@
+"""C++ operations in every instruction set that this processor has, on one thread and on three."""
+
+import pytest
+import torch
+from phalanx.kernels.cpp import compiler, ops
+
+
+@pytest.fixture(params=compiler.isas())
+def isa(request, monkeypatch):
+    """Operations are those of this instruction set; where there is no compiler, the test is skipped."""
+    if not ops.available():
+        pytest.skip("no C++ compiler that works")
+    libraries = compiler.load_all(sorted(compiler.SOURCES), request.param)
+    monkeypatch.setattr(ops, "libraries", lambda: libraries)
+    ops.op.cache_clear()
+    yield request.param
+    ops.op.cache_clear()
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Names of the operations that were run; new tensors are poisoned, so that what none has written is seen."""
+    names, run = [], ops.run
+
+    def told(*calls):
+        names.extend(one.name for one, _ in calls)
+        run(*calls)
+
+    monkeypatch.setattr(ops, "run", told)
+    real = torch.Tensor.new_empty
+    poison = lambda x: x.fill_(float("nan") if x.is_floating_point() else -7)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: poison(real(x, *a, **k)))
+    return names
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(got, want, dtype, atol=1e-5, rtol=1e-5):
+    """As close as dtype can promise; `want` is computed in f32 or wider."""
+    assert got.dtype == dtype
+    if dtype == torch.bfloat16:
+        atol, rtol = max(atol, 1e-2), 1e-2
+    torch.testing.assert_close(got.float(), want.float(), atol=atol, rtol=rtol, equal_nan=True)

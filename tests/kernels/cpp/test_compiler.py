@@ -1,0 +1,162 @@
+"""C++ is compiled once on a node, by what compiler there is; where none works, torch computes, and says why."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import phalanx
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.cpp import compiler, ops
+from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
+
+SMALL = "pool"  # the source that compiles fastest
+GENERIC = "generic"
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
+    compiler._load.cache_clear()
+    yield tmp_path
+    compiler._load.cache_clear()
+
+
+@pytest.fixture
+def found_anew():
+    """Operations are looked for again, here and after."""
+    caches = ops.libraries, ops.available, ops.op
+    for one in caches:
+        one.cache_clear()
+    yield
+    for one in caches:
+        one.cache_clear()
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def counting(tmp_path: Path, monkeypatch) -> Path:
+    """$CXX is the machine's compiler; the file has a line for each time that it was called."""
+    count, real = tmp_path / "count", shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if real is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", f'echo x >> {count}; exec {real} "$@"'))
+    return count
+
+
+def libraries(tmp_path: Path) -> list[Path]:
+    return sorted(tmp_path.glob("phalanx-kernels-*/*.so"))
+
+
+def test_a_source_is_compiled_once(monkeypatch, tmp_path):
+    count = counting(tmp_path, monkeypatch)
+    for _ in range(2):
+        assert compiler.load(SMALL, GENERIC).pool_run
+        compiler._load.cache_clear()
+    assert count.read_text() == "x\n" and len(libraries(tmp_path)) == 1
+    assert [p.name for p in libraries(tmp_path)[0].parent.iterdir() if p.is_dir()] == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a library", None])
+def test_a_damaged_library_is_made_again(monkeypatch, tmp_path, damage):
+    count = counting(tmp_path, monkeypatch)
+    compiler.load(SMALL, GENERIC)
+    (file,) = libraries(tmp_path)
+    whole = file.read_bytes()
+    file.unlink()  # what this process has mapped stays as it is
+    file.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    compiler._load.cache_clear()
+    assert compiler.load(SMALL, GENERIC).pool_run
+    assert file.read_bytes()[-32:] != b"" and count.read_text() == "x\nx\n"
+
+
+def test_of_two_processes_one_compiles(monkeypatch, tmp_path):
+    count = counting(tmp_path, monkeypatch)
+    code = (
+        "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from phalanx.kernels.cpp import compiler; print(bool(compiler.load(sys.argv[2], sys.argv[3]).pool_run))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), SMALL, GENERIC]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [one.communicate(timeout=100)[0] for one in both] == ["True\n"] * 2
+    assert count.read_text() == "x\n"
+
+
+def test_without_a_compiler_torch_computes(monkeypatch, found_anew, caplog):
+    monkeypatch.setattr(compiler, "compilers", lambda: iter(()))
+    weight = torch.randn(PACK_FROM // 64, 128)
+    with caplog.at_level("WARNING", "phalanx"):
+        assert not ops.available() and not ops.available() and pack(weight).is_mkldnn
+        assert linear(weight[:2], weight).shape == (2, len(weight))
+    (said,) = caplog.messages
+    assert "install g++" in said and "ziglang" in said
+
+
+def test_the_next_compiler_is_taken_where_one_is_broken(monkeypatch, tmp_path):
+    counting(tmp_path, monkeypatch)
+    works = os.environ["CXX"]
+    broken = script(tmp_path / "broken", "echo sorry >&2; exit 3")
+    silent = script(tmp_path / "silent", "exit 0")
+    monkeypatch.setattr(compiler, "compilers", lambda: iter([[str(tmp_path / "absent")], [broken], [silent], [works]]))
+    assert compiler.load(SMALL, GENERIC).pool_run
+
+
+def test_broken_compilers_are_named_with_their_words(monkeypatch, tmp_path, found_anew, caplog):
+    broken = script(tmp_path / "broken", "for i in 1 2 3 4 5 6 7 8 9 10 11; do echo sorry $i >&2; done; exit 3")
+    monkeypatch.setattr(compiler, "compilers", lambda: iter([[str(tmp_path / "absent")], [broken]]))
+    with caplog.at_level("WARNING", "phalanx"):
+        assert not ops.available()
+    (said,) = caplog.messages
+    assert "absent" in said and "exit code 3" in said and "sorry 1" in said and "sorry 11" not in said
+
+
+def test_a_cache_that_cannot_be_kept(monkeypatch, tmp_path, found_anew, caplog):
+    (tmp_path / f"phalanx-kernels-{os.getuid()}").touch()
+    with caplog.at_level("WARNING", "phalanx"):
+        assert not ops.available()
+    assert "TMPDIR" in caplog.text
+
+
+def test_zig_compiles(tmp_path, monkeypatch):
+    pytest.importorskip("ziglang")
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    (command,) = compiler.compilers()
+    assert command[1:3] == ["-m", "ziglang"]
+    assert compiler.load(SMALL, compiler.isas()[0]).pool_run
+
+
+def test_the_best_instruction_set_comes_first(monkeypatch):
+    flags = [set(), {"avx2", "fma"}, {"avx2", "fma", *compiler._AVX512}, {"avx2", "fma", "avx512f"}]
+    found = []
+    for present in flags:
+        monkeypatch.setattr(compiler, "_cpu_flags", lambda present=present: frozenset(present))
+        found.append(compiler.isas())
+    assert found == [["generic"], ["avx2", "generic"], ["avx512", "avx2", "generic"], ["avx2", "generic"]]
+
+
+@pytest.mark.parametrize("source", compiler.SOURCES)
+def test_sources_compile_without_a_warning(source, tmp_path):
+    """For every instruction set, whatever this processor has."""
+    command = next(compiler.compilers(), None)
+    if command is None:
+        pytest.skip("no C++ compiler")
+    file = tmp_path / f"{source}.cpp"
+    file.write_text(compiler.source_text(source))
+    for _, flags in compiler.ISAS.values():
+        line = [*command, *compiler.FLAGS, "-O1", "-Werror", *flags, str(file), "-o", str(tmp_path / "out.so")]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_sources_are_packaged():
+    text = (Path(phalanx.__file__).resolve().parent / "setup.cfg").read_text()
+    assert "*/*.cpp" in text and "cpp/*.h" in text and "phalanx.kernels.cpp" in text

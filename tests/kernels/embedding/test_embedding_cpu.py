@@ -1,0 +1,24 @@
+import pytest
+import torch
+from phalanx.kernels.embedding.embedding import embedding, embedding_reference
+from phalanx.kernels.rope.rope import cos_sin, cos_sin_reference
+
+from ..conftest import DTYPES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 33, 64])
+def test_embedding(isa, threads, called, dtype, width):
+    weight = torch.randn(10, width).to(dtype)
+    ids = torch.tensor([3, 12, 0, 9, 4, 2, 13])
+    assert torch.equal(embedding(ids, weight, 3, whole=False), embedding_reference(ids, weight, 3, whole=False))
+    assert torch.equal(embedding(ids[:1], weight), weight[3:4]) and embedding(ids[:0], weight).shape == (0, width)
+    assert (embedding(torch.tensor([-1, 5]), weight)[0] == 0).all(), "rows that fill a captured batch up"
+    assert len(called) == 4
+
+
+def test_cosines_and_sines(isa, threads, called):
+    table, positions = torch.randn(20, 2, 7), torch.tensor([3, 19, 0, 3, 5])
+    for got, want in zip(cos_sin(table, positions), cos_sin_reference(table, positions), strict=True):
+        assert torch.equal(got, want)
+    assert called == ["cos_sin_f32"]

@@ -1,0 +1,130 @@
+"""A stand-in for cuBLASLt: products of many rows are tested without a GPU as well."""
+
+import ctypes
+from types import SimpleNamespace
+
+import torch
+from phalanx.kernels.collective.allreduce import RECV_BUFFER, SymmetricMemory
+from phalanx.kernels.gemm import cublaslt
+from phalanx.kernels.gemm.cublaslt import MOST, GemmShape
+
+BF16 = torch.bfloat16
+STREAM = 0x7F0123456780
+SIZES = GemmShape(BF16, 48, 32)
+
+
+def way(number):
+    """The algorithm that Lib calls so."""
+    return number.to_bytes(cublaslt.ALGORITHM, "little")
+
+
+class Lib:
+    """Stands for cuBLASLt: keeps what it is given as the library would, and multiplies where algorithm `works`."""
+
+    def __init__(self, proposals=3, works=(0, 1, 2), proposed=None):
+        """proposed: the algorithms for a number of rows, where those are not the first `proposals` ones."""
+        self.count, self.works, self.proposed = proposals, works, proposed or {}
+        self.made, self.attributes, self.products, self.seen = {}, [], 0, []
+        self.batches = {}  # of layouts: how many, and elements from one to the next
+
+    def _make(self, into, *what):
+        into._obj.value = 0x7F00_0000_0000 + len(self.made)
+        self.made[into._obj.value] = what
+        return 0
+
+    def cublasLtGetVersion(self):
+        return 130100
+
+    def cublasLtCreate(self, handle):
+        return self._make(handle, "handle")
+
+    def cublasLtMatmulDescCreate(self, desc, compute, scale):
+        return self._make(desc, "product", compute, scale)
+
+    def cublasLtMatmulPreferenceCreate(self, wishes):
+        return self._make(wishes, "wishes")
+
+    def cublasLtMatrixLayoutCreate(self, layout, dtype, rows, columns, stride):
+        assert stride == rows
+        return self._make(layout, dtype, rows, columns)
+
+    def cublasLtMatrixLayoutSetAttribute(self, layout, attribute, value, size):
+        assert (attribute, size) in ((5, 4), (6, 8))  # BATCH_COUNT, STRIDED_BATCH_OFFSET
+        self.batches.setdefault(layout.value, {})[attribute] = value._obj.value
+        return 0
+
+    def cublasLtMatmulDescSetAttribute(self, what, attribute, value, size):
+        self.attributes.append((*self.made[what.value], attribute, value._obj.value, size))
+        return 0
+
+    cublasLtMatmulPreferenceSetAttribute = cublasLtMatmulDescSetAttribute
+
+    def _sizes(self, weight, x, y, result):
+        """Rows, outputs and inputs."""
+        (kind, inputs, outputs), of_x, of_y = (self.made[layout.value] for layout in (weight, x, y))
+        assert of_x[:2] == (kind, inputs) and of_y == (kind, outputs, of_x[2]) and y.value == result.value
+        return of_x[2], outputs, inputs
+
+    def cublasLtMatmulAlgoGetHeuristic(self, handle, product, weight, x, y, result, wishes, most, found, count):
+        rows, *_ = self._sizes(weight, x, y, result)
+        proposed = self.proposed.get(rows, range(self.count))
+        if not proposed:
+            return 15
+        assert self.made[handle.value] == ("handle",) and self.made[wishes.value] == ("wishes",) and most == MOST
+        for i, algorithm in enumerate(proposed):
+            found[i].algorithm[0] = algorithm
+        count._obj.value = len(proposed)
+        return 0
+
+    def cublasLtMatmul(
+        self, handle, product, one, a, of_a, b, of_b, zero, c, of_c, d, of_d, algorithm, space, size, stream
+    ):  # fmt: skip
+        assert one._obj.value == 1 and zero._obj.value == 0 and c == d and stream == STREAM
+        assert space == cublaslt.workspace(torch.device("cpu"), STREAM).data_ptr() and size == cublaslt.WORKSPACE
+        rows, outputs, inputs = self._sizes(of_a, of_b, of_c, of_d)
+        if algorithm[0] not in self.works:
+            return 15
+        self.products += 1
+        self.seen.append((algorithm[0], a))
+        of = [self.batches.get(layout.value, {5: 1, 6: 0}) for layout in (of_a, of_b, of_d)]
+        assert len({batch[5] for batch in of}) == 1
+        for i in range(of[0][5]):
+            a_, b_, d_ = (start + i * batch[6] * 2 for start, batch in zip((a, b, d), of, strict=True))
+            weight, x, y = at(a_, outputs, inputs), at(b_, rows, inputs), at(d_, rows, outputs)
+            y.copy_(x @ weight.T)
+        return 0
+
+
+def at(address, rows, columns):
+    room = (ctypes.c_char * (rows * columns * 2)).from_address(address)
+    return torch.frombuffer(room, dtype=BF16).view(rows, columns)
+
+
+def plain(rows, columns, dtype=BF16):
+    """Aligned as the library wants it."""
+    room = torch.zeros(rows * columns + cublaslt.ALIGNED, dtype=dtype)
+    skip = -room.data_ptr() % cublaslt.ALIGNED // room.element_size()
+    return room[skip : skip + rows * columns].view(rows, columns).normal_()
+
+
+def in_memory(size, rank=0):
+    """A rank's Peers whose regions lie in this machine's memory, and the landings in them, [size, LANDING] uint8."""
+    regions = torch.full((size, RECV_BUFFER), 0xFF, dtype=torch.uint8)
+    peers = SymmetricMemory(rank, size, regions.data_ptr(), RECV_BUFFER)
+    vars(peers)["recv_buffer"] = regions[rank]
+    return peers, regions
+
+
+def put(lib, choices, monkeypatch):
+    """`lib` in the library's place, and weights and rows in this machine's memory go to it by these choices."""
+    stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(cublaslt, "load", lambda: lib)
+    made = cublaslt.Library()
+    made.choices = choices
+    monkeypatch.setitem(cublaslt.in_use, torch.device("cpu"), made)
+    return lib
+
+
+def check(x, weight):
+    assert torch.equal(cublaslt.linear(x, weight), torch.nn.functional.linear(x, weight))

@@ -1,0 +1,217 @@
+"""`phalanx chat` against a server that is a few lines of http.server."""
+
+import http.server
+import io
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+from phalanx.launcher import cli
+from phalanx.rank.server import server_registry
+from phalanx.rank.server.server_registry import RegisteredServer
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    def answer(self, status, body, kind="application/json"):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((body, self.headers.get("Authorization")))
+        if self.server.fails:
+            return self.answer(self.server.fails, json.dumps({"error": {"message": "the queue is full"}}).encode())
+        text = str(len(body["messages"]))
+        deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm "}, {"content": "answer "}]
+        events = [{"choices": [{"delta": delta}]} for delta in (*deltas, {"content": text}, {})]
+        lines = [b": keep-alive\n\n", *(f"data: {json.dumps(event)}\n\n".encode() for event in events)]
+        self.answer(200, b"".join([*lines, b"data: [DONE]\n\n"]), "text/event-stream")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    http_server.seen, http_server.fails = [], 0
+    thread = threading.Thread(target=http_server.serve_forever, daemon=True)
+    thread.start()
+    yield http_server
+    http_server.shutdown()
+    http_server.server_close()
+    thread.join()
+
+
+def chat(server, monkeypatch, text, *argv):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    return cli.main(["chat", "--p", str(server.server_port), *argv])
+
+
+def test_a_conversation(server, monkeypatch, capsys):
+    assert chat(server, monkeypatch, "one\ntwo\n/new\nthree\n", "--system", "be brief", "--temperature", "0") == 0
+    assert capsys.readouterr().out == "hm answer 2\nhm answer 4\nhm answer 2\n"
+    bodies = [body for body, _ in server.seen]
+    assert [message["content"] for message in bodies[1]["messages"]] == ["be brief", "one", "answer 2", "two"]
+    assert bodies[0]["temperature"] == 0 and bodies[0]["stream"] is True and "top_p" not in bodies[0]
+
+
+def test_a_terminal_is_told_how_to_end(server, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("\n"))
+    assert cli.main(["chat", "--p", str(server.server_port)]) == 0
+    assert " at http://127.0.0.1:" in (said := capsys.readouterr().out)
+    assert f":{server.server_port}; an empty line ends, /new starts over\n" in said
+
+
+def test_url_key_and_thinking(server, monkeypatch):
+    url = f"http://127.0.0.1:{server.server_port}/v1/"
+    argv = ("--url", url, "--api-key", "k", "--no-thinking", "--max-tokens", "7")
+    assert chat(server, monkeypatch, "one\n", *argv) == 0
+    ((body, authorization),) = server.seen
+    assert (authorization, body["enable_thinking"], body["max_tokens"]) == ("Bearer k", False, 7)
+
+
+def test_no_proxy_stands_before_this_machine(server, monkeypatch, capsys):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert chat(server, monkeypatch, "one\n") == 0
+    assert chat(server, monkeypatch, "one\n", "--h", "0.0.0.0") == 0
+    assert chat(server, monkeypatch, "one\n", "--h", "other.invalid") == 2  # other machines: as the user has set it
+    assert "[Errno 111] Connection refused" in capsys.readouterr().err
+
+
+def test_a_refusal(server, monkeypatch, capsys):
+    server.fails = 429
+    assert chat(server, monkeypatch, "one\n") == 1
+    assert capsys.readouterr().err.endswith("/v1/chat/completions: the queue is full\n")
+
+
+def test_no_server(monkeypatch, capsys):
+    assert cli.main(["chat", "--p", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "phalanx: no server answers at http://127.0.0.1:1/v1/models ([Errno 111] Connection refused); "
+        "start one with `phalanx serve`\n"
+    )
+
+
+def test_options_of_the_server_in_a_shared_file_are_passed_over(server, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "phalanx.yaml"
+    file.write_text("mem: 100\ntemperature: 0.5\n")
+    monkeypatch.setenv("PHALANX_RANKS", "2")
+    assert chat(server, monkeypatch, "one\n", "--config", str(file)) == 0
+    assert server.seen[0][0]["temperature"] == 0.5
+    assert capsys.readouterr().err == ""
+    assert cli.main(["chat", "--tmperature", "1"]) == 2
+    assert capsys.readouterr().err == "phalanx: unknown option --tmperature; did you mean --temperature?\n"
+
+
+# Found by its job file.
+
+
+@pytest.fixture
+def leave(monkeypatch, tmp_path):
+    """Writes the job file of a server of this process, or of another host."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def write(name, **given):
+        pid = os.getpid()
+        known = {"host": socket.gethostname(), "model": "tiny", "pid": pid, "start": server_registry.start_of(pid)}
+        known["pids"] = server_registry.namespace()
+        path = server_registry.directory() / f"{name}.json"
+        server_registry.write(path, RegisteredServer(**{**known, **given}))
+        return path
+
+    return write
+
+
+def talk(monkeypatch, *argv):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    return cli.main(["chat", *argv])
+
+
+def test_the_running_server_is_found(server, leave, monkeypatch, capsys):
+    url = f"http://127.0.0.1:{server.server_port}"
+    leave("here-1", url=url, key="secret")
+    gone = leave("here-2", url="http://127.0.0.1:1", start=1)
+    assert talk(monkeypatch) == 0
+    assert chat(server, monkeypatch, "one\n") == 0  # named by its port
+    assert talk(monkeypatch, "--api-key", "other") == 0
+    assert [key for _, key in server.seen] == ["Bearer secret", "Bearer secret", "Bearer other"]
+    assert not gone.exists()
+    assert talk(monkeypatch, "--job", "here-2") == 2
+    assert capsys.readouterr().err.startswith(
+        "phalanx: --job here-2: no running job of yours has left a file of this name; these are running:\n  here-1  "
+    )
+
+
+def test_one_of_several_is_chosen(server, leave, monkeypatch, capsys):
+    url = f"http://127.0.0.1:{server.server_port}"
+    leave("here-1", url="http://127.0.0.1:1", model="small", since=2.0)
+    leave("here-2", url=url, batch="991.pbs", since=1.0)
+    assert talk(monkeypatch) == 2
+    when = [time.strftime("since %d %b %H:%M", time.localtime(one)) for one in (1.0, 2.0)]
+    assert capsys.readouterr().err.splitlines() == [
+        "phalanx: 2 servers of yours are running; choose one with `phalanx chat --job NAME`:",
+        f"  here-2  job 991.pbs  tiny   {url:22}  {when[0]}",
+        f"  here-1               small  {'http://127.0.0.1:1':{max(22, len(url))}}  {when[1]}",
+    ]
+    for name in ("here-2", "991.pbs", "991", "tiny"):
+        assert talk(monkeypatch, "--job", name) == 0
+    assert len(server.seen) == 4
+
+
+def test_no_job_at_all(leave, monkeypatch, capsys):
+    assert talk(monkeypatch, "--job", "991") == 2
+    assert capsys.readouterr().err == (
+        "phalanx: --job 991: no running job of yours has left a file of this name, nor has any other; "
+        "start one with `phalanx serve`\n"
+    )
+
+
+def test_the_loopback_of_another_host(server, leave, monkeypatch, capsys):
+    leave("node7-5", url="http://127.0.0.1:2000", host="node7", key="k", batch="991")
+    assert talk(monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        "phalanx: job node7-5 listens on node7 for that host only. In another terminal:\n"
+        "  ssh -N -L 2000:127.0.0.1:2000 node7\n"
+        "and here:\n"
+        "  phalanx chat --job node7-5 --url http://127.0.0.1:2000\n"
+        "A server that is started with --h 0.0.0.0 and --api-key-file FILE is reached without ssh\n"
+    )
+    assert talk(monkeypatch, "--job", "991", "--url", f"http://127.0.0.1:{server.server_port}/") == 0
+    assert talk(monkeypatch, "--job", "991", "--p", str(server.server_port)) == 0
+    assert [key for _, key in server.seen] == ["Bearer k", "Bearer k"]
+
+
+def test_a_server_of_another_host(server, leave, monkeypatch, capsys):
+    """It is reached without the proxy, which knows the world outside the cluster."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setattr("phalanx.launcher.http_client.is_loopback", lambda host: False)
+    path = leave("node7-5", url=f"http://127.0.0.1:{server.server_port}", host="node7")
+    assert talk(monkeypatch) == 0
+    leave("node7-5", url="http://127.0.0.1:1", host="node7")
+    assert talk(monkeypatch) == 2
+    assert capsys.readouterr().err.endswith(f"refused); if job node7-5 on node7 is over, remove {path}\n")
+
+
+def test_a_unix_socket(leave, monkeypatch, capsys):
+    leave("here-1", url="unix:///run/p")
+    assert talk(monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        "phalanx: job here-1 listens on unix:///run/p only: chat reaches a server that was started with --h HOST\n"
+    )

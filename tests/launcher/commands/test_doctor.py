@@ -1,0 +1,404 @@
+"""What the doctor makes of facts: every line that it can say, with what to do."""
+
+import errno
+import os
+import socket
+import stat
+import subprocess
+
+import msgspec
+from phalanx.launcher.commands.doctor import cpu, disk, facts, host_checks, links, software, speeds
+from phalanx.launcher.commands.doctor.check import FAIL, OK, WARN, Check, gb, worst
+from phalanx.launcher.commands.doctor.facts import Gpu
+from phalanx.launcher.commands.doctor.probe_report import Clock, OnGpus, ProbeReport, RankFacts, Rate
+from phalanx.launcher.commands.fit import devices
+from phalanx.launcher.job import binding
+from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.rank import filesystems
+
+GB = 10**9
+
+
+def rank(number=0, host="a", local=None, **more):
+    here = number if local is None else local
+    first = {"cores": 8, "memory": 100 * GB, "free": 50 * GB, "shm": 10 * GB, "numa": {"0": "0-7"}} if here == 0 else {}
+    basis = {
+        "rank": number, "local_rank": here, "host": host, "gpu": -1, "bound": f"cpus {number}", "is_bound": True,
+        "python": "3.11.7", "packages": {"phalanx": "0.1", "torch": "2.13"},
+    }  # fmt: skip
+    return RankFacts(**(basis | first | more))
+
+
+def lines(checks):
+    return [one.line() for one in checks]
+
+
+def test_a_line():
+    assert Check("port", OK, "free").line() == "OK    port         free"
+    assert Check("port", WARN, "in use", "choose another").line() == "WARN  port         in use; choose another"
+    assert gb(1_234_567_890) == "1.23 GB"
+    assert worst([Check("a", OK, ""), Check("b", WARN, ""), Check("c", FAIL, "")]) == FAIL
+    assert worst([Check("a", OK, ""), Check("b", WARN, "")]) == WARN
+    assert worst([]) == OK
+
+
+# Software
+
+
+def test_this_python_and_its_packages():
+    assert software.python().state == software.packages().state == OK
+    oldest, wanted = software.requirements()
+    assert oldest == "3.11" and wanted["mpi4py"] == "4.1" and wanted["torch"] == "2.11"
+    assert software.number("2.11.0+cu130") == (2, 11, 0)
+
+
+def test_packages_that_are_missing_or_old(monkeypatch):
+    monkeypatch.setattr(software, "requirements", lambda: ("3.99", {"torch": "99.0", "no-such-package": "1"}))
+    assert software.python().line().endswith("; 3.99 or newer is needed")
+    found = software.packages()
+    assert found.state == FAIL
+    assert found.text.startswith("missing: no-such-package; too old: torch ") and "(>=99.0)" in found.text
+    assert found.advice == "`make install`, or `pip install -U phalanx`"
+
+
+def test_without_a_setup_cfg(monkeypatch, tmp_path):
+    monkeypatch.setattr(software, "SETUP", tmp_path / "none")
+    monkeypatch.setattr(software.metadata, "metadata", lambda _: {"Requires-Python": ">=3.11"})
+    monkeypatch.setattr(software.metadata, "requires", lambda _: ["mpi4py>=4.1", 'pytest>=8; extra == "test"'])
+    assert software.requirements() == ("3.11", {"mpi4py": "4.1"})
+
+
+def test_hosts_with_other_versions():
+    other = rank(1, "b", 0, packages={"phalanx": "0.1", "torch": "2.12"})
+    (found,) = software.alike([rank(), other])
+    assert found.line() == "WARN  versions     b has torch 2.12 (here 2.13); install the same on all hosts"
+    (found,) = software.alike([rank(), rank(1, "b", 0, packages={"torch": "2.13"})])
+    assert (found.state, found.text) == (FAIL, "b has phalanx missing (here 0.1)")
+    assert software.alike([rank(), rank(1)]) == []
+
+
+# Place
+
+
+def test_hosts_and_memory():
+    ranks = [rank(0), rank(1), rank(2, "b", 0, free=5 * GB, shm=2 << 20)]
+    assert lines(host_checks.hosts(ranks)) == [
+        "OK    host         a: 2 ranks, 8 cores",
+        "OK    host         b: 1 rank, 8 cores",
+    ]
+    assert lines(host_checks.memory(ranks)) == [
+        "OK    memory       a: 50 GB free of 100 GB",
+        "WARN  memory       b: 5 GB free of 100 GB; see who else uses it, or choose another host",
+        "WARN  memory       b: 0.0021 GB free in /dev/shm; give a container more: --shm-size 1g",
+    ]
+
+
+GPU = Gpu(0, "NVIDIA H200", "580.1", 150 * GB, 1 * GB, "0000:19:00.0", 0)
+
+
+def test_devices():
+    assert lines(host_checks.devices([rank()], ProbeReport(""))) == [
+        "OK    device       a: no GPU that nvidia-smi shows, ranks compute on the CPU"
+    ]
+    busy = msgspec.structs.replace(GPU, index=1, used=90 * GB)
+    here = rank(gpu=0, gpus=[GPU, busy])
+    assert lines(host_checks.devices([here], ProbeReport(""))) == [
+        "OK    device       a: GPU 0, NVIDIA H200, 150 GB, driver 580.1",
+        "WARN  device       a: GPU 1, NVIDIA H200, 150 GB, driver 580.1, 90 GB in use; another program is on it",
+    ]
+    assert host_checks.devices([here, rank(1, gpu=1)], ProbeReport(""))[1].state == OK  # ours
+    assert lines(host_checks.devices([rank(problem="a has 0 GPUs")], ProbeReport("")))[0] == (
+        "FAIL  device       a has 0 GPUs; see --d and --device"
+    )
+    assert lines(host_checks.devices([rank(gpu=0)], ProbeReport("")))[0] == (
+        "WARN  device       a: GPUs are there, but nvidia-smi does not answer; see `nvidia-smi`"
+    )
+    found = ProbeReport("", gpu=OnGpus("several GPUs need CuPy with NCCL (x): `pip install phalanx[gpu]`"))
+    assert lines(host_checks.devices([here], found))[-1] == (
+        "FAIL  device       GPUs cannot be used; several GPUs need CuPy with NCCL (x): `pip install phalanx[gpu]`"
+    )
+
+
+def test_devices_that_cuda_counts_anew():
+    """With CUDA_VISIBLE_DEVICES=1 a rank's GPU 0 is nvidia-smi's GPU 1."""
+    busy = msgspec.structs.replace(GPU, index=1, used=90 * GB, bus="0000:3b:00.0")
+    ours = rank(gpu=0, bus=busy.bus, gpus=[GPU, busy])
+    assert [one.state for one in host_checks.devices([ours], ProbeReport(""))] == [OK, OK]
+    foreign = msgspec.structs.replace(GPU, used=90 * GB)
+    ours = rank(gpu=0, bus=busy.bus, gpus=[foreign, busy])
+    assert [one.state for one in host_checks.devices([ours], ProbeReport(""))] == [WARN, OK]
+
+
+def test_ranks_on_the_same_gpu():
+    same = [rank(number, gpu=0, bus=GPU.bus, gpus=[GPU] if number == 0 else []) for number in range(2)]
+    first, found = host_checks.devices([*same, rank(2, "b", 0, gpu=0, bus=GPU.bus, gpus=[GPU])], ProbeReport(""))[::2]
+    assert first.state == OK
+    assert (found.state, found.text) == (FAIL, "a: ranks 0-1 compute on the same GPU, at 0000:19:00.0")
+    parts = [msgspec.structs.replace(one, is_whole=False) for one in same]
+    assert [one.state for one in host_checks.devices(parts, ProbeReport(""))] == [OK]
+
+
+def test_the_gpu_of_a_rank(monkeypatch):
+    monkeypatch.setattr(facts.visible_devices, "locate", lambda index, environ: (f"address of {index}", ""))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5")
+    other = RankPlace(1, 2, 1, 2, "mpirun")
+    found = facts.collect(other, 3, binding.Share((), 1, ""))
+    assert (found.gpu, found.bus, found.is_whole) == (3, "address of 3", False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    found = facts.collect(other, -1, binding.Share((), 1, ""))
+    assert (found.bus, found.is_whole) == ("", True)
+
+
+def test_numa():
+    two = {"0": "0-3", "1": "4-7"}
+    lost = msgspec.structs.replace(GPU, numa=-1)
+    assert lines(host_checks.numa([rank(numa=two, gpus=[GPU]), rank(1)])) == [
+        "OK    numa         a: node 0 cpus 0-3, node 1 cpus 4-7, GPU 0 at node 0"
+    ]
+    assert lines(host_checks.numa([rank(numa=two, gpus=[lost])])) == [
+        "WARN  numa         a: node 0 cpus 0-3, node 1 cpus 4-7; the node of GPU 0 is unknown; "
+        "MAP_NUMA_NODE=0,0,1,1 names the node of each local rank"
+    ]
+    assert host_checks.numa([rank(gpus=[lost])])[0].state == OK  # one node: nothing to choose
+    assert lines(host_checks.numa([rank(numa={})])) == ["OK    numa         a: unknown"]
+
+
+def test_binding():
+    alike = [rank(i, bound="cpus 0-7 of NUMA node 0 (of GPU 0)") for i in range(3)]
+    assert lines(host_checks.binding([*alike, rank(3)])) == [
+        "OK    binding      ranks 0-2 on a: cpus 0-7 of NUMA node 0 (of GPU 0)",
+        "OK    binding      rank 3 on a: cpus 3",
+    ]
+    crowd = rank(bound="not bound: 3 ranks on 2 cores", is_bound=False)
+    assert lines(host_checks.binding([crowd])) == [
+        "WARN  binding      rank 0 on a: not bound: 3 ranks on 2 cores; start fewer ranks, or ask for more cores"
+    ]
+    unknown = rank(bound="not bound: NUMA node -1 (of GPU 0) means that none is known", is_bound=False)
+    assert lines(host_checks.binding([unknown])) == [
+        "OK    binding      rank 0 on a: not bound: NUMA node -1 (of GPU 0) means that none is known, "
+        "and there is one node only"
+    ]
+    two = msgspec.structs.replace(unknown, numa={"0": "0-3", "1": "4-7"})
+    assert host_checks.binding([two])[0].advice == "MAP_NUMA_NODE=0,0,1,1 names the node of each local rank"
+
+
+def test_ports():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        assert host_checks.port("127.0.0.1", number).line() == (
+            f"WARN  port         127.0.0.1:{number}: Address already in use; --p 0 picks a free one, --p N another"
+        )
+    assert host_checks.port("127.0.0.1", number).line() == f"OK    port         127.0.0.1:{number} is free"
+
+
+# Links
+
+FAST = [Rate(16384, 15.0, 1.1), Rate(1 << 20, 300.0, 3.5), Rate(64 << 20, 30000.0, 2.2)]
+SLOW = [Rate(16384, 900.0, 0.02), Rate(64 << 20, 90000.0, 0.7)]
+
+
+FABRIC = "is the fast network used? Open MPI: --mca btl_tcp_if_include; UCX: UCX_NET_DEVICES"
+
+
+def found(hosts=("a", "a"), rates=FAST, **more):
+    return ProbeReport("", "Open MPI v5.0.11, package: x", 1.25, ["{}"] * len(hosts), list(hosts), [], rates, **more)
+
+
+def test_who_met():
+    assert links.ranks(found()).line() == "OK    ranks        2 met on 1 host in 1.2 s"
+    assert links.ranks(found(("a", "b"))).text == "2 met on 2 hosts in 1.2 s"
+    assert links.mpi("5.0 (/mpirun)", found()).text == "Open MPI v5.0.11, 5.0 (/mpirun)"
+    assert links.mpi("5.0 (/mpirun)", None).text == "5.0 (/mpirun)"
+    assert links.failed("no", "why").line() == "FAIL  ranks        no; why"
+
+
+def test_all_reduces():
+    pair = [rank(), rank(1)]
+    (one,) = links.all_reduce(found(), pair)
+    rates = "16 KB 15 us (1.1 GB/s), 1 MB 300 us (3.5 GB/s), 64 MB 30000 us (2.2 GB/s)"
+    assert one.line() == f"OK    links        all-reduce over MPI: {rates}"
+    (one,) = links.all_reduce(found(rates=SLOW), pair)
+    assert (one.state, one.advice) == (WARN, "other programs are on these cores")
+    (one,) = links.all_reduce(found(rates=SLOW), [rank(cores=1), rank(1)])
+    assert (one.state, one.advice) == (WARN, "there are more ranks than cores: start fewer")
+    apart = [rank(), rank(1, "b", 0)]
+    (one,) = links.all_reduce(found(("a", "b"), SLOW), apart)
+    assert (one.state, one.advice) == (WARN, FABRIC)
+    (one,) = links.all_reduce(found(("a", "b"), [FAST[0], SLOW[1]]), apart)
+    assert one.advice == "keep tensor groups inside a node (--tp) and put stages (--pp) between nodes"
+    assert lines(links.all_reduce(found(("a",), []), [rank()])) == [
+        "OK    links        one rank: nothing to measure; --np 2 starts two"
+    ]
+
+
+def test_gpus_links():
+    gpus = [GPU, msgspec.structs.replace(GPU, index=1)]
+    seen = found(gpu=OnGpus("", [Rate(16384, 17.0, 1.0), Rate(64 << 20, 266.0, 252.0)]))
+    nvlink = links.all_reduce(seen, [rank(gpus=gpus, topology=["NV18"]), rank(1)])
+    assert lines(nvlink)[1:] == [
+        "OK    links        all-reduce over NCCL: 16 KB 17 us (1 GB/s), 64 MB 266 us (252 GB/s)",
+        "OK    links        a: NVLink between its GPUs (NV18)",
+    ]
+    (*_, pcie) = links.all_reduce(seen, [rank(gpus=gpus, topology=["SYS", "PIX"]), rank(1)])
+    assert pcie.line() == (
+        "WARN  links        a: no NVLink between its GPUs (SYS, PIX); pipeline stages (--pp) need less of it than --tp"
+    )
+
+
+def test_networks_and_clocks():
+    assert lines(links.networks([rank(interfaces={"eth0": 25000, "hsn0": -1}), rank(1)])) == [
+        "OK    network      a: eth0 25 Gbit/s, hsn0"
+    ]
+    assert links.networks([rank()])[0].text == "a: none is up"
+    assert lines(links.clocks(found())) == ["OK    clock        one host, one clock"]
+    seen = found(("a", "b"))
+    seen = msgspec.structs.replace(seen, clocks=[Clock("b", 0.0021, 1e-4), Clock("c", -3.5, 1e-4)])
+    assert lines(links.clocks(seen)) == [
+        "OK    clock        b is +2.1 ms beside a",
+        "WARN  clock        c is -3500.0 ms beside a; logs will not fit together: ask for NTP or chrony on the hosts",
+    ]
+
+
+# Disks
+
+
+def test_the_disk_is_read_past_the_cache(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(os.urandom(10_000_001))  # no multiple of anything
+    (tmp_path / "small.safetensors").write_bytes(b"x")
+    speed = disk.measure(tmp_path)
+    assert (speed.bytes, speed.total) == (10_000_001, 10_000_002)
+    assert speed.gbps > 0 and speed.kind == filesystems.kind(tmp_path)
+    assert disk.measure(tmp_path, most=1 << 20).bytes >= 1 << 20
+    check = speeds.file_system(tmp_path)
+    assert check.state == OK and check.text.endswith("read; too little to be exact") or "page cache" in check.text
+
+
+def test_file_systems_without_direct_reads(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(os.urandom(3_000_000))
+    open_file = os.open
+
+    def refuse(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_file(path, flags, *more)
+
+    monkeypatch.setattr(disk.os, "open", refuse)
+    speed = disk.measure(tmp_path)
+    assert (speed.bytes, speed.direct) == (3_000_000, False)
+    assert ", perhaps from the page cache" in speeds.file_system(tmp_path).text
+
+
+def test_what_is_said_of_disks(tmp_path, monkeypatch):
+    assert speeds.file_system(tmp_path).line() == (
+        f"WARN  disk         {tmp_path} has no weight files; nothing was read; --w DIR names a model's"
+    )
+    slow = disk.Speed(300 << 20, 3.0, True, "nfs4", 16 * GB)
+    monkeypatch.setattr(disk, "measure", lambda _: slow)
+    assert speeds.file_system(tmp_path).line() == (
+        f"WARN  disk         {tmp_path} (nfs4): 0.1 GB/s of 0.315 GB read: 16 GB of weights load in 153 s; "
+        "copy the model to a faster or node-local file system first"
+    )
+    monkeypatch.setattr(disk, "measure", lambda _: msgspec.structs.replace(slow, seconds=0.1))
+    assert speeds.file_system(tmp_path).state == OK
+
+    def refuse(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(disk, "measure", refuse)
+    assert speeds.file_system(tmp_path).line() == (
+        f"FAIL  disk         {tmp_path}: Permission denied; the weights cannot be read from here"
+    )
+
+
+# Processors
+
+
+def test_processors_are_measured():
+    measured = cpu.measure(side=256, size=8 << 20, seconds=0.1)
+    assert measured["gflops"] > 0.5 and measured["gbps"] > 0.5 and measured["threads"] >= 1
+
+
+def processors(monkeypatch, tmp_path, result):
+    def run(*_, **__):
+        if isinstance(result, Exception):
+            raise result
+        return subprocess.CompletedProcess([], 0, *result)
+
+    monkeypatch.setattr(speeds.subprocess, "run", run)
+    return speeds.processors(found(), {"XDG_CACHE_HOME": str(tmp_path)})
+
+
+def test_what_is_said_of_processors(monkeypatch, tmp_path):
+    good = processors(monkeypatch, tmp_path, ('{"gflops": 200.4, "gbps": 19.0, "threads": 2}', ""))
+    path = tmp_path / "phalanx/cpu-speed.json"
+    assert good.state == OK
+    assert good.text.endswith(f": 200 GFLOP/s in f32, 19.0 GB/s from memory; saved for `phalanx fit` in {path}")
+    kept = devices.saved_speed({"XDG_CACHE_HOME": str(tmp_path)})
+    assert (kept.gflops, kept.gbps, kept.all_reduce_us) == (200.4, 19.0, 15.0)
+    late = processors(monkeypatch, tmp_path, subprocess.TimeoutExpired("x", 40))
+    assert late.line() == "WARN  cpu          not measured within 40 s; other programs are on these cores"
+    broken = processors(monkeypatch, tmp_path, ("", "Traceback\nImportError: no torch\n"))
+    assert broken.line() == (
+        "FAIL  cpu          PyTorch does not compute: ImportError: no torch; `make install` puts it right"
+    )
+    (tmp_path / "file").write_text("")
+    full = processors(monkeypatch, tmp_path / "file", ('{"gflops": 200.0, "gbps": 19.0, "threads": 2}', ""))
+    assert full.state == WARN and "not kept for `phalanx fit`: " in full.advice
+
+
+# Facts
+
+
+def test_facts_of_this_machine():
+    here = facts.collect(RankPlace(0, 2, 0, 2, "mpirun"), -1, binding.Share((0,), 1, "cpus 0"))
+    assert here.host == socket.gethostname() and here.cores >= 1 and 0 < here.free <= here.memory
+    assert here.packages["msgspec"] and here.bound
+    other = facts.collect(RankPlace(1, 2, 1, 2, "mpirun"), -1, binding.Share((0,), 1, "cpus 0"))
+    assert (other.cores, other.memory) == (0, 0)  # told by the host's first rank
+
+
+def test_nvidia_smi(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = topo ]; then printf "\\t\\033[4mGPU0\\tGPU1\\tNIC0\\nGPU0\\t X \\tNV18\\tPIX\\n'
+        'GPU1\\tNV18\\t X \\tSYS\\nNIC0\\tPIX\\tSYS\\t X\\n"; exit; fi\n'
+        'echo "0, NVIDIA H200, 580.159.03, 143771, 4, 00000000:19:00.0"\n'
+        'echo "1, NVIDIA H200, 580.159.03, 143771, [N/A], 00000000:3B:00.0"\n'
+        'echo "garbage"\n'
+    )
+    smi.chmod(smi.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(facts, "SYS", tmp_path / "sys")
+    node = tmp_path / "sys/bus/pci/devices/0000:19:00.0"
+    node.mkdir(parents=True)
+    (node / "numa_node").write_text("1\n")
+    first, second = facts.gpus()
+    assert first == Gpu(0, "NVIDIA H200", "580.159.03", 143771 << 20, 4 << 20, "0000:19:00.0", 1)
+    assert (second.used, second.numa) == (0, -1)
+    assert facts.topology() == ["NV18"]
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert (facts.gpus(), facts.topology()) == ([], [])
+
+
+def test_sysfs(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "SYS", tmp_path)
+    files = {
+        "devices/system/node/node0/cpulist": "0-3", "devices/system/node/node1/cpulist": "4-7",
+        "devices/system/node/node10/cpulist": "8", "class/net/lo/operstate": "unknown",
+        "class/net/eth0/operstate": "up", "class/net/eth0/speed": "25000", "class/net/eth1/operstate": "down",
+        "class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+        "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "class/infiniband/mlx5_1/ports/1/rate": "200 Gb/sec (4X HDR)",
+        "class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+        "fs/cgroup/memory.max": "1000", "fs/cgroup/memory.current": "400",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert facts.numa() == {"0": "0-3", "1": "4-7", "10": "8"}
+    assert facts.interfaces() == {"eth0": 25000, "mlx5_0": 200000}
+    assert facts.memory() == (1000, 600)
+    assert tmp_path != binding.SYS

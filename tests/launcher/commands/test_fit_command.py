@@ -1,0 +1,178 @@
+"""`phalanx fit` as it is typed: the table, the JSON and every complaint."""
+
+import json
+import shlex
+
+import pytest
+from phalanx.launcher import cli
+from phalanx.launcher.commands.fit import devices
+from phalanx.launcher.options import option_sources
+from phalanx.rank.options import Options
+
+from .configs import CONFIGS, write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def fit(tmp_path, capsys):
+    def run(name, *words):
+        path = write(tmp_path / name, CONFIGS[name]) if name else None
+        code = cli.main(["fit", *([str(path)] if path else []), *words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_table(fit, tmp_path):
+    code, out, err = fit(
+        "Llama-3.1-70B", "--nodes", "2", "--gpus", "8", "--gpu-mem", "141", "--context", "32768", "--concurrency", "256"
+    )
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == (
+        "Llama-3.1-70B: llama, 70.55 billion parameters; from config.json alone: there are no weight files"
+    )
+    assert lines[1].startswith("on 2 nodes with 8 H200, 139.8 GiB for each rank (speeds: measured); computing in bf16")
+    assert lines[2] == "for 256 sequences of up to 32768 tokens, 16384 on average"
+    assert lines[4].split()[:4] == ["tp", "pp", "dp", "ep"]
+    (chosen,) = [line for line in lines if line.startswith(">")]
+    tp, pp = chosen.split()[1:3]
+    assert int(tp) * int(pp) <= 16
+    assert any("not one sequence of 32768 tokens fits: " in line for line in lines)  # 141 GB on one GPU
+    assert any(" of 256 sequences at once at full length" in line for line in lines)
+    assert "The fewest of these devices that hold it: 2 ranks (tp 1, pp 2)" in lines
+    (parts,) = [line for line in lines if line.startswith("GB on a rank: ")]
+    assert "attention" in parts and "rope tables" in parts and "bytes a token" in parts
+    run = lines[lines.index("Run:") + 1 :]
+    assert run[0] == "  phalanx hostfile --slots 8 --mpi openmpi -o hosts"
+    assert run[1].startswith("  mpirun -np 16 -hostfile hosts --bind-to none --map-by slot phalanx serve --w ")
+    assert run[2].startswith("  srun --mpi=pmix --nodes=2 --ntasks-per-node=8 phalanx serve --w ")
+
+
+def test_the_command_is_one_that_serve_takes(fit, tmp_path):
+    _, out, _ = fit(
+        "Llama-3.1-8B", "--gpus", "4", "--gpu-mem", "80", "--dtype", "f16", "--kv-fraction", "0.8", "--tp", "4"
+    )
+    line = out.splitlines()[-1].strip()
+    chosen = option_sources.read(Options, shlex.split(line.partition("phalanx serve ")[2]), {}).options
+    assert (chosen.tp, chosen.pp, chosen.devices, chosen.dtype) == (4, 1, (0, 1, 2, 3), "f16")
+    assert (chosen.max_model_len, chosen.max_num_seqs, chosen.kv_fraction) == (8192, 64, 0.8)
+    assert chosen.model == str(tmp_path / "Llama-3.1-8B")
+
+
+def test_json(fit):
+    code, out, _ = fit("Qwen3-30B-A3B", "--gpus", "4", "--device", "h100", "--json", "--length", "272")
+    found = json.loads(out)
+    assert code == 0
+    assert found["model"]["parameters"] == 30_532_122_624
+    assert found["asked"] == {"context": 8192, "concurrency": 64, "length": 272, "dtype": "bf16"}
+    assert found["cluster"]["device"] == "H100"
+    best = found["layouts"][found["best"]]
+    assert best["verdict"] == "everything asked for fits"
+    assert best["fits"] and best["weight_bytes"] == sum(best["weights"].values())
+    assert best["decode_ms"] > 0 and best["prefill_tokens_per_s"] > 0
+    assert any(one["offload"] for one in found["layouts"]) and any(one["ep"] == 4 for one in found["layouts"])
+    assert found["command"]
+
+
+def test_experts(fit):
+    """Not all of them work for a token, and where the GPU is too small they may lie in the host's memory."""
+    code, out, _ = fit("Qwen3-30B-A3B", "--gpu-mem", "24", "--host-mem", "256")
+    assert code == 0
+    assert "30.53 billion parameters, 3.04 billion at work for a token; " in out.splitlines()[0]
+    assert "  experts in the host's memory (" in out and " GB a rank)" in out
+
+
+def test_not_served_yet(fit):
+    code, out, _ = fit("DeepSeek-V3", "--gpus", "8", "--gpu-mem", "141")
+    assert code == 0
+    assert "NOT SERVED YET: model type deepseek_v3 is not served yet; the figures tell what it would take" in out
+    assert "the layer that predicts a second token (MTP) is left out" in out
+    assert "To run once it is served (model type deepseek_v3 is not served yet):" in out
+
+
+def test_nothing_fits(fit):
+    code, out, _ = fit("Llama-3.1-405B", "--gpus", "8", "--gpu-mem", "80")
+    assert code == 4
+    assert out.endswith("Nothing fits.\n")
+    assert "The fewest of these devices that hold it: " in out
+    assert "the weights do not fit: " in out and " GB too little on a rank" in out
+
+
+def test_what_would_be_faster(fit):
+    _, out, _ = fit("Llama-3.1-8B", "--gpus", "8", "--gpu-mem", "141", "--context", "2048", "--concurrency", "2048")
+    if "--dp" not in out:
+        assert "tp 1, pp 1, dp 8, ep 1 would be faster, but dp is not served yet" in out
+
+
+def test_the_built_in_model_on_cpus(fit):
+    code, out, err = fit("", "--device", "cpu", "--gpus", "2")
+    assert (code, err) == (0, "")
+    assert "with 2 ranks on CPUs" in out and "computing in f32" in out
+    assert "cores; `phalanx doctor` measures this machine's" in out
+    assert "--device cpu --tp 1 --pp 1 --dp 2 --max-model-len 2048 --max-num-seqs 32 --np 2" in out
+    code, out, err = fit("", "--device", "cpu", "--gpus", "2", "--dp", "1")
+    assert "--device cpu --tp 2 --pp 1 --max-model-len 2048 --max-num-seqs 64 --np 2" in out
+
+
+def test_what_doctor_measured_is_used(fit, monkeypatch):
+    import os
+
+    devices.save_speed(devices.CpuSpeed("here", 2, 100.0, 10.0, 15.0, "2026-11-21"), os.environ)
+    _, out, _ = fit("", "--device", "cpu")
+    assert "(speeds: measured on here by phalanx doctor, 2026-11-21)" in out
+
+
+def test_a_device_of_another_size(fit):
+    _, out, _ = fit("Llama-3.1-8B", "--device", "H100", "--gpu-mem", "94", "--json")
+    assert json.loads(out)["cluster"]["memory"] == round((94 - devices.HIDDEN) * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--gpus", "8"],
+            "which GPU?: give --gpu-mem as one of 24 (RTX4090), 32 (RTX5090), 40 (A100-40GB)",
+        ),
+        (["--gpu-mem", "77"], "--gpu-mem 77 is no size that is known: give --gpu-mem as one of 24 (RTX4090)"),
+        (["--device", "h300"], "--device 'h300' (command line): one of auto, cpu, H200, H100"),
+        (["--gpu-mem", "80", "--context", "500000"], "--context 500000: the model takes at most 131072 tokens"),
+        (
+            ["--gpu-mem", "80", "--tp", "3"],
+            "1 ranks cannot share Llama-3.1-8B with --tp 3: tensor degrees that ",
+        ),
+        (["--gpu-mem", "80", "--gpus", "0"], "--gpus '0' (command line): must be at least 1"),
+    ],
+)
+def test_complaints(fit, words, message):
+    code, out, err = fit("Llama-3.1-8B", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"phalanx: {message}")
+
+
+def test_no_directory(fit):
+    code, _, err = fit("", "/nowhere", "--gpu-mem", "80")
+    assert (code, err) == (2, "phalanx: model '/nowhere': there is no such directory\n")
+
+
+def test_foreign_flags_are_answered(fit):
+    code, _, err = fit("Llama-3.1-8B", "--gpu-mem", "80", "--trust-remote-code")
+    assert (code, err) == (0, "phalanx: --trust-remote-code has no effect: no code of the checkpoint is run\n")
+
+
+def test_it_loads_nothing_heavy(tmp_path):
+    import subprocess
+    import sys
+
+    path = write(tmp_path / "m", CONFIGS["Llama-3.1-8B"])
+    code = (
+        f"import sys; from phalanx.launcher import cli; cli.main(['fit', {str(path)!r}, '--gpu-mem', '80']);"
+        "print(*({'torch', 'mpi4py', 'cupy', 'tornado', 'numpy', 'safetensors'} & set(sys.modules)), 'heavy')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "heavy", done.stderr

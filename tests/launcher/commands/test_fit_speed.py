@@ -1,0 +1,119 @@
+"""The roofline against steps and prompts that were measured on H200: Phalanx's own, and vLLM's.
+
+Phalanx: benchmarks/offline.py, 2026-11-22 (benchmarks/results/h200-2026-11-22.jsonl). vLLM: 0.25.1, 2026-11-20.
+"""
+
+import pytest
+from phalanx.launcher.commands.fit import devices, model_shapes, speed
+from phalanx.launcher.commands.fit.devices import DEVICES, CpuSpeed
+from phalanx.launcher.commands.fit.memory import Layout, Workload
+
+from .configs import CONFIGS, write
+
+H200 = DEVICES["H200"]
+# (model, GPUs): ms per step by batch; prompts of 128 and 256 new tokens: 272 are read on average
+OURS = {1: {1: 4.17, 16: 4.40, 64: 5.32, 256: 10.11}, 2: {1: 2.83, 16: 2.88, 64: 3.55, 256: 6.16}}
+OUR_PREFILL = {8191: 38.2e3, 1024: 43.9e3}
+DECODE = {
+    ("Llama-3.1-8B", 1): {1: 4.90, 16: 5.17, 64: 6.11, 256: 11.32},
+    ("Llama-3.1-8B", 2): {1: 3.47, 16: 3.68, 64: 4.14, 256: 7.26},
+    ("Llama-3.1-70B", 4): {1: 12.23, 16: 12.79, 64: 14.73, 256: 25.10},
+    ("Qwen3-30B-A3B", 1): {1: 4.10, 64: 17.95, 256: 21.78},
+}
+PREFILL = {("Llama-3.1-8B", 1): {8191: 38.6e3, 1024: 43.5e3}, ("Llama-3.1-70B", 4): {8191: 14.4e3, 1024: 15.0e3}}
+
+
+@pytest.fixture
+def predict(tmp_path):
+    def one(name, layout, batch, length, device=H200, per_node=8, dtype="bf16", budget=8192):
+        shape = model_shapes.read(write(tmp_path / name, CONFIGS[name]))
+        asked = Workload(8192, batch, length, dtype)
+        return speed.predict(shape, layout, device, asked, batch, budget, per_node, 50e9)
+
+    return one
+
+
+def test_our_own(predict):
+    for gpus, by_batch in OURS.items():
+        for batch, measured in by_batch.items():
+            found = predict("Llama-3.1-8B", Layout(gpus), batch, 272).decode_ms
+            assert found == pytest.approx(measured, rel=0.25)
+    for prompt, measured in OUR_PREFILL.items():
+        assert predict("Llama-3.1-8B", Layout(1), 1, prompt).prefill_per_s == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(("name", "gpus"), DECODE, ids=str)
+def test_decode(predict, name, gpus):
+    for batch, measured in DECODE[name, gpus].items():
+        found = predict(name, Layout(gpus), batch, 272)
+        assert found.decode_ms == pytest.approx(measured, rel=0.25)
+        assert found.tokens_per_s == pytest.approx(batch / found.decode_ms * 1e3)
+
+
+@pytest.mark.parametrize(("name", "gpus"), PREFILL, ids=str)
+def test_prefill(predict, name, gpus):
+    for prompt, measured in PREFILL[name, gpus].items():
+        assert predict(name, Layout(gpus), 1, prompt).prefill_per_s == pytest.approx(measured, rel=0.25)
+
+
+def test_the_floor_is_reading_the_weights(predict):
+    """8B at batch 1: 7.5e9 parameters x 2 bytes / 4.51e12 bytes/s = 3.33 ms, and kernels' own time on top."""
+    floor = 7_504_924_672 * 2 / (4.8e12 * 0.94) * 1e3
+    assert floor == pytest.approx(3.33, abs=0.01)
+    # 32 layers of 4 products x 3.5 us and 5 small kernels x 2.5 us: 0.85 ms
+    found = predict("Llama-3.1-8B", Layout(1), 1, 1).decode_ms
+    assert found == pytest.approx(floor + 32 * (4 * 3.5e-3 + 5 * 2.5e-3), rel=0.02)
+
+
+def test_pipelines(predict):
+    """A lone sequence walks through all stages; with one for each, the slowest stage sets the pace."""
+    one = predict("Llama-3.1-8B", Layout(1), 1, 256)
+    walked = predict("Llama-3.1-8B", Layout(1, 4), 1, 256)
+    assert one.decode_ms < walked.decode_ms < 1.1 * one.decode_ms
+    many = predict("Llama-3.1-8B", Layout(1, 4), 256, 256)
+    assert many.tokens_per_s > 1.5 * predict("Llama-3.1-8B", Layout(1), 256, 256).tokens_per_s
+    assert many.prefill_per_s > 3 * one.prefill_per_s
+
+
+def test_replicas_and_nodes(predict):
+    single, double = predict("Llama-3.1-8B", Layout(1), 64, 256), predict("Llama-3.1-8B", Layout(1, 1, 2), 128, 256)
+    assert double.tokens_per_s == pytest.approx(2 * single.tokens_per_s)
+    inside = predict("Llama-3.1-70B", Layout(8), 16, 256)
+    over_nodes = predict("Llama-3.1-70B", Layout(8), 16, 256, per_node=4)
+    assert over_nodes.decode_ms > inside.decode_ms + 160 * 2 * 20e-3  # 160 all-reduces, two hops each
+
+
+def test_experts(predict):
+    """One token reads 8 of 128 experts, 256 tokens nearly all of them."""
+    alone = predict("Qwen3-30B-A3B", Layout(1), 1, 1).decode_ms
+    crowd = predict("Qwen3-30B-A3B", Layout(1), 256, 1).decode_ms
+    assert alone * 1e-3 > 3_041_867_776 * 2 / H200.bandwidth
+    assert crowd * 1e-3 > (30_532_122_624 - 311_164_928) * 2 / H200.bandwidth
+    # in the host's memory they are read at its speed or over PCIe
+    assert predict("Qwen3-30B-A3B", Layout(1, offload=True), 256, 1).decode_ms > 10 * crowd
+
+
+def test_cpus(predict):
+    """Two cores at 21 GB/s read 8B in f32, 30 GB, in 1.43 s; two ranks share them."""
+    speeds = CpuSpeed("here", 2, 224.0, 21.0)
+    whole = devices.cpu(speeds, 1, 64e9, "")
+    assert predict("Llama-3.1-8B", Layout(1), 1, 1, whole, 1, "f32", 512).decode_ms == pytest.approx(1430, rel=0.02)
+    half = devices.cpu(speeds, 2, 32e9, "")
+    assert predict("Llama-3.1-8B", Layout(2), 1, 1, half, 2, "f32", 512).decode_ms == pytest.approx(1430, rel=0.03)
+
+
+def test_saved_speeds(tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert devices.saved_speed(environ) is None
+    speeds = CpuSpeed("here", 8, 900.0, 80.0, 12.0, "2026-11-21")
+    path = devices.save_speed(speeds, environ)
+    assert path == tmp_path / "phalanx" / "cpu-speed.json" and list(path.parent.iterdir()) == [path]
+    assert devices.saved_speed(environ) == speeds
+    path.write_text("{")
+    assert devices.saved_speed(environ) is None
+    assert devices.speed_file({"HOME": "/home/me"}) == devices.Path("/home/me/.cache/phalanx/cpu-speed.json")
+
+
+def test_typical_cores():
+    assert devices.typical(2) == devices.TYPICAL
+    assert (devices.typical(64).gflops, devices.typical(64).gbps) == (64 * 112.0, 100.0)

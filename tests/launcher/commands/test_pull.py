@@ -1,0 +1,236 @@
+"""`phalanx pull` and `--m ID` with a hub on this machine: what is fetched, what is not fetched twice, what is said."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from phalanx.errors import FatalError
+from phalanx.launcher import cli, hf_hub
+from phalanx.launcher.job import mpi_env, mpirun
+
+from ...checkpoints import make_checkpoint
+from ..jobs import ROOT, Launched
+from .fake_hub import COMMIT, Hub
+
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"x" * 1000,
+    "README.md": b"a model",
+    "pytorch_model.bin": b"the same once more",
+    "consolidated.safetensors": b"the same once more",
+    "onnx/model.safetensors": b"the same once more",
+}
+WANTED = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.fixture
+def server():
+    found = Hub(dict(FILES))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """`phalanx` with the hub and a cache of its own."""
+
+    def call(*argv, module=("-m", "phalanx.launcher.cli"), **environ):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PHALANX_"))}
+        given = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **environ}
+        command = [sys.executable, *module, *argv]
+        return subprocess.run(command, env=kept | given, capture_output=True, text=True, timeout=60)
+
+    return call
+
+
+def fetched(server) -> list[str]:
+    return sorted(line.rpartition("/")[2] for line in server.seen if line.startswith("GET /org/tiny/resolve"))
+
+
+def test_into_the_cache(server, run, tmp_path):
+    done = run("pull", "org/tiny")
+    cache = tmp_path / "hf" / "hub"
+    assert (done.returncode, done.stdout) == (0, f"{cache}/models--org--tiny/snapshots/{COMMIT}\n")
+    assert done.stderr.splitlines() == [
+        f"phalanx: fetching org/tiny (4 files, 0.0 MB) into {cache}",
+        "phalanx: complete; serve it with: phalanx serve org/tiny",
+    ]
+    assert sorted(os.listdir(done.stdout.strip())) == WANTED
+    assert Path(done.stdout.strip(), "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    server.seen.clear()
+    again = run("pull", "org/tiny")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert not fetched(server)
+    server.seen.clear()
+    found = run("-c", "from phalanx.launcher import hf_hub; print(hf_hub.model('org/tiny', waiting=True))", module=())
+    assert (found.returncode, found.stdout) == (0, done.stdout), found.stderr
+    assert not server.seen, "what is complete needs no network, also without the files that are not wanted"
+
+
+def test_into_a_directory(server, run, tmp_path):
+    """What broke off goes on where it was."""
+    server.files["model.safetensors"] = os.urandom(24 << 20)
+    server.cut.add("model.safetensors")
+    server.token = "t"
+    done = run("pull", "org/tiny", "--to", str(tmp_path / "to"), "--revision", "main", HF_TOKEN="t")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/to\n"), done.stderr
+    assert f"complete; serve it with: phalanx serve {tmp_path}/to\n" in done.stderr
+    assert (tmp_path / "to" / "model.safetensors").read_bytes() == server.files["model.safetensors"]
+    assert [line.rpartition(" ")[2] for line in server.seen if "Range" in line or "bytes=" in line] == [
+        f"bytes={10 << 20}-"  # of what had come, whole chunks are kept
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "setting", "code", "message"),
+    [
+        (["other/model"], {}, 2, "no such model at {url}; a private one needs HF_TOKEN"),
+        (["org/tiny"], {"token": "t"}, 2, "accept its conditions at {url}/org/tiny, and set HF_TOKEN to a"),
+        (["org/tiny", "--revision", "v9"], {}, 2, "model 'org/tiny' has no revision 'v9' at {url}"),
+        (["org/tiny"], {"status": 403}, 1, "model 'org/tiny': {url} answered 403 ("),
+        (["org/tiny"], {"files": {"config.json": b"", "a.gguf": b""}}, 3,
+         "model 'org/tiny' has no safetensors, which is needed; it has .gguf, .json"),
+        (["org/tiny"], {"files": {}}, 3, "model 'org/tiny' has no config.json, which is needed; it has no files"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fetched(server, run, argv, setting, code, message):
+    for name, value in setting.items():
+        setattr(server, name, value)
+    if argv == ["other/model"]:
+        server.status, server.error = 404, "RepoNotFound"
+    done = run("pull", *argv)
+    assert done.returncode == code
+    assert message.format(url=server.url) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_network(run, tmp_path):
+    for verb in (["pull"], ["serve", "--device", "cpu", "--m"]):
+        done = run(*verb, "org/tiny", HF_ENDPOINT="http://127.0.0.1:1")
+        assert done.returncode == 1
+        assert f"it is not complete in {tmp_path}/hf/hub, and http://127.0.0.1:1 does not answer (" in done.stderr
+        assert (
+            "Where compute nodes have no network, run `phalanx pull org/tiny` on the login node first, with the same "
+            "HF_HOME\n" in done.stderr
+        )
+
+
+def test_an_id_that_the_hub_would_not_have(run):
+    done = run("pull", "org/ti--ny")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"phalanx: model 'org/ti--ny': there is no such directory on {mpi_env.hostname()}, and it is no valid id\n"
+    )
+
+
+def test_a_cache_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "hf").write_text("")
+    done = run("pull", "org/tiny")
+    assert done.returncode == 1
+    assert f"phalanx: model 'org/tiny': {tmp_path}/hf/" in done.stderr and ": Not a directory\n" in done.stderr
+
+
+def test_an_interrupted_fetch_says_that_it_can_go_on(monkeypatch):
+    import huggingface_hub
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", interrupt)
+    with pytest.raises(FatalError) as stop:
+        hf_hub.fetch("org/tiny")
+    assert (str(stop.value), stop.value.code) == (
+        "fetching org/tiny was interrupted; the same command goes on where it was",
+        130,
+    )
+
+
+def test_what_is_no_id(capsys):
+    assert cli.main(["pull"]) == 2
+    assert cli.main(["pull", "tiny"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "phalanx: an id is needed: phalanx pull ORGANISATION/NAME, such as Qwen/Qwen3-0.6B",
+        "phalanx: 'tiny' is no id: phalanx pull ORGANISATION/NAME, such as Qwen/Qwen3-0.6B",
+    ]
+    assert (
+        not hf_hub.is_id("/org/name")
+        and not hf_hub.is_id("./name")
+        and not hf_hub.is_id("a/b/c")
+        and hf_hub.is_id("a-b/c_d.e")
+    )
+
+
+def test_a_fetch_that_was_interrupted_is_not_taken(tmp_path):
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert not hf_hub._is_complete(tmp_path)
+        (tmp_path / name).write_text("{}")
+    assert hf_hub._is_complete(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    (tmp_path / "model-1.safetensors").write_text("")
+    assert not hf_hub._is_complete(tmp_path)
+    (tmp_path / "model-2.safetensors").write_text("")
+    assert hf_hub._is_complete(tmp_path)
+    index.write_text("{")
+    assert not hf_hub._is_complete(tmp_path)
+
+
+def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_hub.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 2_000_000_000))
+    (tmp_path / "part").write_bytes(b"x" * 1000)
+    hf_hub._check_room("org/tiny", tmp_path, tmp_path, 2_000_001_000)
+    with pytest.raises(FatalError) as stop:
+        hf_hub._check_room("org/tiny", tmp_path / "new", tmp_path / "new", 3_500_000_000)
+    assert (str(stop.value), stop.value.code) == (
+        f"model 'org/tiny': 3.5 GB are to be fetched, but {tmp_path}/new has 2.0 GB free; HF_HOME or "
+        "`phalanx pull --to DIR` chooses another place",
+        1,
+    )
+
+
+def test_nothing_is_fetched_while_ranks_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_hub, "_cached", lambda id: "/cache/x" if id == "org/here" else "")
+    monkeypatch.setattr(hf_hub, "_cache", lambda: tmp_path)
+    monkeypatch.setattr(hf_hub, "fetch", lambda id: f"/fetched/{id}")
+    assert hf_hub.model("org/here", waiting=True) == hf_hub.model("org/here") == "/cache/x"
+    assert hf_hub.model("org/tiny") == "/fetched/org/tiny"
+    with pytest.raises(FatalError) as stop:
+        hf_hub.model("org/tiny", waiting=True)
+    assert (str(stop.value).partition(", and ")[2], stop.value.code) == (
+        f"it is not complete in {tmp_path}; run `phalanx pull org/tiny` before the job, where there is a network, with "
+        "the same HF_HOME",
+        2,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_serve_by_id(server, tmp_path):
+    """Fetched once, before the ranks are started, and then served under its id without a look at the network."""
+    checkpoint = make_checkpoint(tmp_path / "ckpt")
+    server.files = {path.name: path.read_bytes() for path in Path(checkpoint).iterdir()}
+    environ = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **ROOT}
+    command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", "--m", "org/tiny", "--idle-exit", "0.01"]
+    command += ["--p", "0", "--device", "cpu", "--mem", "64", "--dtype", "f32"]
+    under_mpirun = mpirun.command(mpirun.find(os.environ), 2, command)
+    with Launched(under_mpirun, tmp_path, **environ) as job:
+        assert job.process.wait(30) == 2  # the other ranks would wait for it
+        assert (
+            f"it is not complete in {tmp_path}/hf/hub; run `phalanx pull org/tiny` before the job, where there is a "
+            "network, with the same HF_HOME" in job.output
+        )
+        assert not fetched(server)
+    with Launched(command, tmp_path, **environ) as job:
+        assert job.process.wait(60) == 0, job.output
+        assert "(model org/tiny)" in job.output
+        assert fetched(server) and len(fetched(server)) == len(set(fetched(server)))
+    server.seen.clear()
+    with Launched([*under_mpirun, "--served-model-name", "mine"], tmp_path, **environ) as job:
+        assert job.process.wait(60) == 0, job.output
+        assert "(model mine)" in job.output
+    assert not server.seen

@@ -1,0 +1,213 @@
+"""Who gets which cores, on machines that are written down as files."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from phalanx.errors import FatalError
+from phalanx.launcher.job import binding, visible_devices
+from phalanx.launcher.job.binding import Share
+from phalanx.launcher.job.mpi_env import RankPlace
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Two packages of two cores with two threads each; cpus 0-3 are the first threads, 4-7 the second ones."""
+    sys_, proc = tmp_path / "sys", tmp_path / "proc"
+    for cpu in range(8):
+        place = sys_ / f"devices/system/cpu/cpu{cpu}/topology"
+        place.mkdir(parents=True)
+        (place / "physical_package_id").write_text(str(cpu % 4 // 2))
+        (place / "core_id").write_text(str(cpu % 2))
+    for node, cpus in enumerate(("0-1,4-5", "2-3,6-7")):
+        place = sys_ / f"devices/system/node/node{node}"
+        place.mkdir(parents=True)
+        (place / "cpulist").write_text(cpus + "\n")
+    (sys_ / "devices/system/cpu/online").write_text("0-7\n")
+    for index, node in enumerate((1, 0, -1)):
+        address = f"0000:0{index}:00.0"
+        (sys_ / "bus/pci/devices" / address).mkdir(parents=True)
+        (sys_ / "bus/pci/devices" / address / "numa_node").write_text(str(node))
+        (proc / "driver/nvidia/gpus" / address).mkdir(parents=True)
+        told = f"Model: \t NVIDIA H200\nGPU UUID: \t GPU-{'abc'[index]}0000000-1111\n"
+        (proc / "driver/nvidia/gpus" / address / "information").write_text(told)
+    (proc / "self").mkdir()
+    (proc / "self/cgroup").write_text("0::/job\n")
+    monkeypatch.setattr(binding, "SYS", sys_)
+    monkeypatch.setattr(binding, "PROC", proc)
+    monkeypatch.setattr(visible_devices, "PROC", proc)
+    return sys_
+
+
+ALL = list(range(8))
+
+
+def ranks(count, inherited=None, granted=float("inf")):
+    places = [RankPlace(rank, count, rank, count, "mpirun") for rank in range(count)]
+    return [binding.share_of(place, ALL, inherited or ALL, granted) for place in places]
+
+
+def test_ranks_share_the_cores_evenly_and_whole(machine):
+    assert ranks(2) == [Share((0, 1, 4, 5), 2, "cpus 0-1,4-5"), Share((2, 3, 6, 7), 2, "cpus 2-3,6-7")]
+    assert [share.cpus for share in ranks(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [share.cpus for share in ranks(3)] == [(0, 1, 4, 5), (2, 6), (3, 7)]
+    assert [share.threads for share in ranks(3)] == [2, 1, 1]
+    assert ranks(1) == [Share(tuple(ALL), 4, "cpus 0-7")]
+
+
+def test_more_ranks_than_cores_are_not_bound(machine):
+    assert set(ranks(5)) == {Share((), 1, "not bound: 5 ranks on 4 cores")}
+
+
+def test_a_binding_to_one_core_is_widened(machine):
+    first, second = ranks(2, inherited=[0, 4])
+    assert first == Share((0, 1, 4, 5), 2, "cpus 0-1,4-5, widened from the inherited 0,4")
+    assert second.cpus == (2, 3, 6, 7)
+
+
+def test_one_process_alone_keeps_its_core(machine):
+    assert ranks(1, inherited=[1]) == [Share((1,), 1, "cpus 1")]
+
+
+def test_a_binding_to_a_part_of_the_machine_is_shared_by_those_in_it(machine):
+    package = [0, 1, 4, 5]
+    assert ranks(2, package)[0] == Share(tuple(package), 2, "cpus 0-1,4-5")
+    assert [share.cpus for share in ranks(4, package)[:2]] == [(0, 4), (1, 5)]
+
+
+def test_no_more_threads_than_the_cgroup_grants(machine):
+    assert [share.threads for share in ranks(2, granted=2.0)] == [1, 1]
+    assert ranks(1, granted=2.5)[0].threads == 2
+
+
+def test_gpu_ranks_get_the_gpus_node(machine):
+    place = RankPlace(0, 2, 0, 2, "mpirun")
+    words = "cpus 2-3,6-7 of NUMA node 1 (of GPU 0 at 0000:00:00.0)"
+    assert binding.choose(place, 0, {}) == Share((2, 3, 6, 7), 2, words, 1)
+    assert binding.choose(place, 1, {}).cpus == (0, 1, 4, 5)
+    unbound = binding.choose(place, 2, {})
+    assert unbound == Share((), 2, "not bound: NUMA node -1 (of GPU 2 at 0000:02:00.0) means that none is known")
+    unknown = binding.choose(place, 7, {})
+    assert (unknown.cpus, unknown.threads) == ((), 2) and "the place of GPU 7 is not known: " in unknown.words
+
+
+@pytest.mark.parametrize("value", ["1,0", "GPU-b,GPU-a", "GPU-b0000000-1111"])
+def test_gpus_are_counted_as_cuda_shows_them(machine, value):
+    """The first visible GPU is the second one of the machine, at the other node."""
+    environ = {"CUDA_VISIBLE_DEVICES": value}
+    share = binding.choose(RankPlace(0, 2, 0, 2, "mpirun"), 0, environ)
+    assert (share.cpus, share.node) == ((0, 1, 4, 5), 0)
+    assert "(of GPU 0 at 0000:01:00.0)" in share.words
+
+
+def test_map_numa_node_overrides(machine):
+    environ = {"MAP_NUMA_NODE": "0,1"}
+    assert (
+        binding.choose(RankPlace(1, 2, 1, 2, "mpirun"), -1, environ).words
+        == "cpus 2-3,6-7 of NUMA node 1 (MAP_NUMA_NODE)"
+    )
+    assert binding.choose(RankPlace(0, 2, 0, 2, "mpirun"), 0, environ).cpus == (0, 1, 4, 5)
+    minus = binding.choose(RankPlace(0, 1, 0, 1, "mpirun"), 0, {"MAP_NUMA_NODE": "-1"})
+    assert minus.words == "not bound: NUMA node -1 (MAP_NUMA_NODE) means that none is known"
+
+
+@pytest.mark.parametrize(
+    ("value", "rank", "message"),
+    [
+        ("0,a", 0, "MAP_NUMA_NODE '0,a' (environment): a list of NUMA nodes such as 0,0,1,1 is needed"),
+        ("0,a", 1, ""),
+        ("0", 1, "MAP_NUMA_NODE '0' (environment) names no node for local rank 1"),
+        ("0", 2, ""),
+    ],
+)
+def test_wrong_maps_are_said_once(machine, value, rank, message):
+    with pytest.raises(FatalError) as stop:
+        binding.choose(RankPlace(rank, 3, rank, 3, "mpirun"), 0, {"MAP_NUMA_NODE": value})
+    assert (str(stop.value), stop.value.code) == (message, 2)
+
+
+def test_a_node_outside_the_cgroup(machine):
+    group = machine / "fs/cgroup/job"
+    group.mkdir(parents=True)
+    (group / "cpuset.cpus.effective").write_text("0-1\n")
+    (group / "cpu.max").write_text("150000 100000\n")
+    assert binding.allowed() == [0, 1]
+    assert binding.quota() == 1.5
+    share = binding.choose(RankPlace(0, 1, 0, 1, "mpirun"), 0, {})
+    assert share.cpus == () and share.threads == 2
+    assert share.words == "not bound: NUMA node 1 (of GPU 0 at 0000:00:00.0) has no core that this job may use"
+
+
+def test_without_a_cgroup_limit(machine):
+    assert binding.allowed() == ALL
+    assert binding.quota() == float("inf")
+    (machine / "fs/cgroup/job").mkdir(parents=True)
+    (machine / "fs/cgroup/job/cpu.max").write_text("max 100000\n")
+    assert binding.quota() == float("inf")
+
+
+def test_the_old_cgroup_layout(machine):
+    (binding.PROC / "self/cgroup").write_text("3:cpuset:/slurm/job\n1:cpu:/\n0::/\n")
+    group = machine / "fs/cgroup/cpuset/slurm/job"
+    group.mkdir(parents=True)
+    (group / "cpuset.effective_cpus").write_text("2-3\n")
+    assert binding.allowed() == [2, 3]
+
+
+def test_lists_of_cpus():
+    assert binding.cpu_list("0-2,8, 10-11\n") == [0, 1, 2, 8, 10, 11]
+    assert binding.cpu_words([11, 0, 1, 2, 8, 10]) == "0-2,8,10-11"
+    assert binding.cpu_list("") == []
+
+
+def test_this_machine():
+    assert set(os.sched_getaffinity(0)) <= set(binding.allowed())
+    assert binding.quota() > 0
+
+
+def test_torch_sees_the_share():
+    """Bound and counted before torch is imported, by the same interpreter."""
+    code = (
+        "import os; from phalanx.launcher.job import binding as bind; cpu = min(os.sched_getaffinity(0));"
+        "environ = dict(os.environ); bind.apply(bind.Share((cpu,), 1, ''), environ);"
+        "assert os.sched_getaffinity(0) == {cpu}, os.sched_getaffinity(0); print(environ['OMP_NUM_THREADS'])"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    kept = {"OMP_NUM_THREADS": "5"}
+    binding.apply(Share((), 1, ""), kept)
+    assert kept == {"OMP_NUM_THREADS": "5"}
+
+
+MEMORY = """
+import os, sys
+from phalanx.launcher.job import binding as bind, visible_devices as visible
+words = bind.apply(bind.Share((), 1, "cpus 0", NODE), {})
+assert words == "cpus 0, " + (bind.memory_words() or "memory not bound: Operation not permitted"), words
+code = "from phalanx.launcher.job import binding as bind; print(bind.memory_words())"
+os.execv(sys.executable, [sys.executable, "-c", code])
+"""
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_memory_of_the_node_is_preferred_and_exec_keeps_it():
+    done = run(MEMORY.replace("NODE", "0"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in ("memory of node 0 first\n", "\n")  # containers often forbid it
+    assert binding.memory_words() == ""
+
+
+def test_memory_of_a_node_that_is_not_there():
+    done = run("from phalanx.launcher.job.binding import *; print(apply(Share((), 1, 'cpus 0', 900), {}))")
+    assert done.stdout in ("cpus 0, memory not bound: Invalid argument\n",
+                           "cpus 0, memory not bound: Operation not permitted\n")  # fmt: skip
+
+
+def test_a_machine_whose_calls_are_not_known(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert binding.apply(Share((), 1, "cpus 0", 0), {}) == "cpus 0, memory not bound: not known how on riscv64"

@@ -1,0 +1,262 @@
+"""Under a user's own mpirun: rank 0 starts the front, errors are said once, and nothing outlives the job."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from phalanx.errors import FatalError
+from phalanx.launcher.job import mpi_env, mpirun, rank_bootstrap
+from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.rank.options import Options
+
+from ...processes import gone, kill
+from ..jobs import PHALANX, ROOT, Launched, under_mpirun
+from .test_supervisor import parent_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def program():
+    return mpirun.find(os.environ).mpirun
+
+
+def test_rank_0_starts_the_front_and_usr1_drains(tmp_path, program):
+    with under_mpirun(tmp_path, program, 2) as job:
+        job.up(2)
+        environ = json.loads((tmp_path / "front-environ").read_text())
+        assert environ["session"] is True and environ["stdin"] == "/dev/null"
+        assert not [name for name in environ if name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
+        assert parent_of(job.front()) == job.rank(0)
+        assert "the front is up" in job.output and job.output.count("rank 0 of 2 is up") == 1
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.end() == 0
+        job.until(job.no_directory, 3)
+
+
+def test_alone_in_an_mpirun_and_more_ranks_are_wanted(tmp_path, program):
+    with under_mpirun(tmp_path, program, 1, "--np", "2") as job:
+        job.up(2)
+        assert "rank 1 of 2 is up" in job.output
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.end() == 0
+
+
+def test_the_key_does_not_reach_the_ranks(tmp_path, program):
+    with under_mpirun(tmp_path, program, 2, PHALANX_API_KEY="hush-hush") as job:
+        job.up(2)
+        ranks = job.read("environs")[::2]
+        assert len(ranks) == 2 and not [one for one in ranks if "hush-hush" in one]
+
+
+def test_a_unix_socket_goes_at_the_end(tmp_path, program):
+    path = tmp_path / "http"
+    with under_mpirun(tmp_path, program, 2, "--h", f"unix://{path}") as job:
+        job.up(2)
+        assert path.stat().st_mode & 0o777 == 0o600
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.end() == 0
+        job.until(lambda: not path.exists(), 3)
+
+
+def test_an_inherited_binding_is_widened(tmp_path, program):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+    command = [program, "-np", "2", "--bind-to", "core", "--map-by", "core"]
+    words = [sys.executable, PHALANX, "serve", "--p", "0", "--device", "cpu"]
+    with Launched([*command, *words], tmp_path, **ROOT) as job:
+        job.up(2)
+        notes = [job.read(f"cpus-{rank}")[0] for rank in (0, 1)]
+        assert all("widened from the inherited" in note for note in notes), notes
+        shares = [set(json.loads(note.partition("]")[0] + "]")) for note in notes]
+        assert not shares[0] & shares[1]
+
+
+def test_sigterm_stops(tmp_path, program):
+    with under_mpirun(tmp_path, program, 2) as job:
+        job.up(2).process.send_signal(signal.SIGTERM)
+        assert job.end() != 0
+        job.until(job.no_directory, 5)
+
+
+def test_killed_mpirun(tmp_path, program):
+    with under_mpirun(tmp_path, program, 2, FAKE="deaf") as job:
+        os.kill(job.up(2).process.pid, signal.SIGKILL)
+        job.gone(10)
+        job.until(job.no_directory, 5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank(tmp_path, program, rank):
+    with under_mpirun(tmp_path, program, 2, FAKE="deaf") as job:
+        os.kill(job.up(2).rank(rank), signal.SIGKILL)
+        assert job.end() == 137
+        job.until(job.no_directory, 5)
+
+
+def test_killed_front(tmp_path, program):
+    with under_mpirun(tmp_path, program, 2) as job:
+        os.kill(job.up(2).front(), signal.SIGKILL)
+        assert job.end() == 70
+
+
+def test_a_front_that_hangs_does_not_hold_mpirun_up(tmp_path, program):
+    with under_mpirun(tmp_path, program, 2, FAKE="deaf") as job:
+        job.up(2)
+        os.kill(job.front(), signal.SIGSTOP)
+        started = time.monotonic()
+        os.kill(job.rank(1), signal.SIGKILL)
+        assert job.process.wait(10) == 137
+        job.gone(10 - (time.monotonic() - started))
+
+
+@pytest.mark.parametrize(("name", "ended"), [("mpirun", True), ("mpiexec.hydra", True), ("srun", False)])
+def test_a_mpirun_that_does_not_end_after_rank_0_is_ended(tmp_path, name, ended):
+    """As when a node was cut off; what else starts ranks is left alone."""
+    program, keeper = tmp_path / name, tmp_path / "keeper.py"
+    keeper.write_text(
+        "from phalanx.launcher.job import rank_bootstrap as member\nmember.MPIRUN_PATIENCE = 0.2\n"
+        "if mpirun := member._mpirun(): member.kill_stuck_mpirun(*mpirun)\n"
+    )
+    program.write_text(
+        f"#!/bin/sh\nsleep 60 & echo $!\nsh -c 'setsid \"{sys.executable}\" {keeper}; echo done; :'\nwait"
+    )
+    program.chmod(0o755)
+    stderr = open(tmp_path / "stderr", "w")  # noqa: SIM115
+    with stderr, subprocess.Popen([str(program)], stdout=subprocess.PIPE, stderr=stderr, text=True) as job:
+        family = [job.pid, int(job.stdout.readline())]
+        try:
+            assert job.stdout.readline() == ("" if ended else "done\n")
+            assert gone(family, 2 if ended else 0.3) is ended
+            want = "phalanx: mpirun waits for a node that does not answer; it is ended 0.2 s after rank 0\n"
+            assert (tmp_path / "stderr").read_text() == (want if ended else "")
+        finally:
+            kill(family)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "code"),
+    [
+        (["--prot", "3"], "phalanx: unknown option --prot; did you mean --port?", 2),
+        (["--np", "3"], "phalanx: --np 3, but mpirun started 2 ranks: leave --np out", 2),
+        (["--restarts", "3"], "phalanx: --restarts works where phalanx starts the ranks itself", 2),
+        (["/nowhere"], "phalanx: model '/nowhere': there is no such directory", 2),
+        (["--h", "192.0.2.77"], "phalanx: --host '192.0.2.77' is no address of this machine", 2),
+    ],
+    ids=["flag", "np", "restarts", "model", "host"],
+)
+def test_errors_are_said_once(tmp_path, program, argv, message, code):
+    with under_mpirun(tmp_path, program, 2, *argv) as job:
+        assert job.end(20) == code
+        assert job.output.count("phalanx:") == 1
+        assert message in job.output
+
+
+def test_notes_are_said_once(tmp_path, program):
+    with under_mpirun(tmp_path, program, 2, "--multi-process") as job:
+        job.up(2)
+        assert job.output.count("phalanx: --multi-process has no effect: every rank is a process") == 1
+
+
+@pytest.mark.parametrize(
+    ("available", "options", "local_rank", "expected"),
+    [
+        (0, {}, 0, -1),
+        (4, {"device": "cpu"}, 0, -1),
+        (4, {}, 2, 2),
+        (4, {"devices": (3, 1)}, 1, 1),
+        (0, {"devices": (0, 1)}, 1, -1),
+    ],
+)
+def test_the_gpu_of_a_rank(monkeypatch, available, options, local_rank, expected):
+    monkeypatch.setattr(mpi_env, "gpus", lambda: available)
+    assert rank_bootstrap.device_index(Options(**options), RankPlace(0, 4, local_rank, 4, "mpirun")) == expected
+
+
+def test_a_job_whose_ranks_see_a_gpu_each(tmp_path, program):
+    """The shell does what srun --gpus-per-task=1 does."""
+    each = 'CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK exec "$@"'
+    words = [sys.executable, PHALANX, "serve", "--p", "0", "--device", "cuda", "--d", "0,1"]
+    command = [program, "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", "sh", "-c", each, "sh"]
+    with Launched([*command, *words], tmp_path, **ROOT) as job:
+        job.up(2)
+        assert sorted(job.read("gpus")) == ["rank 0 on GPU 0", "rank 1 on GPU 0"]
+        assert job.output.count("phalanx: each rank computes on the one GPU that it sees: --d 0,1 chooses nothing") == 1
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.end() == 0
+
+
+def test_one_gpu_for_the_ranks_that_phalanx_starts(tmp_path):
+    words = ["--device", "cuda", "--np", "2"]
+    with Launched([sys.executable, PHALANX, "serve", "--p", "0", *words], tmp_path, CUDA_VISIBLE_DEVICES="5") as job:
+        assert job.end(20) == 2
+        assert "has 1 GPU: there is none with index 1 (CUDA_VISIBLE_DEVICES=5, and indices count" in job.output
+
+
+@pytest.mark.parametrize(("devices", "expected"), [((), 0), ((0,), 0), ((0, 1, 2, 3), 0), ((3, 2, 1, 0), 0)])
+@pytest.mark.parametrize("local_rank", [0, 3])
+def test_ranks_that_were_given_a_gpu_each(monkeypatch, devices, expected, local_rank):
+    """As by srun --gpus-per-task=1: each sees its own alone, whatever the number of it is elsewhere."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(local_rank))
+    place = RankPlace(local_rank, 4, local_rank, 4, "srun")
+    assert rank_bootstrap.device_index(Options(devices=devices), place, own=True) == expected
+
+
+def test_ranks_that_share_what_they_see(monkeypatch):
+    """Those that phalanx starts itself have one environment: one GPU is not one for each."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    with pytest.raises(FatalError, match=r"has 1 GPU: there is none with index 1 \(CUDA_VISIBLE_DEVICES=5, and"):
+        rank_bootstrap.device_index(Options(), RankPlace(1, 2, 1, 2, "mpirun"))
+
+
+def test_a_list_for_fewer_ranks_than_were_given_a_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(FatalError, match="--d lists 2 devices, but .* has more ranks") as stop:
+        rank_bootstrap.device_index(Options(devices=(0, 1)), RankPlace(2, 4, 2, 4, "srun"), own=True)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_indices_count_the_visible_gpus(monkeypatch, own):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    place = RankPlace(0, 2, 0, 2, "mpirun")
+    assert rank_bootstrap.device_index(Options(devices=(2, 3)), place, own) == 2
+    with pytest.raises(FatalError, match=r"has 4 GPUs: there is none with index 4 \(CUDA_VISIBLE_DEVICES=4,5,6,7, and"):
+        rank_bootstrap.device_index(Options(devices=(4, 5)), place, own)
+
+
+@pytest.mark.parametrize("value", ["MIG-a,MIG-b"])
+def test_mig_devices_that_ranks_would_share(monkeypatch, value):
+    """CUDA shows a process the first one only."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    with pytest.raises(FatalError, match="has 1 GPU: .* one MIG device"):
+        rank_bootstrap.device_index(Options(), RankPlace(1, 2, 1, 2, "mpirun"))
+
+
+@pytest.mark.parametrize(
+    ("options", "local_rank", "message"),
+    [
+        ({"devices": (0, 1)}, 2, "--d lists 2 devices, but HOST has more ranks"),
+        ({"devices": (0, 1)}, 3, ""),
+        ({"devices": (7,)}, 0, "HOST has 2 GPUs: there is none with index 7"),
+        ({}, 2, "HOST has 2 GPUs: there is none with index 2"),
+    ],
+)
+def test_a_rank_without_a_gpu(monkeypatch, options, local_rank, message):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(mpi_env, "gpus", lambda: 2)
+    monkeypatch.setattr(mpi_env, "hostname", lambda: "HOST")
+    with pytest.raises(FatalError) as stop:
+        rank_bootstrap.device_index(Options(**options), RankPlace(0, 4, local_rank, 4, "mpirun"))
+    assert (str(stop.value), stop.value.code) == (message, 2)
+
+
+def test_a_front_that_does_not_start(monkeypatch):
+    monkeypatch.setattr(rank_bootstrap, "SERVER_PATIENCE", 0.05)
+    with pytest.raises(FatalError) as stop:
+        rank_bootstrap._await_socket("/nowhere/lead")
+    assert (str(stop.value), stop.value.code) == ("the front did not start within 0.05 s", 70)

@@ -1,0 +1,191 @@
+"""The port is bound first, and what stands in its way is said with the remedy."""
+
+import errno
+import os
+import socket
+import stat
+import tempfile
+
+import pytest
+from phalanx.errors import FatalError
+from phalanx.launcher.job import server_process
+from phalanx.rank.options import Options
+from phalanx.rank.server.config import SamplingDefaults
+
+
+@pytest.fixture
+def listen():
+    """front.listen whose sockets are closed again."""
+    opened = []
+
+    def bound(host, port=0):
+        opened.append(server_process.listen(host, port))
+        return opened[-1]
+
+    yield bound
+    for listener in opened:
+        listener.socket.close()
+
+
+def refusal(host, port=0):
+    with pytest.raises(FatalError) as stop:
+        server_process.listen(host, port)
+    assert stop.value.code == 2
+    return str(stop.value)
+
+
+def test_a_free_port_is_picked(listen):
+    listener = listen("127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    assert port > 1023
+    assert listener.url == f"http://127.0.0.1:{port}"
+    assert not listener.open_to_all
+
+
+def test_a_taken_port(listen):
+    port = listen("127.0.0.1").socket.getsockname()[1]
+    expected = f"port {port} on 127.0.0.1 is taken: choose another with --p, or let --p 0 pick a free one"
+    assert refusal("127.0.0.1", port) == expected
+
+
+def test_all_addresses(listen):
+    listener = listen("0.0.0.0")
+    assert listener.open_to_all
+    assert listener.url == f"http://{socket.gethostname()}:{listener.socket.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:0", "tcp://127.0.0.1:0", "localhost", "127.0.0.1"])
+def test_spellings_of_a_host(listen, host):
+    assert listen(host).socket.getsockname()[0] in ("127.0.0.1", "::1")
+
+
+def test_the_port_in_the_host_wins(listen):
+    port = listen("127.0.0.1").socket.getsockname()[1]
+    assert f"port {port} on 127.0.0.1 is taken" in refusal(f"127.0.0.1:{port}", 1)
+
+
+def test_ipv6(listen):
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    for host in ("::1", "[::1]", "[::1]:0"):
+        assert listen(host).url.startswith("http://[::1]:")
+
+
+def test_wrong_hosts():
+    assert refusal("no-such-host.invalid").startswith("--host 'no-such-host.invalid': no such host (")
+    assert refusal("192.0.2.77", 1234) == (
+        "--host '192.0.2.77' is no address of this machine; 0.0.0.0 listens on all of them"
+    )
+    assert refusal("127.0.0.1:abc") == "--host '127.0.0.1:abc': 'abc' is no port"
+
+
+def test_a_forbidden_port(monkeypatch):
+    def bind(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(server_process.socket.socket, "bind", bind)
+    assert refusal("127.0.0.1", 80) == "port 80 is not allowed to this user: choose one of 1024 or above with --p"
+
+
+def test_an_address_that_fails_in_another_way(monkeypatch):
+    def bind(*_):
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    monkeypatch.setattr(server_process.socket.socket, "bind", bind)
+    assert refusal("127.0.0.1", 80) == "cannot listen on 127.0.0.1 port 80: No buffer space available"
+
+
+def test_unix_sockets(listen, tmp_path):
+    path = tmp_path / "http"
+    first = listen(f"unix://{path}")
+    assert first.url == f"unix://{path}"
+    assert refusal(f"unix://{path}") == f"--host unix://{path}: another server listens there"
+    first.socket.close()
+    assert listen(f"unix://{path}").url == f"unix://{path}"  # the socket that a killed server left
+    assert refusal("unix:///nowhere/http") == "--host unix:///nowhere/http: No such file or directory"
+
+
+def test_a_unix_socket_is_for_this_user_and_goes_at_the_end(listen, tmp_path):
+    path = tmp_path / "http"
+    first = listen(f"unix://{path}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    server_process.unlink(first)
+    assert not path.exists()
+    second = listen(f"unix://{path}")
+    server_process.unlink(first)
+    assert path.exists(), "it is another server's now"
+    server_process.unlink(second)
+    server_process.unlink(listen("127.0.0.1"))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EAGAIN, errno.EPERM])
+def test_a_unix_socket_that_may_live_is_left_alone(listen, tmp_path, monkeypatch, number):
+    path = tmp_path / "http"
+    listen(f"unix://{path}")
+
+    def connect(*_):
+        raise OSError(number, "as another user")
+
+    monkeypatch.setattr(server_process.socket.socket, "connect", connect)
+    assert refusal(f"unix://{path}").startswith(f"--host unix://{path}: ")
+    assert path.exists()
+
+
+def test_what_is_no_socket_is_left_alone(tmp_path):
+    (tmp_path / "http").write_text("mine")
+    assert refusal(f"unix://{tmp_path}/http") == f"--host unix://{tmp_path}/http: Address already in use"
+    assert (tmp_path / "http").read_text() == "mine"
+
+
+def test_the_jobs_directory(tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime, tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: temporary)
+        directory = server_process.job_directory()
+        assert os.path.dirname(directory) == temporary, "the other is removed at logout"
+        assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
+        server_process.remove(directory)
+        assert not os.path.exists(directory)
+        monkeypatch.setattr(server_process.os, "access", lambda place, _: place == runtime)
+        directory = server_process.job_directory()
+        assert os.path.dirname(directory) == runtime
+        server_process.remove(directory)
+        monkeypatch.undo()
+        monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: "/" + "x" * 100)
+        directory = server_process.job_directory()
+        assert directory.startswith("/tmp/phalanx-")
+        server_process.remove(directory)
+    monkeypatch.setattr(server_process.os, "access", lambda *_: False)
+    with pytest.raises(FatalError, match="no directory for the job's sockets: .* cannot be written"):
+        server_process.job_directory()
+
+
+def test_the_configuration(listen):
+    options = Options(
+        model="/m", temperature=0.5, max_tokens=7, seed=3, api_key="k", strict=True, restarts=1,
+        generation_config=False, served_model_name="a,b", queue_size=3, chat_template="/t", thinking=False,
+        access_log=True, log_level="debug",
+    )  # fmt: skip
+    config = server_process.config(options, "/link", listen("127.0.0.1"), [1])
+    assert config.url.startswith("http://127.0.0.1:") and config.url.endswith("/v1")
+    assert config.sampling == SamplingDefaults(temperature=0.5, max_tokens=7, seed=3)
+    assert (config.model_dir, config.link, config.cpus, config.parent_pid) == ("/m", "/link", [1], os.getpid())
+    assert (config.api_keys, config.strict, config.restarts_expected, config.generation_config) == (
+        ["k"], True, True, "none",
+    )  # fmt: skip
+    assert (config.served_model_name, config.queue_size, config.chat_template) == ("a,b", 3, "/t")
+    assert (config.thinking, config.access_log, config.log_level) == (False, True, "debug")
+
+
+def test_names_by_which_it_may_be_called(listen):
+    options = Options(allowed_hosts=("a.example",), allowed_origins=("*",))
+    config = server_process.config(options, "/link", listen("localhost"), [])
+    assert (config.allowed_hosts, config.allowed_origins) == (["a.example", "localhost"], ["*"])
+
+
+def test_several_keys(listen):
+    assert server_process.config(Options(api_key="a\n \nb"), "/link", listen("127.0.0.1"), []).api_keys == ["a", "b"]
+    assert server_process.config(Options(), "/link", listen("127.0.0.1"), []).api_keys == []

@@ -1,0 +1,279 @@
+"""The supervisor with fake ranks: signals, exit codes, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from phalanx.launcher.job import supervisor
+from phalanx.rank.options import JOB_ENV, Options, decode_job
+
+from ...processes import table
+from ..jobs import serve
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_the_first_signal_drains(tmp_path, ranks, number):
+    with serve(tmp_path, "--np", str(ranks)) as job:
+        job.up(ranks).process.send_signal(number)
+        assert job.end() == 0
+        assert sorted(job.read("usr1")) == [str(rank) for rank in range(ranks)]
+        assert job.read("front-log")[:3] == ["connected", "usr1", "lost"]
+        again = "Ctrl-C again" if number == signal.SIGINT else "SIGTERM"
+        assert f"phalanx: draining: open requests are finished, new ones refused; {again} stops at once" in job.output
+        assert job.no_directory()
+
+
+@pytest.mark.parametrize("how", ["file", "variable"])
+def test_the_key_is_for_the_front_alone(tmp_path, how):
+    (tmp_path / "key").write_text("hush-hush\n")
+    argv = ("--api-key-file", str(tmp_path / "key")) if how == "file" else ()
+    environ = {"PHALANX_API_KEY": "hush-hush"} if how == "variable" else {}
+    with serve(tmp_path, "--np", "2", *argv, **environ) as job:
+        job.up(2)
+        environs = job.read("environs")
+        assert len(environs) == 4
+        assert not [one for one in environs if "hush-hush" in one]
+
+
+def test_a_unix_socket_goes_at_the_end(tmp_path):
+    path = tmp_path / "http"
+    with serve(tmp_path, "--h", f"unix://{path}") as job:
+        job.up(1)
+        assert path.stat().st_mode & 0o777 == 0o600
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 0
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_drain_is_asked_for_once(tmp_path, ranks):
+    with serve(tmp_path, "--np", str(ranks), FAKE="deaf") as job:
+        job.up(ranks).process.send_signal(signal.SIGTERM)
+        job.until(lambda: len(job.read("heard")) == ranks)
+        time.sleep(1.5)  # who repeats a drain does so every second (DRAIN_REPEAT)
+        assert len(job.read("heard")) == ranks
+        assert job.read("front-log").count("usr1") == 1
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 130
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_second_signal_stops(tmp_path, ranks):
+    with serve(tmp_path, "--np", str(ranks), FAKE="deaf") as job:
+        job.up(ranks).process.send_signal(signal.SIGINT)
+        job.until(lambda: "draining" in job.output and len(job.read("heard")) == ranks)
+        started = time.monotonic()
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 130
+        assert time.monotonic() - started < 5
+        assert job.no_directory()
+
+
+def test_a_signal_while_loading_ends_at_once(tmp_path):
+    with serve(tmp_path, "--np", "2", FAKE="deaf", FAKE_FRONT="loading") as job:
+        job.up(2).process.send_signal(signal.SIGTERM)
+        assert job.end() == 0
+        assert "phalanx: ending: no request was accepted yet" in job.output
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("front", ["", "loading", "hangs", "rude"])
+def test_a_proxy_has_no_say_in_it(tmp_path, front, host):
+    """Whether requests may be open is asked of the front itself, and where it does not tell, they may be."""
+    proxy = {"http_proxy": "http://127.0.0.1:1", "HTTP_PROXY": "http://127.0.0.1:1", "no_proxy": ""}
+    with serve(tmp_path, "--h", host, FAKE_FRONT=front, **proxy) as job:
+        job.up(1).process.send_signal(signal.SIGINT)
+        assert job.end() == 0
+        expected = "ending: no request was accepted yet" if front == "loading" else "draining: open requests are"
+        assert f"phalanx: {expected}" in job.output
+
+
+@pytest.mark.parametrize(
+    ("fake", "code", "why"),
+    [
+        ("exit:70@1", 70, "a rank failed"),
+        ("exit:71@0", 71, "a rank was stuck"),
+        ("exit:3@1", 3, "the model cannot be read"),
+        ("exit:4@1", 4, "not enough memory"),
+        ("exit:55@1", 1, "an error"),
+    ],
+)
+def test_exit_codes_of_ranks(tmp_path, fake, code, why):
+    with serve(tmp_path, "--np", "2", FAKE=fake) as job:
+        assert job.end() == code
+        assert f"phalanx: the job ended with exit code {code}: {why}\n" in job.output
+        assert job.no_directory()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named(tmp_path, rank):
+    with serve(tmp_path, "--np", "2") as job:
+        os.kill(job.up(2).rank(rank), signal.SIGKILL)
+        assert job.end() == 137
+        host = os.uname().nodename.partition(".")[0]
+        assert f"exit code 137: a rank or mpirun was killed (rank {rank} on {host}" in job.output
+        assert "was ended by signal 9)" in job.output
+
+
+def test_one_killed_rank_without_mpirun(tmp_path):
+    with serve(tmp_path) as job:
+        os.kill(job.up(1).rank(0), signal.SIGKILL)
+        assert job.end() == 137
+
+
+def test_killed_mpirun(tmp_path):
+    with serve(tmp_path, "--np", "2", FAKE="deaf child@1") as job:
+        job.up(2)
+        os.kill(parent_of(job.rank(0)), signal.SIGKILL)
+        assert job.end() == 137
+        assert "a rank or mpirun was killed" in job.output
+        assert job.no_directory()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_supervisor(tmp_path, ranks):
+    with serve(tmp_path, "--np", str(ranks), FAKE="deaf") as job:
+        os.kill(job.up(ranks).process.pid, signal.SIGKILL)
+        job.gone(10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_front(tmp_path, ranks):
+    with serve(tmp_path, "--np", str(ranks)) as job:
+        os.kill(job.up(ranks).front(), signal.SIGKILL)
+        assert job.end() == 70
+        assert "phalanx: the front was killed by signal 9" in job.output
+
+
+def test_killed_front_and_ranks_that_do_not_notice(tmp_path):
+    with serve(tmp_path, "--np", "2", FAKE="deaf") as job:
+        os.kill(job.up(2).front(), signal.SIGKILL)
+        assert job.end() == 70
+
+
+def test_a_front_that_cannot_read_the_model(tmp_path):
+    with serve(tmp_path, "--np", "2", FAKE="silent", FAKE_FRONT="exit:3") as job:
+        assert job.end(40) == 3
+        assert "the front does not like this model" in job.output
+
+
+def test_grandchildren_are_cleared(tmp_path):
+    with serve(tmp_path, "--np", "2", FAKE="child@1 exit:70@0") as job:
+        assert job.end() == 70
+        assert len(job.read("child")) == 1
+
+
+@pytest.mark.parametrize("argv", [("--np", "2"), ("--np", "2", "--restarts", "1"), ("--restarts", "1")])
+def test_the_shell_of_srun(tmp_path, argv):
+    """In `srun --pty bash` this process is alone in an MPI job; the ranks that are asked for are started here."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    pmix = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.1.0", "PMIX_SERVER_URI2": "x;tcp4://127.0.0.1:1"}
+    with serve(tmp_path, *argv, **step, **pmix) as job:
+        job.up(2 if "--np" in argv else 1).process.send_signal(signal.SIGTERM)
+        assert job.end() == 0
+        assert "draining" in job.output
+
+
+def test_restarts(tmp_path):
+    with serve(tmp_path, "--np", "2", "--restarts", "2", FAKE="once:exit:70@1") as job:
+        job.until(lambda: len(job.read("rank-0")) == 2 and len(job.read("up")) == 4)
+        job.until(lambda: job.read("front-log") == ["connected", "lost", "connected"])
+        assert len(job.read("front")) == 1, "the front stays"
+        assert "phalanx: starting the ranks again (1 restarts left)" in job.output
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 0
+
+
+def test_restarts_run_out(tmp_path):
+    with serve(tmp_path, "--restarts", "1", FAKE="exit:71") as job:
+        assert job.end(20) == 71
+        assert len(job.read("rank-0")) == 2
+
+
+def test_a_model_that_cannot_be_read_is_not_tried_again(tmp_path):
+    with serve(tmp_path, "--restarts", "1", FAKE="exit:3") as job:
+        assert job.end() == 3
+        assert len(job.read("rank-0")) == 1
+
+
+def test_a_taken_port(tmp_path):
+    with serve(tmp_path) as job:
+        port = job.up(1).output.partition("http://127.0.0.1:")[2].partition(";")[0]
+        (tmp_path / "second").mkdir()
+        with serve(tmp_path / "second", "--p", port) as second:
+            assert second.end() == 2
+            assert second.output == (
+                f"phalanx: port {port} on 127.0.0.1 is taken: choose another with --p, or let --p 0 pick a free one\n"
+            )
+            assert second.no_directory()
+
+
+def test_the_front_is_alone(tmp_path):
+    """A session of its own, no stdin, nothing of MPI in its environment."""
+    with serve(tmp_path, "--np", "2") as job:
+        environ = json.loads((job.up(2).place / "front-environ").read_text())
+        assert environ["session"] is True and environ["stdin"] == "/dev/null"
+        assert not [name for name in environ if name.startswith(("OMPI_", "PMIX_", "PRTE_", "PHALANX_"))]
+        assert "the front is up" in job.output and "rank 1 of 2 is up" in job.output
+
+
+def test_two_ranks_share_the_cores(tmp_path):
+    with serve(tmp_path, "--np", "2") as job:
+        job.up(2)
+        shares = [json.loads(job.read(f"cpus-{rank}")[0].partition("]")[0] + "]") for rank in (0, 1)]
+        if len(os.sched_getaffinity(0)) > 1:
+            assert not set(shares[0]) & set(shares[1])
+        assert set(shares[0]) | set(shares[1]) == os.sched_getaffinity(0)
+
+
+def test_open_to_all_without_a_key(tmp_path):
+    with serve(tmp_path, "--h", "0.0.0.0") as job:
+        job.up(1)
+        assert "phalanx: listening to other machines without a key: --api-key-file FILE lets only" in job.output
+
+
+def test_exit_code():
+    codes = {0: 0, 2: 2, 70: 70, 130: 130, 137: 137, -9: 137, -15: 137, 139: 137, 138: 137, 5: 1, 213: 137}
+    assert {code: supervisor.exit_code(code) for code in codes} == codes
+    assert supervisor.exit_code(9, mpich=True) == 137
+    assert supervisor.exit_code(71, mpich=True) == 71
+
+
+def parent_of(pid: int) -> int:
+    return table()[pid].parent
+
+
+BOTH_ENDS = """
+import os, subprocess, sys, time
+from phalanx.launcher.job import supervisor as supervise
+code = "import os, sys, time; time.sleep({}); {}"
+front, ranks = sys.argv[1:]
+front = subprocess.Popen([sys.executable, "-c", code.format(front, "sys.exit(70)")], stdout=subprocess.PIPE)
+ranks = [sys.executable, "-c", code.format(ranks, "os.kill(os.getpid(), 9)")]
+job = supervise.Supervisor(supervise.LaunchSpec(ranks, dict(os.environ), False), front)
+select = job._selector.select
+job._selector.select = lambda timeout=None: time.sleep(0.5) or select(timeout)
+sys.exit(job.run())
+"""
+
+
+@pytest.mark.parametrize("seconds", [("0", "0.2"), ("0.2", "0")], ids=["front-first", "ranks-first"])
+def test_both_ends_seen_at_once(seconds):
+    """The ranks' code counts."""
+    done = subprocess.run([sys.executable, "-c", BOTH_ENDS, *seconds], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 137, done.stderr
+    assert done.stderr == "phalanx: the job ended with exit code 137: a rank or mpirun was killed\n"
+
+
+def test_ranks_know_the_terminals_width():
+    """For rank 0's bar; where stderr is no terminal there is none."""
+    for columns in (0, 80):
+        start = supervisor.launch_spec(Options(ranks=1), "link", columns)
+        assert decode_job(start.environ[JOB_ENV]).columns == columns

@@ -1,0 +1,82 @@
+"""What tests may leave behind: processes, temporary files, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .processes import SHARED, kill, remove, table
+from .ranks import MEMORY
+
+MARK = "TESTS_OF_PHALANX"  # in the environment of all that tests start, however it is detached
+KERNELS = f"phalanx-kernels-{os.getuid()}"
+CACHES = (KERNELS, "torchinductor_")
+
+
+def marked(word: str) -> dict[int, str]:
+    """The processes that have this word as MARK, with their command lines; this process left out."""
+    wanted, found = f"{MARK}={word}".encode(), {}
+    for pid, process in table().items():
+        with contextlib.suppress(OSError):
+            if pid != os.getpid() and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found[pid] = process.line
+    return found
+
+
+class Leftovers:
+    """What has come since this was made: files, and processes with `word` as their MARK."""
+
+    def __init__(self, word: str):
+        self._word, self._before = word, self._all()
+
+    def _all(self) -> set[Path]:
+        places = (Path(os.environ["TMPDIR"]), Path(os.environ[MEMORY]))
+        return {path for place in places for path in place.iterdir() if not path.name.startswith(CACHES)}
+
+    def seen(self) -> list[str]:
+        return [*marked(self._word).values(), *sorted(map(str, self._all() - self._before))]
+
+    def clear(self) -> None:
+        """So that nobody else is blamed for them."""
+        kill(marked(self._word))
+        for path in self._all() - self._before:
+            remove(path)
+
+
+def hand_on_kernels(source: Path, target: Path) -> None:
+    """Spare those who have `target` as TMPDIR the ten seconds and more in which kernels are compiled."""
+
+    def link(one: str, other: str) -> None:
+        os.link(one, part := f"{other}.{os.getpid()}")
+        os.replace(part, other)
+        Path(part).unlink(missing_ok=True)  # it stays where both are the same file
+
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copytree(source / KERNELS, target / KERNELS, copy_function=link, dirs_exist_ok=True)
+
+
+@contextlib.contextmanager
+def own_tmpdir() -> Iterator[None]:
+    """A TMPDIR for all that is started, and a place for Open MPI's shared memory: what others do in the usual ones is
+    not mistaken for what tests do.
+    """
+    usual = Path(tempfile.gettempdir())
+    place = Path(tempfile.mkdtemp(prefix="t-"))  # short, as unix sockets' paths have to be
+    memory = Path(tempfile.mkdtemp(prefix="t-", dir=SHARED))
+    hand_on_kernels(usual, place)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", str(place))
+            patch.setattr(tempfile, "tempdir", str(place))
+            patch.setenv(MEMORY, str(memory))
+            yield
+        hand_on_kernels(place, usual)
+    finally:
+        shutil.rmtree(place)
+        shutil.rmtree(memory)

@@ -1,0 +1,224 @@
+"""The residual stream: whoever reads it or a norm of it gets the same, whichever kernels that is fused into."""
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
+from phalanx.rank.model.formats import dense
+from phalanx.rank.model.layers import residual
+from phalanx.rank.model.layers.linear import ColumnParallel, GatedColumnParallel, Linear, RowParallel
+from phalanx.rank.model.layers.norm import AddRMSNorm
+from phalanx.rank.model.layers.residual import ResidualStream
+from phalanx.rank.model.layers.shard import whole
+from phalanx.rank.model.weights.filler import Filler
+from phalanx.rank.model.weights.slicing import ShardedModule, Source, slices
+
+ROWS, HIDDEN, INNER = 5, 32, 48
+
+
+def filled(layer):
+    """Random weights that do not depend on the rank."""
+    if isinstance(layer, Linear):
+        layer.build([Source("x")] * len(layer.outputs), dense)
+    filler = Filler([m for m in layer.modules() if isinstance(m, ShardedModule)], torch.device("cpu"), torch.float32)
+    for module in list(layer.modules()):
+        if isinstance(module, ShardedModule):
+            module.sources = module.sources or (Source("x"),) * len(module.outputs)
+            for part in slices(module):
+                generator = torch.Generator().manual_seed(len(part.shape) + part.starts[0])
+                whole_tensor = torch.randn(part.shape, generator=generator) / 4
+                cut = tuple(slice(start, stop) for start, stop in part.ranges)
+                filler.target(part).copy_(whole_tensor[cut])
+    filler.close()
+    return layer
+
+
+def world(function, size=1):
+    """function(grid) of each rank of a tensor group; what rank 0 returns, which has to be all ranks'."""
+
+    def one(comm):
+        torch.set_grad_enabled(False)
+        return function(mesh.build(comm, size, 1))
+
+    found = threads.run(one, size)
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            torch.testing.assert_close(x, y)
+    return found[0]
+
+
+def parts(grid):
+    down = filled(RowParallel(INNER, HIDDEN, grid))
+    norm = filled(AddRMSNorm(HIDDEN, 1e-5))
+    generator = torch.Generator().manual_seed(7)
+    value, x = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(ROWS, INNER, generator=generator)
+    return down, norm, value, x[:, down.inputs.start : down.inputs.stop].contiguous()
+
+
+def plain():
+    """What all of these tests' streams hold and norm."""
+    grid = mesh.build(threads_of_one(), 1, 1)
+    down, norm, value, x = parts(grid)
+    total = value + x @ down.matrix.T
+    return total, rms_norm(total, norm.weight, norm.eps)
+
+
+def threads_of_one():
+    found = []
+    threads.run(lambda comm: found.append(comm) or 0, 1)
+    return found[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("read_first", [False, True])
+def test_a_norm_adds_what_is_pending_once(size, read_first):
+    def rank(grid):
+        down, norm, value, x = parts(grid)
+        stream = ResidualStream(value)
+        stream.add(down(x))
+        normed = norm(stream)
+        if read_first:
+            stream.read()
+        first = normed.tensor().clone()
+        return first, normed.tensor(), norm(stream).tensor(), stream.read()
+
+    total, want = plain()
+    first, again, other, value = world(rank, size)
+    for got in (first, again, other):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(value, total, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_whole_tensor_is_not_summed_over_the_ranks(size):
+    """A post-norm's output is equal on all ranks: only a Partial goes through the all-reduce."""
+
+    def rank(grid):
+        down, norm, value, x = parts(grid)
+        stream = ResidualStream(value)
+        stream.add(rms_norm(down(x).sum(), norm.weight, norm.eps))
+        normed = norm(stream)
+        normed.begin()
+        return normed.tensor(), stream.read()
+
+    grid = mesh.build(threads_of_one(), 1, 1)
+    down, norm, value, x = parts(grid)
+    total = value + rms_norm(x @ down.matrix.T, norm.weight, norm.eps)
+    got, stream = world(rank, size)
+    torch.testing.assert_close(stream, total, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got, rms_norm(total, norm.weight, norm.eps), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_partials_of_one_norm_are_one_sum(size):
+    """Parallel attention and feed-forward."""
+
+    def rank(grid):
+        down, norm, value, x = parts(grid)
+        calls = []
+        group = grid.tensor
+        real = group.all_reduce
+        group.all_reduce = lambda y: calls.append(y.shape) or real(y)
+        stream = ResidualStream(value)
+        stream.add(down(x) + down(2 * x))
+        got = stream.read()
+        assert len(calls) == 1
+        return (got,)
+
+    grid = mesh.build(threads_of_one(), 1, 1)
+    down, _, value, x = parts(grid)
+    (got,) = world(rank, size)
+    torch.testing.assert_close(got, value + 3 * x @ down.matrix.T, atol=1e-5, rtol=1e-4)
+
+
+def test_two_adds_without_a_norm_between():
+    def rank(grid):
+        down, _, value, x = parts(grid)
+        stream = ResidualStream(value)
+        stream.add(down(x))
+        stream.add(down(x))
+        return (stream.read(),)
+
+    grid = mesh.build(threads_of_one(), 1, 1)
+    down, _, value, x = parts(grid)
+    torch.testing.assert_close(world(rank, 2)[0], value + 2 * x @ down.matrix.T, atol=1e-5, rtol=1e-4)
+
+
+def test_a_row_parallel_bias_is_added_once():
+    def rank(grid):
+        *_, x = parts(grid)
+        down = filled(RowParallel(INNER, HIDDEN, grid, bias=True))
+        assert down.matrix is not None or grid.tensor.rank == 0
+        return (down(x).sum(),)
+
+    torch.testing.assert_close(world(rank, 3)[0], world(rank, 1)[0], atol=1e-5, rtol=1e-4)
+    biased, plain = world(rank, 1)[0], world(lambda grid: (parts(grid)[0](parts(grid)[3]).sum(),), 1)[0]
+    torch.testing.assert_close(biased - plain, (biased - plain)[:1].expand(ROWS, -1), atol=1e-5, rtol=1e-4)
+    assert (biased - plain).abs().max() > 0.1
+
+
+def test_a_lone_ranks_gemm_adds_itself_to_the_stream(monkeypatch):
+    """Where that is faster; nothing is pending then, and the next norm adds nothing."""
+    monkeypatch.setattr(residual, "accumulates", lambda *_: True)
+
+    def rank(grid):
+        down, norm, value, x = parts(grid)
+        stream = ResidualStream(value)
+        stream.add(down(x))
+        assert (stream.pending is None) is (grid.tensor.size == 1)
+        return norm(stream).tensor(), stream.read()
+
+    total, want = plain()
+    for size in (1, 2):
+        got, value = world(rank, size)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(value, total, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gated", ["", "silu"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_first_linear_may_norm_its_rows_itself(monkeypatch, gated, size):
+    """One kernel adds, norms and multiplies for a lone rank; a second reader finds the stream added up."""
+    fused = []
+
+    def normed_linear(x, stream, weight, eps, matrix, gated):
+        normed, total = add_rms_norm(x.clone(), stream.clone(), weight, eps)
+        fused.append(gated)
+        y = normed @ matrix.T
+        return (torch.nn.functional.silu(y[:, :INNER]) * y[:, INNER:] if gated else y), total
+
+    monkeypatch.setattr(residual.skinny, "supports_norm", lambda *_: True)
+    monkeypatch.setattr(residual.skinny, "normed_linear", normed_linear)
+
+    def rank(grid):
+        down, norm, value, x = parts(grid)
+        make = GatedColumnParallel(HIDDEN, INNER, mesh.build(grid.world.split(grid.world.rank, 0), 1, 1))
+        linear = filled(make if gated else ColumnParallel(whole(HIDDEN), (whole(INNER),), False))
+        stream = ResidualStream(value)
+        stream.add(down(x))
+        normed = norm(stream)
+        first = linear(normed)
+        return first, linear(normed), linear(normed.tensor()), stream.read()
+
+    total, want = plain()
+    first, again, third, value = world(rank, size)
+    assert fused == ([gated] if size == 1 else [])
+    torch.testing.assert_close(first, again, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(first, third, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(value, total, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_that_are_kept_are_those_of_the_stream_and_of_the_norm():
+    def rank(grid):
+        down, norm, value, x = parts(grid)
+        stream = ResidualStream(value)
+        stream.add(down(x))
+        normed = norm(stream)
+        normed.tensor()
+        normed.keep(torch.tensor([3, 1]))
+        return normed.tensor(), stream.read()
+
+    total, want = plain()
+    got, value = world(rank, 2)
+    torch.testing.assert_close(got, want[[3, 1]], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(value, total[[3, 1]], atol=1e-5, rtol=1e-4)

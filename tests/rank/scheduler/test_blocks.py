@@ -1,0 +1,141 @@
+import pytest
+from phalanx.rank.scheduler.blocks import SLICE, Blocks, chain, root
+
+
+def hashes(count, salt=""):
+    found = [root(salt)]
+    for i in range(count):
+        found.append(chain(found[-1], [i]))
+    return found[1:]
+
+
+def test_blank_blocks_are_taken_before_cached_ones():
+    blocks = Blocks(4, 1)
+    first = blocks.take(2)
+    for block, digest in zip(first, hashes(2), strict=True):
+        blocks.publish(block, digest)
+    blocks.release(first)
+    assert (blocks.free, blocks.cached) == (4, 2)
+    assert not set(blocks.take(2)) & set(first)
+    assert blocks.match(hashes(2)) == first
+
+
+def test_the_least_recently_used_goes_first_and_a_sequences_end_before_its_beginning():
+    blocks = Blocks(4, 1)
+    a, b = hashes(2, "a"), hashes(2, "b")
+    for digests in (a, b):
+        mine = blocks.take(2)
+        for block, digest in zip(mine, digests, strict=True):
+            blocks.publish(block, digest)
+        blocks.release(mine)
+    blocks.hold(blocks.match(a))  # a is used again, after b
+    blocks.release(blocks.match(a))
+    blocks.take(1)
+    assert [len(blocks.match(x)) for x in (a, b)] == [2, 1]
+    blocks.take(1)
+    assert [len(blocks.match(x)) for x in (a, b)] == [2, 0]
+
+
+def test_a_shared_block_is_free_when_its_last_holder_leaves():
+    blocks = Blocks(2, 1)
+    mine = blocks.take(1)
+    blocks.publish(mine[0], hashes(1)[0])
+    assert blocks.unheld(mine) == 0
+    blocks.hold(mine)
+    blocks.release(mine)
+    assert blocks.used == 1
+    blocks.release(mine)
+    assert blocks.used == 0 and blocks.unheld(mine) == 1
+
+
+def test_of_two_equal_blocks_the_first_stays_known():
+    blocks = Blocks(2, 1)
+    one, two = blocks.take(2)
+    digest = hashes(1)[0]
+    blocks.publish(one, digest)
+    blocks.publish(two, digest)
+    assert blocks.match([digest]) == [one]
+    blocks.release([one, two])
+    assert blocks.cached == 1
+    blocks.check([])
+
+
+def test_taking_more_than_is_free_takes_nothing():
+    blocks = Blocks(2, 1)
+    with pytest.raises(ValueError, match="3 blocks wanted, 2 are free"):
+        blocks.take(3)
+    assert blocks.free == 2
+
+
+def cached():
+    """A pool of four: two blocks are cached, two are blank, and nobody holds one."""
+    blocks = Blocks(4, 1)
+    mine = blocks.take(2)
+    for block, digest in zip(mine, hashes(2), strict=True):
+        blocks.publish(block, digest)
+    blocks.release(mine)
+    blocks.check([])
+    blocks.check_empty()
+    return blocks, mine
+
+
+def test_the_check_finds_a_leak_and_a_double_release():
+    blocks = Blocks(2, 1)
+    mine = blocks.take(1)
+    blocks.check([mine])
+    with pytest.raises(RuntimeError, match=r"block accounting is broken: holders of blocks \[0\]"):
+        blocks.check([])
+    with pytest.raises(RuntimeError, match="block accounting is broken: 1 of 2 blocks are free"):
+        blocks.check_empty()
+    blocks.release(mine)
+    blocks._blank.append(mine[0])
+    for check in (lambda: blocks.check([]), blocks.check_empty):
+        with pytest.raises(RuntimeError, match="free"):
+            check()
+
+
+def swap(blocks, mine):
+    """A blank block is listed twice, another one is lost: all counts are right."""
+    blocks._blank[0] = blocks._blank[1]
+
+
+def both(blocks, mine):
+    blocks._blank[0] = mine[0]
+
+
+def unknown(blocks, mine):
+    """Cached, but its content cannot be found any more."""
+    blocks._by_hash[b"other"] = blocks._by_hash.pop(blocks._hash_of[mine[0]])
+
+
+def confused(blocks, mine):
+    digests = [blocks._hash_of[block] for block in mine]
+    blocks._by_hash = dict(zip(digests, reversed(mine), strict=True))
+
+
+def nameless(blocks, mine):
+    del blocks._by_hash[blocks._hash_of[mine[0]]]
+    blocks._hash_of[mine[0]] = None
+
+
+def held(blocks, mine):
+    """Free, but with a holder: it would never become free again."""
+    blocks._references[mine[0]] = 1
+
+
+@pytest.mark.parametrize("fault", [swap, both, unknown, confused, nameless, held])
+def test_the_check_finds_what_has_gone_astray(fault):
+    blocks, mine = cached()
+    fault(blocks, mine)
+    with pytest.raises(RuntimeError, match="block accounting is broken"):
+        blocks.check([])
+
+
+def test_the_check_comes_in_slices():
+    blocks = Blocks(10 * SLICE, 1)
+    assert len(list(blocks.audit([]))) == 20, "the blank ones, and then all"
+
+
+def test_a_chain_depends_on_everything_before_it():
+    assert chain(root(""), [1, 2]) != chain(root("s"), [1, 2])
+    assert chain(chain(root(""), [1]), [2]) != chain(chain(root(""), [0]), [2])

@@ -1,0 +1,135 @@
+"""The loop itself: what it does when nothing runs, and with several replicas."""
+
+import itertools
+
+import pytest
+from phalanx.rank import protocol
+from phalanx.rank.scheduler import loop
+from phalanx.rank.scheduler.blocks import SLICE
+from phalanx.rank.scheduler.loop import StepLoop
+
+from .toy import Engine, alone, request
+
+
+class Link:
+    """The front's end as a script: what each look brings, and what was said."""
+
+    signalled = False
+
+    def __init__(self, *script):
+        self.script = list(script)
+        self.said = []
+        self.waits = []
+
+    def receive(self, seconds):
+        self.waits.append(seconds)
+        if seconds is None and not self.script:
+            raise EOFError  # it would wait for ever
+        return self.script.pop(0) if self.script else []
+
+    def send(self, message):
+        self.said.append(message)
+
+    def tokens(self, name):
+        deltas = [delta for one in self.said if isinstance(one, protocol.Deltas) for delta in one.deltas]
+        return [token for delta in deltas if delta.id == name for token in delta.tokens]
+
+
+def test_a_leak_is_found_when_the_last_sequence_has_ended():
+    engine = Engine()
+    link = Link([request("a", [1, 2, 3], 5)])
+    leak = engine.scheduler.blocks.take(1)
+    with pytest.raises(RuntimeError, match="block accounting is broken"):
+        StepLoop([engine.replica], link).run()
+    assert leak and link.tokens("a") == alone([1, 2, 3], 5)
+    assert set(link.waits[1:]) == {0.0}, "before it waits for anything"
+
+
+def test_what_no_count_shows_is_found_when_nobody_asks_anything():
+    engine = Engine()
+    link = Link([request("a", [1, 2, 3], 5)])
+    engine.scheduler.blocks._blank[0] = engine.scheduler.blocks._blank[1]  # of 32: not taken by the request
+    with pytest.raises(RuntimeError, match="block accounting is broken"):
+        StepLoop([engine.replica], link).run()
+    assert link.tokens("a") == alone([1, 2, 3], 5) and loop.AUDIT_AFTER in link.waits
+
+
+class Looks(list):
+    """A list that counts how many of its items are looked at."""
+
+    count = 0
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        self.count += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+class CountingLink(Link):
+    """Notes how many of the pool's blocks have been looked at whenever the front is listened to."""
+
+    def __init__(self, blocks, *script):
+        super().__init__(*script)
+        self.blocks = blocks
+        self.looks = []
+
+    def receive(self, seconds):
+        self.looks.append(self.blocks._hash_of.count)
+        return super().receive(seconds)
+
+
+def test_the_next_request_does_not_wait_for_a_look_at_all_blocks():
+    """Nothing that depends on the pool's size is done when the last sequence ends; later a slice at a time."""
+    engine = Engine(blocks=20 * SLICE, max_num_seqs=2)
+    blocks = engine.scheduler.blocks
+    blocks._hash_of = Looks(blocks._hash_of)
+    link = CountingLink(blocks, [request("a", [1, 2, 3], 5)])
+    with pytest.raises(EOFError):
+        StepLoop([engine.replica], link).run()
+    paused = link.waits.index(loop.AUDIT_AFTER)
+    assert link.looks[paused] < 100, "the request's own"
+    slices = [after - before for before, after in itertools.pairwise(link.looks[paused:])]
+    assert max(slices) <= SLICE and sum(slices) >= blocks.count, "all are looked at, but not at once"
+    assert link.waits[-1] is None and link.waits[paused + 1 : -1] == [0.0] * (len(slices) - 1)
+
+
+def test_a_request_interrupts_the_look_at_all_blocks():
+    engine = Engine(blocks=100 * SLICE, max_num_seqs=2)
+    blocks = engine.scheduler.blocks
+    blocks._hash_of = Looks(blocks._hash_of)
+    link = CountingLink(
+        blocks, [request("a", [1, 2, 3], 5)], *[[]] * 150, [request("b", [1, 2, 4], 5)], [protocol.Drain()]
+    )
+    assert StepLoop([engine.replica], link).run() == 0
+    assert link.tokens("b") == alone([1, 2, 4], 5)
+    assert SLICE < blocks._hash_of.count < 90 * SLICE, "in the middle of it, and it was not carried to its end first"
+
+
+def test_it_waits_for_requests_and_drains():
+    engine = Engine()
+    link = Link([request("a", [1, 2, 3], 5)])
+    with pytest.raises(EOFError):
+        StepLoop([engine.replica], link).run()
+    assert link.said[-1].stats.running == 0, "the figures of an idle engine"
+    drain = Link([request("b", [1, 2, 4], 5)], [protocol.Drain(7)])
+    assert StepLoop([engine.replica], drain).run() == 7
+    assert drain.tokens("b") == alone([1, 2, 4], 5)
+    assert engine.ranks.plans[-1].stop == 7
+
+
+def test_replicas_go_on_side_by_side_and_figures_are_added_up():
+    engines = [Engine(), Engine()]
+    link = Link([request(str(i), [i, 1], 8) for i in range(4)], [protocol.Abort(["3"])], [protocol.Drain()])
+    assert StepLoop([engine.replica for engine in engines], link).run() == 0
+    assert all(link.tokens(str(i)) == alone([i, 1], 8) for i in range(3))
+    assert all(engine.ranks.plans[-1].stop == 0 and len(engine.ranks.plans) > 5 for engine in engines)
+    figures = StepLoop([engine.replica for engine in engines], link)._stats()
+    assert figures.steps == sum(engine.scheduler.counters.steps for engine in engines)
+    assert (figures.aborted, figures.blocks_total) == (1, 64)
+
+
+def test_a_request_that_may_become_too_long_is_answered():
+    link = Link([request("a", range(90), 20)], [protocol.Drain()])
+    assert StepLoop([Engine().replica], link).run() == 0
+    (delta,) = (delta for one in link.said if isinstance(one, protocol.Deltas) for delta in one.deltas)
+    assert (delta.finish, delta.status) == ("error", 400) and "at most 100 fit" in delta.error

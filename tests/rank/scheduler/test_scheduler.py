@@ -1,0 +1,267 @@
+import random
+
+import pytest
+from phalanx.rank import protocol
+
+from .toy import Engine, alone, request
+
+
+def test_one_sequence_gets_its_tokens_and_ends_by_length():
+    engine = Engine()
+    engine.scheduler.add(request("a", [1, 2, 3], 10))
+    engine.run()
+    assert engine.tokens["a"] == alone([1, 2, 3], 10)
+    assert engine.finish == {"a": "length"}
+    assert engine.scheduler.blocks.used == 0
+
+
+def test_a_stop_token_ends_it_and_is_not_shown():
+    want = alone([1, 2, 3], 30)
+    stop = want[7]
+    assert stop not in want[:7]
+    engine = Engine()
+    engine.scheduler.add(request("a", [1, 2, 3], 30, stop_token_ids=(stop,)))
+    engine.run()
+    assert engine.tokens["a"] == want[:7]
+    assert engine.finish == {"a": "stop"}
+
+
+def test_min_tokens_lets_an_early_stop_token_pass():
+    want = alone([1, 2, 3], 30)
+    engine = Engine()
+    engine.scheduler.add(request("a", [1, 2, 3], 12, stop_token_ids=(want[2],), min_tokens=5))
+    engine.run()
+    assert engine.tokens["a"][:3] == want[:3]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_does_not_stall_a_running_sequence():
+    engine = Engine(blocks=64, budget=8)
+    engine.scheduler.add(request("short", [1, 2], 20))
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.add(request("long", range(40), 4))
+    before = len(engine.ranks.plans)
+    engine.run()
+    assert engine.tokens == {"short": alone([1, 2], 20), "long": alone(range(40), 4)}
+    chunked = [p for p in engine.ranks.plans[before:] if p.counts]
+    assert len(chunked) >= 5
+    assert all(len(p.rows) // 2 == 2 for p in chunked[1:]), "the short one decodes beside every chunk"
+
+
+def test_equal_beginnings_are_computed_once():
+    engine = Engine(blocks=64)
+    prompt = list(range(30))
+    engine.scheduler.add(request("a", [*prompt, 1], 5))
+    engine.run()
+    engine.scheduler.add(request("b", [*prompt, 2], 5))
+    engine.run()
+    assert engine.cached == {"a": 0, "b": 28}
+    assert engine.tokens["b"] == alone([*prompt, 2], 5)
+
+
+def test_generated_tokens_are_found_again_as_a_prompt():
+    engine = Engine(blocks=64)
+    engine.scheduler.add(request("a", range(6), 20))
+    engine.run()
+    grown = [*range(6), *engine.tokens["a"]]
+    engine.scheduler.add(request("b", grown, 3))
+    engine.run()
+    assert engine.cached["b"] >= 20
+    assert engine.tokens["b"] == alone(grown, 3)
+
+
+def test_sequences_admitted_together_share_what_one_of_them_computes_in_the_same_step():
+    engine = Engine(blocks=64, budget=100)
+    prompt = list(range(20))
+    for name in "ab":
+        engine.scheduler.add(request(name, prompt, 5))
+    engine.run()
+    assert engine.cached == {"a": 0, "b": 16}
+    assert engine.tokens["a"] == engine.tokens["b"] == alone(prompt, 5)
+
+
+def test_a_salt_keeps_equal_prompts_apart():
+    engine = Engine(blocks=64)
+    for name in "ab":
+        engine.scheduler.add(request(name, range(30), 3, salt=name))
+        engine.run()
+    assert engine.cached == {"a": 0, "b": 0}
+
+
+def test_without_prefix_cache_nothing_is_shared():
+    engine = Engine(blocks=64, prefix_cache=False)
+    for name in "ab":
+        engine.scheduler.add(request(name, range(30), 3))
+        engine.run()
+    assert engine.cached == {"a": 0, "b": 0}
+    assert engine.scheduler.blocks.cached == 0
+
+
+def test_running_out_of_blocks_preempts_the_latest_and_changes_no_token():
+    engine = Engine(blocks=12, max_model_len=48)
+    for i in range(3):
+        engine.scheduler.add(request(str(i), [i, i + 1, i + 2], 30))
+    engine.run()
+    assert engine.scheduler.counters.preemptions > 0
+    assert engine.tokens == {str(i): alone([i, i + 1, i + 2], 30) for i in range(3)}
+
+
+def test_the_lower_priority_number_goes_first():
+    engine = Engine(max_num_seqs=1)
+    for name, priority in (("late", 5), ("soon", -1), ("middle", 0)):
+        engine.scheduler.add(request(name, [1], 2, priority=priority))
+    engine.run()
+    assert list(engine.finish) == ["soon", "middle", "late"]
+
+
+def test_an_aborted_sequence_frees_its_blocks_at_once_whatever_is_in_flight():
+    engine = Engine()
+    for name in "abc":
+        engine.scheduler.add(request(name, range(10), 50))
+    engine.step(), engine.step()
+    engine.scheduler.abort(["a", "unknown", "c"])
+    engine.scheduler.check()
+    engine.scheduler.abort(["a"])
+    engine.run()
+    assert engine.finish == {"b": "length"}
+    assert engine.scheduler.blocks.used == 0
+    assert engine.scheduler.counters.aborted == 2
+
+
+def test_an_abort_while_waiting():
+    engine = Engine(max_num_seqs=1)
+    engine.scheduler.add(request("a", [1], 5))
+    engine.scheduler.add(request("b", [1], 5))
+    engine.step()
+    engine.scheduler.abort(["b"])
+    engine.run()
+    assert engine.finish == {"a": "length"}
+
+
+def test_what_can_become_too_long_is_refused():
+    engine = Engine(max_model_len=20)
+    with pytest.raises(ValueError, match="up to 21 tokens, at most 20 fit"):
+        engine.scheduler.add(request("a", range(11), 10))
+    engine.scheduler.add(request("a", range(10), 10))
+    engine.run()
+    assert len(engine.tokens["a"]) == 10
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_load_gives_each_sequence_the_tokens_it_has_alone(seed):
+    """Random pools, budgets, lengths, shared beginnings, stops, priorities and aborts; accounts checked every step."""
+    r = random.Random(seed)
+    size = r.choice([1, 2, 4, 16])
+    longest = r.randint(20, 100)
+    seats = r.randint(1, 8)
+    engine = Engine(
+        blocks=-(-longest // size) + r.randint(0, 20),
+        block_size=size,
+        max_num_seqs=seats,
+        budget=r.randint(1, 40),
+        prefix_cache=r.random() < 0.8,
+        max_model_len=longest,
+        stages=r.choice([1, 1, 2, 3]),
+    )
+    stems = [[r.randrange(50) for _ in range(r.randint(1, longest // 2))] for _ in range(3)]
+    want, aborted = {}, set()
+    for i in range(r.randint(5, 25)):
+        prompt = r.choice(stems) + [r.randrange(50) for _ in range(r.randint(0, 5))]
+        prompt = prompt[: longest - 2]
+        count = r.randint(1, longest - len(prompt))
+        stop = tuple(r.sample(range(50), 2)) if r.random() < 0.5 else ()
+        engine.scheduler.add(request(str(i), prompt, count, priority=r.choice([0, 0, 1]), stop_token_ids=stop))
+        want[str(i)] = (alone(prompt, count, stop), stop)
+        for _ in range(r.randint(0, 6)):
+            engine.step()
+        if r.random() < 0.1:
+            victim = str(r.randint(0, i))
+            if victim not in engine.finish:
+                aborted.add(victim)
+            engine.scheduler.abort([victim])
+    engine.run()
+    for name, (tokens, stop) in want.items():
+        if name in aborted:
+            assert engine.tokens.get(name, []) == tokens[: len(engine.tokens.get(name, []))]
+        else:
+            ended = tokens[-1] in stop
+            assert engine.tokens.get(name, []) == (tokens[:-1] if ended else tokens)
+            assert engine.finish[name] == ("stop" if ended else "length")
+    assert engine.scheduler.blocks.used == 0
+
+
+def test_the_wire_256_decoding_sequences_that_cross_a_block_border_together_fit_in_4_kb():
+    engine = Engine(blocks=256 * 10, block_size=16, max_num_seqs=256, budget=100_000, max_model_len=160)
+    for i in range(256):
+        engine.scheduler.add(request(str(i), [i % 50] * 16, 100))
+    engine.step()
+    sizes, crossings = [], 0
+    while len(sizes) < 64:
+        planned = len(engine.ranks.plans)
+        engine.step()
+        for plan in engine.ranks.plans[planned:]:
+            assert len(plan.rows) == 512 and not plan.counts and not plan.new
+            sizes.append(len(protocol.encode_plan(plan)))
+            crossings += len(plan.block_ids) == 1024
+    assert crossings >= 3
+    assert max(sizes) <= 4096, max(sizes)
+    assert max(sizes) <= 4000 - 4, "it goes in one eager message"
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pipeline_stages_compute_different_sequences_as_many_each(stages):
+    engine = Engine(blocks=400, max_num_seqs=24, budget=1000, stages=stages)
+    for i in range(20):
+        engine.scheduler.add(request(str(i), [i, 1, 2], 60))
+    for _ in range(30):
+        engine.step()
+    planned = engine.ranks.plans[-12:]
+    rows = [set(protocol.unpack_u16(plan.rows)) for plan in planned]
+    for i in range(len(rows) - stages + 1):
+        assert len(set.union(*rows[i : i + stages])) == sum(map(len, rows[i : i + stages])) == 20
+        assert max(map(len, rows[i : i + stages])) == -(-20 // stages)
+    engine.run()
+    assert all(engine.tokens[str(i)] == alone([i, 1, 2], 60) for i in range(20))
+
+
+def test_one_sequence_does_not_wait_for_its_turn():
+    """With nothing else to do it is planned ahead as on one stage, but not so far that its end wastes more rows."""
+    engine = Engine(stages=4)
+    engine.scheduler.add(request("a", [1, 2, 3], 30))
+    while not engine.tokens.get("a"):
+        engine.step()
+    assert len(engine.ranks.plans) == 2
+    engine.run()
+    assert engine.tokens["a"] == alone([1, 2, 3], 30)
+    assert len(engine.ranks.plans) == 30
+
+
+def test_a_prompt_goes_through_the_stages_without_gaps():
+    engine = Engine(blocks=64, budget=8, stages=2, max_model_len=200)
+    engine.scheduler.add(request("a", range(40), 5))
+    engine.scheduler.add(request("b", range(40, 44), 5))
+    engine.run()
+    counts = [protocol.unpack_u32(plan.counts).tolist() for plan in engine.ranks.plans[:5]]
+    assert [sum(c) for c in counts] == [8] * 5
+    assert engine.tokens == {"a": alone(range(40), 5), "b": alone(range(40, 44), 5)}
+
+
+def test_a_budget_below_the_number_of_sequences_stalls_none_of_them():
+    engine = Engine(blocks=100, max_num_seqs=20, budget=4)
+    for i in range(12):
+        engine.scheduler.add(request(str(i), [i, 1, 2], 30))
+    engine.run()
+    assert all(engine.tokens[str(i)] == alone([i, 1, 2], 30) for i in range(12))
+    assert len(engine.ranks.plans) < 60, "all of them decode in each step"
+
+
+def test_a_step_of_single_tokens_reads_no_block_that_it_fills():
+    engine = Engine(blocks=64, budget=3)  # blocks of 4
+    engine.scheduler.add(request("a", [1, 2, 3, 4], 5))
+    engine.step()
+    engine.scheduler.add(request("b", [1, 2, 3, 4, 5], 5))
+    engine.step()
+    plan = engine.ranks.plans[-1]
+    assert plan.counts or not any(new.num_computed for new in plan.new)
+    engine.run()
+    assert engine.tokens == {"a": alone([1, 2, 3, 4], 5), "b": alone([1, 2, 3, 4, 5], 5)}

@@ -1,0 +1,125 @@
+"""Ranks without a model: the KV cache holds token ids, and the next token is a hash of all that the cache shows.
+
+A wrong block, a prefix that was not computed, or a row mixed up with another changes the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from phalanx.rank import protocol
+from phalanx.rank.scheduler.blocks import Blocks
+from phalanx.rank.scheduler.replica import Replica
+from phalanx.rank.scheduler.scheduler import Scheduler
+from phalanx.rank.worker.state import BatchState
+
+VOCAB = 50
+
+
+def next_token(tokens) -> int:
+    return hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=4).digest()[0] % VOCAB
+
+
+def alone(prompt, count, stop=()) -> list[int]:
+    """What a sequence must produce whatever else runs."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+class Done:
+    def __init__(self, ids):
+        self.ids = ids
+
+    def wait(self, seconds):
+        return True
+
+    def outcome(self):
+        return protocol.StepOutput(protocol.pack_u32(self.ids))
+
+
+class ToyRanks:
+    """Executes each plan when it is started, as the real ranks do in order; results are read one step late."""
+
+    def __init__(self, blocks: int, block_size: int, max_num_seqs: int = 8, max_model_len: int = 200):
+        self.rows = BatchState(max_num_seqs, max_model_len, block_size)
+        self.cache = np.full(blocks * block_size, -1, np.int64)
+        self.last = np.zeros(max_num_seqs, np.int64)
+        self.size = block_size
+        self.plans: list[protocol.Plan] = []
+
+    def start(self, plan: protocol.Plan) -> Done:
+        plan = protocol.decode_plan(protocol.encode_plan(plan))
+        self.plans.append(plan)
+        if plan.stop >= 0:
+            return Done([])
+        work = self.rows.apply(plan)
+        everything = zip(work.rows, work.starts, work.counts, strict=True)
+        for row, start, count in everything:  # keys and values of all rows are written before any is read
+            for position in range(start, start + count):
+                known = position < self.rows.known[row]
+                token = self.rows.tokens[row][position] if known else self.last[row]
+                self.cache[self._slot(row, position)] = token
+        ids = []
+        for row, start, count, samples in zip(work.rows, work.starts, work.counts, work.samples, strict=True):
+            if samples:
+                seen = [self.cache[self._slot(row, p)] for p in range(start + count)]
+                assert -1 not in seen
+                ids.append(next_token(seen))
+                self.last[row] = ids[-1]
+        return Done(ids)
+
+    def _slot(self, row: int, position: int) -> int:
+        return self.rows.table[row, position // self.size] * self.size + position % self.size
+
+    def progress(self) -> bool:
+        return False
+
+
+def request(name: str, prompt, max_tokens: int = 10, priority: int = 0, salt: str = "", **sampling) -> protocol.Request:
+    return protocol.Request(
+        name,
+        protocol.pack_u32(prompt),
+        protocol.SamplingParams(max_tokens=max_tokens, **sampling),
+        priority,
+        cache_salt=salt,
+    )
+
+
+class Engine:
+    """A scheduler and toy ranks, stepped by hand as the loop does."""
+
+    def __init__(
+        self, blocks=32, block_size=4, max_num_seqs=8, budget=16, prefix_cache=True, max_model_len=100, stages=1
+    ):
+        pool = Blocks(blocks, block_size, prefix_cache)
+        self.scheduler = Scheduler(pool, max_num_seqs, budget, max_model_len, stages)
+        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len)
+        self.replica = Replica(self.scheduler, self.ranks)
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+
+    def step(self) -> bool:
+        """One turn of the loop; False when nothing was left to do."""
+        more = self.replica.plan()
+        self.scheduler.check()
+        if not more and self.replica.busy:
+            for delta in self.replica.finish():
+                self.tokens.setdefault(delta.id, []).extend(delta.tokens)
+                self.cached.setdefault(delta.id, delta.cached_tokens)
+                if delta.finish:
+                    assert delta.id not in self.finish
+                    self.finish[delta.id] = delta.finish
+            self.scheduler.check()
+        return not self.replica.idle
+
+    def run(self, most: int = 10_000) -> None:
+        for _ in range(most):
+            if not self.step():
+                return
+        raise AssertionError("the sequences do not come to an end")

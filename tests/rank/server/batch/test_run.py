@@ -1,0 +1,413 @@
+"""A batch job's life with a fake lead: all answered once, whatever happens in between."""
+
+import asyncio
+import json
+import os
+import re
+import resource
+import time
+
+import pytest
+from phalanx.errors import UNFINISHED
+from phalanx.rank import protocol
+from phalanx.rank.server import text_engine
+from phalanx.rank.server.batch import batch_input, deadline, run
+from phalanx.rank.server.batch.config import VARIABLE, take
+
+NAMES = [f"r{i}" for i in range(30)]
+
+
+def interrupt(stage, requests=30, begun=8):
+    """The code of a job of so many requests that is stopped when as many are under way."""
+    stage.input(requests)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == begun)
+        stage.batch.stop("asked to by a signal")
+        stage.lead.hold = False
+
+    return stage.start(stop)
+
+
+def test_every_request_is_answered(stage, capsys):
+    chat = {"custom_id": "chat", "url": "/v1/chat/completions", "body": {"messages": "hi", "seed": 99}}
+    stage.input(30, json.dumps(chat))
+    assert stage.start(supervised=True) == 0
+    assert sorted(stage.ids()) == sorted([*NAMES, "chat"])
+    assert sorted(stage.asked) == [*range(30), 99]
+    bodies = {one["custom_id"]: one["response"]["body"] for one in stage.read()}
+    assert bodies["chat"]["choices"][0]["message"]["content"] == "hello world"
+    assert bodies["r3"]["choices"][0]["text"] == "hello world" and bodies["r3"]["usage"]["prompt_tokens"] > 0
+    assert stage.left() == ["out.jsonl"]
+    told = stage.summary
+    assert (told["state"], told["exit_code"], told["ranks"], told["model"]) == ("complete", 0, 2, "tiny")
+    assert told["run"] == told["total"] and told["run"]["requests"] == 31
+    assert told["run"]["output_tokens"] == sum(body["usage"]["completion_tokens"] for body in bodies.values())
+    assert told["energy_joules"] is None and told["joules_per_output_token"] is None
+    err = capsys.readouterr().err
+    assert f"phalanx: complete: {stage.place}/out.jsonl has every answer\n" in err
+    assert "requests: 31 done, none failed" in err and "output tokens/s" in err
+    assert "phalanx: tiny is ready on 2 ranks after 0 s; answering" in err
+    assert "energy" not in err
+
+
+def test_the_ranks_are_asked_to_end(stage):
+    stage.input(1)
+    stage.start(supervised=True)
+    assert stage.lead.drained and stage.link._drain == protocol.Drain(0)
+
+
+def test_order_on_request(stage):
+    stage.input(30)
+    stage.lead_has = {"pause": 0.001}
+    assert stage.start(ordered=True) == 0
+    assert stage.ids() == NAMES
+
+
+@pytest.mark.parametrize(("body", "requests"), [({}, 8), ({"n": 2}, 8), ({"n": 3}, 6)])
+def test_what_is_under_way_is_bounded(stage, body, requests):
+    """Twice as many sequences as the lead runs, however many there are."""
+    stage.input(30, **body)
+    stage.lead_has = {"hold": True}
+
+    async def look(stage):
+        await stage.until(lambda: len(stage.lead.requests) >= requests)
+        await asyncio.sleep(0.1)  # 0.1 s are enough to begin all 30, if nothing held it back
+        assert len(stage.lead.requests) == requests
+        stage.lead.hold = False
+
+    assert stage.start(look) == 0
+    assert len(stage.ids()) == 30
+
+
+def test_a_stop_finishes_what_is_under_way_and_the_next_start_goes_on(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        stage.batch.stop("asked to by a signal")  # it is repeated
+        await asyncio.sleep(0.05)  # 0.05 s are enough to begin another request, which none may
+        stage.lead.hold = False
+
+    assert stage.start(stop) == UNFINISHED == 75
+    err = capsys.readouterr().err
+    assert err.count("stopping, asked to by a signal: 8 requests under way are finished first") == 1
+    assert "phalanx: unfinished: asked to by a signal" in err
+    assert f"what is finished is in {stage.place}/out.jsonl.journal; the same command goes on there" in err
+    assert stage.link._drain == protocol.Drain(75)  # without a supervisor the ranks end with the code
+    assert stage.left() == ["out.jsonl.journal"]
+    assert (stage.summary["state"], stage.summary["exit_code"], stage.summary["output"]) == ("unfinished", 75, "")
+    stage.lead_has = {}
+    assert stage.start() == 0
+    err = capsys.readouterr().err
+    assert "going on after 8 finished requests in" in err
+    assert "30 done, none failed" in err and "22 by this start, 8 before" in err
+    assert sorted(stage.ids()) == sorted(NAMES) and sorted(stage.asked) == list(range(30))
+    assert stage.summary["total"]["requests"] == 30 and stage.summary["run"]["requests"] == 22
+
+
+def test_a_stop_at_the_end_is_an_end(stage):
+    assert interrupt(stage, requests=3, begun=3) == 0
+    assert len(stage.ids()) == 3
+
+
+def test_a_stop_while_the_model_loads(stage):
+    stage.input(3)
+
+    async def stop(stage):
+        await asyncio.sleep(0.1)  # it waits for the ranks by then; a stop that comes before ends it alike
+        stage.batch.stop("asked to by a signal")
+
+    assert stage.start(stop, connect=False, supervised=True) == 75
+    assert stage.asked == []
+
+
+def test_the_ranks_hear_the_signal(stage):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.lead.send(protocol.Draining())
+        await stage.until(lambda: stage.batch.reason)
+        stage.lead.hold = False
+
+    assert stage.start(stop) == 75
+    assert len(stage.asked) == 8
+
+
+def test_the_ranks_die(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"most": 10}
+
+    async def die(stage):
+        await stage.until(lambda: stage.batch.counts.done == 10)
+        stage.lead.send(protocol.Fatal("rank 1 on two has died", 137))
+        await asyncio.sleep(0.01)  # so that the end is not read together with the word
+        stage.lead.close()
+
+    assert stage.start(die) == 137
+    assert "phalanx: stopped: rank 1 on two has died" in capsys.readouterr().err
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_ranks_that_end_without_a_word(stage, capsys):
+    stage.input(3)
+    stage.lead_has = {"hold": True}
+
+    async def die(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 3)
+        stage.lead.close()
+
+    assert stage.start(die) == 70
+    assert "phalanx: stopped: the ranks are gone" in capsys.readouterr().err
+
+
+def test_a_stop_while_the_ranks_are_away(stage):
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.lead.close()
+        await stage.until(lambda: stage.link.state == "restarting")
+        stage.batch.stop("asked to by a signal")
+
+    assert stage.start(stop, restarts=True) == 75
+    assert stage.summary["reason"] == "asked to by a signal, while the ranks were away"
+
+
+@pytest.mark.parametrize(("word", "code", "end"), [
+    (None, 75, "unfinished: asked to by a signal; then the ranks ended"),
+    (protocol.Fatal("the job was stopped", 130), 130, "stopped: the job was stopped"),  # by a second signal
+])  # fmt: skip
+def test_ranks_that_go_away_during_a_stop(stage, capsys, word, code, end):
+    """No restart follows."""
+    stage.input(30)
+    stage.lead_has = {"hold": True}
+
+    async def stop(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 8)
+        stage.batch.stop("asked to by a signal")
+        if word is not None:
+            stage.lead.send(word)
+            await asyncio.sleep(0.01)  # so that the end is not read together with the word
+        stage.lead.close()
+
+    assert stage.start(stop, restarts=True) == code
+    assert stage.summary["reason"] == end.partition(": ")[2]
+    assert f"phalanx: {end}\n" in capsys.readouterr().err
+
+
+def test_a_stop_at_once_keeps_what_is_finished(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"most": 10}
+
+    async def stop(stage):
+        await stage.until(lambda: stage.batch.counts.done == 10)
+        stage.batch.end(130, "stopped by a signal")
+
+    assert stage.start(stop, supervised=True) == 130
+    assert "phalanx: stopped: stopped by a signal" in capsys.readouterr().err
+    assert stage.summary["run"]["requests"] == 10
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert stage.summary["run"]["requests"] == 20 and sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_the_time_is_over(stage, capsys):
+    """What does not end in time is given up and done by the next start."""
+    stage.input(30)
+
+    stage.lead_has = {"most": 10}
+    assert stage.start(seconds=2, supervised=True) == 75
+    found = re.search(
+        r"phalanx: unfinished: the time is over; (\d+) requests under way were given up", capsys.readouterr().err
+    )
+    assert found and int(found[1]) == len(stage.lead.aborted) == 8 and stage.summary["run"]["requests"] == 10
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+class Clock:
+    """Goes on when the test says so."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_no_more_is_begun_than_fits(stage, capsys, monkeypatch):
+    """Eight requests at once, which take 100 s: those that would begin at 900 might not end before 1000."""
+    clock = Clock()
+    for module in (deadline, run, text_engine):
+        monkeypatch.setattr(module, "time", clock)
+    stage.input(2000)
+    stage.lead_has = {"most": 0}
+
+    async def answer(stage):
+        while True:
+            await stage.until(lambda: stage.batch.reason or len(stage.lead.requests) == stage.lead.most + 8)
+            if stage.batch.reason:
+                return
+            clock.now += 100
+            stage.lead.most += 8
+
+    assert stage.start(answer, seconds=1000) == 75
+    assert "stopping, the time that is left is too short for another request: " in capsys.readouterr().err
+    assert stage.lead.aborted == []
+    assert clock.now == 900
+    assert stage.summary["run"]["requests"] == len(stage.asked) == 9 * 8
+
+
+@pytest.mark.parametrize("connect", [True, False])
+def test_a_time_in_which_nothing_can_be_done_is_no_reason_to_start_again(stage, capsys, connect):
+    stage.input(3)
+    stage.lead_has = {"hold": True}
+    assert stage.start(seconds=0.4, connect=connect, supervised=True) == 1
+    assert "the time was over before one request was finished: more time is needed" in capsys.readouterr().err
+
+
+def test_a_full_disk_under_the_journal(stage, capsys):
+    stage.input(30)
+    stage.lead_has = {"most": 5}
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def fill(stage):
+        await stage.until(lambda: stage.batch.counts.done == 5)
+        size = os.path.getsize(stage.place / "out.jsonl.journal")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 700, old[1]))
+        stage.lead.most = 30
+
+    try:
+        assert stage.start(fill, summary="") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    err = capsys.readouterr().err
+    assert "out.jsonl.journal: File too large; what was finished before is in it, and the same command goes on" in err
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+    assert 0 < stage.summary["run"]["requests"] <= 25
+
+
+def test_a_full_disk_under_the_output(stage, capsys):
+    stage.input(30)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def fill(stage):
+        await stage.until(lambda: len(stage.lead.requests) == 30)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, old[1]))
+
+    # What is in the journal already stays there; the last lines and the output find no room.
+    try:
+        assert stage.start(fill, summary="") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert stage.left() == ["out.jsonl.journal"]
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+    assert "File too large" in capsys.readouterr().err
+
+
+def test_a_summary_that_cannot_be_written(stage, capsys):
+    stage.input(1)
+    assert stage.start(summary="/proc/none/summary") == 0
+    assert "phalanx: --summary /proc/none/summary: No such file or directory" in capsys.readouterr().err
+
+
+def test_an_input_that_has_grown(stage):
+    interrupt(stage)
+    stage.lead_has = {}
+    path = stage.place / "in.jsonl"
+    text = path.read_text()
+    path.write_text(text + json.dumps({"custom_id": "new", "url": "/v1/completions", "body": {"prompt": "x"}}) + "\n")
+    assert stage.start() == 0
+    assert sorted(stage.ids()) == sorted([*NAMES, "new"])
+
+
+def test_a_request_that_changed(stage, capsys, monkeypatch):
+    monkeypatch.setattr(batch_input, "HEAD", 4)
+    interrupt(stage)
+    path = stage.place / "in.jsonl"
+    path.write_text(path.read_text().replace("hello 3", "HELLO 3"))
+    stage.lead_has = {}
+    assert stage.start() == 2
+    assert 'the input changed since the journal was begun: line 4 is not the request "r3"' in capsys.readouterr().err
+    assert stage.start(overwrite=True) == 0
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_requests_that_are_no_longer_wanted_are_left_out(stage, capsys, monkeypatch):
+    monkeypatch.setattr(batch_input, "HEAD", 4)
+    interrupt(stage)
+    stage.input(30)
+    path = stage.place / "in.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"r2"' not in line]
+    path.write_text("\n".join(kept) + "\n" * 500)
+    stage.lead_has = {}
+    assert stage.start() == 0
+    assert "1 finished requests are not in the input any more; they are left out" in capsys.readouterr().err
+    assert sorted(stage.ids()) == sorted(set(NAMES) - {"r2"})
+
+
+def test_a_torn_and_a_damaged_line_are_told(stage, capsys):
+    interrupt(stage)
+    path = stage.place / "out.jsonl.journal"
+    data = path.read_bytes()
+    first = re.search(rb'"r\d"', data).group()  # answers come in any order: the last line is the one that is torn
+    path.write_bytes(data.replace(first, first.replace(b"r", b"x"))[:-7])
+    stage.lead_has = {}
+    assert stage.start() == 0
+    err = capsys.readouterr().err
+    assert "going on after 6 finished requests" in err
+    assert "the journal's last line was cut off (" in err and "the journal has 1 damaged lines; their requests" in err
+    assert sorted(stage.ids()) == sorted(NAMES)
+
+
+def test_the_output_is_made_of_a_complete_journal_without_ranks(stage):
+    """Killed between the last answer and the output."""
+    stage.input(5)
+    stage.start()
+    before = stage.read()
+    (stage.place / "out.jsonl").unlink()
+    stage.input(5)
+
+    stage.start(output=str(stage.place / "other.jsonl"))
+    assert {one["custom_id"] for one in before} == {one["custom_id"] for one in stage.read("other.jsonl")}
+
+
+def test_a_tokenizer_that_cannot_be_read(stage, tmp_path):
+    stage.input(1)
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "tokenizer.json").write_text("{")
+    stage.model_dir = broken
+    assert stage.start() == 3
+    assert f"the tokenizer in {broken} cannot be read" in stage.summary["reason"]
+
+
+def test_plain_lines_of_progress(stage, capsys, monkeypatch):
+    monkeypatch.setattr(run, "LOOK_EVERY", 0.05)
+    stage.input(30)
+    stage.lead_has = {"pause": 0.2}
+    assert stage.start(interval=0.3, supervised=True) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if " of 30 requests, " in line]
+    assert len(lines) >= 2
+    assert lines[-1].startswith("phalanx: ") and "tokens/s" in lines[-1] and lines[-1].endswith(" left")
+
+
+def test_started_by_hand(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ValueError, match="PHALANX_BATCH is not set: `phalanx batch` starts this process"):
+        take()

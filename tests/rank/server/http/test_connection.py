@@ -1,0 +1,105 @@
+"""Requests that never come whole, and what is no HTTP."""
+
+import contextlib
+import json
+import socket
+import struct
+
+import pytest
+from phalanx.rank.server.http import app
+
+pytestmark = pytest.mark.timeout(30)
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b'{"prompt": "x'
+
+
+def connect(front):
+    return contextlib.closing(socket.create_connection(("127.0.0.1", front.port), timeout=20))
+
+
+@pytest.mark.parametrize("path", [b"completions", b"chat/completions", b"embeddings"])
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(front, path, reset):
+    with connect(front) as sock:
+        sock.sendall(HALF.replace(b"completions", path))
+        front.wait(lambda: [handler._body for handler in front.state.active])
+        (handler,) = front.state.active
+        if reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    front.wait(lambda: not front.state.active)
+    assert handler._body == []
+    assert front.lead.requests == []
+
+
+def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(make_front, monkeypatch):
+    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.2)
+    front = make_front()
+    with connect(front) as sock:
+        sock.sendall(HALF)
+        front.wait(lambda: front.state.active)
+        assert sock.recv(1 << 16) == b""
+    front.wait(lambda: not front.state.active)
+
+
+def answers(front, data):
+    """What comes back until the server hangs up: status, headers, body."""
+    with connect(front) as sock:
+        sock.sendall(data)
+        answer = b""
+        while part := sock.recv(1 << 20):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    assert int(headers["content-length"]) == len(body)
+    assert headers["connection"] == "close" and headers["content-type"] == "application/json"
+    return int(status.split()[1]), json.loads(body)["error"]
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "word"),
+    [
+        (POST + b"Content-Length: abc\r\n\r\n{}", 400, "abc"),
+        (POST + b"Content-Length: -1\r\n\r\n", 400, "-1"),
+        (POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{}", 400, "Content-Length"),
+        (POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}", 400, "Transfer-Encoding"),
+        (POST + b"Transfer-Encoding: gzip\r\n\r\n", 400, "gzip"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}\r\n0\r\n\r\n", 400, "chunk"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}xx0\r\n\r\n", 400, "chunk"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"0" * 100, 400, "chunk"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"9" * 60 + b"\r\n", 400, "chunk"),
+        (POST + b"no colon\r\n\r\n", 400, "colon"),
+        (POST + b"a b: c\r\n\r\n", 400, "header"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "host"),
+        (b"hello\r\n\r\n", 400, "request line"),
+        (b"GET /health HTTP/2.0\r\n\r\n", 400, "version"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n", 431, "64 KiB"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 300_000 + b"\r\n\r\n", 431, "64 KiB"),
+    ],
+    ids=lambda value: value[-40:] if isinstance(value, bytes) else None,
+)
+def test_what_is_no_http_is_told_so(front, data, status, word):
+    got, error = answers(front, data)
+    assert got == status
+    assert error["type"] == "invalid_request_error" and word in error["message"]
+    front.wait(lambda: not front.state.active)
+    assert front.post("completions", prompt="x").status == 200
+
+
+def test_after_a_good_request(front):
+    """On a connection that was kept open."""
+    with connect(front) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nnonsense\r\n\r\n")
+        answer = b""
+        while part := sock.recv(1 << 20):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1 400 ") == 1
+
+
+def test_a_length_of_thousands_of_digits(front):
+    with socket.create_connection(("127.0.0.1", front.port)) as sock:
+        sock.sendall(POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413")

@@ -1,0 +1,330 @@
+"""Every error that a client can meet, with its text."""
+
+import json
+
+import pytest
+from phalanx.rank.server.http import handler
+
+pytestmark = pytest.mark.timeout(30)
+USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_dir, tokenizer):
+    from ..conftest import Front
+
+    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
+    yield front
+    front.stop()
+
+
+CHAT = [
+    ({}, "messages", "messages is missing"),
+    ({"messages": []}, "messages", "messages is an empty list: give at least one message"),
+    ({"messages": 3}, "messages", "messages is 3: expected `str | array`, got `int`"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
+    (
+        {"messages": [{"role": "king", "content": "x"}]},
+        "messages[0].role",
+        'messages[0].role is "king": expected one of system, developer, user, assistant, tool, function',
+    ),
+    (
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages[0].content",
+        "messages[0].content is 5: expected `str | array | null`, got `int`",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0]",
+        'messages[0].content[0].type is "image_url": this model takes text only',
+    ),
+    ({"messages": [{"role": "bad", "content": "x"}]}, "messages[0].role", None),
+    ({"max_tokens": "ten"}, "max_tokens", 'max_tokens is "ten": expected `int | null`, got `str`'),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0: it must be between 1 and 2147483648"),
+    (
+        {"max_completion_tokens": -1},
+        "max_completion_tokens",
+        "max_completion_tokens is -1: it must be between 1 and 2147483648",
+    ),
+    (
+        {"max_tokens": 510},
+        "max_tokens",
+        "the prompt has 20 tokens and max_tokens is 510, 530 together, but this "
+        "model's context is 512 tokens; shorten the prompt or lower max_tokens",
+    ),
+    ({"messages": "x " * 600}, "messages", None),
+    ({"temperature": -1}, "temperature", "temperature is -1.0: it must be between 0 and 100"),
+    ({"top_p": 1.5}, "top_p", "top_p is 1.5: it must be between 0 and 1"),
+    ({"top_k": -2}, "top_k", "top_k is -2: it must be between -1 and 2147483648"),
+    ({"min_p": 2}, "min_p", "min_p is 2.0: it must be between 0 and 1"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty is 0.0: it must be between 0.01 and 100"),
+    ({"presence_penalty": 3}, "presence_penalty", "presence_penalty is 3.0: it must be between -2 and 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty is -3.0: it must be between -2 and 2"),
+    ({"seed": 1.5}, "seed", "seed is 1.5: expected `int | null`, got `float`"),
+    ({"seed": 2**64}, "seed", None),
+    ({"n": 129}, "n", "n is 129: it must be between 1 and 128"),
+    ({"n": 2, "best_of": 3}, "best_of", "best_of is 3 with n 2: only best_of equal to n is supported"),
+    (
+        {"use_beam_search": True},
+        "use_beam_search",
+        "use_beam_search is true: beam search is not supported, leave it out",
+    ),
+    ({"stop": ""}, "stop", 'stop is "": expected a text, or a list of texts, none of them empty'),
+    ({"stop": {"Any": "x"}}, "stop", None),
+    ({"stop": ["x"] * 65}, "stop", "stop has 65 texts, at most 64 are allowed"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids is [-1]: token ids are not negative"),
+    ({"stop_token_ids": [400]}, "stop_token_ids", "stop_token_ids names token 400: this model's tokens are 0 to 399"),
+    (
+        {"logit_bias": {"x": 1}},
+        "logit_bias",
+        'logit_bias is {"x":1.0}: expected token ids with values between -100 and 100',
+    ),
+    (
+        {"logit_bias": {"1": 101}},
+        "logit_bias",
+        'logit_bias is {"1":101.0}: expected token ids with values between -100 and 100',
+    ),
+    ({"logit_bias": {"400": 1}}, "logit_bias", "logit_bias names token 400: this model's tokens are 0 to 399"),
+    ({"min_tokens": 5, "max_tokens": 3}, "min_tokens", "min_tokens is 5, more than max_tokens 3"),
+    ({"top_logprobs": 3}, "top_logprobs", 'top_logprobs is 3, which needs "logprobs": true'),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21: it must be between 0 and 20"),
+    ({"logprobs": 5}, "logprobs", "logprobs is 5: expected `bool | null`, got `int`"),
+    (
+        {"response_format": {"type": "json_object"}},
+        "response_format",
+        'response_format.type is "json_object": only "text" is supported so far',
+    ),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "tools[0].function is missing"),
+    (
+        {"tools": [{"type": "function", "function": {"name": 3}}]},
+        "tools[0].function.name",
+        "tools[0].function.name is 3: expected `str`, got `int`",
+    ),
+    (
+        {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
+        "tools",
+        'tools[0].type is "retrieval": only "function" is supported',
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": "required"},
+        "tool_choice",
+        'tool_choice is required: a call cannot be enforced yet, use "auto" or "none"',
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": TOOL},
+        "tool_choice",
+        'tool_choice is {"type":"function","function":'
+        '{"name":"f"}}: a call cannot be enforced yet, use "auto" or "none"',
+    ),
+    (
+        {"chat_template": "x"},
+        "chat_template",
+        "chat_template in a request is not supported: the server's option sets it",
+    ),
+    ({"echo": True}, "echo", "echo is for /v1/completions; a chat returns only the answer"),
+    (
+        {"continue_final_message": True},
+        "continue_final_message",
+        'continue_final_message needs a last message of the assistant, it is of "user"',
+    ),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "continue_final_message and add_generation_prompt exclude each other",
+    ),
+    (
+        {"stream_options": {"include_usage": "yes"}},
+        "stream_options.include_usage",
+        'stream_options.include_usage is "yes": expected `bool | null`, got `str`',
+    ),
+]
+TEXT = [
+    ({}, "prompt", "prompt is missing"),
+    ({"prompt": ""}, "prompt", "the prompt is empty: give at least one token"),
+    ({"prompt": []}, "prompt", "prompt is an empty list: give a text, token ids, or a list of either"),
+    (
+        {"prompt": ["x"] * 33, "n": 128},
+        "prompt",
+        "33 prompts with n 128 are 4224 sequences: at most 4096 are allowed in a request",
+    ),
+    ({"prompt": [1, "x"]}, "prompt", "prompt mixes token ids with texts or lists: give one kind only"),
+    ({"prompt": [400]}, "prompt", "prompt holds token id 400: this model's tokens are 0 to 399"),
+    ({"prompt": [[-1]]}, "prompt", "prompt holds token id -1: this model's tokens are 0 to 399"),
+    (
+        {"prompt": [1] * 512},
+        "prompt",
+        "the prompt has 512 tokens, but this model's context is 512 tokens, the answer included; shorten the prompt",
+    ),
+    (
+        {"prompt": "x", "suffix": "y"},
+        "suffix",
+        "suffix is not supported: it needs a model trained to fill in the middle",
+    ),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21: it must be between 0 and 20"),
+    (
+        {"prompt": "x", "logprobs": 1, "echo": True},
+        "logprobs",
+        "logprobs with echo: log probabilities of the prompt are not supported",
+    ),
+]
+
+
+def check(answer, status, param, message, code=None):
+    assert answer.status == status, answer.body
+    error = answer.body["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["param"] == param
+    if message is not None:
+        assert error["message"] == message
+    assert code is None or error["code"] == code
+    assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("body, param, message", CHAT)
+def test_chat(server, body, param, message):
+    if body:
+        body = {"messages": USER, **body}
+    check(server.post("chat/completions", **body), 400, param, message)
+
+
+@pytest.mark.parametrize("body, param, message", TEXT)
+def test_completions(server, body, param, message):
+    check(server.post("completions", **body), 400, param, message)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (b"", "the request has no body: send a JSON object"),
+        (b"{", "the request's body is not valid JSON: Input data was truncated"),
+        (b"{'a': 1}", "the request's body is not valid JSON: JSON is malformed: object keys must be strings (byte 1)"),
+        (b'{"a": ' + b"[" * 100_000, "the request's body is nested too deeply"),
+        (b"[1]", "the request's body is [1]: expected a JSON object"),
+        (b'{"a": "\xff"}', None),
+    ],
+)
+def test_bodies(server, body, message):
+    check(server.request("POST", "/v1/chat/completions", body), 400, None, message)
+
+
+def test_the_template_s_refusal(server):
+    messages = [
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        {"role": "tool", "content": None},
+    ]
+    assert server.post("chat/completions", messages=messages).status == 200
+
+
+def test_unknown_fields_are_ignored(server):
+    assert server.post("chat/completions", messages="hi", audio=None, repeat_last_n=64, foo={"bar": 1}).status == 200
+
+
+def test_no_such_path(server):
+    check(
+        server.request("GET", "/v2/chat"),
+        404,
+        None,
+        "there is nothing at /v2/chat; the endpoints are "
+        "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics",
+        "not_found",
+    )
+
+
+def test_wrong_method(server):
+    answer = server.request("GET", "/v1/completions")
+    check(answer, 405, None, "GET is not allowed on /v1/completions: use POST", "method_not_allowed")
+    assert answer.headers["Allow"] == "POST, OPTIONS"
+    check(server.request("DELETE", "/health"), 405, None, "DELETE is not allowed on /health: use GET")
+
+
+def test_too_large(server, monkeypatch):
+    monkeypatch.setattr(handler, "MAX_BODY", 1 << 20)
+    check(
+        server.post("completions", prompt="x" * (2 << 20)),
+        413,
+        None,
+        "the request's body is larger than the limit of 1 MiB",
+        "too_large",
+    )
+    monkeypatch.setattr(handler, "DISCARD_BODY", 1 << 20)
+    answer = server.request("POST", "/v1/completions", b"", {"Content-Length": str(2 << 20)})
+    check(answer, 413, None, "the request's body is larger than the limit of 1 MiB", "too_large")
+    assert server.post("completions", prompt="x").status == 200
+
+
+def test_internal_error(server, monkeypatch):
+    monkeypatch.setattr(server.sessions, "chat", lambda request: 1 / 0)
+    answer = server.request("POST", "/v1/chat/completions", json.dumps({"messages": "x"}), {"X-Request-Id": "my-id"})
+    check(
+        answer,
+        500,
+        None,
+        "an internal error; the server's log has the details under the request id my-id",
+        "internal_error",
+    )
+    assert answer.headers["x-request-id"] == "my-id"
+
+
+def test_error_of_the_engine(server):
+    server.lead.error = (507, "no room for this prompt")
+    try:
+        check(server.post("completions", prompt="x"), 507, None, "no room for this prompt")
+        check(server.post("completions", prompt="x", stream=True), 507, None, "no room for this prompt")
+    finally:
+        server.lead.error = None
+
+
+def test_without_template(make_front, tmp_path):
+    from ..conftest import make_model
+
+    front = make_front(model=make_model(tmp_path / "base", template=None))
+    check(
+        front.post("chat/completions", messages="x"),
+        400,
+        "messages",
+        "this model has no chat template: use /v1/completions, or start the server with one",
+    )
+    assert front.post("completions", prompt="x").status == 200
+
+
+def test_without_tools(make_front, tmp_path):
+    from ..conftest import make_model
+
+    front = make_front(model=make_model(tmp_path / "plain", template="{{ messages[0].content }}"))
+    check(
+        front.post("chat/completions", messages="x", tools=[TOOL]),
+        400,
+        "tools",
+        "this model's chat template does not take tools: leave them out",
+    )
+
+
+def test_api_key(make_front):
+    front = make_front(api_keys=["secret", "clé"])
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        answer = front.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
+        check(answer, 401, None, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', "invalid_api_key")
+    for key in ("secret", "clé".encode()):
+        headers = {"Authorization": b"Bearer " + key if isinstance(key, bytes) else f"Bearer {key}"}
+        assert front.request("POST", "/v1/completions", '{"prompt": "x"}', headers).status == 200
+    assert front.request("GET", "/health").status == 200
+    assert front.request("GET", "/v1/models").status == 401
+
+
+def test_strict(make_front):
+    front = make_front(strict=True)
+    check(
+        front.post("completions", prompt="x", model="llama7b"),
+        404,
+        "model",
+        "the model 'llama7b' does not exist; this server has tiny, other",
+        "model_not_found",
+    )
+    assert front.post("completions", prompt="x", model="other").body["model"] == "tiny"
+    assert front.post("completions", prompt="x").status == 200
+
+
+def test_arguments_that_are_nested_too_deeply(server):
+    call = {"function": {"name": "f", "arguments": "[" * 20_000}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
+    assert server.post("chat/completions", messages=messages).status == 200

@@ -1,0 +1,189 @@
+"""Requests of megabytes: refused where they cannot fit, in nobody's way where they can, and forgotten afterwards."""
+
+import gc
+import json
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from phalanx.rank import protocol
+from phalanx.rank.server.http import handler
+from phalanx.rank.server.text_engine import LARGE
+
+from .test_server import read_all, send
+
+pytestmark = pytest.mark.timeout(60)
+ROOM = protocol.Ready(
+    max_model_len=4_000_000, vocab_size=400, kv_tokens=4_000_000, block_size=16, max_num_seqs=4, ranks=1
+)
+HUGE = {
+    "words": "the quick brown fox " * 500_000,
+    "one word": "x" * 10_000_000,
+    "messages": [{"role": "user", "content": "x"}] * 294_000,
+}
+
+
+@pytest.fixture
+def roomy(make_front):
+    return make_front(lead={"ready": ROOM})
+
+
+@pytest.fixture
+def encoding(monkeypatch):
+    """Texts as they are tokenised, and a gate in front of it."""
+    from phalanx.rank.server.text.tokenizer import Tokenizer
+
+    original = Tokenizer.encode
+
+    class Encoding:
+        begun, running, most = [], 0, 0
+        gate = threading.Event()
+
+    def encode(self, text, special):
+        Encoding.begun.append(text)
+        Encoding.running += 1
+        Encoding.most = max(Encoding.most, Encoding.running)
+        assert Encoding.gate.wait(20)
+        Encoding.running -= 1
+        return original(self, text[:100], special)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    yield Encoding
+    Encoding.gate.set()
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_what_cannot_fit_is_not_tokenised(front, encoding, kind):
+    answer = front.post("chat/completions", messages=HUGE[kind])
+    assert answer.status == 400 and answer.body["error"]["code"] == "context_length_exceeded"
+    assert "context is 512 tokens" in answer.body["error"]["message"]
+    assert not encoding.begun
+
+
+def test_short_prompts_are_not_behind_long_ones(roomy, encoding):
+    long = [send(roomy, "completions", prompt="x" * (LARGE + 1), max_tokens=1) for _ in range(3)]
+    roomy.wait(lambda: encoding.begun)
+    short = send(roomy, "completions", prompt="short", max_tokens=1)
+    roomy.wait(lambda: "short" in encoding.begun)
+    time.sleep(0.05)  # for a second long one to begin in, which must not
+    assert len(encoding.begun) == 2
+    encoding.gate.set()
+    for sock in (short, *long):
+        assert read_all(sock).startswith(b"HTTP/1.1 200")
+        sock.close()
+    assert len(encoding.begun) == 4 and encoding.most == 2
+
+
+def test_a_long_prompt_leaves_the_loop_to_others(roomy):
+    """Two megabytes are tokenised by the library itself, which lets the loop go on."""
+    sock = send(roomy, "completions", prompt="hello world, " * 160_000, max_tokens=1)
+    roomy.wait(lambda: roomy.sessions._tokenising)
+    waits = []
+    while roomy.call(lambda: roomy.sessions._tokenising):
+        began = time.monotonic()
+        assert roomy.request("GET", "/health").status == 200
+        waits.append(time.monotonic() - began)
+    assert read_all(sock).startswith(b"HTTP/1.1 200")
+    sock.close()
+    assert len(waits) > 10 and sorted(waits)[len(waits) // 2] < 0.05
+
+
+@pytest.mark.parametrize("size", [5, LARGE + 1])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "embeddings"])
+def test_who_has_left_is_not_tokenised(roomy, encoding, size, path):
+    first = [send(roomy, "completions", prompt="a" * size, max_tokens=1) for _ in range(1 if size > LARGE else 2)]
+    roomy.wait(lambda: len(encoding.begun) == len(first))
+    field = {"completions": "prompt", "chat/completions": "messages", "embeddings": "input"}[path]
+    leaver = send(roomy, path, **{field: "b" * size})
+    roomy.wait(lambda: roomy.sessions._tokenising == len(first) + 1)
+    leaver.close()
+    roomy.wait(lambda: roomy.sessions._tokenising == len(first))
+    encoding.gate.set()
+    for sock in first:
+        assert read_all(sock).startswith(b"HTTP/1.1 200")
+        sock.close()
+    assert len(encoding.begun) == len(first) == len(roomy.lead.requests)
+    roomy.wait(lambda: not roomy.link.open_sequences)
+
+
+def test_memory_goes_back(roomy):
+    process = psutil.Process()
+    roomy.post("completions", prompt="hello", max_tokens=1)
+    before = process.memory_info().rss
+    assert roomy.post("completions", prompt="hello world, " * 80_000, max_tokens=1).status == 200
+    deadline = time.monotonic() + 10
+    while process.memory_info().rss > before + 40e6 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert process.memory_info().rss <= before + 40e6
+
+
+@pytest.mark.parametrize("body", [{"messages": "the quick brown fox " * 100_000}, {"messages": 5}])
+def test_nothing_keeps_a_refused_request(front, body):
+    """Not even until the next garbage collection, which may be minutes away."""
+
+    def left():
+        return [one for one in gc.get_objects() if type(one).__name__ in ("Chat", "ChatRequest", "ApiError")]
+
+    front.post("chat/completions", messages="hi")
+    gc.collect()
+    gc.disable()
+    try:
+        assert front.post("chat/completions", **body).status == 400
+        front.wait(lambda: not left(), 2)
+    finally:
+        gc.enable()
+
+
+def test_large_bodies_in_hand_are_bounded(front, monkeypatch):
+    monkeypatch.setattr(handler, "MAX_BODY", 3 << 20)
+    data = json.dumps({"messages": "word " * 400_000}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    half = socket.create_connection(("127.0.0.1", front.port))
+    half.sendall(head + data[:-10])
+    front.wait(lambda: front.state.held == len(data) - 10)
+    answer = front.request("POST", "/v1/chat/completions", data)
+    assert answer.status == 429 and answer.headers["Retry-After"] == "1"
+    assert front.post("chat/completions", messages="hi").status == 200
+    half.close()
+    front.wait(lambda: not front.state.held)
+    with socket.create_connection(("127.0.0.1", front.port)) as leaver:
+        leaver.sendall(head + data[:-10])  # and leaves before all of it is taken, at its pace
+    time.sleep(0.5)  # the body would be taken in that time
+    assert not front.state.held
+    assert front.request("POST", "/v1/chat/completions", data).status == 400
+    front.wait(lambda: not front.state.held)
+
+
+def test_refused_bodies_are_not_paced(front, monkeypatch):
+    """Neither one that says its length, nor one beside others that have all the room."""
+    monkeypatch.setattr(handler, "LARGE_RATE", 1 << 17)
+    monkeypatch.setattr(handler, "MAX_BODY", 2 << 20)
+    data = b"x" * (3 << 20)
+    began = time.monotonic()
+    assert front.request("POST", "/v1/completions", data).status == 413
+    front.state.held = 2 << 20
+    assert front.request("POST", "/v1/completions", data[: 3 << 19]).status == 429
+    front.state.held = 0
+    assert time.monotonic() - began < 4 and front.state.read_until == 0
+
+
+@pytest.mark.parametrize("path, field", [("completions", "prompt"), ("embeddings", "input")])
+def test_a_large_body_makes_room_when_it_is_tokenised(roomy, path, field):
+    """It does not wait for the answer."""
+    lead = roomy.lead
+    lead.hold = True
+    with send(roomy, path, **{field: "a " * 600_000}) as sock:
+        roomy.wait(lambda: lead.requests, 20)
+        assert roomy.state.held == 0
+        lead.hold = False
+        assert read_all(sock).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "embeddings"])
+def test_many_values_are_not_decoded(front, monkeypatch, path):
+    monkeypatch.setattr(handler, "decode", None)
+    body = b'{"prompt":[' + b"[1]," * 2_500_000 + b"[1]]}"
+    answer = front.request("POST", f"/v1/{path}", body)
+    assert answer.status == 400 and "2500003 lists" in answer.body["error"]["message"]

@@ -1,0 +1,224 @@
+"""The link with rank 0, without HTTP."""
+
+import asyncio
+import os
+import socket
+import stat
+
+import pytest
+from phalanx.rank import protocol
+from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.engine_client import EngineClient
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class Lead:
+    """Rank 0's end, its messages sent by hand."""
+
+    def __init__(self, path):
+        self.path = path
+
+    async def __aenter__(self):
+        self.reader, self.writer = await asyncio.open_unix_connection(self.path)
+        self.frames = protocol.Frames(protocol.ToScheduler)
+        return self
+
+    async def __aexit__(self, *_):
+        self.writer.close()
+
+    def send(self, *messages):
+        for message in messages:
+            self.writer.write(protocol.frame(message))
+
+    async def receive(self):
+        messages = []
+        while not messages:
+            messages = self.frames.feed(await self.reader.read(1 << 16))
+        return messages
+
+
+READY = protocol.Ready(max_model_len=64, vocab_size=100, kv_tokens=640, block_size=16, max_num_seqs=4, ranks=2)
+
+
+def request(id):
+    return protocol.Request(id, protocol.pack_u32([1, 2]), protocol.SamplingParams(max_tokens=5))
+
+
+def run(tmp_path, test, **options):
+    async def main():
+        link = EngineClient(str(tmp_path / "lead"), **options)
+        await link.listen()
+        try:
+            async with asyncio.timeout(10), Lead(link.path) as lead:
+                await test(link, lead)
+        finally:
+            link.close()
+
+    asyncio.run(main())
+
+
+def test_only_this_user_may_connect(tmp_path):
+    async def test(link, lead):
+        assert stat.S_IMODE(os.stat(link.path).st_mode) == 0o600
+
+    run(tmp_path, test)
+    assert not os.path.exists(tmp_path / "lead")
+
+
+def test_another_user_is_refused(tmp_path, monkeypatch, caplog):
+    async def test(link, lead):
+        assert await lead.reader.read(1) == b"" and link.state == "loading"
+
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    run(tmp_path, test)
+    assert "only user 12345's job may connect" in caplog.text
+
+
+def test_unread_deltas_come_together(tmp_path):
+    async def test(link, lead):
+        lead.send(READY)
+        assert await link.wait_ready() == READY
+        stream = link.submit([request("a"), request("b")])
+        assert [message.id for message in await lead.receive()] == ["a", "b"]
+        lead.send(
+            protocol.Deltas([protocol.Delta("a", [1])]),
+            protocol.Deltas([protocol.Delta("a", [2]), protocol.Delta("b", [3])]),
+            protocol.Deltas([protocol.Delta("zzz", [9])], protocol.Stats(running=2)),
+        )
+        while link.stats.running != 2:
+            await asyncio.sleep(0.01)
+        assert [(delta.id, delta.tokens) for delta in await anext(stream)] == [("a", [1]), ("a", [2]), ("b", [3])]
+        lead.send(protocol.Deltas([protocol.Delta("a", [4], finish="stop"), protocol.Delta("b", [5], finish="length")]))
+        assert len(await anext(stream)) == 2 and link.open_sequences == 0
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(tmp_path, test)
+
+
+def test_abort(tmp_path):
+    async def test(link, lead):
+        lead.send(READY)
+        await link.wait_ready()
+        stream = link.submit([request("a"), request("b")])
+        await lead.receive()
+        stream.abort(["a", "unknown"])
+        assert await lead.receive() == [protocol.Abort(["a"])]
+        lead.send(protocol.Deltas([protocol.Delta("a", [1]), protocol.Delta("b", [2])]))  # a's was on its way
+        assert [delta.id for delta in await anext(stream)] == ["b"]
+        waiting = asyncio.ensure_future(anext(stream, None))
+        await asyncio.sleep(0)
+        stream.abort()
+        assert await lead.receive() == [protocol.Abort(["b"])]
+        assert await waiting is None and link.open_sequences == 0
+        stream.abort()
+
+    run(tmp_path, test)
+
+
+def test_a_lost_lead_fails_what_is_open(tmp_path):
+    async def test(link, lead):
+        lost = []
+        link.on_lost = lambda: lost.append(link.state)
+        lead.send(READY)
+        await link.wait_ready()
+        stream = link.submit([request("a")])
+        lead.send(protocol.Deltas([protocol.Delta("a", [1])]))
+        lead.writer.close()
+        while not lost:
+            await asyncio.sleep(0.01)
+        assert [delta.tokens for delta in await anext(stream)] == [[1]]  # what came is not lost
+        with pytest.raises(ApiError, match="the job ended") as caught:
+            await anext(stream)
+        assert caught.value.status == 503 and lost == ["failed"]
+        with pytest.raises(ApiError, match="the job ended"):
+            link.submit([request("b")])
+        with pytest.raises(ApiError, match="the job ended"):
+            await link.wait_ready()
+
+    run(tmp_path, test)
+
+
+def test_wait_ready_ends_when_the_job_fails_while_loading(tmp_path):
+    async def test(link, lead):
+        waiting = asyncio.ensure_future(link.wait_ready())
+        lead.send(protocol.Fatal("no such file: model.safetensors", 3))
+        await asyncio.sleep(0.05)  # so that the end is not read together with the word
+        lead.writer.close()
+        with pytest.raises(ApiError, match="the job ended: no such file: model.safetensors"):
+            await waiting
+        assert link.fatal.code == 3
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("by_front", [True, False])
+def test_drain(tmp_path, by_front):
+    async def test(link, lead):
+        lead.send(READY)
+        await link.wait_ready()
+        if by_front:
+            link.drain()
+            assert await lead.receive() == [protocol.Drain()]
+        else:
+            lead.send(protocol.Draining())
+            while link.state != "draining":
+                await asyncio.sleep(0.01)
+        with pytest.raises(ApiError, match="shutting down"):
+            link.submit([request("a")])
+
+    run(tmp_path, test)
+
+
+def test_drain_before_a_lead_is_there_reaches_it(tmp_path):
+    async def main():
+        link = EngineClient(str(tmp_path / "lead"))
+        await link.listen()
+        link.drain()
+        async with asyncio.timeout(10), Lead(link.path) as lead:
+            assert await lead.receive() == [protocol.Drain()]
+        link.close()
+
+    asyncio.run(main())
+
+
+def test_a_second_lead_is_refused(tmp_path, caplog):
+    async def test(link, lead):
+        lead.send(READY)
+        await link.wait_ready()
+        async with Lead(link.path) as other:
+            assert await other.reader.read(1) == b""
+        assert link.state == "ready"
+
+    run(tmp_path, test)
+    assert "rank 0 is connected already" in caplog.text
+
+
+def test_noise_is_no_lead(tmp_path, caplog):
+    async def test(link, lead):
+        lead.writer.write(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        assert await lead.reader.read(1) == b""
+        while link.state != "failed":
+            await asyncio.sleep(0.01)
+
+    run(tmp_path, test)
+    assert "it sent what is no message" in caplog.text
+
+
+def test_a_path_that_is_too_long(tmp_path):
+    async def main():
+        await EngineClient(str(tmp_path / ("x" * 120))).listen()
+
+    with pytest.raises(OSError, match="at most 107 are possible"):
+        asyncio.run(main())
+
+
+def test_a_stale_socket_is_replaced(tmp_path):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "lead"))
+
+    async def test(link, lead):
+        assert link.state == "loading"
+
+    run(tmp_path, test)

@@ -1,0 +1,341 @@
+"""The process itself: started as the launcher starts it, ended in every way it can end."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from phalanx import errors
+from phalanx.rank import protocol
+from phalanx.rank.server import server_registry
+from phalanx.rank.server.__main__ import ready_line
+from phalanx.rank.server.config import ServerConfig
+
+pytestmark = pytest.mark.timeout(40)
+
+
+class Process:
+    """A front process and, in the test, the lead's socket."""
+
+    def __init__(self, tmp_path, model_dir, sock=None, **options):
+        self.sock = sock or socket.create_server(("127.0.0.1", 0))
+        self.link = str(tmp_path / "lead")
+        config = {"model_dir": str(model_dir), "link": self.link, "listen_fd": self.sock.fileno(), **options}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx.rank.server"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            pass_fds=[self.sock.fileno()],
+            env={**os.environ, "PHALANX_FRONT": json.dumps(config)},
+        )
+        self.lead = None
+
+    @property
+    def port(self):
+        return self.sock.getsockname()[1]
+
+    def connect(self):
+        until = time.monotonic() + 10
+        while self.lead is None:
+            lead = socket.socket(socket.AF_UNIX)
+            try:
+                lead.connect(self.link)
+                self.lead = lead
+            except OSError:
+                lead.close()
+                assert time.monotonic() < until and self.process.poll() is None, self.process.stdout.read()
+                time.sleep(0.02)
+
+    def ready(self):
+        self.connect()
+        self.send(
+            protocol.Ready(max_model_len=512, vocab_size=400, kv_tokens=512, block_size=16, max_num_seqs=4, ranks=1)
+        )
+        return self.process.stdout.readline(), self.process.stdout.readline()
+
+    def send(self, message):
+        self.lead.sendall(protocol.frame(message))
+
+    def receive(self):
+        frames, messages = protocol.Frames(protocol.ToScheduler), []
+        while not messages:
+            messages = frames.feed(self.lead.recv(1 << 16))
+        return messages[0]
+
+    def health(self):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def end(self):
+        if self.lead is not None:
+            self.lead.close()
+        self.sock.close()
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start(tmp_path, model_dir):
+    started = []
+
+    def start(**options):
+        started.append(Process(tmp_path, options.pop("model", model_dir), **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.end()
+
+
+def test_loading_then_ready_then_drain(start):
+    front = start(served_model_name="tiny")
+    front.connect()
+    front.send(protocol.Progress("weights", 3, 10))
+    status, body = front.health()
+    assert (status, body["status"]) == (503, "loading")
+    assert front.ready() == (
+        f"Phalanx is ready: http://127.0.0.1:{front.port}/v1 (model tiny). Try:\n",
+        f"  curl http://127.0.0.1:{front.port}/v1/chat/completions -H 'Content-Type: application/json' "
+        '-d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'\n',
+    )
+    assert front.health()[0] == 200
+    front.process.send_signal(signal.SIGUSR1)
+    assert isinstance(front.receive(), protocol.Drain)
+    status, body = front.health()
+    assert (status, body["status"]) == (503, "draining")
+    front.lead.close()
+    assert front.process.wait(5) == errors.OK
+
+
+@pytest.mark.parametrize("how, code", [("term", errors.OK), ("eof", errors.RANK_FAILED), ("fatal", errors.MEMORY)])
+def test_ends_within_two_seconds(start, how, code):
+    front = start()
+    front.ready()
+    began = time.monotonic()
+    if how == "term":
+        front.process.terminate()
+    elif how == "eof":
+        front.lead.close()
+    else:
+        front.send(protocol.Fatal("not enough memory", errors.MEMORY))
+        front.lead.close()
+    assert front.process.wait(5) == code
+    assert time.monotonic() - began < 2
+
+
+def test_environment_is_needed():
+    env = {name: value for name, value in os.environ.items() if name != "PHALANX_FRONT"}
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx.rank.server"], env=env, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == errors.USAGE
+    assert done.stderr == (
+        "phalanx front: PHALANX_FRONT is not set: `phalanx serve` starts this process, it is not started by hand\n"
+    )
+
+
+def test_model_without_tokenizer(start, tmp_path):
+    (tmp_path / "empty").mkdir()
+    front = start(model=tmp_path / "empty")
+    assert front.process.wait(10) == errors.MODEL
+    assert "tokenizer.json is missing" in front.process.stdout.read()
+
+
+def test_open_streams_get_an_error_when_the_process_is_stopped(start):
+    front = start()
+    front.ready()
+    with socket.create_connection(("127.0.0.1", front.port), timeout=10) as client:
+        body = b'{"prompt": "x", "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
+        request = front.receive()
+        front.send(protocol.Deltas([protocol.Delta(request.id, [70])]))
+        answer = client.recv(1 << 16)
+        front.process.terminate()
+        while part := client.recv(1 << 16):
+            answer += part
+    assert b'data: {"error":{"message":"the server is stopping"' in answer and b"[DONE]" not in answer
+    assert front.process.wait(5) == errors.OK
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_request_that_is_not_whole_when_the_process_ends_gets_503(start, drained):
+    front = start()
+    front.ready()
+    with socket.create_connection(("127.0.0.1", front.port), timeout=10) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        assert front.health()[0] == 200  # so it was read
+        if drained:
+            front.process.send_signal(signal.SIGUSR1)
+            assert isinstance(front.receive(), protocol.Drain)
+            front.lead.close()
+        else:
+            front.process.terminate()
+        answer = b""
+        while part := client.recv(1 << 16):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 503 ") and b'"service_unavailable_error"' in answer
+    assert front.process.wait(5) == errors.OK
+
+
+def test_stays_while_restarts_are_expected(start):
+    front = start(restarts_expected=True)
+    front.ready()
+    front.lead.close()
+    front.lead = None
+    front.connect()
+    front.send(protocol.Progress("weights", 1, 2))
+    until = time.monotonic() + 5
+    while front.health()[1].get("progress") != {"phase": "weights", "done": 1, "total": 2}:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    front.process.terminate()
+    assert front.process.wait(5) == errors.OK
+
+
+def test_ends_with_its_parent(tmp_path, model_dir):
+    """However the parent ends: here by SIGKILL."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        config = {"model_dir": str(model_dir), "link": str(tmp_path / "lead"), "listen_fd": sock.fileno()}
+        parent = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import subprocess, sys, time\n"
+                "child = subprocess.Popen([sys.executable, '-m', 'phalanx.rank.server'], pass_fds=[int(sys.argv[1])],\n"
+                "                         start_new_session=True)\nprint(child.pid, flush=True)\ntime.sleep(30)",
+                str(sock.fileno()),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[sock.fileno()],
+            env={**os.environ, "PHALANX_FRONT": json.dumps(config)},
+        )
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        port = sock.getsockname()[1]
+        with pytest.raises(urllib.error.HTTPError, match="503"):  # it is up
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    ended, _, _ = select.select([child], [], [], 4)
+    os.close(child)
+    assert ended
+
+
+def test_cores_that_are_not_there(start):
+    said = start(cpus=[8191]).process.stdout.readline()
+    assert said.startswith("the front stays on all cores: cpus ") and said.endswith("Invalid argument\n")
+
+
+def test_wrong_parent(start):
+    front = start(parent_pid=1)
+    assert front.process.wait(10) == errors.ERROR
+
+
+@pytest.mark.parametrize(
+    "options, chat, expected",
+    [
+        (
+            {"url": "http://node:80/v1", "api_keys": ["k"]},
+            False,
+            "Phalanx is ready: http://node:80/v1 (model m). Try:\n"
+            "  curl http://node:80/v1/completions -H 'Content-Type: application/json' "
+            "-H 'Authorization: Bearer YOUR_API_KEY' "
+            '-d \'{"prompt": "Once upon a time", "max_tokens": 64}\'',
+        ),
+        (
+            {"url": "unix:///run/p"},
+            True,
+            "Phalanx is ready: unix:///run/p (model m). Try:\n  curl --unix-socket /run/p "
+            "http://localhost/v1/chat/completions -H 'Content-Type: application/json' "
+            '-d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
+        ),
+    ],
+)
+def test_ready_line(options, chat, expected):
+    assert ready_line(ServerConfig(model_dir="m", link="l", listen_fd=-1, **options), "m", chat) == expected
+
+
+def test_ready_line_of_a_unix_socket(tmp_path):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "http"))
+        line = ready_line(ServerConfig(model_dir="m", link="l", listen_fd=sock.fileno()), "m", True)
+    assert f"unix:{tmp_path}/http (model m)" in line and f"--unix-socket {tmp_path}/http " in line
+
+
+def test_its_job_file_is_there_while_it_runs(start, tmp_path):
+    path = tmp_path / "state" / "jobs" / "here-1.json"
+    end = time.time() + 3600
+    front = start(
+        registry_file=str(path), url="http://node7:2000/v1", api_keys=["k", "other"], batch_job="991", end_time=end
+    )
+    front.connect()
+    until = time.monotonic() + 10
+    while not path.exists():  # written when the lead can connect
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    (job,) = server_registry.running(path.parent, socket.gethostname()).values()
+    assert (job.url, job.host, job.model) == ("http://node7:2000", socket.gethostname(), "tiny")
+    assert (job.pid, job.key, job.batch, job.end) == (front.process.pid, "k", "991", end)
+    assert abs(job.since - time.time()) < 60
+    front.process.terminate()
+    assert front.process.wait(5) == errors.OK
+    assert not list(path.parent.iterdir())
+
+
+def test_a_server_without_a_place_for_its_job_file(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    front = start(registry_file=str(tmp_path / "file" / "jobs" / "x.json"))
+    assert front.process.stdout.readline() == (
+        f"no job file, so `phalanx chat` needs --url: {tmp_path}/file/jobs/x.json: Not a directory\n"
+    )
+    front.ready()
+    assert front.health()[0] == 200
+
+
+def test_idle_exit(start):
+    """Loading and running requests are no idle time, looks at /health are."""
+    front = start(idle_exit=0.025)  # 1.5 s
+    front.connect()
+    time.sleep(2)  # longer than --idle-exit: loading is no idle time
+    front.ready()
+    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as client:
+        body = b'{"prompt": "x", "max_tokens": 2}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
+        request = front.receive()
+        assert isinstance(request, protocol.Request)
+        time.sleep(2.5)  # longer than --idle-exit: a running request is none
+        assert front.health()[1]["status"] == "ready"
+        ended = time.monotonic()
+        front.send(protocol.Deltas([protocol.Delta(request.id, [70, 70], finish="length")]))
+        assert b"200 OK" in client.recv(1 << 16)
+    front.lead.settimeout(0.1)
+    drained = False
+    while not drained:
+        front.health()
+        try:
+            drained = isinstance(front.receive(), protocol.Drain)
+        except TimeoutError:
+            assert time.monotonic() < ended + 10
+    assert time.monotonic() - ended > 0.4  # since the last look at the running request
+    assert front.process.stdout.readline() == (
+        "no request for 0.025 minutes (--idle-exit): the job ends and gives its allocation back\n"
+    )
+    front.lead.close()
+    assert front.process.wait(5) == errors.OK

@@ -1,0 +1,129 @@
+"""Fields that would change the answer and are not obeyed yet, and JSON that tries to be a number too many."""
+
+import json
+
+import pytest
+from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.config import SamplingDefaults
+from phalanx.rank.server.sampling_params import resolve_defaults, sampling
+from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest, convert, decode
+
+BASE = {ChatRequest: {"messages": "x"}, CompletionRequest: {"prompt": "x"}, EmbeddingRequest: {"input": "x"}}
+SCHEMA = {"type": "object"}
+CONSTRAINTS = {
+    "guided_json": SCHEMA, "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": "root ::= \"a\"",
+    "structured_outputs": {"choice": ["a"]}, "structural_tag": "{}", "grammar": "root ::= \"a\"",
+    "json_schema": {}, "regex": "a", "ebnf": "a", "prompt_logprobs": 0, "allowed_token_ids": [1],
+    "bad_words": ["a"], "truncate_prompt_tokens": -1, "logits_processors": ["a.b"], "functions": [{"name": "f"}],
+    "function_call": {"name": "f"}, "response_format": {"type": "json_schema", "json_schema": {}}, "n_predict": 8,
+    "thinking_token_budget": 10, "mirostat": 2, "repeat_penalty": 1.1, "return_tokens_as_token_ids": True,
+    "prompt_embeds": "AAAA", "lora": [{"id": 0, "scale": 1.0}], "vllm_xargs": {"a": 1},
+    "no_repeat_ngram_size": 3, "banned_tokens": [1], "banned_strings": ["a"], "max_new_tokens": 8, "min_new_tokens": 8,
+    "sampling_seed": 0, "tfs_z": 0.9, "smoothing_factor": 0.2, "lora_path": "a", "nvext": {"top_k": 1},
+    "extra_body": {"top_k": 1},
+}  # fmt: skip
+NEUTRAL = {
+    "guided_json": None, "guided_regex": "", "guided_choice": [], "structured_outputs": {"json": None, "regex": None},
+    "prompt_logprobs": None, "allowed_token_ids": None, "bad_words": [], "functions": [], "function_call": "none",
+    "response_format": {"type": "text"}, "n_predict": -1, "mirostat": 0, "repeat_penalty": 1.0, "typical_p": 1.0,
+    "return_tokens_as_token_ids": False, "vllm_xargs": {}, "lora": [],
+    "no_repeat_ngram_size": 0, "banned_tokens": [], "banned_strings": "", "max_new_tokens": None, "min_new_tokens": 0,
+    "sampling_seed": None, "tfs_z": 1.0, "smoothing_factor": 0, "lora_path": None, "nvext": {}, "extra_body": {},
+    "include_reasoning": True, "separate_reasoning": True,
+}  # fmt: skip
+
+
+def refusal(kind, **fields):
+    with pytest.raises(ApiError) as error:
+        convert({**BASE[kind], **fields}, kind)
+    assert error.value.status == 400
+    assert error.value.message.startswith(str(error.value.param))
+    return error.value.param
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints_are_refused(kind, name):
+    assert refusal(kind, **{name: CONSTRAINTS[name]}) == name
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_values_that_constrain_nothing_are_taken(kind):
+    convert({**BASE[kind], **NEUTRAL, "cache_prompt": True, "store": True, "repeat_last_n": 64}, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatRequest, {"modalities": ["text", "audio"]}),
+        (ChatRequest, {"web_search_options": {}}),
+        (ChatRequest, {"suffix": "x"}),
+        (ChatRequest, {"include_reasoning": False}),
+        (ChatRequest, {"separate_reasoning": False}),
+        (CompletionRequest, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (CompletionRequest, {"max_completion_tokens": 5}),
+        (CompletionRequest, {"top_logprobs": 3}),
+        (EmbeddingRequest, {"truncate_prompt_tokens": 100}),
+        (EmbeddingRequest, {"truncate": "END"}),
+        (EmbeddingRequest, {"extra_body": {"dimensions": 8}}),
+        (EmbeddingRequest, {"input_type": "query"}),
+        (EmbeddingRequest, {"embed_dtype": "float16"}),
+    ],
+)
+def test_what_one_endpoint_would_ignore(kind, fields):
+    (name,) = fields
+    assert refusal(kind, **fields) == name
+
+
+@pytest.mark.parametrize("switches", [{"disable_any_whitespace": False}, {"json": None, "json_object": False}, {}])
+def test_structured_outputs_that_are_switched_off(switches):
+    convert({"messages": "x", "structured_outputs": switches}, ChatRequest)
+    assert refusal(ChatRequest, structured_outputs={**switches, "regex": "a"}) == "structured_outputs"
+
+
+def test_an_argument_of_the_client_is_named_as_such():
+    with pytest.raises(ApiError, match="extra_body.* is an argument of the openai Python client, not a field"):
+        convert({"messages": "x", "extra_body": {"top_k": 1}}, ChatRequest)
+
+
+def test_a_limit_of_the_reasoning():
+    assert refusal(ChatRequest, thinking={"type": "enabled", "budget_tokens": 100}) == "thinking.budget_tokens"
+    convert({"messages": "x", "thinking": {"type": "enabled"}, "modalities": ["text"]}, ChatRequest)
+    convert({"input": "x", "truncate": "NONE", "truncate_prompt_tokens": None, "logit_bias": {}}, EmbeddingRequest)
+
+
+def test_a_batch_job_and_the_server_decode_alike():
+    with pytest.raises(ApiError, match="guided_choice"):
+        decode(json.dumps({"prompt": "x", "guided_choice": ["a"]}).encode(), CompletionRequest)
+
+
+ODD = [
+    "1" * 5000, "-" + "1" * 5000, "1" * 4299, "1" * 30, "18446744073709551616", "1e999", "NaN", "-1e308", "0", "true",
+    '"\\ud800"', '"\\u0000"', '"' + "1" * 5000 + '"', "[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900, "[]",
+    "[null]", "[1.5]", "[9223372036854775808]", "{}", '{"' + "9" * 5000 + '": 1}', '{"4294967296": 1}', '{"-1": 1}',
+    '{"": 1}', '{"٣": 1}', '{"1": 1e308}', '{"type": []}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BASE)
+@pytest.mark.parametrize("value", ODD, ids=lambda value: value[:12])
+def test_odd_values_are_taken_or_refused(kind, value):
+    """In every field: digits without end, numbers that no float holds, depth, half a surrogate pair."""
+    for name in kind.__struct_fields__:
+        fields = {**{key: json.dumps(one) for key, one in BASE[kind].items()}, name: value}
+        body = "{" + ", ".join(f'"{key}": {one}' for key, one in fields.items()) + "}"
+        try:
+            request = decode(body.encode(), kind)
+            if kind is not EmbeddingRequest:
+                sampling(request, resolve_defaults(SamplingDefaults(), {}), [0], [], 400, 10)
+        except ApiError as error:
+            assert error.status == 400 and len(error.message) < 300
+
+
+def test_a_token_id_of_many_digits():
+    assert refusal(CompletionRequest, logit_bias={"1" * 5000: 1.0}) == "logit_bias"
+    assert convert({"prompt": "x", "logit_bias": {"7": 1}}, CompletionRequest).logit_bias == {"7": 1.0}
+
+
+def test_the_number_of_biases():
+    assert refusal(CompletionRequest, logit_bias=dict.fromkeys(map(str, range((1 << 16) + 1)), 1)) == "logit_bias"

@@ -1,0 +1,105 @@
+"""Sessions as the library uses them: a loop in a thread, no HTTP."""
+
+import asyncio
+
+import pytest
+from phalanx.rank import protocol
+from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.config import SamplingDefaults, ServerConfig
+from phalanx.rank.server.engine_client import EngineClient
+from phalanx.rank.server.openai_format import TextRenderer
+from phalanx.rank.server.sampling_params import resolve_defaults
+from phalanx.rank.server.schema import CompletionRequest, convert
+from phalanx.rank.server.text.events import Text
+from phalanx.rank.server.text_engine import TextEngine
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def test_without_http(front):
+    """What LLM.generate does: requests made of fields, all awaited together."""
+
+    async def generate():
+        sessions = front.sessions
+        opened = [
+            await sessions.completion(convert({"prompt": prompt, "seed": 1}, CompletionRequest))
+            for prompt in ("hello", [1, 2, 3])
+        ]
+        replies = [TextRenderer(session, sessions.text.tokenizer) for session in opened]
+        return await asyncio.gather(*(reply.collect() for reply in replies))
+
+    assert [answer["choices"][0]["text"] for answer in front.call(generate())] == ["hello world"] * 2
+
+
+def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(front):
+    front.lead.per_delta = 100  # all in one
+    front.lead.answer = "hello world, how are you?"
+
+    async def generate():
+        session = await front.sessions.completion(
+            convert({"prompt": "x", "stop": "wor", "logprobs": 0}, CompletionRequest)
+        )
+        updates = [update async for batch in session for update in batch]
+        return session, updates
+
+    session, (update,) = front.call(generate())
+    assert update.events == [Text("hello ")] and update.finish == "stop"
+    assert len(update.tokens) == len(update.logprobs) == session.completion_tokens
+    assert session.completion_tokens < len(front.lead.encode(front.lead.answer))
+    assert front.lead.aborted == []  # it had ended by itself
+
+
+def test_the_engine_s_error_ends_all_choices(front):
+    front.lead.error = (500, "out of blocks")
+
+    async def generate():
+        session = await front.sessions.completion(convert({"prompt": "x", "n": 2}, CompletionRequest))
+        async for _ in session:
+            pass
+
+    with pytest.raises(ApiError, match="out of blocks"):
+        front.call(generate())
+    assert front.link.open_sequences == 0
+
+
+def test_not_ready(tmp_path, model_dir):
+    async def main():
+        link = EngineClient(str(tmp_path / "lead"))
+        sessions = TextEngine(link, ServerConfig(model_dir=str(model_dir), link=link.path, listen_fd=-1))
+        with pytest.raises(ApiError, match="still loading"):
+            await sessions.completion(convert({"prompt": "x"}, CompletionRequest))
+        link.state, link.ready = "ready", protocol.Ready(64, 400, 64, 16, 4, 1)
+        with pytest.raises(ApiError, match="the tokenizer is still loading"):
+            await sessions.completion(convert({"prompt": "x"}, CompletionRequest))
+        sessions.close()
+
+    asyncio.run(main())
+
+
+def test_a_special_token_as_stop_string_is_matched_by_its_id(front):
+    front.post("completions", prompt="x", stop=["<|turn|>", "<think>"], ignore_eos=True, max_tokens=2)
+    assert front.lead.requests[0].sampling.stop_token_ids == (front.sessions.text.tokenizer.token_id("<|turn|>"),)
+
+
+def test_a_syntax_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
+    (tmp_path / "template").write_text("{{ tools }}{{ messages }}")
+    config = ServerConfig(str(model_dir), "", -1, chat_template=str(tmp_path / "template"))
+    sessions = TextEngine(EngineClient(str(tmp_path / "lead")), config)
+    asyncio.run(sessions.load())
+    sessions.close()
+    assert caplog.messages == [
+        "the model writes tool calls in a way that is not known here: they stay in the answer's text"
+    ]
+
+
+def test_an_error_without_words(front):
+    front.lead.error = (0, "")
+    for path, body in (("completions", {"prompt": "x"}), ("embeddings", {"input": "x"})):
+        answer = front.post(path, **body)
+        assert (answer.status, answer.body["error"]["message"]) == (500, "the engine failed on this request")
+
+
+def test_order_of_defaults():
+    defaults = resolve_defaults(SamplingDefaults(temperature=0.1), {"temperature": 0.2, "top_k": 5, "top_p": None})
+    assert defaults["temperature"] == 0.1 and defaults["top_k"] == 5 and defaults["top_p"] == 1.0
+    assert defaults["max_tokens"] is None

@@ -1,0 +1,125 @@
+"""Decode steps that are replayed on CPUs, beside the same steps computed as any other."""
+
+import numpy as np
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.kernels.cpp import ops
+from phalanx.rank.model.load import load
+from phalanx.rank.worker.batch_builder import build_batches
+from phalanx.rank.worker.cpu_graphs import MOST_ROWS, CpuDecodeGraphs
+from phalanx.rank.worker.state import BatchState, ScheduledBatch
+from phalanx.rank.worker.upload import Upload
+
+from ...checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+BLOCK, LENGTH, SEATS = 4, 64, 6
+MODELS = {
+    "llama": dict(),
+    "qwen3": dict(model_type="qwen3"),
+    "biased": dict(attention_bias=True, mlp_bias=True),
+    "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Rank:
+    def __init__(self, comm, path, **options):
+        self.mesh = mesh.build(comm, comm.size, 1)
+        self.model = model = load(path, self.mesh, **options)
+        self.rows = BatchState(SEATS, LENGTH, BLOCK)
+        order = np.random.default_rng(0).permutation(self.rows.table.size)
+        self.rows.table[:] = order.reshape(self.rows.table.shape)
+        self.last = torch.arange(SEATS) * 7 + 1
+        shape = (2, self.rows.table.size, BLOCK, model.kv_spec.kv_heads, model.kv_spec.head_dim)
+        make = torch.Generator().manual_seed(comm.rank)
+        caches = [torch.randn(shape, generator=make).to(model.dtype) for _ in range(model.kv_spec.layers)]
+        self.replayed, self.plain = ([tuple(c.clone()) for c in caches] for _ in range(2))
+        self.graphs = CpuDecodeGraphs(model, self.rows, self.last, self.replayed)
+
+    def step(self, chosen, starts):
+        """One of these rows at these lengths, in both ways: how far the stream and the caches differ."""
+        n = len(chosen)
+        ones = np.ones(n, np.int64)
+        work = ScheduledBatch(np.array(chosen), np.array(starts), ones, ones.astype(bool), ones)
+        assert self.graphs.suits(work)
+        upload = Upload(torch.device("cpu"))
+        batches, rows = build_batches(self.rows, work, self.last, self.plain, BLOCK, upload)
+        want = self.model.forward(batches)
+        logits = self.model.logits(want)
+        got, same = self.graphs.replay(work)
+        assert torch.equal(same, rows)
+        torch.testing.assert_close(self.graphs.head.logits, logits, atol=1e-3, rtol=1e-3)
+        assert torch.equal(self.graphs.head.best[1], logits.argmax(-1))
+        pairs = zip(self.replayed, self.plain, strict=True)
+        caches = max(float((a - b).abs().max()) for mine, other in pairs for a, b in zip(mine, other, strict=True))
+        return max(float((got - want).abs().max()), caches)
+
+
+STEPS = [([2], [0]), ([2], [1]), ([0, 4, 5], [7, 0, 40]), ([2], [2]), ([5, 0, 1], [41, 8, 30]), ([2, 3], [3, 63])]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_replayed_steps_are_what_the_others_are(tmp_path, name, count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    path = make_checkpoint(tmp_path, tokenizer=False, **MODELS[name])
+
+    def run(comm):
+        rank = Rank(comm, path)
+        rank.rows.known[3], rank.rows.tokens[3] = 64, np.arange(64)  # of this one the host knows the token
+        assert max(rank.step(*step) for step in STEPS) < 1e-4
+        assert sorted(rank.graphs._captured) == [1, 2, 3]
+        rank.graphs.close()
+
+    threads.run(run, 1)
+    torch.set_num_threads(before)
+
+
+def test_bf16(tmp_path):
+    path = make_checkpoint(tmp_path, tokenizer=False)
+
+    def run(comm):
+        rank = Rank(comm, path, dtype="bf16")
+        assert max(rank.step(*step) for step in STEPS) < 1e-3, "the same operations"
+        assert sorted(rank.graphs._captured) == [1, 2, 3]
+
+    threads.run(run, 1)
+
+
+def test_sums_that_others_make_are_not_recorded(tmp_path, caplog):
+    """Ranks in threads add up by torch: such steps stay as they are, and it is said once."""
+    path = make_checkpoint(tmp_path, tokenizer=False)
+
+    def run(comm):
+        rank = Rank(comm, path)
+        ones = np.ones(1, np.int64)
+        work = ScheduledBatch(ones, ones, ones, ones.astype(bool), ones)
+        assert rank.graphs.suits(work)
+        rank.graphs.replay(work)
+        assert not rank.graphs.suits(work) and not rank.graphs._captured
+
+    with caplog.at_level("DEBUG", "phalanx"):
+        threads.run(run, 2)
+    assert len([said for said in caplog.messages if "not recorded" in said]) == 2  # ranks
+
+
+def test_what_suits(tmp_path):
+    graphs = CpuDecodeGraphs.__new__(CpuDecodeGraphs)
+    graphs._able, graphs.most = True, 2
+
+    def work(counts, samples):
+        n = len(counts)
+        return ScheduledBatch(np.arange(n), np.zeros(n, int), np.array(counts), np.array(samples, bool), np.ones(n))
+
+    assert graphs.suits(work([1], [1])) and graphs.suits(work([1, 1], [1, 1]))
+    assert not graphs.suits(work([1, 2], [1, 1])) and not graphs.suits(work([1, 1], [1, 0]))
+    assert not graphs.suits(work([1] * 3, [1] * 3)) and not graphs.suits(work([], []))
+    assert MOST_ROWS == 64

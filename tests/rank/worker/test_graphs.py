@@ -1,0 +1,121 @@
+"""Which batches are captured, and which products the library's algorithms are chosen for."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.comm import custom_allreduce, mesh, threads
+from phalanx.comm.watchdog import LocalWatchdog
+from phalanx.rank.model.architectures import llama
+from phalanx.rank.worker import graphs, model_runner
+from phalanx.rank.worker.graphs import capture_sizes, gemms
+
+HIDDEN, INNER, VOCABULARY = 32, 48, 100
+
+
+def model(tp=1, pp=1, **more):
+    """The model on each rank, without memory."""
+    args = llama.Args(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=VOCABULARY, rope_parameters={"rope_theta": 1e4, "rope_type": "default"}, **more,
+    )  # fmt: skip
+    return threads.run(lambda comm: llama.Model(args, mesh.build(comm, tp, pp), 64), tp * pp)
+
+
+def test_captured_sizes():
+    assert capture_sizes(3) == [1, 2, 3] and capture_sizes(100) == [1, 2, 4, *range(8, 65, 8), 80, 96, 100]
+    assert capture_sizes(2000)[-3:] == [480, 496, 512]
+
+
+def found(one, seats):
+    return [(tuple(weight.shape), counts) for weight, counts, peers in gemms(one, seats) if not peers]
+
+
+QKV, OUT, GATE_UP, DOWN = (64, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)
+
+
+@pytest.mark.parametrize("seats, captured", [(100, [80, 96, 100]), (64, []), (65, [65]), (8, [])])
+def test_products_of_a_model(seats, captured):
+    """The embedding's table is no product's."""
+    (one,) = model()
+    layer = [(shape, captured) for shape in (QKV, OUT, GATE_UP, DOWN)]
+    assert found(one, seats) == [*layer, *layer, ((VOCABULARY, HIDDEN), captured)]
+
+
+def test_products_of_tied_split_and_biased_models():
+    (one,) = model(tie_word_embeddings=True)
+    assert [shape for shape, _ in found(one, 80)][-2:] == [DOWN, (VOCABULARY, HIDDEN)]
+    (one,) = model(attention_bias=True)
+    assert [shape for shape, _ in found(one, 80)] == [GATE_UP, DOWN] * 2 + [(VOCABULARY, HIDDEN)]
+    ranks = model(pp=2)
+    shapes = sorted([shape for shape, _ in found(one, 80)] for one in ranks)
+    assert shapes == [[QKV, OUT, GATE_UP, DOWN], [QKV, OUT, GATE_UP, DOWN, (VOCABULARY, HIDDEN)]]
+    one, _ = model(tp=2)
+    assert [shape for shape, _ in found(one, 80)][:4] == [(32, HIDDEN), (HIDDEN, 16), (INNER, HIDDEN), (HIDDEN, 24)]
+
+
+def test_what_is_compiled_ahead(monkeypatch):
+    """For the captured sizes that are few rows, once for each module."""
+    asked = []
+    monkeypatch.setattr(graphs, "device_caps", lambda device: "a chip")
+    monkeypatch.setattr(graphs.skinny, "variants", lambda *a: asked.append(a) or ["a program"])
+    (one,) = model()
+    assert list(graphs.gemm_variants(one, 100, torch.device("cuda"))) == ["a program"] * 11
+    rows = [1, 2, 4, *range(8, 65, 8)]
+
+    def said(shape, norm):
+        return rows, shape, "silu" if shape == GATE_UP else "", norm, "a chip"
+
+    found = [(a[0], tuple(a[1].shape), *a[2:]) for a in asked]
+    layer = [said(QKV, False), said(QKV, True), said(OUT, False), said(GATE_UP, True), said(DOWN, False)]
+    assert found == [*layer, *layer, said((VOCABULARY, HIDDEN), False)]
+    asked.clear()
+    one, _ = model(tp=2)
+    assert len(list(graphs.gemm_variants(one, 100, torch.device("cuda")))) == 9
+    assert not any(a[3] for a in asked), "sums come before their norms"
+
+
+class Group(custom_allreduce.CustomAllReduceComm):
+    """Of GPUs that reach each other's memory, without any."""
+
+    def __init__(self, peers=None, done=None):
+        self.peers, self.done = peers, done
+
+    def agree(self):
+        self.done.append("agreed")
+
+
+def test_products_that_a_group_may_spread():
+    """Those whose sums follow; not where a bias does."""
+    peers = object()
+    (one,) = model()
+    one.tensor = Group(peers)
+    wanted = [(tuple(one.weight.shape), one.counts) for one in gemms(one, 100) if one.peers is peers]
+    assert wanted == [(OUT, [80, 96, 100]), (DOWN, [80, 96, 100])] * 2
+    (one,) = model(mlp_bias=True)
+    one.tensor = Group(peers)
+    assert [tuple(one.weight.shape) for one in gemms(one, 80) if one.peers] == [OUT] * 2
+
+
+@pytest.mark.parametrize("rank, stages", [(0, 1), (1, 1), (0, 2)])
+def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypatch, caplog):
+    """With pipeline stages too, which have none; rank 0 speaks for all."""
+    done = []
+    for name in ("set_device", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(model_runner.autotune, "tune", lambda products: done.extend(products) or "2 of 16 are others")
+    graphs = SimpleNamespace(capture=lambda reached: done.append("captured"), sizes=[1, 2])
+    monkeypatch.setattr(model_runner, "DecodeGraphs", lambda *_: graphs)
+    one = model_runner.ModelRunner.__new__(model_runner.ModelRunner)
+    one.model = model()[0]
+    one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank), tensor=Group(done=done))
+    one.rows, one.device, one.watch = SimpleNamespace(length=[0] * 80), None, LocalWatchdog()
+    one._last = one.caches = one._upload = None
+    with caplog.at_level(logging.INFO, "phalanx"):
+        one._enter_device()
+    assert [one.counts for one in done[:9]] == [[80]] * 9
+    assert done[9:] == ["agreed"] + ["captured"] * (stages == 1)
+    assert ("2 of 16 are others" in caplog.messages) is (rank == 0)

@@ -1,0 +1,60 @@
+import pytest
+import torch
+from phalanx import errors
+from phalanx.comm import threads
+from phalanx.rank.worker import kv_cache
+
+
+def group(place, limit, usage, stat, version):
+    place.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (place / names[0]).write_text(f"{limit}\n")
+    (place / names[1]).write_text(f"{usage}\n")
+    (place / "memory.stat").write_text(stat)
+
+
+def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
+    own = tmp_path / "own"
+    own.write_text("0::/slurm/job_7/step_0\n")
+    stat = "anon 5\ninactive_file 100\n"
+    group(tmp_path / "slurm/job_7", 5000, 1000, stat, 2)
+    group(tmp_path / "slurm/job_7/step_0", "max", 900, stat, 2)
+    assert min(kv_cache._cgroup_rooms(own, tmp_path)) == 4100
+
+
+def test_the_older_kind_of_cgroup(tmp_path):
+    own = tmp_path / "own"
+    own.write_text("9:cpu,cpuacct:/other\n4:memory:/job_8\n")
+    group(tmp_path / "memory/job_8", 7000, 2000, "inactive_file 1\ntotal_inactive_file 500\n", 1)
+    assert min(kv_cache._cgroup_rooms(own, tmp_path)) == 5500
+
+
+def test_no_cgroup_is_no_limit(tmp_path):
+    assert kv_cache._cgroup_rooms(tmp_path / "none", tmp_path) == [1 << 62]
+    assert 0 < kv_cache.free_memory(torch.device("cpu"), 2) < 1 << 50
+
+
+def test_every_rank_gets_what_the_poorest_can_hold():
+    blocks = threads.run(lambda comm: kv_cache.num_blocks(comm, 100, wanted=50, memory=[9000, 700, 2000][comm.rank]), 3)
+    assert blocks == [7, 7, 7]
+    assert threads.run(lambda comm: kv_cache.num_blocks(comm, 100, wanted=5, memory=9000), 2) == [5, 5]
+
+
+def test_a_sequence_is_never_longer_than_the_pool():
+    assert kv_cache.fit_length(10, 16, 100, chosen=False) == 100
+    assert kv_cache.fit_length(10, 16, 1000, chosen=False) == 160
+    for blocks, chosen in ((10, True), (0, False)):
+        with pytest.raises(
+            errors.FatalError, match=f"holds {blocks * 16} tokens, --max-model-len asks for 1000"
+        ) as caught:
+            kv_cache.fit_length(blocks, 16, 1000, chosen)
+        assert caught.value.code == errors.MEMORY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tensors_are_zero_and_of_the_shape_asked_for(dtype):
+    ((keys, values),) = kv_cache.allocate(1, 3, 4, 2, 5, dtype, torch.device("cpu"))
+    assert keys.shape == values.shape == (3, 4, 2, 5) and keys.dtype == dtype
+    assert not keys.any() and keys.data_ptr() != values.data_ptr()
+    keys[1] = 1
+    assert not values.any()

@@ -1,0 +1,63 @@
+"""What the ranks of a tensor group have to know alike, as they choose their collectives by it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from phalanx.rank import protocol
+from phalanx.rank.worker import model_runner as module
+from phalanx.rank.worker.model_runner import ModelRunner, min_microbatch_tokens
+from phalanx.rank.worker.pooler import Pooler
+
+
+class Samples:
+    """Stands for the sampler, which one rank has use for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def enter(self, new):
+        self.calls.append(new.row)
+
+    def leave(self, row):
+        self.calls.append(-row)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
+    """A step with embeddings is no graph's; a rank that replayed one would add up other shapes than the others."""
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.mesh = SimpleNamespace(last=True, tensor=SimpleNamespace(rank=rank, size=2))
+    runner.sampler = Samples()
+    runner._pool = Pooler(SimpleNamespace(rope=SimpleNamespace(table=torch.zeros(1)), hidden_size=3))
+    runner._greedy = np.zeros(4, bool)
+    kinds = [dict(temperature=0.0), dict(), dict(temperature=0.0, pooling="mean")]
+    new = [
+        protocol.NewSequence(row, protocol.pack_u32([5]), 1, 0, b"", protocol.SamplingParams(max_tokens=1, **kind))
+        for row, kind in enumerate(kinds, 1)
+    ]
+    runner._enter(protocol.Plan(step=0, new=new))
+    assert runner._greedy.tolist() == [False, True, False, True] and not runner._pool.empty
+    runner._enter(protocol.Plan(step=1, freed=protocol.pack_u16([3])))
+    assert runner._pool.empty
+    assert runner.sampler.calls == ([] if rank else [1, 2, 3, -3])
+
+
+@pytest.mark.parametrize(
+    "device, ranks, hidden, dtype, least",
+    [
+        ("cpu", 2, 8192, torch.bfloat16, 0),
+        ("hopper", 1, 8192, torch.bfloat16, 0),
+        ("hopper", 4, 8192, torch.bfloat16, 1024),
+        ("hopper", 4, 4096, torch.bfloat16, 1025),  # more than kernels add up
+        ("hopper", 2, 4096, torch.float32, 1024),
+        ("hopper", 2, 1024, torch.bfloat16, 4097),
+        ("ampere", 4, 8192, torch.bfloat16, 0),
+    ],
+)
+def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtype, least, monkeypatch):
+    chip = SimpleNamespace(hopper=device == "hopper")
+    monkeypatch.setattr(module, "device_caps", lambda _: chip)
+    model, mesh = SimpleNamespace(hidden_size=hidden, dtype=dtype), SimpleNamespace(tensor=SimpleNamespace(size=ranks))
+    assert min_microbatch_tokens(model, mesh, torch.device("cpu" if device == "cpu" else "cuda")) == least

@@ -1,0 +1,194 @@
+"""What the largest step is measured by looks as prepare() makes steps."""
+
+import dataclasses
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from phalanx.kernels.attention import attention
+from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.gemm import skinny
+from phalanx.kernels.rope.rope import CosSin
+from phalanx.rank.model.base import KVSpec
+from phalanx.rank.worker import profile_run
+from phalanx.rank.worker.batch_builder import build_batches
+from phalanx.rank.worker.state import BatchState, ScheduledBatch
+from phalanx.rank.worker.upload import Upload
+
+BLOCK = 16
+CPU = torch.device("cpu")
+
+
+def model(longest):
+    return SimpleNamespace(max_model_len=longest, kv_spec=KVSpec(3, 2, 8), dtype=torch.bfloat16)
+
+
+def prepared(*counts, sampled=0, narrow=False):
+    """A step of whole prompts of so many tokens, all in the same blocks; the first `sampled` of them sample."""
+    rows = BatchState(len(counts), max(counts), BLOCK)
+    rows.table[:] = np.arange(rows.table.shape[1])
+    rows.tokens, rows.known[:] = [np.zeros(count, np.int64) for count in counts], counts
+    zeros = np.zeros(len(counts), np.int64)
+    work = ScheduledBatch(np.arange(len(counts)), zeros, np.array(counts), np.arange(len(counts)) < sampled, zeros)
+    (batch,), _ = build_batches(rows, work, torch.zeros(len(counts), dtype=torch.int64), [], BLOCK, Upload(CPU), narrow)
+    return batch
+
+
+def same(found, want):
+    for field in dataclasses.fields(want):
+        a, b = getattr(found, field.name), getattr(want, field.name)
+        if field.name == "sampled" and b is not None:
+            same(a, b)
+        elif field.name != "caches":
+            assert (torch.equal(a, b) and a.dtype == b.dtype) if isinstance(b, torch.Tensor) else a == b, field.name
+
+
+def test_the_largest_step():
+    same(profile_run._prompts(model(24), 64, BLOCK, CPU), prepared(24, 24, 16))
+    same(profile_run._prompts(model(100), 50, BLOCK, CPU), prepared(50))
+    caches = profile_run._prompts(model(24), 64, BLOCK, CPU).caches
+    assert [[x.shape for x in pair] for pair in caches] == [[(2, BLOCK, 2, 8)] * 2] * 3
+
+
+def test_the_narrowed_step():
+    same(profile_run._narrowed(profile_run._prompts(model(24), 2, BLOCK, CPU), 2), prepared(2, sampled=1, narrow=True))
+
+
+def test_small_steps():
+    """As prepare() makes them, but for the lengths that kernels are chosen by."""
+    decode, mixed = profile_run._decode(model(100), 100, BLOCK, CPU), profile_run._mixed(model(100), 100, BLOCK, CPU)
+    assert (decode.kv_lens, mixed.kv_lens) == ([100], [100, 2])
+    same(dataclasses.replace(decode, kv_lens=[1]), prepared(1))
+    same(dataclasses.replace(mixed, kv_lens=[1, 2]), prepared(1, 2))
+
+
+class Launches:
+    """In a Triton kernel's place: keeps what each launch would have compiled, from the arguments as Triton has it."""
+
+    def __init__(self, kernel, found):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **options):
+        key = [self.kernel.__name__, *sorted(options.items())]
+        for parameter, x in zip(self.kernel.params, args, strict=True):
+            if parameter.is_constexpr:
+                key.append(x)
+            elif isinstance(x, torch.Tensor):
+                key.append(x.dtype)
+            elif isinstance(x, int) and not parameter.do_not_specialize:
+                key.append((x == 1, x % 16 == 0))
+        self.found.add(tuple(key))
+
+
+class Attention:
+    """A model of one layer of Triton's attention, as on a GPU whose cache no copy engine reads."""
+
+    def __init__(self, monkeypatch, longest, dtype, dim, window, stages=1):
+        paged = pytest.importorskip("phalanx.kernels.attention.attention_triton", exc_type=ImportError)
+        self.max_model_len, self.dtype, self.hidden_size = longest, dtype, 8
+        self.kv_spec, self.scores = KVSpec(1, 2, dim), AttentionParams(0.1, window)
+        self.asked = set()
+        for name in ("decode_kernel", "prefill_kernel"):
+            monkeypatch.setattr(paged, name, Launches(getattr(paged, name), self.asked))
+        monkeypatch.setattr(attention, "device_caps", lambda _: DeviceCaps(108, "sm_80", False, False, False))
+        monkeypatch.setattr(attention, "_whole_prompt", lambda *_: None)  # by cuDNN, which compiles nothing
+
+    def forward(self, batches, hidden=None):
+        (batch,) = batches
+        for one in (batch, batch.sampled):
+            if one is None:
+                continue
+            count, dim = len(one.positions), self.kv_spec.head_dim
+            merged = torch.empty(count, 8, dim, dtype=self.dtype, device="meta")
+            q, k, v = merged.split([4, 2, 2], 1)
+            cache = torch.empty(2, 9, BLOCK, 2, dim, dtype=self.dtype, device="meta").unbind()
+            turn = CosSin(*torch.empty(2, count, 1, dim, device="meta"))
+            if attention.supports_one_kernel(q, k, v, turn, cache[0], one):
+                attention.decode_cuda(q, k, v, turn, None, cache, one, self.scores)
+            else:
+                attention.paged_attention_cuda(q, *cache, one, self.scores)
+        return hidden
+
+
+def served(longest, budget):
+    """Tokens and lengths of the sequences of steps that may come: every prompt alone, chunks, mixtures, decoding."""
+    draw = random.Random(3)
+    most = min(longest, budget)
+    for count in {*range(1, min(most, 200) + 1), *range(200, most + 1, 50), most}:
+        yield [count], [count]
+        yield [count], [draw.randint(count, longest)]
+    for length in {*range(1, longest + 1, 16), *(n for n in (256, 257, 512, 513, longest) if n <= longest)}:
+        for count in (1, 3, 40):
+            yield [1] * count, [length] * count
+    for _ in range(100):
+        prompts = [draw.randint(2, min(most, 200)) for _ in range(draw.randint(1, 3))]
+        counts = [1] * draw.randint(0, 4) + prompts
+        yield counts, [draw.randint(count, longest) for count in counts]
+
+
+def light(counts, lengths):
+    """As much of a batch as attention looks at before it launches."""
+    meta = torch.empty(sum(counts), dtype=torch.int32, device="meta")
+    num_decodes = next((i for i, count in enumerate(counts) if count > 1), len(counts))
+    return SimpleNamespace(
+        positions=meta, slots=meta.long(), block_tables=meta[:, None].expand(-1, 9), lengths=meta, query_starts=meta,
+        num_decodes=num_decodes, query_lens=counts, kv_lens=lengths, sampled=None, scratch={},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 128), (torch.float16, 256), (torch.float32, 64)])
+@pytest.mark.parametrize("longest, budget, window", [(5000, 2048, 0), (5000, 2048, 700), (300, 8192, 0), (20, 10, 0)])
+def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(monkeypatch, dtype, dim, longest, budget, window):
+    """Each is seconds of compilation, which the first prompts of some lengths waited for."""
+    one = Attention(monkeypatch, longest, dtype, dim, window)
+    for batch in profile_run.small_steps(one, budget, BLOCK, CPU):
+        one.forward([batch])
+    compiled = set(one.asked)
+    for counts, lengths in served(longest, budget):
+        one.forward([light(counts, lengths)])
+        assert one.asked == compiled, (counts, lengths, one.asked - compiled)
+
+
+@pytest.mark.parametrize(
+    "chip", [DeviceCaps(132, "sm_90a", True, True, True), DeviceCaps(148, "sm_100", True, True, False)]
+)
+@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)])
+def test_products_of_few_rows_are_compiled_at_the_start(chip, outputs, inputs):
+    """However few sequences may run: graphs of more do not compile them then."""
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    for gate in ("", "silu"):
+        compiled = set(skinny.variants((1, *profile_run.PROMPTS[:-1]), weight, gate, True, chip))
+        assert set(skinny.variants(range(1, skinny.MOST_ROWS + 1), weight, gate, True, chip)) == compiled
+
+
+@pytest.mark.parametrize("first, last", [(True, True), (True, False), (False, True)])
+def test_the_start_runs_all_small_steps(first, last, monkeypatch):
+    """On every stage; the last one also what samples."""
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    ran, one = [], model(100)
+    one.hidden_size, one.vocab_size = 8, 11
+    one.logits = lambda rows: torch.zeros(len(rows), 11)
+
+    def forward(batches, hidden):
+        (batch,) = batches
+        ran.append((batch.query_lens, batch.kv_lens, batch.sampled is not None))
+        assert hidden is None or len(hidden) == sum(batch.query_lens)
+        return torch.zeros(sum(batch.query_lens), 8)
+
+    one.forward = forward
+    monkeypatch.setattr(profile_run, "tp_argmax", lambda *_: ran.append("argmax"))
+    mesh = SimpleNamespace(first=first, last=last, tensor=SimpleNamespace(rank=0, all_gather=lambda x: x[None]))
+    sampler = SimpleNamespace(device=CPU, enter=lambda _: None, sample=lambda *_: ran.append("sample"))
+    profile_run.profile_run(one, mesh, sampler, 64, 4, BLOCK)
+    small = [(b.query_lens, b.kv_lens, False) for b in profile_run.small_steps(one, 64, BLOCK, CPU)]
+    assert len(small) > 6 and all(step in ran for step in small)
+    assert ("argmax" in ran) == ("sample" in ran) == last

@@ -1,0 +1,91 @@
+"""What conftest.py does for all tests, seen on a few that are made for it."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+LEAVES = """
+import os, subprocess, sys, tempfile
+from pathlib import Path
+def test_a_process():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
+def test_files():
+    (Path(tempfile.mkdtemp(prefix="ompi.")) / "file").touch()
+    (Path(os.environ["OMPI_MCA_btl_sm_backing_directory"]) / "sm_segment").touch()
+def test_nothing():
+    pass
+"""
+SHARES = """
+import subprocess, sys, pytest
+@pytest.fixture(scope="session")
+def shared():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+"""
+USES = "def test_it(shared):\n    assert shared.poll() is None\n"
+TWICE = """
+import pytest
+tries = []
+@pytest.mark.retry(reason="a disk that sleeps")
+def test_once_more():
+    tries.append(1)
+    assert len(tries) == 2
+@pytest.mark.retry(reason="the moon")
+def test_never():
+    assert not tries
+def test_plain():
+    tries.append(1)
+    assert len(tries) > 3
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """pytest, with these files beside the conftest."""
+
+    def of(**files: str) -> subprocess.CompletedProcess:
+        place = tmp_path / "tests"
+        place.mkdir()
+        for name in ("conftest.py", "leftovers.py", "processes.py", "ranks.py", "__init__.py"):
+            text = (HERE / name).read_text()
+            (place / name).write_text(re.sub(r"^PATIENCE = .*", "PATIENCE = 0.5", text, flags=re.MULTILINE))
+        shutil.copy(HERE.parent / "setup.cfg", tmp_path)
+        for name, text in files.items():
+            (place / f"{name}.py").write_text(text)
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    return of
+
+
+def test_what_is_left_behind_fails_the_module_that_did_it(run):
+    done = run(test_a=LEAVES, test_b=SHARES + USES, test_c="def test_it(): pass\n")
+    assert done.returncode == 1, done.stdout
+    failed = re.findall(r"^ERROR (\S+)", done.stdout, re.MULTILINE)
+    assert failed == ["tests/test_a.py::test_nothing"]
+    assert "tests/test_a.py has left behind:\n" in done.stdout
+    for what in ("time.sleep(100)", "/ompi.", "/sm_segment"):
+        assert re.search(rf"^\S.*{re.escape(what)}", done.stdout, re.MULTILINE), what
+
+
+def test_what_is_tried_twice_is_listed_with_its_reason(run):
+    done = run(test_a=TWICE)
+    assert "2 failed, 1 passed, 2 rerun" in done.stdout
+    assert sorted(re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)) == ["test_never", "test_plain"]
+    listed = done.stdout.partition("tried twice")[2]
+    assert "tests/test_a.py::test_once_more: a disk that sleeps\n" in listed
+    assert "tests/test_a.py::test_never: the moon\n" in listed
+
+
+@pytest.mark.parametrize(
+    ("mark", "word"), [("retry", "needs reason="), ('retry(reason="")', "needs reason="), ("flaky(reruns=2)", "retry")]
+)
+def test_nothing_is_tried_twice_without_a_reason(run, mark, word):
+    done = run(test_a=f"import pytest\n@pytest.mark.{mark}\ndef test_it(): pass\n")
+    assert done.returncode == 4 and "test_a.py::test_it: " in done.stderr and word in done.stderr
