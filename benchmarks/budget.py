@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-STEP, LAST = "decode_inputs", "largest"  # the kernels that a replayed step begins and ends with
+STEP, LAST = "decode_inputs", "argmax"  # the kernels that a replayed step begins and ends with
 SKIP = 4  # steps before the first that counts
 
 

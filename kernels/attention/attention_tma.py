@@ -131,7 +131,7 @@ def prefill(
     stages, box = STAGES[dim], math.gcd(size, KEYS)
     shared = 1024 + (ROWS + 2 * stages * KEYS) * dim * 2
     kernel = jit.kernel(
-        "prefill", "prompt", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
+        "prefill", "prefill", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
         STAGES=stages, WINDOW=window, CAPPED=int(cap > 0),
     )  # fmt: skip
     of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))

@@ -84,7 +84,7 @@ __device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-prompt(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const int* items,
+prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const int* items,
        int count, const int* tables, int table_row, T* out, float scale, float cap) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];

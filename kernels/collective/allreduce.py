@@ -159,7 +159,7 @@ def one_way_push_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """`all_reduce_add_norm` where supports_one_way_push, by at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
     assert supports_one_way_push(x, peers.size)
-    return _launch_norm("one_way_add_norm", x, residual, weight, eps, peers, blocks, threads)
+    return _launch_norm("one_way_push_add_norm", x, residual, weight, eps, peers, blocks, threads)
 
 
 def two_shot_add_norm(
@@ -186,7 +186,7 @@ def push_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """The same for an x that supports_push."""
     assert supports_push(x, peers.size)
-    return _launch_norm("sent_add_norm", x, residual, weight, eps, peers, blocks, threads)
+    return _launch_norm("push_add_norm", x, residual, weight, eps, peers, blocks, threads)
 
 
 def _launch_norm(

@@ -106,14 +106,14 @@ two_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int ra
     end(call);
 }
 
-// What others' products have sent of this rank's share, landed [SIZE, rows, SHARE]: added up as above.
+// What others' products have sent of this rank's share, received [SIZE, rows, SHARE]: added up as above.
 extern "C" __global__ void __launch_bounds__(THREADS)
-landed_add_norm(const T* landed, T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
+received_add_norm(const T* received, T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
     prefetch(weight);
     Call call = begin(table, rank);
     meet(call, 1);  // all have multiplied
     auto parts_of = [&](int i) {
-        const Piece* from = (const Piece*)landed + (blockIdx.x + i / SHARE * gridDim.x) * SHARE + i % SHARE;
+        const Piece* from = (const Piece*)received + (blockIdx.x + i / SHARE * gridDim.x) * SHARE + i % SHARE;
         Parts p;
 #pragma unroll
         for (int r = 0; r < SIZE; r++) p.of[r] = from[r * rows * SHARE];

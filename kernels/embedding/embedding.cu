@@ -13,7 +13,7 @@ extern "C" __global__ void embed(const long long* ids, const T* table, T* y, int
 }
 
 // cos, sin [tokens, 2 half] f32 of row positions[t] of table [positions, 2, half]: both halves alike, the first of sin negated.
-extern "C" __global__ void rotation(const long long* positions, const float* table, float* cos, float* sin, int half) {
+extern "C" __global__ void cos_sin(const long long* positions, const float* table, float* cos, float* sin, int half) {
     release();
     wait();
     const float* from = table + positions[blockIdx.x] * 2 * half;

@@ -67,13 +67,13 @@ def gemm_reduce_scatter(x: Tensor, weight: Tensor, peers: SymmetricMemory) -> Te
 
 
 def reduce_add_norm(
-    landed: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory, blocks: int = BLOCKS
+    received: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory, blocks: int = BLOCKS
 ) -> tuple[Tensor, Tensor]:
     """allreduce.all_reduce_add_norm of what `product` has begun; the norm is a tensor of its own."""
     rows, width = residual.shape
     x = torch.empty_like(residual)
     share = width // peers.size
-    kernel, threads = norm_kernel("landed_add_norm", residual, weight, peers, share, MOST_THREADS, x)
+    kernel, threads = norm_kernel("received_add_norm", residual, weight, peers, share, MOST_THREADS, x)
     grid = min(rows, blocks, peers.blocks), 1, 1
-    kernel(grid, threads, landed, x, residual, weight, peers.table, peers.rank, rows, eps)
+    kernel(grid, threads, received, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual

@@ -92,7 +92,7 @@ __device__ inline void whole_tiles(T* y, unsigned ring, Barrier* full, Barrier* 
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-staged(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y, int rows, int outputs) {
+pipelined_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y, int rows, int outputs) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];

@@ -177,7 +177,9 @@ def pipelined(x: Tensor, weight: Tensor, cut: TileConfig, gate: str = "") -> Ten
     whole = found.hopper and rows >= WHOLE_FROM
     _, shared = stages(cut, rows, whole)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
-    kernel = jit.kernel("pipelined_gemm", "staged", x.dtype, shared, **_staged_sizes(rows, inputs, cut, gate, whole))
+    kernel = jit.kernel(
+        "pipelined_gemm", "pipelined_gemm", x.dtype, shared, **_staged_sizes(rows, inputs, cut, gate, whole)
+    )
     blocks = min(outputs // cut.outputs, found.num_sms)
     threads = 32 + 32 * (4 if whole else cut.outputs // 16 * _groups(cut))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)

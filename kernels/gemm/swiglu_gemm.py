@@ -30,7 +30,7 @@ def swiglu_gemm(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     y = x.new_empty(rows, outputs)
     sizes = dict(I=inputs, OUTPUTS=outputs, STAGES=STAGES, ACT=ACTIVATIONS.index(activation))
-    kernel = jit.kernel("swiglu_gemm", "gated_product", x.dtype, SHARED, **sizes)
+    kernel = jit.kernel("swiglu_gemm", "swiglu_gemm", x.dtype, SHARED, **sizes)
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, ROWS, inputs)
     of_w = jit.tensor_map(weight.data_ptr(), 2 * outputs, inputs, OUTPUTS, inputs)
     pairs = device_caps(x.device).num_sms // 2

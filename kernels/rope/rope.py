@@ -57,7 +57,7 @@ def cos_sin_reference(table: Tensor, positions: Tensor) -> CosSin:
 def cos_sin_cuda(table: Tensor, positions: Tensor) -> CosSin:
     half = table.shape[2]
     cos, sin = table.new_empty(2, len(positions), 1, 2 * half)
-    kernel = jit.kernel("embedding", "rotation", torch.float32, V=1)
+    kernel = jit.kernel("embedding", "cos_sin", torch.float32, V=1)
     kernel((len(positions), 1, 1), min(max(-(-half // 32) * 32, 32), 256), positions, table, cos, sin, half)
     return CosSin(cos, sin)
 
@@ -157,7 +157,7 @@ def rope_and_store_kv_cuda(
     vector = min(jit.vector(x, dim, turned // 2, *rows, most=2 * x.element_size()) for x in (q, k, v))
     per = 1 if tokens < ENOUGH else 8
     kernel = jit.kernel(
-        "rope", "rope_write", q.dtype, C=keys.dtype, DIM=dim, TURNED=turned, V=vector, Q_HEADS=heads,
+        "rope", "rope_and_store_kv", q.dtype, C=keys.dtype, DIM=dim, TURNED=turned, V=vector, Q_HEADS=heads,
         KV_HEADS=kv_heads, NORM=int(norms is not None), PER=per,
     )  # fmt: skip
     q_weight, k_weight, eps = norms if norms is not None else (q, k, 0.0)

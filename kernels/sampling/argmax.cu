@@ -20,7 +20,7 @@ __device__ inline Found warp_best(Found a) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-largest(const T* x, int width, float* values, long long* ids, float* part_values, int* part_ids, int* arrived) {
+argmax(const T* x, int width, float* values, long long* ids, float* part_values, int* part_ids, int* arrived) {
     typedef Vec<T, V> Piece;
     __shared__ Found found[8];
     __shared__ bool last;

@@ -52,6 +52,6 @@ def argmax_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
         part_values = x.new_empty(rows, parts, dtype=torch.float32)
         part_ids = x.new_empty(rows, parts, dtype=torch.int32)
         arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
-    kernel = jit.kernel("argmax", "largest", x.dtype, V=vector)
+    kernel = jit.kernel("argmax", "argmax", x.dtype, V=vector)
     kernel((parts, rows, 1), 256, x, width, values, ids, part_values, part_ids, arrived)
     return values, ids

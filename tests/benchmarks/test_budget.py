@@ -29,9 +29,9 @@ def test_steps_that_no_graph_replays():
 
 
 def test_shares_of_prompt_and_decode_steps():
-    names = ["gemm", "norm", "decode_inputs", "gemm", "largest", "gemm", "decode_inputs", "largest"]
+    names = ["gemm", "norm", "decode_inputs", "gemm", "argmax", "gemm", "decode_inputs", "argmax"]
     events = [dict(name=name, ts=i * 1e6, dur=1e6) for i, name in enumerate(names)]
     found = budget.shares(events)
     assert found["prompt"] == {"gemm": 2.0, "norm": 1.0}
-    assert found["decode"] == {"decode_inputs": 2.0, "largest": 2.0, "gemm": 1.0}
+    assert found["decode"] == {"decode_inputs": 2.0, "argmax": 2.0, "gemm": 1.0}
     assert list(found["decode"].values()) == sorted(found["decode"].values(), reverse=True)

@@ -1,10 +1,13 @@
 """The kernels compile for every supported generation, also where no GPU is."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -177,6 +180,28 @@ def compile_launch(kernel, args, options, arch: int):
             aligned[i,] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:PAIRED\s+)?(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(')
+
+
+def test_every_function_that_is_looked_up_is_there_and_no_other():
+    """Only a GPU would tell otherwise."""
+    there = {
+        path.stem: set(FUNCTION.findall(path.read_text())) for path in jit.SOURCES.values() if path.suffix == ".cu"
+    }
+    assert all(there.values())
+    words = set()
+    kernels = Path(jit.__file__).parent
+    for path in [*kernels.rglob("*.py"), *(kernels.parent / "rank").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant):
+                words.add(node.value)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "jit.kernel":
+                source, name = node.args[:2]
+                assert isinstance(source, ast.Constant), ast.unparse(node)
+                assert not isinstance(name, ast.Constant) or name.value in there[source.value], ast.unparse(node)
+    assert set().union(*there.values()) <= words
 
 
 def test_every_source_is_tried():

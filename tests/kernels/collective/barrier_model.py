@@ -243,7 +243,7 @@ class Thread:
             row, i = divmod(at, ROW)
             yield from self.store(x[at], i // share, "landing", row, i, self.rank)
 
-    def landed_add_norm(self) -> Steps:
+    def received_add_norm(self) -> Steps:
         """Without the norm: sums of what the products before have sent, as two_shot_add_norm's."""
         x, size, block, threads = self.block.x, self.group.size, self.block, self.group.threads
         rows, share = range(block.index, len(x) // ROW, block.grid), -(-ROW // size)
@@ -262,7 +262,7 @@ class Thread:
                 x[row * ROW + i] = yield from self.load(i // share, "slot", self.slot, row * ROW + i)
         yield from self.end()
 
-    def sent_add_norm(self) -> Steps:
+    def push_add_norm(self) -> Steps:
         """Without the norm. Rows of ROW, of which each rank adds up a share."""
         x, size, block, threads, flaw = self.block.x, self.group.size, self.block, self.group.threads, self.group.flaw
         rows, share = range(block.index, len(x) // ROW, block.grid), -(-ROW // size)
@@ -308,7 +308,7 @@ class Thread:
         yield from self.barrier()
         yield from self.end()
 
-    def one_way_add_norm(self) -> Steps:
+    def one_way_push_add_norm(self) -> Steps:
         """Without the norm. Rows of ROW, of which every rank gets everything."""
         x, block, threads, flaw = self.block.x, self.block, self.group.threads, self.group.flaw
         rows = range(block.index, len(x) // ROW, block.grid)

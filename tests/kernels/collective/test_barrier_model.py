@@ -13,15 +13,15 @@ def attempt(seed: int, flaw: str = "", kinds: tuple[str, ...] = ()) -> None:
     size = rng.choice([2, 2, 3, 4])
     start = rng.choice([0, WRAP - 2, WRAP - 6])  # the count wraps around
     group = Group(size, blocks=3, threads=4, rng=rng, start=start, flaw=flaw)
-    mixed = ["one_shot", "two_shot", "two_shot_add_norm", "sent_add_norm", "one_way_add_norm", "landed_add_norm"]
-    kinds = kinds or rng.choice([mixed, ["sent_add_norm"], ["one_way_add_norm"], ["landed_add_norm"]])
+    mixed = ["one_shot", "two_shot", "two_shot_add_norm", "push_add_norm", "one_way_push_add_norm", "received_add_norm"]
+    kinds = kinds or rng.choice([mixed, ["push_add_norm"], ["one_way_push_add_norm"], ["received_add_norm"]])
     calls = []
     for _ in range(rng.randint(2, 6)):
         kind = rng.choice(kinds)
         count = rng.choice([1, 3, 4, 5, 9, 13])
         if kind.endswith("norm"):
             rows = -(-count // 2)
-            if kind == "landed_add_norm":
+            if kind == "received_add_norm":
                 calls.append(("product", rng.randint(1, 2), rows * ROW))
             calls.append((kind, min(rows, group.blocks), rows * ROW))
         else:
@@ -46,7 +46,7 @@ def test_the_scheduler_finds_what_is_left_out(flaw):
     raise AssertionError(f"{flaw}: no interleaving fails, so it is not needed, or not tried")
 
 
-@pytest.mark.parametrize("kind", ["sent_add_norm", "one_way_add_norm"])
+@pytest.mark.parametrize("kind", ["push_add_norm", "one_way_push_add_norm"])
 @pytest.mark.parametrize("flaw", MAIL_FLAWS)
 def test_what_is_sent_needs_its_zeros(kind, flaw):
     for seed in range(400):
@@ -61,7 +61,7 @@ def test_what_is_sent_needs_its_zeros(kind, flaw):
 def test_what_products_have_sent_needs_both_meetings(flaw):
     for seed in range(400):
         try:
-            attempt(seed, flaw, ("landed_add_norm",))
+            attempt(seed, flaw, ("received_add_norm",))
         except Wrong:
             return
     raise AssertionError(f"{flaw}: no interleaving fails")
