@@ -44,6 +44,14 @@ CONFIGS: dict[str, dict[str, Any]] = bench.SHAPES | {
                                num_key_value_heads=4, head_dim=64, vocab_size=32000, max_position_embeddings=8192),
     "qwen3-8b": QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
                              num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
+    "qwen2.5-7b": dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=3584,
+                       intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+                       vocab_size=152064, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6),
+    "gemma2-9b": dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"], hidden_size=3584,
+                      intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8,
+                      head_dim=256, vocab_size=256000, max_position_embeddings=8192, rope_theta=10000.0,
+                      rms_norm_eps=1e-6, sliding_window=4096, query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
+                      final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True),
     "built-in": json.loads((builtin_model.DIRECTORY / "config.json").read_text()),
 }  # fmt: skip
 
@@ -186,7 +194,7 @@ VERSION = "0.1.0"
 def main() -> None:
     started = time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", choices=sorted(CONFIGS), default="llama3-8b")
+    parser.add_argument("--config", default="llama3-8b", help=f"{', '.join(sorted(CONFIGS))}, or a config.json")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--parts", default="abc", help="which of a, b, c, p, t to run")
     parser.add_argument("--batches", default="1,16,64,256")
@@ -200,7 +208,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        Path(made, "config.json").write_text(json.dumps(CONFIGS[asked.config]))
+        config = CONFIGS.get(asked.config) or json.loads(Path(asked.config).read_text())
+        Path(made, "config.json").write_text(json.dumps(config))
         options = Options(
             model=made, ranks=asked.tp, tp=asked.tp, dtype=asked.dtype, device=asked.device, prefix_cache=False,
             load_format=asked.load_format, max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len,
