@@ -6,6 +6,7 @@
 (b) prefill: one prompt of max_model_len - 1 tokens, 16 of 1024; 1 new token
 (c) mixed: 512 requests, prompt U[64, 1024], output U[64, 512], seed 0
 (p) on a GPU, beside these: the time of a decode step of (a), kernel by kernel
+(q) the same of the one prompt of (b)
 (t) the same of all of (c), with prompt steps apart
 
 Weights are random unless --load-format says otherwise. `start` ends with the first token. The ranks, the model, the
@@ -106,6 +107,8 @@ class Offline:
         if "p" in ask.parts:
             for batch in ask.batches:
                 self.budget(batch)
+        if "q" in ask.parts:
+            self.prefill_budget(self.scheduler.max_model_len - 1)
         if "t" in ask.parts:
             self.trace()
 
@@ -150,6 +153,12 @@ class Offline:
         lines = budget.budget(budget.traced(lambda: self.generate(made, [32] * batch)))
         total = sum(line["us"] for line in lines)
         self.say(what="budget", batch=batch, us=round(total, 1), kernels=lines)
+
+    def prefill_budget(self, length: int) -> None:
+        self.generate([self.prompt(length)], [1])
+        made = self.prompt(length)
+        found = budget.shares(budget.traced(lambda: self.generate([made], [1])))["prompt"]
+        self.say(what="prefill budget", prompt=length, seconds=round(sum(found.values()), 5), kernels=found)
 
     def prefill(self, batch: int, length: int) -> None:
         times = [
@@ -196,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama3-8b", help=f"{', '.join(sorted(CONFIGS))}, or a config.json")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--parts", default="abc", help="which of a, b, c, p, t to run")
+    parser.add_argument("--parts", default="abc", help="which of a, b, c, p, q, t to run")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=8192)

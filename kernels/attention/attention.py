@@ -27,8 +27,8 @@ PADDING = 0.25
 SLACK = 256
 # Query rows of a prompt per call: the causal mask is [PIECE, keys], and keys after a piece are not touched.
 PIECE = 256
-# On GPUs, whole prompts from this length on go to cuDNN where boxes.py does not suit, padded to a multiple of STEP: it
-# plans anew for every length.
+# On GPUs, whole prompts from this length on go to cuDNN where attention_tma does not take them, padded to a multiple of
+# CUDNN_STEP: it plans anew for every length.
 CUDNN_FROM = 2048
 CUDNN_STEP = 512
 

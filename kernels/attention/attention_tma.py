@@ -1,4 +1,4 @@
-"""Attention over the paged cache, whose blocks the copy engine brings: cuda/decode.cu, and prefill.cu on Hopper."""
+"""Attention over the paged cache, whose blocks TMA brings: decode.cu, and prefill.cu on Hopper."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..device import SHARED, device_caps
 from ..rope.rope import CosSin, QKNorm
 
 LOG2_E = 1.4426950408889634
-DIMS = 64, 128  # head sizes
+DIMS = 64, 128, 256  # head sizes
 
 # Of decode.cu.
-TILE = 64  # tokens
+TILES = {64: 64, 128: 64, 256: 32}  # tokens, by head size: a warp to 16 of them
 SEQUENCES = 512  # at most: a block counts what is read of each
 LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
-WARPS = 4
 FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empty on average, is fetched at a time
 # Of prefill.cu.
-ROWS, KEYS = 128, 128  # of queries that a block takes at once, and of keys
-STAGES = {64: 6, 128: 3}  # tiles of keys, and as many of values, that lie in shared memory, by head size
+ROWS = 128  # of queries that a block takes at once
+KEYS = {64: 128, 128: 128, 256: 64}  # of a tile, by head size
+STAGES = {64: 6, 128: 3, 256: 2}  # tiles of keys, and as many of values, that lie in shared memory
 
 
 class CurrentKV(NamedTuple):
@@ -56,7 +56,7 @@ def _boxed(q: Tensor, keys: Tensor) -> bool:
     size, dim = keys.shape[1], q.shape[2]
     if not q.is_cuda or not device_caps(q.device).engine or q.element_size() != 2 or q.dtype != keys.dtype:
         return False
-    whole = math.gcd(size, TILE) >= 8  # a box is of one block, and 8 rows are a swizzle
+    whole = size % 8 == 0  # a box is of one block, and 8 rows are a swizzle
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
     side_by_side = q.stride()[1:] == (dim, 1) and keys.is_contiguous()
     counted = keys.shape[2] * SEQUENCES <= jit.COUNTERS  # by decode: one for each sequence and key head
@@ -73,13 +73,15 @@ def decode(
     and v, a product, may still run: all else that is read must be what the kernels before that one wrote.
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
-    group, box = heads // kv_heads, math.gcd(size, TILE)
+    group, tile = heads // kv_heads, TILES[dim]
+    box = math.gcd(size, tile)
     few = min(box, FEW_BYTES // (dim * 2))
     stages, shared = _decode_room(group, dim)
     kernel = jit.kernel(
         "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
-        STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared, TURN=int(newest is not None),
-        NORM=int(newest is not None and newest.norms is not None), WINDOW=window, CAPPED=int(cap > 0),
+        TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared,
+        TURN=int(newest is not None), NORM=int(newest is not None and newest.norms is not None), WINDOW=window,
+        CAPPED=int(cap > 0),
     )  # fmt: skip
     grid = max(2 * device_caps(q.device).num_sms, kv_heads)
     parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
@@ -90,7 +92,7 @@ def decode(
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     maps = *_caches(keys, values, box, dim // 64), *_caches(keys, values, few, dim // 64)
     kernel(
-        (grid, 1, 1), (WARPS + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables,
+        (grid, 1, 1), (tile // 16 + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables,
         lengths, out, parts, sums, arrived, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
         float(eps), float(cap), shared=shared,
     )  # fmt: skip
@@ -98,10 +100,10 @@ def decode(
 
 def _decode_room(group: int, dim: int) -> tuple[int, int]:
     """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out."""
-    rows = 16 if group > 8 else 8
+    rows, warps = 16 if group > 8 else 8, TILES[dim] // 16
     heads = rows * (dim + 8) * 2 + dim * 2 + 64
-    rest = 1024 + WARPS * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
-    tile = 2 * TILE * dim * 2
+    rest = 1024 + warps * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
+    tile = 2 * TILES[dim] * dim * 2
     stages = min(6, (SHARED - rest) // tile)
     return stages, rest + stages * tile
 
@@ -128,11 +130,12 @@ def prefill(
 ) -> None:  # fmt: skip
     """The rows of `items`, which is work() on the device; q and out [T, heads, dim], out contiguous."""
     (rows, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
-    stages, box = STAGES[dim], math.gcd(size, KEYS)
-    shared = 1024 + (ROWS + 2 * stages * KEYS) * dim * 2
+    stages, tile = STAGES[dim], KEYS[dim]
+    box = math.gcd(size, tile)
+    shared = 1024 + (ROWS + 2 * stages * tile) * dim * 2
     kernel = jit.kernel(
         "prefill", "prefill", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
-        STAGES=stages, WINDOW=window, CAPPED=int(cap > 0),
+        TILE=tile, STAGES=stages, WINDOW=window, CAPPED=int(cap > 0),
     )  # fmt: skip
     of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
     of_k, of_v = _caches(keys, values, box)

@@ -3,14 +3,14 @@
 // What is read of all sequences stands in one row, which is shared out evenly (stream_k.cuh): a run for each KV_HEADS blocks, of
 // which each takes one key head, so that what lies side by side in the cache is read at one time. A sequence that lies in
 // several runs is added up by the block that comes to it last. One warp has the copy engine bring keys and values to shared
-// memory, STAGES tiles of 64 tokens ahead and on into the next sequence; one prepares the next sequence's heads; four take
-// 16 tokens of each tile for all query heads of the key head. With TURN the step's newest token is still in q, k and v: heads
+// memory, STAGES tiles of TILE tokens ahead and on into the next sequence; one prepares the next sequence's heads; the others
+// take 16 tokens of each tile for all query heads of the key head. With TURN the step's newest token is still in q, k and v: heads
 // are normed (NORM) and turned here, key and value are written to the cache and taken from registers. Online softmax after
 // FlashAttention-2 (Dao 2023, arXiv 2307.08691), even shares after Stream-K (Osama et al. 2023, arXiv 2301.03598).
 #include "tma.cuh"
 #include "mma.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * 32, ALL = THREADS + 64, TILE = 64, HALVES = DIM / 64, HALF = DIM / 2;
+constexpr int WARPS = TILE / 16, THREADS = WARPS * 32, ALL = THREADS + 64, HALVES = DIM / 64, HALF = DIM / 2;
 constexpr int TILE_BYTES = TILE * DIM * 2, GROUP = HEADS / KV_HEADS;
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
 constexpr int PAIRS = HALF / 32;                          // of elements that are turned together, of a lane
@@ -37,7 +37,7 @@ __device__ inline unsigned lies(int token, int half, int piece) {
 #include "q_prep.cuh"
 #include "online_softmax.cuh"
 static_assert(1024 + STAGES * 2 * TILE_BYTES + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
-              "boxes.py reckons with another layout of shared memory");
+              "attention_tma.py reckons with another layout of shared memory");
 
 // The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see. They, and
 // tables, are loaded past the first-level cache: another step may have left others there, and wait() has not been passed.

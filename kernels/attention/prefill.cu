@@ -3,13 +3,14 @@
 // One warp has the copy engine bring keys and values from the cache, block by block, to shared memory, STAGES tiles of 128
 // tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous tensor-core
 // instructions, 64 rows each. While a tile's scores become weights, the products of the next scores and of the last values
-// are under way. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
+// are under way. Heads of more than 128 elements leave no registers for q, which is read from shared memory then. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
 // 2407.08608). All operands lie in boxes of 64 elements with the engine's 128-byte swizzle.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 128, TILE = 128, HALVES = DIM / 64;
+constexpr int ROWS = 128, HALVES = DIM / 64;
+constexpr bool Q_SHARED = DIM > 128;
 constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = TILE * DIM * 2;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
 
@@ -141,14 +142,16 @@ prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, cons
         const int head = i % HEADS, skip = group * 64, above = work.position + skip;
         // Tiles that this group's rows see; the block's others are only handed back.
         const int tiles = work.stop() - work.first(), mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
-        unsigned q[DIM / 16][4];
+        unsigned q[Q_SHARED ? 1 : DIM / 16][4];
         await(&q_full, n);
+        if constexpr (!Q_SHARED) {
 #pragma unroll
-        for (int k = 0; k < DIM / 16; k++) {
-            int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
-            load(q[k], q_at + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
+            for (int k = 0; k < DIM / 16; k++) {
+                int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
+                load(q[k], q_at + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
+            }
+            hand_back(&q_empty);
         }
-        hand_back(&q_empty);
         float s[TILE / 2], o[DIM / 2] = {};
         unsigned p[TILE / 16][4];
         Rowwise rows = {{NOTHING, NOTHING}, {0, 0}};
@@ -158,8 +161,13 @@ prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, cons
             hold(s);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < DIM / 16; k++)
-                multiply<false>(T(), s, q[k], describe(k_at + stage * TILE_BYTES + k / 4 * TILE * 128 + k % 4 * 32, 16), k > 0);
+            for (int k = 0; k < DIM / 16; k++) {
+                const auto keys = describe(k_at + stage * TILE_BYTES + k / 4 * TILE * 128 + k % 4 * 32, 16);
+                if constexpr (Q_SHARED)
+                    multiply(T(), s, describe(q_at + (k / 4 * ROWS + skip) * 128 + k % 4 * 32, 16), keys, k > 0);
+                else
+                    multiply<false>(T(), s, q[k], keys, k > 0);
+            }
             end_products();
         };
         auto values = [&](int j) {
@@ -195,10 +203,13 @@ prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, cons
             await_products<0>();
             hold(o);
             hand_back(v_empty + (t + j - 1) % STAGES);
+            // Of long heads there is as much to shrink as to multiply, and mostly for nothing.
+            if (!Q_SHARED || __any_sync(~0u, rows.shrink[0] != 1 || rows.shrink[1] != 1))
 #pragma unroll
-            for (int k = 0; k < DIM / 2; k++) o[k] *= rows.shrink[k / 2 % 2];
+                for (int k = 0; k < DIM / 2; k++) o[k] *= rows.shrink[k / 2 % 2];
             pack(p, s);
         }
+        if (Q_SHARED) hand_back(&q_empty);
         if (mine) {
             const int last = t + mine - 1, stage = last % STAGES, valid = work.length - (work.first() + mine - 1) * TILE;
             await(v_full + stage, last / STAGES);

@@ -53,6 +53,8 @@ template <int N> __device__ inline void hold(float (&x)[N]) {
 #define PRODUCTS(type, name)                                                                                            \
     OF_REGISTERS(type, name, 64, D32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(c, 0), SIXTEEN(c, 16))   \
     OF_REGISTERS(type, name, 128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTY_FOUR(c, 0))               \
+    OF_REGISTERS(type, name, 256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTY_FOUR(c, 0),       \
+                 SIXTY_FOUR(c, 64))                                                                                     \
     OF_SHARED(type, name, 32, D16, "%16", "%17", "%18", SIXTEEN(c, 0))                                                  \
     OF_SHARED(type, name, 48, D24, "%24", "%25", "%26", SIXTEEN(c, 0), EIGHT(c, 16))                                    \
     OF_SHARED(type, name, 64, D32, "%32", "%33", "%34", SIXTEEN(c, 0), SIXTEEN(c, 16))                                  \

@@ -2,7 +2,8 @@
 //
 // The first AHEAD vectors of each are asked for before the kernel's predecessor has ended: weights do not change. I is
 // a multiple of a warp's access, outputs one of what a block computes. Shared memory: x, R * I elements. With GATED, W is
-// a gate matrix over an up matrix, a warp's two rows are one of each, and y = silu(gate) * up. With NORM every block makes
+// a gate matrix over an up matrix, a warp's two rows are one of each, and y = act(gate) * up. With BIAS, bias [outputs] is
+// added. With NORM every block makes
 // x itself, of what the kernel before has left of it: the norm of x + residual.
 
 constexpr int V = 8;                 // elements of one access
@@ -49,7 +50,7 @@ __device__ inline void reduce_add_norm(const T* x, const T* residual, const Weig
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-gemv(const T* x, const T* weight, T* y, int outputs, const T* residual, const T* norm_weight, float eps, T* sum) {
+gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* residual, const T* norm_weight, float eps, T* sum) {
     extern __shared__ uint4 memory[];
     uint4* xs = memory;
     int lane = threadIdx.x % 32;
@@ -62,6 +63,10 @@ gemv(const T* x, const T* weight, T* y, int outputs, const T* residual, const T*
 #pragma unroll
         for (int o = 0; o < OUTS; o++)
             if (u < STEPS) ring[u][o] = stream(rows + o * apart + u * 32);
+    float offset[OUTS] = {};
+    if constexpr (BIAS)
+#pragma unroll
+        for (int o = 0; o < OUTS; o++) offset[o] = wide(bias[GATED ? first + o * (outputs / 2) : first + o]);
     if constexpr (NORM) {
         const Weights weights(norm_weight);
         wait();
@@ -104,7 +109,7 @@ gemv(const T* x, const T* weight, T* y, int outputs, const T* residual, const T*
     for (int r = 0; r < R; r++) {
         float total[OUTS];
 #pragma unroll
-        for (int o = 0; o < OUTS; o++) total[o] = warp_sum(parts[o][r]);
+        for (int o = 0; o < OUTS; o++) total[o] = warp_sum(parts[o][r]) + offset[o];
         if (lane) continue;
         if (GATED)
             y[(long long)r * (outputs / 2) + first] = narrow<T>(gated<T, ACT>(total[0], total[OUTS - 1]));

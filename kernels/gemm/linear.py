@@ -26,8 +26,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I] times the transpose of weight [O, I], plus bias [O]: [T, O], contiguous. `weight` may be packed."""
     if weight.is_mkldnn:
         return _packed_linear(x, weight, bias)
-    if bias is None and skinny.supports(x, weight):
-        return skinny.skinny_linear(x, weight)
+    if skinny.supports(x, weight, bias):
+        return skinny.skinny_linear(x, weight, bias=bias)
     if cpu_gemm.supports(x, weight):
         return cpu_gemm.cpu_linear(x, weight, bias)
     if bias is None and x.is_cuda:
@@ -45,13 +45,14 @@ def accumulates(x: Tensor, weight: Tensor, stream: Tensor) -> bool:
     return x.is_cuda and len(x) >= ADD_FROM and same and stream.is_contiguous()
 
 
-def gated_linear(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
-    """act(x G^T) * (x U^T): [T, O], where weight [2 O, I] is G over U; the activations are activation.ACTIVATIONS."""
-    if not weight.is_mkldnn and skinny.supports(x, weight):
-        return skinny.skinny_linear(x, weight, activation)
-    if swiglu_gemm.supports(x, weight):
+def gated_linear(x: Tensor, weight: Tensor, activation: str = "silu", bias: Tensor | None = None) -> Tensor:
+    """act(x G^T) * (x U^T): [T, O], where weight [2 O, I] is G over U, and bias [2 O] is added before; the activations
+    are activation.ACTIVATIONS."""
+    if not weight.is_mkldnn and skinny.supports(x, weight, bias):
+        return skinny.skinny_linear(x, weight, activation, bias)
+    if bias is None and swiglu_gemm.supports(x, weight):
         return swiglu_gemm.swiglu_gemm(x, weight, activation)
-    return gated_activation(linear(x, weight), activation)
+    return gated_activation(linear(x, weight, bias), activation)
 
 
 def pack(weight: Tensor) -> Tensor:

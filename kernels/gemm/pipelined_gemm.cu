@@ -2,8 +2,8 @@
 //
 // One warp has the copy engine bring chunks of KC inputs of M outputs, and the same inputs of x, to shared memory, STAGES
 // of them ahead and on into the next tile of outputs; the others multiply them by tensor cores. As much of W as fits is
-// asked for before the kernel's predecessor has ended. With GATED, W is a gate matrix over an up matrix and y = silu(gate)
-// * up. A chunk lies in shared memory as boxes of 64 inputs, whose pieces of 16 bytes change places in each row (the
+// asked for before the kernel's predecessor has ended. With GATED, W is a gate matrix over an up matrix and y = act(gate) *
+// up. With BIAS, bias [outputs] is added. A chunk lies in shared memory as boxes of 64 inputs, whose pieces of 16 bytes change places in each row (the
 // engine's 128-byte swizzle): the eight rows that an instruction reads lie in different banks. Rows of x from `rows` on
 // are whatever lies there: to ask the engine for zeros past x's end takes it a fifth longer.
 //
@@ -28,26 +28,28 @@ constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's output
 #if __CUDA_ARCH__ >= 900
 __device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
 
-__device__ inline float total(const float* sums, int out, int row) {
-    float y = 0;
+__device__ inline float total(const float* sums, int out, int row, const T* bias) {
+    float y = BIAS ? wide(*bias) : 0;
 #pragma unroll
     for (int k = 0; k < GROUPS; k++) y += sums[(k * M + out) * WIDE + row];
     return y;
 }
 
 // A tile's values, once all sums are there.
-__device__ inline void store(const float* sums, T* y, int first, int width, int rows) {
+__device__ inline void store(const float* sums, const T* bias, T* y, int first, int width, int rows) {
     for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
         int row = i / OUTS, out = i % OUTS;
-        float value = total(sums, out, row);
-        y[(long long)row * width + first + out] = narrow<T>(GATED ? gated<T, ACT>(value, total(sums, OUTS + out, row)) : value);
+        const int column = first + out;
+        float value = total(sums, out, row, bias + column);
+        if (GATED) value = gated<T, ACT>(value, total(sums, OUTS + out, row, bias + width + column));
+        y[(long long)row * width + column] = narrow<T>(value);
     }
 }
 #endif
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The block's tiles, `mine` of them, WHOLE.
-__device__ inline void whole_tiles(T* y, unsigned ring, Barrier* full, Barrier* empty, int mine, int width, int rows) {
+__device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* full, Barrier* empty, int mine, int width, int rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float sum[PARTS][WIDTH / 2];  // of row warp * 16 + lane / 4 and 8 below, pairs of outputs lane % 4 * 2 of each eight
     for (int t = 0, n = 0; t < mine; t++) {
@@ -70,17 +72,20 @@ __device__ inline void whole_tiles(T* y, unsigned ring, Barrier* full, Barrier* 
         }
 #pragma unroll
         for (int p = 0; p < PARTS; p++) hold(sum[p]);
-        T* to = y + (blockIdx.x + (long long)t * gridDim.x) * OUTS + lane % 4 * 2;
+        const int column = (blockIdx.x + t * gridDim.x) * OUTS + lane % 4 * 2;
+        auto with_bias = [&](float value, int at) { return BIAS ? value + wide(bias[column + at]) : value; };
+        T* to = y + column;
 #pragma unroll
         for (int r = 0; r < OUTS / 2; r += 2) {
             const int row = warp * 16 + lane / 4 + r % 4 / 2 * 8;
             Vec<T, 2> pair;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float value = sum[(r + i) / (WIDTH / 2)][(r + i) % (WIDTH / 2)];
+                const float value = with_bias(sum[(r + i) / (WIDTH / 2)][(r + i) % (WIDTH / 2)], r / 4 * 8 + i);
                 if constexpr (GATED) {
                     const int up = r + i + OUTS / 2;
-                    pair.x[i] = narrow<T>(gated<T, ACT>(value, sum[up / (WIDTH / 2)][up % (WIDTH / 2)]));
+                    const float other = with_bias(sum[up / (WIDTH / 2)][up % (WIDTH / 2)], width + r / 4 * 8 + i);
+                    pair.x[i] = narrow<T>(gated<T, ACT>(value, other));
                 } else {
                     pair.x[i] = narrow<T>(value);
                 }
@@ -92,7 +97,7 @@ __device__ inline void whole_tiles(T* y, unsigned ring, Barrier* full, Barrier* 
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-pipelined_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y, int rows, int outputs) {
+pipelined_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, const T* bias, T* y, int rows, int outputs) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
@@ -139,7 +144,7 @@ pipelined_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_
         wait();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         if constexpr (WHOLE) {
-            whole_tiles(y, ring, full, empty, mine, width, rows);
+            whole_tiles(bias, y, ring, full, empty, mine, width, rows);
             return;
         }
 #endif
@@ -184,7 +189,7 @@ pipelined_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_
 #pragma unroll
                 for (int i = 0; i < 4; i++) here[i / 2 * 8 * WIDE + j * 8 + i % 2] = sum[j][i];
             meet();
-            store(sums, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
+            store(sums, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
         }
     }
 #endif

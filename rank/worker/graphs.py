@@ -41,7 +41,7 @@ def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
     captured = [size for size in capture_sizes(max_num_seqs) if size > MOST_ROWS]
     peers = symmetric_memory_of(model.tensor)
     for module in model.modules():
-        matrix = module.matrix if isinstance(module, Linear) else None
+        matrix = module.matrix if isinstance(module, Linear) and module.added_bias is None else None
         if matrix is not None:
             yield TuneRequest(matrix, captured)
         if matrix is not None and peers and isinstance(module, RowParallel):
@@ -49,7 +49,7 @@ def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
 
 
 def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iterator[jit.KernelVariant]:
-    """What products without a bias of the captured sizes are compiled as, where that is for each size another."""
+    """What GEMMs of the captured sizes are compiled as, where that is for each size another."""
     few = [size for size in capture_sizes(max_num_seqs) if size <= MOST_ROWS]
     for module in model.modules():
         matrix = module.matrix if isinstance(module, Linear) else None
@@ -57,7 +57,7 @@ def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iter
             gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
             # A stage's first half has a norm of its own, all others leave it to the product where they are alone.
             for norm in (False, True) if alone and isinstance(module, QKVParallel) else (alone and bool(gate),):
-                yield from skinny.variants(few, matrix, gate, norm, device_caps(device))
+                yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, device_caps(device))
 
 
 class DecodeGraphs:

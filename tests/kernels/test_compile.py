@@ -22,13 +22,15 @@ from phalanx.kernels.rope.rope import CosSin, QKNorm
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
+GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1)
 
 
 def room(sizes):
-    """How boxes.decode has decode.cu share out its memory."""
+    """How attention_tma.decode has decode.cu share out its memory."""
     stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"])
     few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * 2))
-    return dict(FEW=few, STAGES=stages, ROOM=whole, SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
+    fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
+    return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
 
 
 PROGRAMS = [
@@ -40,20 +42,35 @@ PROGRAMS = [
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
     ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, DIM=128, TURNED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8)),
     ("rope", dict(T=torch.float32, C=torch.bfloat16, DIM=10, TURNED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1)),
-    ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0)),
-    ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8, ACT=0)),
-    ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0)),
-    ("pipelined_gemm", dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2)),
-    ("pipelined_gemm", dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2)),
-    ("pipelined_gemm", dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2)),
-    ("pipelined_gemm", dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2)),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0, BIAS=0)),
+    ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8, ACT=0, BIAS=1)),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0, BIAS=0)),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2, BIAS=1),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=0),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2, BIAS=1),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2, BIAS=0),
+    ),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
-    ("prefill", dict(T=torch.bfloat16, **LLAMA, STAGES=3)),
-    ("prefill", dict(T=torch.float16, **OTHER, STAGES=6)),
+    ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),
+    ("prefill", dict(T=torch.float16, **OTHER, TILE=128, STAGES=6)),
+    ("prefill", dict(T=torch.bfloat16, **GEMMA, TILE=64, STAGES=2)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),
     ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), TURN=1, NORM=1)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
+    ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
     ("embedding", dict(T=torch.bfloat16, V=8)),
     ("embedding", dict(T=torch.float32, V=1)),
@@ -251,31 +268,33 @@ def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
 def test_what_products_of_a_few_rows_are_compiled_as(found, outputs, inputs, monkeypatch):
     asked, rows = [], [1, 2, 4, *range(8, 65, 8)]
     monkeypatch.setattr(skinny, "device_caps", lambda device: found)
-    monkeypatch.setattr(skinny, "supports", lambda x, weight: skinny._way(x, weight) is not None)
+    monkeypatch.setattr(skinny, "supports", lambda x, weight, bias=None: skinny._way(x, weight) is not None)
     monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
     monkeypatch.setattr(
         jit, "kernel", lambda *a, **sizes: asked.append(jit.variant(a[0], a[2], **sizes)) or (lambda *_, **__: None)
     )
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
-    for gated in ("", "silu"):
+    for gated, bias in (("", None), ("silu", None), ("", weight[0])):
         asked.clear()
         for n in rows:
             x = torch.empty(n, inputs, dtype=torch.bfloat16, device="meta")
             if skinny.supports(x, weight):
-                skinny.skinny_linear(x, weight, gated)
-        assert list(skinny.variants(rows, weight, gated, False, found)) == asked and bool(asked) is (outputs != 1000)
+                skinny.skinny_linear(x, weight, gated, bias)
+        assert list(skinny.variants(rows, weight, gated, bias is not None, False, found)) == asked and bool(asked) is (
+            outputs != 1000
+        )
         plain = list(asked)
         asked.clear()
         for n in rows:
             x, norm_weight = (torch.empty(*s, inputs, dtype=torch.bfloat16, device="meta") for s in ((n,), ()))
             if skinny.supports_norm(x, x, norm_weight, weight):
-                skinny.normed_linear(x, x, norm_weight, 1e-5, weight, gated)
+                skinny.normed_linear(x, x, norm_weight, 1e-5, weight, gated, bias)
             elif skinny.supports(x, weight):
-                skinny.skinny_linear(x, weight, gated)
-        assert list(skinny.variants(rows, weight, gated, True, found)) == asked
+                skinny.skinny_linear(x, weight, gated, bias)
+        assert list(skinny.variants(rows, weight, gated, bias is not None, True, found)) == asked
         normed = [one for one in asked if one not in plain]
         assert normed == (asked[:2] if outputs > inputs == 4096 else []), "one row and two"
-    assert not list(skinny.variants(rows, weight.float(), False, False, found))
+    assert not list(skinny.variants(rows, weight.float(), "", False, False, found))
 
 
 def test_a_folder_that_others_write_to_is_not_used(tmp_path, monkeypatch):

@@ -159,7 +159,7 @@ def test_attention_soft_caps(window, cap, dim, dtype, bound):
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("by_triton", [False, True])
 def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
     """Rows and keys that end in the middle of a tile, at its end and just past it, with and without keys before."""
@@ -173,7 +173,7 @@ def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
 def test_long_prompts(dtype, bound):
-    """Whole prompts that cuDNN takes where boxes.py does not suit, among others and alone."""
+    """Whole prompts that cuDNN takes where attention_tma does not take them, among others and alone."""
     check_attention([1, 60, 2049, 5], [77, 60, 2049, 9], 4, 2, 128, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound, cap=1.5)  # not by cuDNN
@@ -294,9 +294,10 @@ def apart(got, want):
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 64, 65])
 def test_products_of_a_few_rows(rows, outputs, inputs, dtype):
     x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
-    want = x.double() @ weight.double().T
-    assert apart(linear.linear(x, weight), want) < 4e-3
-    assert apart(linear.gated_linear(x, weight), gate(want, dtype)) < 4e-3
+    for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
+        want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert apart(linear.linear(x, weight, bias), want) < 4e-3
+        assert apart(linear.gated_linear(x, weight, bias=bias), gate(want, dtype)) < 4e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -311,8 +312,9 @@ def test_products_that_norm_their_rows(gated, rows, outputs, inputs, dtype):
     assert skinny.supports_norm(x, residual, norm_weight, weight) is (rows * inputs <= skinny.NORMED)
     normed, total = norm.add_rms_norm_reference(x.clone(), residual.clone(), norm_weight, 1e-5)
     want = normed.double() @ weight.double().T
-    for _ in range(2):
-        y, stream = skinny.normed_linear(x, residual, norm_weight, 1e-5, weight, gated)
+    for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
+        want += 0 if bias is None else bias.double()
+        y, stream = skinny.normed_linear(x, residual, norm_weight, 1e-5, weight, gated, bias)
         assert torch.equal(stream, total) and torch.equal(x, before[0]) and torch.equal(residual, before[1])
         assert apart(y, gate(want, dtype, gated) if gated else want) < 4e-3
     odd = torch.empty(rows * inputs + 1, device="cuda", dtype=dtype)[1:].view(rows, inputs)
@@ -336,10 +338,11 @@ def gate(y, dtype, act="silu"):
 def test_products_by_staging(rows, outputs, inputs, gated, dtype):
     """Every way to cut them, twice in a row into memory that holds NaN: a race would show as a difference."""
     x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
-    want = x.double() @ weight.double().T
+    bias = torch.randn(outputs, device="cuda").to(dtype)
+    want = x.double() @ weight.double().T + bias.double()
     want = gate(want, dtype, gated) if gated else want
     for cut in skinny.tile_configs(rows, outputs, inputs):
-        found = [skinny.pipelined(x, weight, cut, gated) for _ in range(4)]
+        found = [skinny.pipelined(x, weight, cut, gated, bias) for _ in range(4)]
         assert all(apart(y, want) < 4e-3 for y in found), cut
         differ = [(y != found[0]).nonzero() for y in found]
         assert not any(map(len, differ)), (cut, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])

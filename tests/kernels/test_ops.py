@@ -107,7 +107,7 @@ def test_cache_write_touches_its_slots_alone(cache_dtype):
         (4096, 14336, TileConfig(32, 256)),
         (128256, 4096, TileConfig(128, 128)),
         (14336, 4096, TileConfig(112, 128)),  # of two
-        (32064, 8192, TileConfig(96, 128)),  # a quarter of a vocabulary
+        (32064, 8192, TileConfig(64, 256)),  # a quarter of a vocabulary
         (64, 1536, TileConfig(32, 256)),
         (64, 192, TileConfig(32, 64)),
         (100, 4096, None),

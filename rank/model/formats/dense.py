@@ -29,10 +29,15 @@ class Part(ShardedModule):
         pack_weight(self)
 
     @property
-    def matrix(self) -> Tensor | None:
-        """The weight [outputs, inputs], where it is plain and all of the part: what fused kernels take."""
-        return None if self.adds_bias else self.weight
+    def matrix(self) -> Tensor:
+        """The weight [outputs, inputs]: what fused kernels take."""
+        return self.weight
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        """The bias [outputs], where this rank adds it."""
+        return self.bias if self.adds_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank → its [T, outputs]."""
-        return linear(x, self.weight, self.bias if self.adds_bias else None)
+        return linear(x, self.weight, self.added_bias)

@@ -38,6 +38,11 @@ class Linear(nn.Module):
         """The weight [outputs, inputs], where it is plain and all of the linear: what fused kernels take."""
         return cast(Part, self.parts[0]).matrix if len(self.parts) == 1 else None
 
+    @property
+    def added_bias(self) -> Tensor | None:
+        """The bias [outputs] beside `matrix`, where there is one and this rank adds it."""
+        return cast(Part, self.parts[0]).added_bias if self.biased and len(self.parts) == 1 else None
+
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank; returns its [T, outputs]."""
         if len(self.parts) == 1:
@@ -52,7 +57,7 @@ class ColumnParallel(Linear):
         """h: [T, inputs]. Returns this rank's outputs, one after the other, [T, outputs]."""
         if isinstance(h, Tensor):
             return self.multiply(h)
-        y = h.linear(self.matrix) if self.matrix is not None else None
+        y = h.linear(self.matrix, bias=self.added_bias) if self.matrix is not None else None
         return self.multiply(h.tensor()) if y is None else y
 
 
@@ -66,15 +71,15 @@ class GatedColumnParallel(Linear):
 
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [T, inputs]. Returns this rank's part of the gated outputs, [T, outputs]."""
-        matrix = self.matrix
+        matrix, bias = self.matrix, self.added_bias
         if isinstance(h, Normed):
-            y = h.linear(matrix, self.activation) if matrix is not None else None
+            y = h.linear(matrix, self.activation, bias) if matrix is not None else None
             if y is not None:
                 return y
             h = h.tensor()
         if matrix is None:
             return gated_activation(self.multiply(h), self.activation)
-        return gated_linear(h, matrix, self.activation)
+        return gated_linear(h, matrix, self.activation, bias)
 
 
 class HeadCounts(NamedTuple):

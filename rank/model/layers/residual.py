@@ -71,7 +71,7 @@ class Partial:
         alone = self._local is None and len(self.terms) == 1 and self.scale == 1.0
         if alone and isinstance(self.group, FusedComm):
             ((linear, x),) = self.terms
-            if (matrix := linear.matrix) is not None:
+            if (matrix := linear.matrix) is not None and linear.added_bias is None:
                 done = self.group.gemm_all_reduce_add_norm(x, matrix, residual, weight, eps)
                 if done is not None:
                     return done
@@ -83,7 +83,7 @@ class Partial:
             return False
         ((linear, x),) = self.terms
         matrix = linear.matrix
-        if matrix is None or not accumulates(x, matrix, residual):
+        if matrix is None or linear.added_bias is not None or not accumulates(x, matrix, residual):
             return False
         residual.addmm_(x, matrix.t(), alpha=self.scale)
         return True
@@ -149,16 +149,17 @@ class Normed:
             self._value = self._value[rows]
         self.stream.value = self.stream.read()[rows]
 
-    def linear(self, weight: Tensor, gate: str = "") -> Tensor | None:
+    def linear(self, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
         """The linear of the norm, gated by an activation or not, as one kernel, where there is one and it is faster."""
         stream, x = self.stream, self.stream.pending
         if self._value is not None or self._work is not None or not isinstance(x, Partial) or x.group.size > 1:
             return None
         part = x.local()
-        if not skinny.supports_norm(part, stream.value, self.norm.weight, weight):
+        norm = self.norm
+        if not skinny.supports_norm(part, stream.value, norm.weight, weight, bias):
             return None
         stream.pending = None
-        y, stream.value = skinny.normed_linear(part, stream.value, self.norm.weight, self.norm.eps, weight, gate)
+        y, stream.value = skinny.normed_linear(part, stream.value, norm.weight, norm.eps, weight, gate, bias)
         return y
 
     def _compute(self) -> Tensor:

@@ -74,7 +74,8 @@ def random_cases(count: int, seed: int = 5) -> list[Case]:
     return cases
 
 
-# What boxes.decode takes: runs that end in the middle of a sequence, groups of up to 16 heads, empty and long ones.
+# What attention_tma.decode takes: runs that end in the middle of a sequence, groups of up to 16 heads, empty sequences
+# and long ones.
 BOXES = [
     Case([1]),
     Case([0, 1, 16, 17, 31, 0], normed=True),
@@ -93,6 +94,9 @@ BOXES = [
     Case([66, 1], 4, 1, 128, window=40, cap=0.02),
     Case([1, 70, 0, 33, 1500], cap=1.5, normed=True),
     Case([100 + i for i in range(150)] + [0] * 20, 4, 4, 128),
+    Case([0, 1, 16, 17, 300, 5000], 16, 8, 256, window=4096, cap=50.0, unwritten=(2,)),
+    Case([64, 65, 66, 128, 129, 63], 16, 1, 256, block_size=64, normed=True),
+    Case([2000] * 40 + [7], 4, 4, 256, block_size=8, window=333),
 ]
 
 

@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
     @property
     def per_tile(self) -> int:
-        return attention_tma.TILE // self.box
+        return attention_tma.TILES[128] // self.box
 
 
 SIZES = [Sizes(), Sizes(8, turn=0), Sizes(32, 70), Sizes(64), Sizes(16, 1), Sizes(8, 300, 0)]
@@ -123,7 +123,7 @@ def runs(request, tmp_path_factory):
     if compiler is None:
         return sizes, lambda lengths, wanted: model(sizes, lengths, wanted)
     folder = tmp_path_factory.mktemp("runs")
-    text = HARNESS % (attention_tma.TILE, attention_tma.LEAST, *sizes, jit.SOURCES["stream_k.cuh"].read_text())
+    text = HARNESS % (attention_tma.TILES[128], attention_tma.LEAST, *sizes, jit.SOURCES["stream_k.cuh"].read_text())
     source, library = folder / "runs.cpp", folder / "runs.so"
     source.write_text(text)
     subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)

@@ -176,15 +176,16 @@ def test_a_lone_ranks_gemm_adds_itself_to_the_stream(monkeypatch):
 
 
 @pytest.mark.parametrize("gated", ["", "silu"])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_first_linear_may_norm_its_rows_itself(monkeypatch, gated, size):
+def test_the_first_linear_may_norm_its_rows_itself(monkeypatch, gated, biased, size):
     """One kernel adds, norms and multiplies for a lone rank; a second reader finds the stream added up."""
     fused = []
 
-    def normed_linear(x, stream, weight, eps, matrix, gated):
+    def normed_linear(x, stream, weight, eps, matrix, gated, bias):
         normed, total = add_rms_norm(x.clone(), stream.clone(), weight, eps)
         fused.append(gated)
-        y = normed @ matrix.T
+        y = normed @ matrix.T + (bias if biased else 0)
         return (torch.nn.functional.silu(y[:, :INNER]) * y[:, INNER:] if gated else y), total
 
     monkeypatch.setattr(residual.skinny, "supports_norm", lambda *_: True)
@@ -192,8 +193,8 @@ def test_the_first_linear_may_norm_its_rows_itself(monkeypatch, gated, size):
 
     def rank(grid):
         down, norm, value, x = parts(grid)
-        make = GatedColumnParallel(HIDDEN, INNER, mesh.build(grid.world.split(grid.world.rank, 0), 1, 1))
-        linear = filled(make if gated else ColumnParallel(whole(HIDDEN), (whole(INNER),), False))
+        make = GatedColumnParallel(HIDDEN, INNER, mesh.build(grid.world.split(grid.world.rank, 0), 1, 1), biased)
+        linear = filled(make if gated else ColumnParallel(whole(HIDDEN), (whole(INNER),), biased))
         stream = ResidualStream(value)
         stream.add(down(x))
         normed = norm(stream)
