@@ -4,9 +4,9 @@
     python benchmarks/step.py --shape llama-99m --np 2 --batches 1,16
 
 Ranks, model and scheduler are the server's; only the requests are made here. Weights of a --shape are random. The
-table's host columns are the lead's main thread (schedule, encode, broadcast) and its step thread (prepare; launch: from
-the batch to the sampled ids, which on a CPU is the computation itself), ms per step, medians. `--json` appends raw
-lines.
+table's host columns are rank 0's main thread (schedule, encode, broadcast) and its step thread (build: of the batch;
+launch: from the batch to the sampled ids, which on a CPU is the computation itself), ms per step, medians. `--json`
+appends raw lines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama3-70b": LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
                                num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
 }  # fmt: skip
-PARTS = ("schedule", "encode", "broadcast", "prepare", "launch")
+PARTS = ("schedule", "encode", "broadcast", "build", "launch")
 
 
 class Ask(msgspec.Struct):
@@ -78,10 +78,10 @@ class Clock:
 
     def medians(self, count: int) -> dict[str, float]:
         """Median ms of each part over the last `count` steps; 0 for what most of them did without, as steps that are
-        replayed do without prepare."""
+        replayed do without build."""
         last = {name: self.taken[name][-count:] for name in PARTS}
         found = {name: statistics.median(part) * 1e3 if len(part) == count else 0.0 for name, part in last.items()}
-        found["launch"] -= found["prepare"]  # which is timed inside it
+        found["launch"] -= found["build"]  # which is timed inside it
         return found
 
 
@@ -99,7 +99,7 @@ class BenchRank(program.Rank):
         clock.wrap(replica.scheduler, "schedule", "schedule")
         clock.wrap(protocol, "encode_plan", "encode")
         clock.wrap(team.control, "publish", "broadcast")
-        clock.wrap(runner_module, "prepare", "prepare")
+        clock.wrap(runner_module, "build_batches", "build")
         clock.wrap(team.runner, "_execute", "launch")
         bench = Bench(replica, model.vocab_size, clock)
         bench.run(ask.prefill[0][0], min(64, ask.prefill[0][1]), 4)  # first-call costs
@@ -188,7 +188,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     for line in lines:
         if line["what"] == "prefill":
             rows.append(f"prefill {line['batch']:>3} x {line['prompt']:<6} {line['tokens_per_s']:>12,.1f} tokens/s")
-    rows.append(f"\n{'batch':>6} {'ms/protocol':>9} {'tokens/s':>10}   " + " ".join(f"{p:>9}" for p in PARTS) + "   ms")
+    rows.append(f"\n{'batch':>6} {'ms/step':>9} {'tokens/s':>10}   " + " ".join(f"{p:>9}" for p in PARTS) + "   ms")
     for line in lines:
         if line["what"] == "decode":
             parts = " ".join(f"{line[p + '_ms']:>9.3f}" for p in PARTS)

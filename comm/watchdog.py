@@ -61,7 +61,7 @@ class LocalWatchdog:
         """These groups of ranks execute steps, each at its own pace."""
 
     def begin(self, phase: str) -> None:
-        """Before the first step: what this thread does from now on. All ranks begin the same phases in one order."""
+        """Before a model's first step: what this thread does from now on; all ranks begin the same phases in order."""
 
     def reached(self, done: int) -> None:
         """How much of the phase is done: that it changes shows that this rank is not stuck."""
@@ -143,8 +143,9 @@ class Watchdog(LocalWatchdog):
         self._stalls = [_StallTimer(ranks, self._timeout) for ranks in groups]
 
     def begin(self, phase: str) -> None:
-        if self._start is not None:
-            self._start.begin(phase)
+        if self._start is None:  # another model is loaded
+            self._start = startup.Start()
+        self._start.begin(phase)
 
     def reached(self, done: int) -> None:
         if self._start is not None:
@@ -170,7 +171,7 @@ class Watchdog(LocalWatchdog):
             return self._tell(text, code)
         self._send_all(kind, text.encode()[:2000], code)
         if kind == _REFUSED:
-            time.sleep(1)  # all ranks may refuse the same: rank 0 says it once, and its end is ours
+            time.sleep(5)  # all ranks may refuse the same: rank 0 says it once, and mpirun ends us with it
         self._tell(text, code)
         time.sleep(0.2)  # rank 0 tells the clients; the process manager ends us all when we exit
 

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,12 +19,8 @@ from .. import errors
 from ..comm import broadcast, gpu_owners, mesh, threads
 from ..comm.hosts import name_hosts
 from ..comm.watchdog import LocalWatchdog, Watchdog
-from ..kernels import jit
 from . import protocol
-from .model import fingerprint
 from .model.base import Model
-from .model.load import load as load_model
-from .model.weights.local_copy import make_local_copy
 from .options import JOB_ENV, Job, Options, decode_job, degrees, encode_job
 from .scheduler.blocks import Blocks
 from .scheduler.loop import StepLoop
@@ -33,20 +28,10 @@ from .scheduler.progress import Progress
 from .scheduler.replica import Executor, Replica
 from .scheduler.scheduler import Scheduler
 from .scheduler.server_link import ServerLink
-from .worker import graphs, kv_cache
+from .worker.engine import Engine, Place
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
-from .worker.model_runner import ModelRunner
-from .worker.profile_run import profile_run
-from .worker.sampler import Sampler
-from .worker.state import BatchState
 
 log = logging.getLogger("phalanx")
-
-BLOCK_SIZE = 16
-TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step
-# A CPU's steps must stay short, for the streams that run beside and for --timeout: about ten seconds of a slow one.
-CPU_STEP = 1e12  # additions and multiplications of a rank
-FEW = 4  # tokens that a step may have whatever the weights
 
 
 class Rank:
@@ -65,61 +50,30 @@ class Rank:
         if self.world.rank == 0:
             self.connect()
         self._say(f"rank 0 of {self.world.size} on {self.hosts[0]}" + (f", {self.job.bound}" if self.job.bound else ""))
-        options = self.options
-        self.watch.begin("comparing the nodes' models")
-        fingerprint.check(self.world, self.hosts, Path(options.model), options.load_format != "dummy")
         device = self._device()
         gpu_owners.check(self.world, self.hosts, device)
-        rooms = [kv_cache.free_memory(place, self._here) for place in (device, torch.device("cpu"))]
-        self.world.barrier()  # nobody takes memory before all have looked
         self.watch.begin("connecting groups of ranks")
         replicas, grid = self._mesh(device)
         self.watch.divide(mesh.replica_ranks(self.world.size, replicas))
-        model = self._load(grid, device, *rooms)
-        block_size = options.block_size or BLOCK_SIZE
-        self.watch.begin("measuring a step")
-        budget, max_num_seqs = self._token_budget(model, device)
-        sampler = Sampler(max_num_seqs, model.vocab_size, device)
-        peak = self._warm_up(model, grid, sampler, budget, max_num_seqs, block_size)
-        self.watch.begin("making room for the KV cache")
-        blocks, max_model_len = self._size_cache(model, max_num_seqs, block_size, device, peak)
-        caches = self._allocate(model, blocks, block_size, device)
-        rows = BatchState(max_num_seqs, max_model_len, block_size)
-        self.watch.begin("preparing steps")
-        runner = ModelRunner(model, grid, rows, sampler, caches, self.watch)
         lines = self._open_lines(replicas)
-        runner.ready.wait()
-        self.world.barrier()  # rank 0 says that it is ready, and speaks for all
-        self.watch.started()
-        if self.world.rank:
-            plans, mail = lines[grid.replica]
-            reports = grid.replica and self.world.rank % (self.world.size // replicas) == 0
-            code = follow(runner, plans, Reporter(mail, self.watch) if reports else None)
-        else:
-            pools = [Blocks(blocks, block_size, options.prefix_cache) for _ in lines]
-            teams: list[Executor] = [LocalExecutor(lines[0][0], runner), *(RemoteExecutor(*line) for line in lines[1:])]
-            schedulers = [Scheduler(pool, max_num_seqs, budget, max_model_len, grid.stages) for pool in pools]
-            code = self.lead([Replica(*pair) for pair in zip(schedulers, teams, strict=True)], model)
+        place = Place(self.world, self.hosts, grid, device, self.watch, self.job.local_rank)
+        code = self.serve(Engine(self.options, place, self._progress), lines)
         self.watch.stop()
         return code
 
-    @property
-    def _here(self) -> int:
-        """How many ranks share this host."""
-        return self.hosts.count(self.hosts[self.world.rank])
-
-    def _load(self, grid: mesh.Mesh, device: torch.device, room: int, host_room: int) -> Model:
-        options = self.options
-        staged = options.stage and options.load_format != "dummy"
-        directory = self._stage() if staged else Path(options.model)
-        started = time.monotonic()
-        with errors.memory_for("the weights", "Use more ranks (--tp, --pp) or a narrower --dtype"):
-            model = load_model(
-                directory, grid, device, options.dtype, options.max_model_len, options.load_format, options.load,
-                self._progress("loading weights"), room, host_room,
-            )  # fmt: skip
-        self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
-        return model
+    def serve(self, engine: Engine, lines: list[tuple[broadcast.PlanBroadcast, ResultChannel]]) -> int:
+        """Load the engine's model and lead or follow until a plan says stop; the exit code."""
+        limits, grid = engine.load(), engine.place.mesh
+        if self.world.rank:
+            plans, mail = lines[grid.replica]
+            reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
+            return follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None)
+        pools = [Blocks(limits.blocks, limits.block_size, self.options.prefix_cache) for _ in lines]
+        executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
+        executors += [RemoteExecutor(*line) for line in lines[1:]]
+        counts = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
+        schedulers = [Scheduler(pool, *counts) for pool in pools]
+        return self.lead([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
 
     def connect(self) -> None:
         """Rank 0: reach the front, which passes on how loading goes."""
@@ -148,19 +102,6 @@ class Rank:
         code = StepLoop(replicas, self.link).run()
         self.link.close()
         return code
-
-    def _token_budget(self, model: Model, device: torch.device) -> tuple[int, int]:
-        """How many tokens a step computes, and how many sequences run at once."""
-        options = self.options
-        budget = options.max_num_batched_tokens or TOKEN_BUDGET[device.type]
-        if device.type != "cpu" or options.max_num_batched_tokens:
-            return budget, options.max_num_seqs
-        weights = model.weight_bytes / model.dtype.itemsize
-        longest = torch.tensor([min(budget, int(CPU_STEP / (2 * weights)))])
-        budget = max(FEW, int(self.world.all_gather(longest).min()))
-        if budget < options.max_num_seqs:
-            self._say(f"at most {budget} sequences run at once on each copy, so that a step of these weights is short")
-        return budget, min(budget, options.max_num_seqs)
 
     def _device(self) -> torch.device:
         """What the launcher chose, as this process sees it: a rank that was given one GPU has it as number 0."""
@@ -201,75 +142,11 @@ class Rank:
                 self._say(f"large all-reduces go over NCCL: {grid.tensor.why_not_copies}")
         return replicas, grid
 
-    def _stage(self) -> Path:
-        """The model's copy on this node."""
-        if self.job.local_rank:
-            time.sleep(0.2)  # the node's first rank gets the lock: rank 0, where it is, shows how far it is
-        started = time.monotonic()
-        place = Path(self.options.stage).expanduser().absolute()
-        directory, copied = make_local_copy(Path(self.options.model), place, self._progress("staging weights"))
-        if copied:  # on each node, whichever rank it was
-            here = f"rank {self.world.rank} on {self.hosts[self.world.rank]}"
-            gb, seconds = copied / 1e9, time.monotonic() - started
-            log.info("%s staged %.2f GB in %s in %.1f s, %.2f GB/s", here, gb, directory, seconds, gb / seconds)
-        else:
-            self._say(f"loading the copy in {directory}")
-        return directory
-
     def _on_term(self, *_: object) -> None:
         self.watch.stop()
         if self.link is not None:
             self.link.fail("the job was stopped", errors.STOPPED)
         self.watch.end(errors.STOPPED)
-
-    def _size_cache(
-        self, model: Model, max_num_seqs: int, block_size: int, device: torch.device, peak: int
-    ) -> tuple[int, int]:
-        """Blocks in the pool and the longest sequence, the same on all ranks; logged by rank 0.
-
-        peak: what steps take beside weights and cache, where that is known.
-        """
-        options, spec = self.options, model.kv_spec
-        block_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * block_size * model.dtype.itemsize
-        fraction = options.kv_fraction or kv_cache.FRACTION[device.type]
-        memory = options.mem * kv_cache.MIB or int(fraction * max(0, kv_cache.free_memory(device, self._here) - peak))
-        wanted = max_num_seqs * -(-model.max_model_len // block_size)
-        if options.mem:
-            wanted = memory // block_bytes
-        blocks = kv_cache.num_blocks(self.world, block_bytes, wanted, memory)
-        max_model_len = kv_cache.fit_length(blocks, block_size, model.max_model_len, bool(options.max_model_len))
-        why = f"--mem {options.mem}" if options.mem else f"{fraction:g} of the free memory, at most what can be used"
-        self._say(
-            f"KV cache: {blocks * block_size} tokens in {blocks} blocks of {block_size}, "
-            f"{blocks * block_bytes / kv_cache.MIB:.0f} MiB a rank ({why}); sequences of up to {max_model_len} tokens"
-        )
-        return blocks, max_model_len
-
-    def _warm_up(
-        self, model: Model, grid: mesh.Mesh, sampler: Sampler, budget: int, max_num_seqs: int, block_size: int
-    ) -> int:
-        """On GPUs: compile what steps will need, and find what the largest takes beside weights and cache, in bytes."""
-        device = sampler.device
-        if device.type != "cuda":
-            return 0
-        jit.compile_ahead(graphs.gemm_variants(model, max_num_seqs, device), device)
-        advice = (
-            f"Lower --max-num-batched-tokens (now {budget}) or --max-num-seqs (now {max_num_seqs}), or use more ranks"
-        )
-        with errors.memory_for(f"a step of {budget} tokens that samples {max_num_seqs} sequences", advice):
-            peak = profile_run(model, grid, sampler, budget, max_num_seqs, block_size)
-        self._say(f"a step of {budget} tokens takes {peak / kv_cache.MIB:.0f} MiB beside weights and cache")
-        return peak
-
-    def _allocate(
-        self, model: Model, blocks: int, block_size: int, device: torch.device
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The KV cache, keys and values of each local layer."""
-        options, spec = self.options, model.kv_spec
-        fraction = options.kv_fraction or kv_cache.FRACTION[device.type]
-        now = f"--mem (now {options.mem})" if options.mem else f"--kv-fraction (now {fraction:g})"
-        with errors.memory_for(f"a KV cache of {blocks * block_size} tokens", f"Lower {now}, or use more ranks"):
-            return kv_cache.allocate(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, model.dtype, device)
 
     def _open_lines(self, replicas: int) -> list[tuple[broadcast.PlanBroadcast, ResultChannel]]:
         """For each replica the way of its plans, and the way back; rank 0 has use for all, others for their own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from .ranks import MEMORY
 
 MARK = "TESTS_OF_PHALANX"  # in the environment of all that tests start, however it is detached
 KERNELS = f"phalanx-kernels-{os.getuid()}"
-CACHES = (KERNELS, "torchinductor_")
+# Open MPI 4 has one folder for all jobs of a user on a host, which stays when an mpirun is killed.
+OPEN_MPI_4 = f"ompi.{socket.gethostname().partition('.')[0]}.{os.getuid()}"
+SHARED_BY_ALL = (KERNELS, "torchinductor_", OPEN_MPI_4)
 
 
 def marked(word: str) -> dict[int, str]:
@@ -37,7 +40,7 @@ class Leftovers:
 
     def _all(self) -> set[Path]:
         places = (Path(os.environ["TMPDIR"]), Path(os.environ[MEMORY]))
-        return {path for place in places for path in place.iterdir() if not path.name.startswith(CACHES)}
+        return {path for place in places for path in place.iterdir() if not path.name.startswith(SHARED_BY_ALL)}
 
     def seen(self) -> list[str]:
         return [*marked(self._word).values(), *sorted(map(str, self._all() - self._before))]

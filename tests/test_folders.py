@@ -64,11 +64,12 @@ def elsewhere(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(500)
-def test_in_a_folder_with_blanks(elsewhere):
+def test_in_a_folder_with_blanks(elsewhere, tmp_path):
     program = str(elsewhere / ".venv/bin/phalanx")
     told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
     command = [elsewhere / ".venv/bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long"]
+    command += ["--basetemp", tmp_path / "inner"]  # not beside what these tests may leave behind
     done = subprocess.run(
         [*command, *(f"tests/{name}" for name in SMOKE)],
         cwd=elsewhere, env=environment(), capture_output=True, text=True, timeout=400,

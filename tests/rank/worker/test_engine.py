@@ -8,22 +8,25 @@ import torch
 from phalanx import errors
 from phalanx.comm import threads
 from phalanx.comm.watchdog import LocalWatchdog
-from phalanx.rank import __main__ as main
-from phalanx.rank.__main__ import Rank
-from phalanx.rank.options import Job, Options
+from phalanx.rank.options import Options
+from phalanx.rank.worker import engine as module
 from phalanx.rank.worker import kv_cache
+from phalanx.rank.worker.engine import Engine, Place
 
 CPU = torch.device("cpu")
 
 
-def rank(world, **options):
-    return Rank(Job(options=Options(**options)), world, ["here"] * world.size, LocalWatchdog(world.rank))
+def engine(world, model=None, device=CPU, **options):
+    place = Place(world, ["here"] * world.size, None, device, LocalWatchdog(world.rank))
+    made = Engine(Options(**options), place)
+    made.model = model
+    return made
 
 
 def test_large_weights_on_cpus_run_few_sequences_at_once(caplog):
     model = SimpleNamespace(weight_bytes=4 * 50_000_000_000, dtype=torch.float32)
     with caplog.at_level(logging.INFO, "phalanx"):
-        assert threads.run(lambda w: rank(w, max_num_seqs=32)._token_budget(model, CPU), 2) == [(10, 10)] * 2
+        assert threads.run(lambda w: engine(w, model, max_num_seqs=32)._token_budget(), 2) == [(10, 10)] * 2
     assert caplog.messages == [
         "at most 10 sequences run at once on each copy, so that a step of these weights is short"
     ]
@@ -34,7 +37,7 @@ def test_the_cache_gets_its_part_of_the_free_memory(caplog, monkeypatch):
     spec = SimpleNamespace(layers=2, kv_heads=4, head_dim=16)
     model = SimpleNamespace(kv_spec=spec, max_model_len=4096, dtype=torch.float32)
     with caplog.at_level(logging.INFO, "phalanx"):  # 4,000,000 bytes for blocks of 16,384
-        assert threads.run(lambda w: rank(w)._size_cache(model, 8, 16, CPU, 0), 1) == [(244, 3904)]
+        assert threads.run(lambda w: engine(w, model)._size_cache(8, 16, 0), 1) == [(244, 3904)]
     assert caplog.messages == [
         "KV cache: 3904 tokens in 244 blocks of 16, 4 MiB a rank (0.4 of the free memory, at most what can be used); "
         "sequences of up to 3904 tokens"
@@ -52,27 +55,27 @@ GPU = SimpleNamespace(device=torch.device("cuda"))  # a sampler there
 def test_gpus_are_warmed_up_whatever_the_cache_gets(options, monkeypatch, caplog):
     """With --mem nothing has to be measured, but the first prompts would wait for compilers."""
     calls = []
-    monkeypatch.setattr(main.graphs, "gemm_variants", lambda *_: ["programs"])
-    monkeypatch.setattr(main.jit, "compile_ahead", lambda programs, device: calls.append(programs))
-    monkeypatch.setattr(main, "profile_run", lambda *args: calls.append(args[3:]) or 5 << 20)
+    monkeypatch.setattr(module.graphs, "gemm_variants", lambda *_: ["programs"])
+    monkeypatch.setattr(module.jit, "compile_ahead", lambda programs, device: calls.append(programs))
+    monkeypatch.setattr(module, "profile_run", lambda *args: calls.append(args[3:]) or 5 << 20)
     with caplog.at_level(logging.INFO, "phalanx"):
-        assert threads.run(lambda w: rank(w, **options)._warm_up(None, None, GPU, 8192, 64, 16), 1) == [5 << 20]
+        assert threads.run(lambda w: engine(w, **options)._warm_up(GPU, 8192, 64, 16), 1) == [5 << 20]
     assert calls == [["programs"], (8192, 64, 16)]
     assert caplog.messages == ["a step of 8192 tokens takes 5 MiB beside weights and cache"]
 
 
 def test_cpus_compile_while_they_load(monkeypatch):
-    monkeypatch.setattr(main, "profile_run", lambda *_: pytest.fail("there is nothing to find"))
+    monkeypatch.setattr(module, "profile_run", lambda *_: pytest.fail("there is nothing to find"))
     sampler = SimpleNamespace(device=CPU)
-    assert threads.run(lambda w: rank(w)._warm_up(None, None, sampler, 512, 8, 16), 1) == [0]
+    assert threads.run(lambda w: engine(w)._warm_up(sampler, 512, 8, 16), 1) == [0]
 
 
 def test_a_step_that_does_not_fit_names_its_options(monkeypatch):
-    monkeypatch.setattr(main, "profile_run", no_memory)
-    monkeypatch.setattr(main.graphs, "gemm_variants", lambda *_: [])
-    monkeypatch.setattr(main.jit, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(module, "profile_run", no_memory)
+    monkeypatch.setattr(module.graphs, "gemm_variants", lambda *_: [])
+    monkeypatch.setattr(module.jit, "compile_ahead", lambda *_: None)
     with pytest.raises(errors.FatalError, match="not enough memory for a step of 99999 tokens") as caught:
-        threads.run(lambda w: rank(w)._warm_up(None, None, GPU, 99999, 77, 16), 1)
+        threads.run(lambda w: engine(w)._warm_up(GPU, 99999, 77, 16), 1)
     assert caught.value.code == errors.MEMORY
     assert "--max-num-batched-tokens (now 99999)" in str(caught.value)
     assert "--max-num-seqs (now 77)" in str(caught.value)
@@ -83,12 +86,12 @@ def test_a_cache_that_does_not_fit_names_its_option(options, named, monkeypatch)
     monkeypatch.setattr(kv_cache, "allocate", no_memory)
     model = SimpleNamespace(kv_spec=SimpleNamespace(layers=2, kv_heads=4, head_dim=16), dtype=torch.float32)
     with pytest.raises(errors.FatalError, match="not enough memory for a KV cache of 3200 tokens") as caught:
-        threads.run(lambda w: rank(w, **options)._allocate(model, 200, 16, CPU), 1)
+        threads.run(lambda w: engine(w, model, **options)._allocate(200, 16), 1)
     assert caught.value.code == errors.MEMORY and named in str(caught.value)
 
 
 def test_weights_that_the_host_has_no_memory_for(monkeypatch):
-    monkeypatch.setattr(main, "load_model", lambda *_: torch.empty(1 << 50))
+    monkeypatch.setattr(module, "load_model", lambda *_: torch.empty(1 << 50))
     with pytest.raises(errors.FatalError, match="not enough memory for the weights: .*can't allocate memory") as caught:
-        threads.run(lambda w: rank(w)._load(None, CPU, 0, 0), 1)
+        threads.run(lambda w: engine(w)._load(0, 0), 1)
     assert caught.value.code == errors.MEMORY and "--tp" in str(caught.value)

@@ -1,0 +1,218 @@
+"""A model on one rank, from its files to steps, and off it again: load, run, unload.
+
+The ranks of a job, their mesh and their watchdog outlive it: one engine may load several models, one after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import errors
+from ...comm.mesh import Mesh
+from ...comm.watchdog import LocalWatchdog
+from ...kernels import jit
+from ..model import fingerprint
+from ..model.base import Model
+from ..model.load import load as load_model
+from ..model.weights.local_copy import make_local_copy
+from ..options import Options
+from . import graphs, kv_cache
+from .model_runner import ModelRunner
+from .profile_run import profile_run
+from .sampler import Sampler
+from .state import BatchState
+
+log = logging.getLogger("phalanx")
+
+BLOCK_SIZE = 16
+TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step
+# A CPU's steps must stay short, for the streams that run beside and for --timeout: about ten seconds of a slow one.
+CPU_STEP = 1e12  # additions and multiplications of a rank
+FEW = 4  # tokens that a step may have whatever the weights
+
+
+class Place(NamedTuple):
+    """Where a rank runs, the same for all models of a job."""
+
+    world: Any  # the communicator of all ranks
+    hosts: list[str]  # of each rank
+    mesh: Mesh
+    device: torch.device
+    watch: LocalWatchdog
+    local_rank: int = 0  # among the ranks of this host
+
+    @property
+    def ranks_here(self) -> int:
+        """How many ranks share this host."""
+        return self.hosts.count(self.hosts[self.world.rank])
+
+
+class Limits(NamedTuple):
+    """What the scheduler has to keep to, the same on all ranks."""
+
+    blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    token_budget: int  # of a step
+
+
+class Engine:
+    """Collective: every rank of the job loads, runs and unloads the same models in the same order."""
+
+    model: Model
+    runner: ModelRunner
+
+    def __init__(
+        self, options: Options, place: Place, progress: Callable[[str], Callable[[int, int], None]] | None = None
+    ):
+        """progress: by the name of a phase that takes long, what is told of bytes done and all bytes."""
+        self.options = options
+        self.place = place
+        self._progress = progress or (lambda _: lambda done, total: None)
+
+    def load(self) -> Limits:
+        """Read the weights, make room for the KV cache and prepare all that steps need; on return steps may come."""
+        options, place = self.options, self.place
+        world, watch, device = place.world, place.watch, place.device
+        watch.begin("comparing the nodes' models")
+        fingerprint.check(world, place.hosts, Path(options.model), options.load_format != "dummy")
+        free = [kv_cache.free_memory(where, place.ranks_here) for where in (device, torch.device("cpu"))]
+        world.barrier()  # nobody takes memory before all have looked
+        self.model = self._load(*free)
+        block_size = options.block_size or BLOCK_SIZE
+        watch.begin("measuring a step")
+        budget, max_num_seqs = self._token_budget()
+        sampler = Sampler(max_num_seqs, self.model.vocab_size, device)
+        peak = self._warm_up(sampler, budget, max_num_seqs, block_size)
+        watch.begin("making room for the KV cache")
+        blocks, max_model_len = self._size_cache(max_num_seqs, block_size, peak)
+        caches = self._allocate(blocks, block_size)
+        rows = BatchState(max_num_seqs, max_model_len, block_size)
+        watch.begin("preparing steps")
+        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch)
+        self.runner.ready.wait()
+        world.barrier()  # rank 0 says that it is ready, and speaks for all
+        watch.started()
+        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget)
+
+    def unload(self) -> None:
+        """Give all memory back that `load` took. The runner has finished: a plan said stop."""
+        del self.runner, self.model
+        gc.collect()
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        else:
+            _trim_heap()
+        self.place.world.barrier()  # nobody loads the next before all have given theirs back
+
+    def _load(self, free: int, free_of_host: int) -> Model:
+        options, place = self.options, self.place
+        staged = options.stage and options.load_format != "dummy"
+        directory = self._stage() if staged else Path(options.model)
+        started = time.monotonic()
+        with errors.memory_for("the weights", "Use more ranks (--tp, --pp) or a narrower --dtype"):
+            model = load_model(
+                directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
+                options.load, self._progress("loading weights"), free, free_of_host,
+            )  # fmt: skip
+        self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
+        return model
+
+    def _stage(self) -> Path:
+        """The model's copy on this node."""
+        if self.place.local_rank:
+            time.sleep(0.2)  # the node's first rank gets the lock: rank 0, where it is, shows how far it is
+        started = time.monotonic()
+        folder = Path(self.options.stage).expanduser().absolute()
+        directory, copied = make_local_copy(Path(self.options.model), folder, self._progress("staging weights"))
+        if copied:  # on each node, whichever rank it was
+            rank = self.place.world.rank
+            here = f"rank {rank} on {self.place.hosts[rank]}"
+            gb, seconds = copied / 1e9, time.monotonic() - started
+            log.info("%s staged %.2f GB in %s in %.1f s, %.2f GB/s", here, gb, directory, seconds, gb / seconds)
+        else:
+            self._say(f"loading the copy in {directory}")
+        return directory
+
+    def _token_budget(self) -> tuple[int, int]:
+        """How many tokens a step computes, and how many sequences run at once."""
+        options, device = self.options, self.place.device
+        budget = options.max_num_batched_tokens or TOKEN_BUDGET[device.type]
+        if device.type != "cpu" or options.max_num_batched_tokens:
+            return budget, options.max_num_seqs
+        weights = self.model.weight_bytes / self.model.dtype.itemsize
+        longest = torch.tensor([min(budget, int(CPU_STEP / (2 * weights)))])
+        budget = max(FEW, int(self.place.world.all_gather(longest).min()))
+        if budget < options.max_num_seqs:
+            self._say(f"at most {budget} sequences run at once on each copy, so that a step of these weights is short")
+        return budget, min(budget, options.max_num_seqs)
+
+    def _warm_up(self, sampler: Sampler, budget: int, max_num_seqs: int, block_size: int) -> int:
+        """On GPUs: compile what steps will need, and find what the largest takes beside weights and cache, in bytes."""
+        device = sampler.device
+        if device.type != "cuda":
+            return 0
+        jit.compile_ahead(graphs.gemm_variants(self.model, max_num_seqs, device), device)
+        advice = (
+            f"Lower --max-num-batched-tokens (now {budget}) or --max-num-seqs (now {max_num_seqs}), or use more ranks"
+        )
+        with errors.memory_for(f"a step of {budget} tokens that samples {max_num_seqs} sequences", advice):
+            peak = profile_run(self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size)
+        self._say(f"a step of {budget} tokens takes {peak / kv_cache.MIB:.0f} MiB beside weights and cache")
+        return peak
+
+    @property
+    def _kv_fraction(self) -> float:
+        return self.options.kv_fraction or kv_cache.FRACTION[self.place.device.type]
+
+    def _size_cache(self, max_num_seqs: int, block_size: int, peak: int) -> tuple[int, int]:
+        """Blocks in the pool and the longest sequence, the same on all ranks; logged by rank 0.
+
+        peak: what steps take beside weights and cache, where that is known.
+        """
+        options, place, model = self.options, self.place, self.model
+        spec, fraction = model.kv_spec, self._kv_fraction
+        block_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * block_size * model.dtype.itemsize
+        free = kv_cache.free_memory(place.device, place.ranks_here)
+        memory = options.mem * kv_cache.MIB or int(fraction * max(0, free - peak))
+        wanted = max_num_seqs * -(-model.max_model_len // block_size)
+        if options.mem:
+            wanted = memory // block_bytes
+        blocks = kv_cache.num_blocks(place.world, block_bytes, wanted, memory)
+        max_model_len = kv_cache.fit_length(blocks, block_size, model.max_model_len, bool(options.max_model_len))
+        why = f"--mem {options.mem}" if options.mem else f"{fraction:g} of the free memory, at most what can be used"
+        self._say(
+            f"KV cache: {blocks * block_size} tokens in {blocks} blocks of {block_size}, "
+            f"{blocks * block_bytes / kv_cache.MIB:.0f} MiB a rank ({why}); sequences of up to {max_model_len} tokens"
+        )
+        return blocks, max_model_len
+
+    def _allocate(self, blocks: int, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The KV cache, keys and values of each local layer."""
+        options, spec = self.options, self.model.kv_spec
+        now = f"--mem (now {options.mem})" if options.mem else f"--kv-fraction (now {self._kv_fraction:g})"
+        with errors.memory_for(f"a KV cache of {blocks * block_size} tokens", f"Lower {now}, or use more ranks"):
+            return kv_cache.allocate(
+                spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, self.model.dtype, self.place.device
+            )
+
+    def _say(self, text: str) -> None:
+        if self.place.world.rank == 0:
+            log.info(text)
+
+
+def _trim_heap() -> None:
+    """Have glibc return what was freed: it keeps it for later, where anything that is still used lies behind it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # other C libraries have none
+        trim(0)

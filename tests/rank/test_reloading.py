@@ -1,0 +1,44 @@
+"""One job serves a model, unloads it and serves another; ranks, mesh and watchdog stay."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
+
+from ..checkpoints import make_checkpoint
+from ..engine import device
+from ..ranks import environment, mpirun
+from .reference import Reference
+from .reloading import PROMPT
+
+SIZES = dict(hidden_size=384, intermediate_size=1600, vocab_size=4096, num_attention_heads=12, num_key_value_heads=6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_model_after_the_other(tmp_path, ranks):
+    models = [
+        make_checkpoint(tmp_path / kind, kind, seed=2, tokenizer=False, head_dim=32, **SIZES)
+        for kind in ("llama", "qwen3")
+    ]
+    options = Options(ranks=ranks, device=device(ranks), dtype="f32", mem=64, max_num_seqs=4, timeout=60)
+    environ = {
+        "MODELS": ":".join(map(str, [*models, models[0]])),
+        JOB_ENV: encode_job(Job(options=options, announced_size=ranks)),
+    }
+    command = [sys.executable, str(Path(__file__).with_name("reloading.py"))]
+    if ranks > 1:
+        command = [mpirun(), "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", *command]
+    done = subprocess.run(command, env=environment(**environ), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    told = [line["tokens"] for line in lines if "tokens" in line]
+    want = [Reference(model).greedy(PROMPT, 20)[0] for model in models]
+    assert told == [*want, want[0]] and want[0] != want[1]
+    for rank in range(ranks):
+        memory = [line for line in lines if line.get("rank") == rank]
+        held = [line["held"] for line in memory]
+        assert max(held[1:]) <= 1.01 * held[0], "what the first model left is in use already"
+        assert all(line["loaded"] - line["held"] > (20 << 20) for line in memory), "half of a rank's weights and more"
