@@ -47,8 +47,23 @@ An option is a flag, an environment variable or a line of a YAML file (`--config
 2100`, `PHALANX_PORT=2100`, `port: 2100`. The command line wins over the environment, the environment over the file, the
 file over the default. An empty variable is an unset one. In YAML every spelling of a flag is a key, without its dashes,
 and one file may serve several verbs. `--show-config` prints every value and where it came from. A boolean takes `on` or
-`off`; as a flag it needs no value. Several flags in one row mean the same.
+`off`; as a flag it needs no value. Several flags in one row mean the same. `serve` and `batch` also take `--sbatch`,
+which prints a Slurm script that runs the command, and every verb `--help`.
 """
+# Read by the program or by what it is made of, and not options.
+VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "the GPUs that the job sees; `--d` counts them from 0",
+    "MAP_NUMA_NODE": "`0,0,1,1`: the NUMA node of each local rank, where the GPU's is not found or not wanted",
+    "MPI4PY_LIBMPI": "the MPI library that Python loads",
+    "CXX": "the compiler of kernels for CPUs",
+    "TMPDIR": "where compiled kernels and sockets lie, on each node",
+    "HF_HOME": "where models from the hub lie, by default `~/.cache/huggingface`",
+    "HF_ENDPOINT": "another hub than huggingface.co",
+    "HF_TOKEN": "opens private and gated models",
+    "XDG_STATE_HOME": "where running servers leave the files by which `phalanx chat` finds them",
+    "XDG_CACHE_HOME": "where `phalanx doctor` leaves this machine's speed for `phalanx fit`",
+    "SLURM_JOB_END_TIME": "when the job ends: `phalanx batch` is done before",
+}
 REQUESTS = """\
 Requests and answers have OpenAI's shapes. A body is JSON (`Content-Type: application/json`) of up to 64 MiB. With
 `--api-key` or `--api-key-file` each request needs `Authorization: Bearer KEY`, except for `/health` and `/metrics`. The
@@ -83,6 +98,12 @@ def options_page() -> str:
                 lines += [f"### {group}", ""]
             rows = [_option(spec) for spec in table if spec.flag.group == group]
             lines += [_table(("flag", "variable", "values", "default", "meaning"), rows), ""]
+    lines += [
+        "## Other variables",
+        "",
+        _table(("variable", "meaning"), ((f"`{name}`", text) for name, text in VARIABLES.items())),
+        "",
+    ]
     lines += [
         "## Flags of vLLM and candle-vLLM",
         "",
@@ -217,7 +238,11 @@ def _metrics() -> Iterable[tuple[str, str, str]]:
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     heads = list(heads)
-    lines = [heads, ["---"] * len(heads), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines: list[list[str]] = [
+        heads,
+        ["---"] * len(heads),
+        *([cell.replace("|", "\\|") for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -1,10 +1,12 @@
-"""Files that the documents name are there."""
+"""What the documents name is there: files, model types, tool-call formats."""
 
 import re
 from pathlib import Path
 
 import phalanx
 import pytest
+from phalanx.rank.model import architectures
+from phalanx.rank.server.text import tool_formats
 
 ROOT = Path(phalanx.__file__).resolve().parent
 ROOMS = "launcher|rank|comm|kernels|benchmarks|tests|docs|hostfiles"
@@ -30,3 +32,20 @@ def test_what_a_page_names_is_there(page):
     gone += [link for link in LINKS.findall(text) if not (page.parent / link).exists()]
     gone += sorted(set(SOURCES.findall(text)) - names() - ELSEWHERE)
     assert not gone, f"{page.name} names files that are not there"
+
+
+def cells(heading: str) -> list[str]:
+    """The first cells of the rows of README's table that begins with this heading."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = text.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [row.split("|")[1].strip() for row in rows]
+
+
+def test_readme_lists_the_models_that_there_are():
+    assert cells("model_type") == [f"`{name}`" for name in architectures.supported()]
+
+
+def test_readme_lists_the_tool_call_formats_that_there_are():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = text.partition("tool calls in the formats ")[2].partition("|")[0].strip()
+    assert listed == ", ".join(f"`{name}`" for name in tool_formats.names())

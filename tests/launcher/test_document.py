@@ -1,12 +1,17 @@
 """docs/options.md and docs/api.md say what the code has."""
 
+from pathlib import Path
+
 import msgspec
+import phalanx
 import pytest
 from phalanx.launcher import document
 from phalanx.launcher.cli import VERBS
 from phalanx.rank.server.batch.batch_input import KINDS
 from phalanx.rank.server.field_meanings import MEANINGS
 from phalanx.rank.server.http.metrics import ENDPOINTS
+
+ROOT = Path(phalanx.__file__).resolve().parent
 
 
 @pytest.mark.parametrize("name", document.PAGES)
@@ -20,6 +25,14 @@ def test_every_verb_and_flag_is_there():
     assert list(document.STRUCTS) == list(VERBS)
     assert "| `--port`, `--p` N | `PHALANX_PORT` | whole number, 0 to 65535 | `2000` |" in page
     assert "| `--isq` | refused |" in page and "| `--verbose` | has no effect |" in page
+
+
+def test_other_variables_are_those_that_the_code_knows():
+    known = "".join(
+        path.read_text() for room in ("launcher", "rank", "kernels") for path in (ROOT / room).rglob("*.py")
+    )
+    known = known.replace((ROOT / "launcher/document.py").read_text(), "")
+    assert not [name for name in document.VARIABLES if name not in known]
 
 
 def test_every_endpoint_and_field_is_there():
