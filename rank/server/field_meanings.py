@@ -33,7 +33,8 @@ MEANINGS = {
     "include_stop_str_in_output": "the answer ends after the stop text instead of before it",
     "response_format": '`{"type": "text"}` only',
     # chat
-    "messages": "the conversation; a text is one message of the user. Content is text or parts of type `text`",
+    "messages": "roles are system, developer, user, assistant, tool and function; content is text or parts of type "
+    "`text`. A text alone is one message of the user",
     "max_completion_tokens": "goes before `max_tokens`",
     "logprobs": "of the answer's tokens; in a completion how many likely tokens beside each, 0 to 20",
     "top_logprobs": "how many likely tokens beside each; needs `logprobs`",
