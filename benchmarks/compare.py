@@ -140,16 +140,24 @@ def machine() -> Line:
     return {"device": device, "driver": driver, "date": str(datetime.date.today())}
 
 
-def table(lines: Iterable[Line]) -> str:
-    """Markdown: a row for each thing that both engines were measured at, with medians and their ratio."""
-    cells: dict[tuple, dict[str, list[float]]] = {}
+Key = tuple[str, int, str, int, int]  # config, GPUs, what, batch, tokens of a prompt
+
+
+def times(lines: Iterable[Line]) -> dict[Key, dict[str, list[float]]]:
+    """Of each thing that was measured: the times of all runs of `phalanx` and of the `peer`."""
+    cells: dict[Key, dict[str, list[float]]] = {}
     for line in lines:
         if line["what"] in TIMES:
             key = line["config"], line["tp"], line["what"], line.get("batch", 0), line.get("prompt", 0)
             side = "phalanx" if line["engine"] == "phalanx" else "peer"
             cells.setdefault(key, {}).setdefault(side, []).append(float(line[TIMES[line["what"]][0]]))
+    return cells
+
+
+def table(lines: Iterable[Line]) -> str:
+    """Markdown: a row for each thing that both engines were measured at, with medians and their ratio."""
     rows = ["| config, GPUs | what | phalanx | peer | peer / phalanx | must | runs |", "|---|---|---|---|---|---|---|"]
-    for (config, tp, what, batch, prompt), sides in cells.items():
+    for (config, tp, what, batch, prompt), sides in times(lines).items():
         name, (unit, must) = what, TIMES[what]
         if what in ("decode", "prefill"):
             name += f" {batch}" if what == "decode" else f" {batch}x{prompt}"

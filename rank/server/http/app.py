@@ -9,24 +9,24 @@ import tornado.web
 
 from . import health, openai
 from .connection import MAX_HEAD, Server
-from .handler import MAX_BODY, NotFound, ServerState
+from .handler import MAX_BODY, Handler, NotFound, ServerState
 
 log = logging.getLogger(__name__)
+ROUTES: list[tuple[str, type[Handler]]] = [
+    (r"/v1/chat/completions", openai.Chat),
+    (r"/v1/completions", openai.Completions),
+    (r"/v1/embeddings", openai.Embeddings),
+    (r"/v1/models", openai.Models),
+    (r"/v1/models/(.+)", openai.Model),
+    (r"/health", health.Health),
+    (r"/metrics", health.MetricsPage),
+]
 HEADER_TIMEOUT = 120  # seconds for a request's head, and for the pause between two requests of a connection
 BODY_TIMEOUT = 120
 
 
 def make_app(state: ServerState) -> tornado.web.Application:
-    """All routes."""
-    routes = [
-        (r"/v1/chat/completions", openai.Chat),
-        (r"/v1/completions", openai.Completions),
-        (r"/v1/embeddings", openai.Embeddings),
-        (r"/v1/models", openai.Models),
-        (r"/v1/models/(.+)", openai.Model),
-        (r"/health", health.Health),
-        (r"/metrics", health.MetricsPage),
-    ]
+    """The endpoints of ROUTES, and the answer to everything else."""
 
     def log_request(handler: tornado.web.RequestHandler) -> None:
         state.metrics.http(handler.request.method or "", handler.request.path, handler.get_status())
@@ -40,7 +40,7 @@ def make_app(state: ServerState) -> tornado.web.Application:
                 getattr(handler, "request_id", ""),
             )
 
-    return tornado.web.Application(routes, default_handler_class=NotFound, log_function=log_request, state=state)
+    return tornado.web.Application(ROUTES, default_handler_class=NotFound, log_function=log_request, state=state)
 
 
 def serve(app: tornado.web.Application, sock: socket.socket) -> Server:

@@ -102,7 +102,7 @@ class Handler(tornado.web.RequestHandler):
 
     def options(self, *args: str) -> None:
         """The browser asks before it sends a request of a page of another server, which `prepare` has let in."""
-        methods = f"{', '.join(self._methods())}, OPTIONS"
+        methods = f"{', '.join(self.methods())}, OPTIONS"
         self.set_header("Allow", methods)
         if "Origin" in self.request.headers:
             self.set_header("Access-Control-Allow-Methods", methods)
@@ -110,9 +110,10 @@ class Handler(tornado.web.RequestHandler):
             self.set_header("Access-Control-Max-Age", "86400")
         self.set_status(204)
 
-    def _methods(self) -> list[str]:
-        kind, base = type(self), tornado.web.RequestHandler
-        return [name for name in ("GET", "POST") if getattr(kind, name.lower()) is not getattr(base, name.lower())]
+    @classmethod
+    def methods(cls) -> list[str]:
+        base = tornado.web.RequestHandler
+        return [name for name in ("GET", "POST") if getattr(cls, name.lower()) is not getattr(base, name.lower())]
 
     def reply(self, value: object, status: int = 200) -> None:
         """Finish with a JSON object."""
@@ -137,7 +138,7 @@ class Handler(tornado.web.RequestHandler):
             known = ", ".join(ENDPOINTS)
             return ApiError(404, f"there is nothing at {path}; the endpoints are {known}", code="not_found")
         if status == 405:
-            allowed = " or ".join(self._methods())
+            allowed = " or ".join(self.methods())
             self.set_header("Allow", f"{allowed}, OPTIONS")
             return ApiError(405, f"{method} is not allowed on {path}: use {allowed}", code="method_not_allowed")
         if isinstance(error, tornado.web.HTTPError) and status < 500:

@@ -32,7 +32,7 @@ class Health(Handler):
 
 
 class MetricsPage(Handler):
-    """Prometheus' text format."""
+    """Figures in Prometheus' text format."""
 
     needs_key = False
 

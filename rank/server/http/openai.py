@@ -112,7 +112,7 @@ class Generate(BodyHandler):
 
 
 class Chat(Generate):
-    """POST /v1/chat/completions."""
+    """The answer to a conversation, whole or as server-sent events."""
 
     async def start(self) -> Renderer:
         sessions = self.state.sessions
@@ -122,7 +122,7 @@ class Chat(Generate):
 
 
 class Completions(Generate):
-    """POST /v1/completions."""
+    """The continuation of a text or of token ids, whole or as server-sent events."""
 
     async def start(self) -> Renderer:
         sessions = self.state.sessions
@@ -132,7 +132,7 @@ class Completions(Generate):
 
 
 class Embeddings(BodyHandler):
-    """POST /v1/embeddings."""
+    """Vectors of texts or of token ids."""
 
     async def post(self) -> None:
         ended = partial(self.state.metrics.embedding, time.monotonic())
@@ -143,14 +143,14 @@ class Embeddings(BodyHandler):
 
 
 class Models(Handler):
-    """GET /v1/models."""
+    """The model under each of its names, with `max_model_len`."""
 
     def get(self) -> None:
         self.reply({"object": "list", "data": [describe(self, name) for name in self.state.sessions.names]})
 
 
 class Model(Handler):
-    """GET /v1/models/NAME."""
+    """The same of one name; 404 for another."""
 
     def get(self, name: str) -> None:
         names = self.state.sessions.names

@@ -1,0 +1,258 @@
+"""`python -m phalanx.launcher.document` writes docs/options.md and docs/api.md from the code that they are about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from ..rank import protocol
+from ..rank.options import GROUPS, Options, Spec, specs
+from ..rank.server import api_error, unsupported
+from ..rank.server.batch.batch_input import KINDS
+from ..rank.server.field_meanings import MEANINGS
+from ..rank.server.http.app import ROUTES
+from ..rank.server.http.metrics import Metrics
+from ..rank.server.sampling_params import OPENAI_DEFAULTS
+from ..rank.server.schema import RANGES, UNSUPPORTED, ChatRequest, Common, CompletionRequest, EmbeddingRequest
+from .cli import VERBS
+from .commands.batch import SERVER_ONLY, BatchOptions
+from .commands.bench.command import BenchOptions
+from .commands.chat import ChatOptions
+from .commands.doctor.command import DoctorOptions
+from .commands.fit.command import FitOptions
+from .commands.hostfile import HostfileOptions
+from .commands.pull import PullOptions
+from .options.compat_flags import FOREIGN
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+COMMAND = "python -m phalanx.launcher.document"
+STRUCTS: dict[str, type[msgspec.Struct]] = {
+    "serve": Options,
+    "batch": BatchOptions,
+    "chat": ChatOptions,
+    "bench": BenchOptions,
+    "doctor": DoctorOptions,
+    "fit": FitOptions,
+    "pull": PullOptions,
+    "hostfile": HostfileOptions,
+}
+MADE = f"Made by `{COMMAND}`, which says what the code has. Change the code, then run it again."
+SOURCES = """\
+An option is a flag, an environment variable or a line of a YAML file (`--config FILE`, or `PHALANX_CONFIG`): `--port
+2100`, `PHALANX_PORT=2100`, `port: 2100`. The command line wins over the environment, the environment over the file, the
+file over the default. An empty variable is an unset one. In YAML every spelling of a flag is a key, without its dashes,
+and one file may serve several verbs. `--show-config` prints every value and where it came from. A boolean takes `on` or
+`off`; as a flag it needs no value. Several flags in one row mean the same. `serve` and `batch` also take `--sbatch`,
+which prints a Slurm script that runs the command, and every verb `--help`.
+"""
+# Read by the program or by what it is made of, and not options.
+VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "the GPUs that the job sees; `--d` counts them from 0",
+    "MAP_NUMA_NODE": "`0,0,1,1`: the NUMA node of each local rank, where the GPU's is not found or not wanted",
+    "MPI4PY_LIBMPI": "the MPI library that Python loads",
+    "CXX": "the compiler of kernels for CPUs",
+    "TMPDIR": "where compiled kernels and sockets lie, on each node",
+    "HF_HOME": "where models from the hub lie, by default `~/.cache/huggingface`",
+    "HF_ENDPOINT": "another hub than huggingface.co",
+    "HF_TOKEN": "opens private and gated models",
+    "XDG_STATE_HOME": "where running servers leave the files by which `phalanx chat` finds them",
+    "XDG_CACHE_HOME": "where `phalanx doctor` leaves this machine's speed for `phalanx fit`",
+    "SLURM_JOB_END_TIME": "when the job ends: `phalanx batch` is done before",
+}
+REQUESTS = """\
+Requests and answers have OpenAI's shapes. A body is JSON (`Content-Type: application/json`) of up to 64 MiB. With
+`--api-key` or `--api-key-file` each request needs `Authorization: Bearer KEY`, except for `/health` and `/metrics`. The
+answer to every request has an `X-Request-Id`: the client's own where it sent one. `"stream": true` answers with
+server-sent events that end with `data: [DONE]`; an error after the first event is an event of its own, and no `[DONE]`
+follows.
+
+A field that is not listed is ignored, unless it would change the answer: then it is refused with 400 and its name.
+`null` means that a field is not given. A default is the server's, unless its options or the model's
+generation_config.json say otherwise.
+"""
+ERRORS = """\
+## Errors
+
+An error is `{"error": {"message": …, "type": …, "param": …, "code": …}}`. `message` says what is wrong, with which
+value, and what to do; `param` names the field. 429 and 503 may carry `Retry-After`.
+"""
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    lines = ["# Options", "", MADE, "", SOURCES]
+    for verb, struct in STRUCTS.items():
+        lines += [f"## phalanx {verb}", "", f"{_sentence(VERBS[verb])}.", ""]
+        table = [spec for name, spec in specs(struct).items() if verb != "batch" or name not in specs(Options)]
+        if verb == "batch":
+            without = ", ".join(f"`{specs(Options)[name].flag.flags[0]}`" for name in SERVER_ONLY)
+            lines += [f"These, and all options of `serve` but {without}.", ""]
+        groups = list(dict.fromkeys(spec.flag.group for spec in table))
+        for group in sorted(groups, key=lambda one: GROUPS.index(one) if one in GROUPS else -1):
+            if len(groups) > 1:
+                lines += [f"### {group}", ""]
+            rows = [_option(spec) for spec in table if spec.flag.group == group]
+            lines += [_table(("flag", "variable", "values", "default", "meaning"), rows), ""]
+    lines += [
+        "## Other variables",
+        "",
+        _table(("variable", "meaning"), ((f"`{name}`", text) for name, text in VARIABLES.items())),
+        "",
+    ]
+    lines += [
+        "## Flags of vLLM and candle-vLLM",
+        "",
+        "Beside the flags above these are understood. One that would change the answer is refused with these words.",
+        "",
+        _table(
+            ("flag", "", "why"),
+            ((f"`{name}`", "refused" if one.refused else "has no effect", one.text) for name, one in FOREIGN.items()),
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _option(spec: Spec) -> tuple[str, ...]:
+    flag = spec.flag
+    flags = [*flag.off, *flag.flags] if spec.type is bool and spec.default is True else [*flag.flags, *flag.off]
+    shown = ", ".join(f"`{one}`" for one in flags) + (f" {flag.metavar}" if flag.metavar else "")
+    if flag.positional:
+        shown += f", or {flag.metavar} alone"
+    meaning = flag.help
+    if spec.type is bool and spec.default is True:
+        meaning = f"`{flag.off[0]}`: {meaning}"
+    return shown, f"`{spec.env}`", _values(spec), _default(spec), meaning
+
+
+def _values(spec: Spec) -> str:
+    if spec.flag.choices:
+        return ", ".join(f"`{one}`" for one in spec.flag.choices)
+    if spec.type is bool:
+        return "on, off"
+    kind = {int: "whole number", float: "number", tuple: "list"}.get(spec.type, "text")
+    if spec.type is tuple:
+        return kind
+    low, high = spec.flag.low, spec.flag.high
+    if low is not None and high is not None:
+        return f"{kind}, {low:g} to {high:.20g}"
+    return kind if low is None else f"{kind} from {low:g}"
+
+
+def _default(spec: Spec) -> str:
+    if isinstance(spec.default, bool):
+        return "on" if spec.default else "off"
+    if spec.default in (None, "", ()):
+        return ""
+    return f"`{spec.default:g}`" if isinstance(spec.default, float) else f"`{spec.default}`"
+
+
+def api_page() -> str:
+    """docs/api.md."""
+    rows = []
+    for pattern, handler in ROUTES:
+        path = pattern.replace("(.+)", "NAME")
+        what = " ".join((handler.__doc__ or "").split("\n")[0].split())
+        batch = "yes" if path in KINDS else ""
+        rows.append((", ".join(handler.methods()), f"`{path}`", what, "yes" if handler.needs_key else "no", batch))
+    lines = ["# HTTP endpoints", "", MADE, "", REQUESTS]
+    lines += [_table(("method", "path", "answer", "needs a key", "in `phalanx batch`"), rows), ""]
+    lines += ["## Fields of chat completions and completions", "", *_request(Common, (), both := _shared())]
+    for path, kind in KINDS.items():
+        name = path.removeprefix("/v1/").replace("/", " ").capitalize()
+        left_out = () if kind is EmbeddingRequest else Common.__struct_fields__
+        refused = {name: one for name, one in UNSUPPORTED[kind].items() if not left_out or both.get(name) != one}
+        lines += [f"## {name}", "", *_request(kind, left_out, refused)]
+    errors = ((str(status), f"`{name}`") for status, name in api_error.TYPES.items())
+    lines += [
+        ERRORS,
+        _table(("status", "type"), errors),
+        "",
+        "Other statuses from 500 on are `server_error`, other ones below `invalid_request_error`.",
+        "",
+        "## Metrics",
+        "",
+        _table(("name", "kind", "meaning"), _metrics()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _shared() -> dict[str, unsupported.Field]:
+    """What chat completions and completions refuse alike."""
+    other = UNSUPPORTED[CompletionRequest]
+    return {name: one for name, one in UNSUPPORTED[ChatRequest].items() if other.get(name) == one}
+
+
+def _request(
+    kind: type[msgspec.Struct], without: Sequence[str], refused: dict[str, unsupported.Field]
+) -> Iterable[str]:
+    """The lines about one kind of request."""
+    rows = []
+    for field in msgspec.structs.fields(kind):
+        if field.name in without:
+            continue
+        values = "{} to {}".format(*RANGES[field.name]) if field.name in RANGES else ""
+        default = OPENAI_DEFAULTS.get(field.name)
+        shown = "**needed**" if field.required else f"`{default}`" if default is not None else ""
+        rows.append((f"`{field.name}`", _type(field.type), values, shown, MEANINGS[field.name]))
+    yield from (_table(("field", "type", "values", "default", "meaning"), rows), "")
+    reasons: dict[str, list[str]] = {}
+    for name, one in refused.items():
+        reasons.setdefault(one.why, []).append(f"`{name}`")
+    yield from ("Refused, unless the value changes nothing:", "")
+    yield from (_table(("field", "why"), ((", ".join(names), why) for why, names in reasons.items())), "")
+
+
+def _type(kind: Any) -> str:
+    """A field's type as JSON names it."""
+    text = str(kind) if not isinstance(kind, type) or "[" in str(kind) else kind.__name__
+    text = re.sub(r"[\w.]*\.(\w+)", r"\1", text)
+    for python, json in (
+        (r"\bdict(\[str, (\w+)\])?", "object"),
+        (r"\b[A-Z]\w+\b(?<!None)", "object"),
+        (r"\bstr\b", "text"),
+        (r"\bint\b", "integer"),
+        (r"\bfloat\b", "number"),
+        (r"\bbool\b", "boolean"),
+        (r"list\[(\w+)\]", r"list of \1s"),
+        (r"list\[(.+)\]", r"list of (\1)"),
+    ):
+        text = re.sub(python, json, text)
+    parts = [part for part in re.split(r" \| (?![^(\[]*[)\]])", text) if part != "None"]
+    return " or ".join(parts).replace(" | ", " or ")
+
+
+def _metrics() -> Iterable[tuple[str, str, str]]:
+    """From the page that a server without an engine would show."""
+    stand_in: Any = SimpleNamespace(stats=protocol.Stats(), ready=None, state="", open_sequences=0)
+    page = Metrics(stand_in, "").text().decode()
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
+    for name, text in re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE):
+        if not name.endswith("_created"):
+            yield f"`{name}`", kinds[name], text
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = list(heads)
+    lines: list[list[str]] = [
+        heads,
+        ["---"] * len(heads),
+        *([cell.replace("|", "\\|") for cell in row] for row in rows),
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+PAGES = {"options.md": options_page, "api.md": api_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+        print(DOCS / name)

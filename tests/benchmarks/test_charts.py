@@ -1,0 +1,39 @@
+"""benchmarks/charts.py: what it draws is what stands in docs/charts, and its limits are those of the models' sizes."""
+
+from xml.etree import ElementTree
+
+import pytest
+from phalanx.benchmarks import charts
+from phalanx.benchmarks.step import SHAPES
+
+
+@pytest.mark.parametrize("name", ["peers.svg", "limit.svg"])
+def test_the_chart_is_of_the_results(name):
+    written = (charts.CHARTS / name).read_text(encoding="utf-8")
+    assert written == charts.charts()[name], f"docs/charts/{name} is out of date; draw it anew: {charts.COMMAND}"
+    ElementTree.fromstring(written)
+
+
+def test_bars_are_medians_and_ratios():
+    groups = charts.beside_peers()
+    assert [bar.label for bar in groups[0].bars] == ["decode 1", "decode 16", "decode 64", "decode 256", "mixed, 512"]
+    assert groups[0].bars[0].value == pytest.approx(4.943 / 3.9803)
+    assert groups[0].bars[0].words == "1.24: 3.98 ms beside 4.94"
+    assert "vLLM 0.25.1" in groups[0].title and "llama.cpp" in groups[-1].title
+
+
+def test_the_limit_is_memory_for_few_and_arithmetic_for_prompts():
+    shape = SHAPES["llama3-8b"]
+    weights = 7.5e9 * charts.SIZE  # all but the embedding
+    assert charts.limit(shape, "decode", 1, 128) == pytest.approx(weights / charts.BANDWIDTH, rel=0.01)
+    multiply = 2 * 6.98e9 * 1024 * 16 / charts.FLOPS
+    assert charts.limit(shape, "prefill", 16, 1024) == pytest.approx(multiply, rel=0.03)
+    assert all(0 < bar.value < 1 for group in charts.beside_the_limit() for bar in group.bars)
+
+
+def test_text_is_escaped_and_longer_bars_are_longer():
+    group = charts.Group("a < b", [charts.Bar("one", 0.5, "half"), charts.Bar("two", 1.0, "all")])
+    svg = charts.draw("title", [group], 1.0, {1.0: "end"}, "note")
+    bars = [one for one in ElementTree.fromstring(svg).iter() if one.tag.endswith("rect")][1:]
+    assert [float(one.get("width")) for one in bars] == [charts.SPAN / 2, charts.SPAN]
+    assert "a &lt; b" in svg

@@ -1,0 +1,51 @@
+"""What the documents name is there: files, model types, tool-call formats."""
+
+import re
+from pathlib import Path
+
+import phalanx
+import pytest
+from phalanx.rank.model import architectures
+from phalanx.rank.server.text import tool_formats
+
+ROOT = Path(phalanx.__file__).resolve().parent
+ROOMS = "launcher|rank|comm|kernels|benchmarks|tests|docs|hostfiles"
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Other people's, users' own, and what a page says will be made.
+ELSEWHERE = {"bench_vllm.py", "llama.cpp", "answers.jsonl", "requests.jsonl", "tests/rank/model/formats"}
+SOURCES = re.compile(r"(?<![\w./*<>-])[\w-]+\.(?:py|cu|cuh|cpp|jsonl)\b")  # a source's bare name
+PATHS = re.compile(rf"(?<![\w./-])(?:{ROOMS})/[\w./*-]*[\w*](?!\w*<)")
+LINKS = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def names() -> set[str]:
+    return {path.name for room in ROOMS.split("|") for path in (ROOT / room).rglob("*") if path.is_file()} | {
+        path.name for path in ROOT.iterdir()
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    gone = [path for path in PATHS.findall(text) if not list(ROOT.glob(path)) and not list(ROOT.glob(path + ".*"))]
+    gone = [path for path in gone if path not in ELSEWHERE]
+    gone += [link for link in LINKS.findall(text) if not (page.parent / link).exists()]
+    gone += sorted(set(SOURCES.findall(text)) - names() - ELSEWHERE)
+    assert not gone, f"{page.name} names files that are not there"
+
+
+def cells(heading: str) -> list[str]:
+    """The first cells of the rows of README's table that begins with this heading."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = text.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [row.split("|")[1].strip() for row in rows]
+
+
+def test_readme_lists_the_models_that_there_are():
+    assert cells("model_type") == [f"`{name}`" for name in architectures.supported()]
+
+
+def test_readme_lists_the_tool_call_formats_that_there_are():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = text.partition("tool calls in the formats ")[2].partition("|")[0].strip()
+    assert listed == ", ".join(f"`{name}`" for name in tool_formats.names())
