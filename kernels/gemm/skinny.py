@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight matrix on GPUs, where all time goes into reading the matrix."""
+"""GEMMs of a few rows on GPUs, where all time goes into reading the weights."""
 
 from __future__ import annotations
 
