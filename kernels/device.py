@@ -14,7 +14,7 @@ class DeviceCaps(NamedTuple):
     num_sms: int
     arch: str  # for compilers
     has_pdl: bool  # kernels may start before their predecessors have ended
-    engine: bool  # a copy engine, and shared memory enough for what it brings; from sm_120 on there is half as much
+    has_tma: bool  # and shared memory enough for its tiles; from sm_120 on there is half as much
     hopper: bool  # asynchronous tensor-core instructions that no other generation has
 
 

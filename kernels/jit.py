@@ -57,7 +57,7 @@ class _Config(ctypes.Structure):
 
 
 class TensorMap:
-    """A matrix as the copy engine of sm_90 and later takes it: boxes of 64 elements of `height` rows, for a kernel's
+    """A matrix as TMA of sm_90 and later takes it: boxes of 64 elements of `height` rows, for a kernel's
     `const __grid_constant__ Map`. Rows past the end are zeros."""
 
     def __init__(self, start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0):
@@ -81,7 +81,7 @@ class TensorMap:
 
 @functools.lru_cache(4096)
 def tensor_map(start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0) -> TensorMap:
-    """The Map of these; it holds for whatever lies there."""
+    """The TensorMap of these; it holds for whatever lies there."""
     return TensorMap(start, rows, columns, height, pitch, runs)
 
 
@@ -272,7 +272,7 @@ def vector(x: Tensor, *lengths: int, most: int = 16) -> int:
 
 
 def plain(*tensors: Tensor) -> bool:
-    """Whether all are contiguous and begin where accesses of 16 bytes, and the copy engine's boxes, may."""
+    """Whether all are contiguous and begin where accesses of 16 bytes, and TMA's boxes, may."""
     return all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors)
 
 

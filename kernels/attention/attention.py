@@ -61,7 +61,7 @@ def store_and_attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: CosSin,
+    cos_sin: CosSin,
     norms: QKNorm | None,
     cache: tuple[Tensor, Tensor],
     rows: AttentionMetadata,
@@ -69,18 +69,20 @@ def store_and_attend(
 ) -> Tensor:
     """rope_and_store_kv and then paged_attention of what it returns. q, k and v may be overwritten.
 
-    A step of decoding sequences alone is one kernel on GPUs, where heads are turned as a whole.
+    A step of decoding sequences alone is one kernel on GPUs, where heads are rotated as a whole.
     """
-    if q.is_cuda and supports_one_kernel(q, k, v, turn, cache[0], rows):
-        return decode_cuda(q, k, v, turn, norms, cache, rows, scores)
-    q = rope_and_store_kv(q, k, v, turn, norms, cache, rows.slots)
+    if q.is_cuda and supports_one_kernel(q, k, v, cos_sin, cache[0], rows):
+        return decode_cuda(q, k, v, cos_sin, norms, cache, rows, scores)
+    q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, rows.slots)
     return paged_attention(q, *cache, rows, scores)
 
 
-def supports_one_kernel(q: Tensor, k: Tensor, v: Tensor, turn: CosSin, keys: Tensor, rows: AttentionMetadata) -> bool:
+def supports_one_kernel(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, keys: Tensor, rows: AttentionMetadata
+) -> bool:
     dim = q.shape[2]
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
-    return 0 < len(q) == rows.num_decodes and turn.cos.shape[-1] == dim and side_by_side and keys.dtype == q.dtype
+    return 0 < len(q) == rows.num_decodes and cos_sin.cos.shape[-1] == dim and side_by_side and keys.dtype == q.dtype
 
 
 def paged_attention(
@@ -263,14 +265,14 @@ def decode_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: CosSin,
+    cos_sin: CosSin,
     norms: QKNorm | None,
     cache: tuple[Tensor, Tensor],
     rows: AttentionMetadata,
     scores: AttentionParams,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _decode_rows(q, cache, rows, scores, out, attention_tma.CurrentKV(k, v, turn, norms, rows.slots))
+    _decode_rows(q, cache, rows, scores, out, attention_tma.CurrentKV(k, v, cos_sin, norms, rows.slots))
     return out.flatten(1)
 
 
@@ -282,7 +284,7 @@ def _decode_rows(
     out: Tensor,
     newest: attention_tma.CurrentKV | None = None,
 ) -> None:
-    """Without `newest`, in a step with prompts, what is in q is turned, and the caches hold it."""
+    """Without `newest`, in a step with prompts, what is in q is rotated, and the caches hold it."""
     keys, values = cache
     tables, lengths = rows.block_tables, rows.lengths
     if attention_tma.supports(q, keys, newest):

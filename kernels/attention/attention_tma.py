@@ -28,11 +28,11 @@ STAGES = {64: 6, 128: 3, 256: 2}  # tiles of keys, and as many of values, that l
 
 
 class CurrentKV(NamedTuple):
-    """The step's tokens as rope_and_store_kv takes them, rotated as whole heads; cache.py explains slots."""
+    """The step's tokens as rope_and_store_kv takes them, rotated as whole heads."""
 
     k: Tensor  # [n, kv_heads, head_dim], heads side by side, as in v
     v: Tensor
-    turn: CosSin
+    cos_sin: CosSin
     norms: QKNorm | None
     slots: Tensor  # [n] int64; negative: not written
 
@@ -43,7 +43,7 @@ def supports(q: Tensor, keys: Tensor, newest: CurrentKV | None = None) -> bool:
         return False
     norms = newest.norms if newest else None
     narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
-    return narrow and (newest is None or newest.turn.cos.dtype == torch.float32)
+    return narrow and (newest is None or newest.cos_sin.cos.dtype == torch.float32)
 
 
 def supports_prefill(q: Tensor, keys: Tensor) -> bool:
@@ -52,9 +52,9 @@ def supports_prefill(q: Tensor, keys: Tensor) -> bool:
 
 
 def _boxed(q: Tensor, keys: Tensor) -> bool:
-    """Whether the engine can bring them."""
+    """Whether TMA can bring them."""
     size, dim = keys.shape[1], q.shape[2]
-    if not q.is_cuda or not device_caps(q.device).engine or q.element_size() != 2 or q.dtype != keys.dtype:
+    if not q.is_cuda or not device_caps(q.device).has_tma or q.element_size() != 2 or q.dtype != keys.dtype:
         return False
     whole = size % 8 == 0  # a box is of one block, and 8 rows are a swizzle
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
@@ -69,7 +69,7 @@ def decode(
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences, as paged.decode: q and out [n, heads, head_dim], out contiguous.
 
-    With `newest`, q is neither normed nor turned yet, and the caches do not hold these tokens yet. What has made q, k
+    With `newest`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made q, k
     and v, a product, may still run: all else that is read must be what the kernels before that one wrote.
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
@@ -87,7 +87,7 @@ def decode(
     parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
     sums = parts.view(-1)[grid * 2 * group * dim :]
     arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
-    # What a kernel of turned tokens does not touch.
+    # What a kernel of rotated tokens does not touch.
     k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     maps = *_caches(keys, values, box, dim // 64), *_caches(keys, values, few, dim // 64)

@@ -32,7 +32,7 @@ def _slots(tables, positions, valid, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turn(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Both halves [heads, HALF] of heads, normed and turned, rounded after either, as cuda/rope.cu does it."""
+    """Both halves [heads, HALF] of heads, normed and rotated, rounded after either, as cuda/rope.cu does it."""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     if NORM:
@@ -94,9 +94,9 @@ def decode_kernel(
 ):  # fmt: skip
     """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
 
-    With TURN the step's newest token is still in q, k and v: heads are normed (NORM) and turned here, the sequence's
+    With TURN the step's newest token is still in q, k and v: heads are normed (NORM) and rotated here, the sequence's
     last part writes key and value to the cache and takes them from registers, and the loops cover only the tokens
-    before, so that no program reads what another one writes. Without, the cache holds it and q is turned.
+    before, so that no program reads what another one writes. Without, the cache holds it and q is rotated.
 
     A sequence has as many parts as its length asks for, at most SPLITS; programs beyond have nothing to do. Of several
     parts each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
@@ -279,7 +279,7 @@ def decode(
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
 
-    With `newest`, q is neither normed nor turned yet, and the caches do not hold these tokens yet.
+    With `newest`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet.
     """
     n, heads, dim = q.shape
     kv_heads = keys.shape[2]
@@ -294,7 +294,7 @@ def decode(
         parts = torch.empty(n, heads, splits, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
         arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
-    # What a kernel of turned tokens does not touch.
+    # What a kernel of rotated tokens does not touch.
     k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     decode_kernel[kv_heads, n, splits](

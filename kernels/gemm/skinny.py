@@ -84,7 +84,7 @@ def variants(
     """What the GEMM of so many rows, each, is compiled as; norm: behind a norm, where `normed_linear` takes it."""
     outputs, inputs = weight.shape
     for n in rows:
-        way = choose(n, outputs, inputs, found.num_sms, found.engine) if weight.element_size() == 2 else None
+        way = choose(n, outputs, inputs, found.num_sms, found.has_tma) if weight.element_size() == 2 else None
         if isinstance(way, TileConfig):
             whole = found.hopper and n >= WHOLE_FROM
             yield jit.variant("pipelined_gemm", weight.dtype, **_pipelined_sizes(n, inputs, way, gate, bias, whole))
@@ -132,7 +132,7 @@ def _pipelined_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: b
 
 def _way(x: Tensor, weight: Tensor) -> TileConfig | Literal["gemv"] | None:
     found = device_caps(x.device)
-    return choose(len(x), *weight.shape, found.num_sms, found.engine)
+    return choose(len(x), *weight.shape, found.num_sms, found.has_tma)
 
 
 @functools.cache

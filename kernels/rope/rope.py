@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..attention.cache import cache_write_reference
 from ..cpp import ops
 from ..norm.norm import rms_norm_reference
 
@@ -21,7 +20,7 @@ CPU_MOST_DIM = 512  # as in rope.cpp
 
 
 class CosSin(NamedTuple):
-    """How the tokens of one step are turned; made once a step, applied in every layer.
+    """How the tokens of one step are rotated; made once a step, applied in every layer.
 
     cos: [T, 1, r] f32, both halves alike; sin: [T, 1, r] f32, the first half negated.
     """
@@ -31,7 +30,7 @@ class CosSin(NamedTuple):
 
 
 class QKNorm(NamedTuple):
-    """The norm that some models put on each head's query and key before they are turned."""
+    """The norm that some models put on each head's query and key before they are rotated."""
 
     q_weight: Tensor  # [head_dim]
     k_weight: Tensor
@@ -62,45 +61,46 @@ def cos_sin_cuda(table: Tensor, positions: Tensor) -> CosSin:
     return CosSin(cos, sin)
 
 
-def apply_rotary(x: Tensor, turn: CosSin) -> Tensor:
-    """x [T, heads, head_dim], turned; computed in f32. x may be overwritten."""
-    return apply_rotary_reference(x, turn)
+def apply_rotary(x: Tensor, cos_sin: CosSin) -> Tensor:
+    """x [T, heads, head_dim], rotated; computed in f32. x may be overwritten."""
+    return apply_rotary_reference(x, cos_sin)
 
 
-def apply_rotary_reference(x: Tensor, turn: CosSin) -> Tensor:
-    cos, sin = turn
+def apply_rotary_reference(x: Tensor, cos_sin: CosSin) -> Tensor:
+    cos, sin = cos_sin
     r = cos.shape[-1]
-    turned = x[..., :r].float() if r < x.shape[-1] else x.float()
-    turned = (turned * cos).addcmul_(turned.roll(r // 2, -1), sin).to(x.dtype)
-    return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), -1)
+    rotated = x[..., :r].float() if r < x.shape[-1] else x.float()
+    rotated = (rotated * cos).addcmul_(rotated.roll(r // 2, -1), sin).to(x.dtype)
+    return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:]), -1)
 
 
 def rope_and_store_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: CosSin,
+    cos_sin: CosSin,
     norms: QKNorm | None,
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """q [T, heads, head_dim] normed and turned; k, v [T, kv_heads, head_dim], k likewise, go to `slots` of the cache.
+    """q [T, heads, head_dim] normed and rotated; k, v [T, kv_heads, head_dim], k likewise, go to `slots` of the cache.
 
-    kernels/attention/cache.py explains slots. Kernels do not write tokens with a negative slot. q and k may be
+    cache: paged keys and values [blocks, block_size, kv_heads, head_dim] (Kwon et al. 2023, arXiv 2309.06180). slots:
+    [T] int64, block * block_size + offset, none twice; tokens with a negative one are not written. q and k may be
     overwritten.
     """
     if q.is_cuda:
-        return rope_and_store_kv_cuda(q, k, v, turn, norms, cache, slots)
-    if supports_cpu(q, k, v, turn, cache):
-        return rope_and_store_kv_cpu(q, k, v, turn, norms, cache, slots)
-    return rope_and_store_kv_reference(q, k, v, turn, norms, cache, slots)
+        return rope_and_store_kv_cuda(q, k, v, cos_sin, norms, cache, slots)
+    if supports_cpu(q, k, v, cos_sin, cache):
+        return rope_and_store_kv_cpu(q, k, v, cos_sin, norms, cache, slots)
+    return rope_and_store_kv_reference(q, k, v, cos_sin, norms, cache, slots)
 
 
 def rope_and_store_kv_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: CosSin,
+    cos_sin: CosSin,
     norms: QKNorm | None,
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
@@ -108,14 +108,20 @@ def rope_and_store_kv_reference(
     if norms is not None:
         q = rms_norm_reference(q, norms.q_weight, norms.eps)
         k = rms_norm_reference(k, norms.k_weight, norms.eps)
-    cache_write_reference(apply_rotary_reference(k, turn), v, *cache, slots)
-    return apply_rotary_reference(q, turn)
+    store_kv_reference(apply_rotary_reference(k, cos_sin), v, *cache, slots)
+    return apply_rotary_reference(q, cos_sin)
 
 
-def supports_cpu(q: Tensor, k: Tensor, v: Tensor, turn: CosSin, cache: tuple[Tensor, Tensor]) -> bool:
+def store_kv_reference(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """The caches' dtype may differ from k's."""
+    keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, k.to(keys.dtype))
+    values.view(-1, *values.shape[2:]).index_copy_(0, slots, v.to(values.dtype))
+
+
+def supports_cpu(q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[Tensor, Tensor]) -> bool:
     dim = q.shape[2]
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
-    plain = all(x.is_contiguous() for x in (*turn, *cache)) and cache[0].dtype == q.dtype
+    plain = all(x.is_contiguous() for x in (*cos_sin, *cache)) and cache[0].dtype == q.dtype
     return side_by_side and plain and dim <= CPU_MOST_DIM and ops.takes(q)
 
 
@@ -123,7 +129,7 @@ def rope_and_store_kv_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: CosSin,
+    cos_sin: CosSin,
     norms: QKNorm | None,
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
@@ -132,8 +138,8 @@ def rope_and_store_kv_cpu(
     tokens, heads, dim = q.shape
     q_weight, k_weight, eps = norms if norms is not None else (None, None, 0.0)
     ops.typed("rope", "rope", q.dtype)(
-        q, k, v, turn.cos, turn.sin, q_weight, k_weight, *cache, slots, tokens, heads, k.shape[1], dim,
-        turn.cos.shape[-1], q.stride(0), k.stride(0), v.stride(0), float(eps),
+        q, k, v, cos_sin.cos, cos_sin.sin, q_weight, k_weight, *cache, slots, tokens, heads, k.shape[1], dim,
+        cos_sin.cos.shape[-1], q.stride(0), k.stride(0), v.stride(0), float(eps),
     )  # fmt: skip
     return q
 
@@ -142,27 +148,41 @@ def rope_and_store_kv_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: CosSin,
+    cos_sin: CosSin,
     norms: QKNorm | None,
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
     """q, k and v have heads side by side; their rows may be parts of wider ones."""
     tokens, heads, dim = q.shape
-    kv_heads, turned = k.shape[1], turn.cos.shape[-1]
+    kv_heads, rotated = k.shape[1], cos_sin.cos.shape[-1]
     keys, values = cache
     assert q.stride(1) == k.stride(1) == v.stride(1) == dim and keys.is_contiguous() and values.is_contiguous()
     rows = q.stride(0), k.stride(0), v.stride(0)
     # Two at a time: with heads of 128 that keeps all lanes of the head's warp at work.
-    vector = min(jit.vector(x, dim, turned // 2, *rows, most=2 * x.element_size()) for x in (q, k, v))
+    vector = min(jit.vector(x, dim, rotated // 2, *rows, most=2 * x.element_size()) for x in (q, k, v))
     per = 1 if tokens < ENOUGH else 8
     kernel = jit.kernel(
-        "rope", "rope_and_store_kv", q.dtype, C=keys.dtype, DIM=dim, TURNED=turned, V=vector, Q_HEADS=heads,
+        "rope", "rope_and_store_kv", q.dtype, C=keys.dtype, DIM=dim, TURNED=rotated, V=vector, Q_HEADS=heads,
         KV_HEADS=kv_heads, NORM=int(norms is not None), PER=per,
     )  # fmt: skip
     q_weight, k_weight, eps = norms if norms is not None else (q, k, 0.0)
     blocks = -(-tokens * -(-(heads + 2 * kv_heads) // per) // 4)
     kernel(
-        (blocks, 1, 1), 128, q, k, v, *rows, turn.cos, turn.sin, q_weight, k_weight, eps, keys, values, slots, tokens
+        (blocks, 1, 1),
+        128,
+        q,
+        k,
+        v,
+        *rows,
+        cos_sin.cos,
+        cos_sin.sin,
+        q_weight,
+        k_weight,
+        eps,
+        keys,
+        values,
+        slots,
+        tokens,
     )
     return q

@@ -14,8 +14,8 @@ from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import rope
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).engine,
-    reason="needs the copy engine of sm_90 or sm_100, and their shared memory",
+    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).has_tma,
+    reason="needs the tensor memory accelerator of sm_90 or sm_100, and their shared memory",
 )
 HEADS, KV_HEADS, DIM, SIZE, LAYERS, STEPS, VOCABULARY = 8, 2, 128, 16, 3, 30, 64
 HIDDEN, BLOCKS, LONGEST = HEADS * DIM, 300, 2400

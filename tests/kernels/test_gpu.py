@@ -22,9 +22,9 @@ from .attention.test_attention import make_caches, make_rows
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KINDS = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
 NAN = float("nan")
-engine = pytest.mark.skipif(
-    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).engine,
-    reason="needs the copy engine of sm_90 or sm_100, and their shared memory",
+needs_tma = pytest.mark.skipif(
+    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).has_tma,
+    reason="needs the tensor memory accelerator of sm_90 or sm_100, and their shared memory",
 )
 
 
@@ -203,7 +203,7 @@ def test_decode_kernel_random_shapes():
         decoding.check(case, dtype, max(bound, 1e-5), "cuda")
 
 
-@engine
+@needs_tma
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
 @pytest.mark.parametrize("case", decoding.BOXES)
 def test_decode_by_boxes(case, dtype, bound):
@@ -211,7 +211,7 @@ def test_decode_by_boxes(case, dtype, bound):
     assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
 
 
-@engine
+@needs_tma
 def test_decode_by_boxes_random_shapes():
     for i, case in enumerate(decoding.random_boxes(40)):
         dtype, bound = KINDS[1 + i % 2]
@@ -328,7 +328,7 @@ def gate(y, dtype, act="silu"):
     return (silu(first) if act == "silu" else gelu(first, approximate="tanh")) * second
 
 
-@engine
+@needs_tma
 @pytest.mark.parametrize("gated", ["", "silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     "outputs, inputs, dtype",
@@ -348,7 +348,7 @@ def test_products_by_staging(rows, outputs, inputs, gated, dtype):
         assert not any(map(len, differ)), (cut, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
 
 
-@engine
+@needs_tma
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outputs, inputs", [(128, 64), (384, 4096), (14336, 512), (3072, 1088)])
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 256, 1000, 2049, 4500])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation
-from phalanx.kernels.attention.cache import cache_write
+from phalanx.kernels.rope.rope import store_kv_reference
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.embedding.embedding import embedding
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
@@ -83,19 +83,19 @@ def test_rope(dim, rotated, rows, dtype, bound):
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
-def test_cache_write_touches_its_slots_alone(cache_dtype):
+def test_storing_keys_and_values_touches_its_slots_alone(cache_dtype):
     blocks, block_size, heads, dim = 5, 3, 2, 4
     keys, values = (torch.full((blocks, block_size, heads, dim), float("nan"), dtype=cache_dtype) for _ in range(2))
     wide = torch.randn(6, 3 * heads, dim)
     k, v = wide[:, heads : 2 * heads], wide[:, 2 * heads :]
     slots = torch.tensor([14, 0, 7, 8, 3, 12])
-    cache_write(k, v, keys, values, slots)
+    store_kv_reference(k, v, keys, values, slots)
     for cache, source in ((keys, k), (values, v)):
         flat = cache.view(-1, heads, dim)
         assert torch.equal(flat[slots], source.to(cache_dtype))
         untouched = [i for i in range(blocks * block_size) if i not in slots.tolist()]
         assert flat[untouched].isnan().all()
-    cache_write(k[:0], v[:0], keys, values, slots[:0])
+    store_kv_reference(k[:0], v[:0], keys, values, slots[:0])
 
 
 @pytest.mark.parametrize(
