@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 from phalanx.launcher import cli
-from phalanx.launcher.commands.fit import devices
+from phalanx.launcher.commands.fit import devices, measured
 from phalanx.launcher.options import option_sources
 from phalanx.rank.options import Options
 
-from .configs import CONFIGS, write
+from .configs import CONFIGS, ask, write
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,9 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fit(tmp_path, capsys):
+def fit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measured, "ask", ask)
+
     def run(name, *words):
         path = write(tmp_path / name, CONFIGS[name]) if name else None
         code = cli.main(["fit", *([str(path)] if path else []), *words])
@@ -142,9 +144,13 @@ def test_a_device_of_another_size(fit):
         (["--gpu-mem", "77"], "--gpu-mem 77 is no size that is known: give --gpu-mem as one of 24 (RTX4090)"),
         (["--device", "h300"], "--device 'h300' (command line): one of auto, cpu, H200, H100"),
         (["--gpu-mem", "80", "--context", "500000"], "--context 500000: the model takes at most 131072 tokens"),
+        (["--gpu-mem", "80", "--tp", "3"], "--tp 3 does not fit a model of 32 attention heads and 8 key heads; deg"),
+        (["--gpu-mem", "80", "--pp", "33"], "--pp 33 is more stages than the model has layers (32)"),
+        (["--gpu-mem", "80", "--tp", "2"], "--tp 2 does not divide the 1 ranks"),
         (
-            ["--gpu-mem", "80", "--tp", "3"],
-            "1 ranks cannot share Llama-3.1-8B with --tp 3: tensor degrees that ",
+            ["--gpu-mem", "80", "--gpus", "33", "--dp", "1"],
+            "33 ranks cannot share Llama-3.1-8B with --dp 1: tensor degrees that its heads allow are 1, 2, 4, 8, 16, "
+            "32, stages at most 32, and all together must divide the ranks",
         ),
         (["--gpu-mem", "80", "--gpus", "0"], "--gpus '0' (command line): must be at least 1"),
     ],
