@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -13,12 +12,11 @@ import psutil
 
 from .... import errors
 from ....rank.options import degrees, flag
-from ...builtin_model import DIRECTORY as DEMO
 from ...job import binding
 from ...job.linux import say
 from ...options import option_sources
 from ...options.help import options_help, show_config
-from . import devices, headers, measured, plan, report
+from . import devices, directory, headers, measured, plan, report
 from .devices import DEVICES, Device
 from .measured import Question
 from .memory import Workload
@@ -39,7 +37,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str,
         flag("--model", "--w", "--weight-path", "--m", group=_GROUP, metavar="DIR", positional=True,
-             help="directory with config.json; weight files are not needed; none: the built-in model"),
+             help="directory with config.json, or a hub id; weight files are not needed; none: the built-in model"),
     ] = ""  # fmt: skip
     nodes: Annotated[int, flag("--nodes", "-N", group=_GROUP, metavar="N", low=1, help="hosts")] = 1
     gpus: Annotated[int, flag("--gpus", group=_GROUP, metavar="N", low=1, help="GPUs, or CPU ranks, of each host")] = 1
@@ -92,21 +90,21 @@ def main(argv: Sequence[str]) -> int:
     for note in chosen.notes:
         say(note)
     options = chosen.options
-    path = Path(options.model or DEMO).expanduser()
-    if not path.is_dir():
-        raise errors.FatalError(f"model {options.model!r}: there is no such directory", errors.USAGE)
+    found = directory.find(options.model)
     device = _device(options)
     cluster = plan.Cluster(options.nodes, options.gpus, device, options.network * 1e9, options.host_mem * devices.GIB)
     kind = "cpu" if device.cpu else "cuda"
-    shape = measured.read(Question(str(path), kind, options.dtype, options.tp, options.pp, cluster.per_node))
+    shape = measured.read(
+        Question(str(found.path), kind, options.dtype, options.tp, options.pp, cluster.per_node), found.name
+    )
     asked = _asked(options, shape)
-    checkpoint = headers.compare(shape, headers.by_class(path))
+    checkpoint = headers.compare(shape, headers.by_class(found.path))
     possible = plan.layouts(shape, cluster, options.tp, options.pp, options.dp)
     figures = [plan.estimate(shape, one, cluster, asked) for one in possible]
     if not figures:
         raise errors.FatalError(_no_layout(options, shape, cluster), errors.USAGE)
     best = plan.best(figures)
-    run = [] if best is None else plan.command(str(path), best, cluster, asked, shape.usual_dtype)
+    run = [] if best is None else plan.command(found.served_as, best, cluster, asked, shape.usual_dtype)
     smallest = plan.fewest(shape, cluster, asked)
     answer = plan.Answer(shape, cluster, asked, checkpoint, figures, best, smallest, run)
     print(json.dumps(report.as_json(answer), indent=1) if options.json else "\n".join(report.text(answer)))

@@ -42,14 +42,14 @@ class Answer(msgspec.Struct, frozen=True):
     ranks: dict[int, RankShape]
 
 
-def read(question: Question) -> ModelShape:
-    """Raises FatalError in the words of serving where it would be refused."""
+def read(question: Question, name: str) -> ModelShape:
+    """name: what the user knows the model by. Raises FatalError in the words of serving where it would be refused."""
     path = Path(question.model)
     if unserved.knows(path):
-        return unserved.read(path, question.dtype, question.device, max(question.most, question.tp))
+        return unserved.read(path, name, question.dtype, question.device, max(question.most, question.tp))
     answer = msgspec.json.decode(ask(question), type=Answer)
     return ModelShape(
-        name=path.resolve().name,
+        name=name,
         checkpoint_bytes=answer.parameters * WIDTHS[answer.checkpoint_dtype],
         **msgspec.structs.asdict(answer),
     )

@@ -118,7 +118,7 @@ def knows(path: Path) -> bool:
     return kind in FAMILIES and not (SERVED / f"{kind}.py").is_file()
 
 
-def read(path: Path, dtype: str, device: str, most: int) -> ModelShape:
+def read(path: Path, name: str, dtype: str, device: str, most: int) -> ModelShape:
     """The shape of a model that `knows`. most: ranks of the largest tensor group. Raises FatalError in words."""
     keys = ConfigReader(path, json.loads((path / "config.json").read_text(encoding="utf-8")))
     kind = str(keys.raw["model_type"])
@@ -131,7 +131,7 @@ def read(path: Path, dtype: str, device: str, most: int) -> ModelShape:
     parts += [Part(NORM, hidden, packs=False)] + [Part(EMBEDDING, vocab, hidden, packs=False)] * (1 if tied else 2)
     width = WIDTHS[usual if dtype == "auto" else dtype]
     return ModelShape(
-        name=path.resolve().name,
+        name=name,
         model_type=kind,
         hidden=hidden,
         vocab=vocab,
@@ -164,9 +164,10 @@ def _rank(family: Family, sizes: tuple[int, int], tp: int, width: int, narrow: f
         for parts in kinds
     ]
     table = Part(EMBEDDING, vocab, hidden, "columns")
-    embedding, norm = _weights(table, tp, width, 0), _weights(Part(NORM, hidden), tp, width, 0)
-    head = Weights(HEAD, embedding.elements, embedding.bytes, True)
-    shared = Weights(HEAD, embedding.elements, embedding.bytes, True, shared=tied)
+    norm, elements = _weights(Part(NORM, hidden), tp, width, 0), table.one(tp)
+    embedding = Weights(EMBEDDING, elements, elements * width, matrix=False)
+    head = Weights(HEAD, elements, elements * width, matrix=True)
+    shared = msgspec.structs.replace(head, shared=tied)
     ends = {"whole": (embedding, norm, shared), "first": (embedding,), "middle": (), "last": (norm, head)}
     layers = tuple(kinds.index(parts) for parts in family.layers)
     return RankShape(tuple(made), layers, ends, family.rope_width * 4)

@@ -64,4 +64,4 @@ def ask(question):
 def read(path, dtype="bf16", device="cuda", most=16):
     """The shape of a model directory."""
     with mock.patch.object(measured, "ask", ask):
-        return measured.read(Question(str(path), device, dtype, most=most))
+        return measured.read(Question(str(path), device, dtype, most=most), path.name)

@@ -1,7 +1,10 @@
 """`phalanx fit` as it is typed: the table, the JSON and every complaint."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 from phalanx.launcher import cli
@@ -9,6 +12,7 @@ from phalanx.launcher.commands.fit import devices, measured
 from phalanx.launcher.options import option_sources
 from phalanx.rank.options import Options
 
+from .. import fake_hub
 from .configs import CONFIGS, ask, write
 
 
@@ -122,8 +126,6 @@ def test_the_built_in_model_on_cpus(fit):
 
 
 def test_what_doctor_measured_is_used(fit, monkeypatch):
-    import os
-
     devices.save_speed(devices.CpuSpeed("here", 2, 100.0, 10.0, 15.0, "2026-11-21"), os.environ)
     _, out, _ = fit("", "--device", "cpu")
     assert "(speeds: measured on here by phalanx doctor, 2026-11-21)" in out
@@ -166,15 +168,39 @@ def test_no_directory(fit):
     assert (code, err) == (2, "phalanx: model '/nowhere': there is no such directory\n")
 
 
+def test_a_hub_id(tmp_path):
+    """config.json alone is fetched, and once."""
+    hub = fake_hub.Hub({"config.json": json.dumps(CONFIGS["Llama-3.1-8B"]).encode(), "model.safetensors": b"x"})
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PHALANX_"))}
+    environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+
+    def call(id):
+        command = [sys.executable, "-m", "phalanx.launcher.cli", "fit", id, "--gpu-mem", "80"]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+    try:
+        first = call("org/tiny")
+        assert first.returncode == 0, first.stderr
+        assert first.stdout.startswith("tiny: llama, 8.03 billion parameters; from config.json alone")
+        assert "phalanx serve --w org/tiny --d 0 " in first.stdout
+        assert {line.split()[1].rpartition("/")[2] for line in hub.seen if "/resolve/" in line} == {"config.json"}
+        hub.seen.clear()
+        assert call("org/tiny").stdout == first.stdout
+        assert not hub.seen
+        none = call("org/none")
+        assert (none.returncode, none.stdout) == (2, "")
+        assert f"model 'org/none': there is no such directory, and {hub.url} does not give its config" in none.stderr
+        assert none.stderr.endswith("; run `phalanx pull org/none` where there is a network\n")
+    finally:
+        hub.close()
+
+
 def test_foreign_flags_are_answered(fit):
     code, _, err = fit("Llama-3.1-8B", "--gpu-mem", "80", "--trust-remote-code")
     assert (code, err) == (0, "phalanx: --trust-remote-code has no effect: no code of the checkpoint is run\n")
 
 
 def test_it_loads_nothing_heavy(tmp_path):
-    import subprocess
-    import sys
-
     path = write(tmp_path / "m", CONFIGS["Llama-3.1-8B"])
     code = (
         f"import sys; from phalanx.launcher import cli; cli.main(['fit', {str(path)!r}, '--gpu-mem', '80']);"

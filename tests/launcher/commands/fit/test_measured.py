@@ -111,10 +111,10 @@ def test_the_constants_are_the_ranks():
 
 def test_another_process_measures(tmp_path):
     path = write(tmp_path, {"model_type": "llama", **COMMON})
-    found = measured.read(Question(str(path), "cpu", "auto", most=4))
+    found = measured.read(Question(str(path), "cpu", "auto", most=4), path.name)
     assert found == read(path, "auto", "cpu", most=4)
     assert sorted(found.ranks) == [1, 2, 3]
-    assert sorted(measured.read(Question(str(path), "cpu", "auto", tp=6, most=2)).ranks) == [1, 2, 6]
+    assert sorted(measured.read(Question(str(path), "cpu", "auto", tp=6, most=2), "").ranks) == [1, 2, 6]
 
 
 def test_another_process_refuses(tmp_path):
