@@ -22,6 +22,7 @@ from .measured import Question
 from .memory import Workload
 from .shape import ModelShape
 
+HELP = "what a model needs on a cluster and how fast it would be, before the allocation"
 USAGE = """phalanx fit [DIR] [options]: what fits and how fast, from config.json and tensor headers alone
 
   phalanx fit --w DIR --nodes 2 --gpus 8 --gpu-mem 141 --context 32768 --concurrency 256
