@@ -5,21 +5,13 @@ Imports nothing heavy: no torch, mpi4py, cupy or tornado is loaded before a verb
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from pathlib import Path
 
-# Verb -> what --help says of it. A verb is a file, or a folder with command.py, under launcher/commands.
-VERBS = {
-    "serve": "start the server; the default when no verb is given",
-    "batch": "answer a file of requests, in as many starts as it takes",
-    "chat": "talk to a running server in the terminal",
-    "bench": "measure a running server: throughput, time to first token, time per token",
-    "doctor": "look at ranks, MPI, devices, links, disks and versions, and say what to do",
-    "fit": "what a model needs on a cluster and how fast it would be, before the allocation",
-    "pull": "fetch a model from the Hugging Face hub, before a job without network",
-    "hostfile": "write the current Slurm, PBS or LSF allocation as a file for mpirun",
-}
+# A verb is a file here, or a folder with command.py, that has `main(argv)` and a HELP of one line.
+COMMANDS = Path(__file__).parent / "commands"
 
 INTRO = """\
 Phalanx serves a large language model from an MPI job, with an OpenAI-compatible API.
@@ -49,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
 
             print(f"phalanx {__version__}")
             return 0
-        verb = words[0] if words and words[0] in VERBS else "serve"
-        module = importlib.import_module(_module(verb), __package__)
-        return module.main(words[1:] if words[:1] == [verb] else words)
+        file = _file(words[0]) if words else None
+        module = importlib.import_module(_module(file or COMMANDS / "serve.py"), __package__)
+        return module.main(words[1:] if file else words)
     except FatalError as stop:
         return _fail(str(stop), stop.code)
     except BrokenPipeError:
@@ -60,17 +52,38 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def _module(verb: str) -> str:
-    folder = Path(__file__).parent / "commands" / verb
-    return f".commands.{verb}.command" if folder.is_dir() else f".commands.{verb}"
+def _file(word: str) -> Path | None:
+    """The verb's file; None where the word is no verb."""
+    if not word.isidentifier() or word.startswith("_"):
+        return None
+    return next((path for path in (COMMANDS / f"{word}.py", COMMANDS / word / "command.py") if path.is_file()), None)
+
+
+def _module(file: Path) -> str:
+    return "." + ".".join(file.relative_to(COMMANDS.parent).with_suffix("").parts)
+
+
+def verbs() -> dict[str, str]:
+    """Verb -> what --help says of it, serve first. Nothing is imported for it."""
+    files = [*COMMANDS.glob("[!_]*.py"), *COMMANDS.glob("*/command.py")]
+    found = {file.parent.name if file.name == "command.py" else file.stem: _help(file) for file in files}
+    return dict(sorted(found.items(), key=lambda verb: (verb[0] != "serve", verb[0])))
+
+
+def _help(file: Path) -> str:
+    """The text of HELP = "..." in a verb's file."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HELP":
+            return ast.literal_eval(node.value)
+    return ""
 
 
 def _overview() -> str:
     from ..rank.options import Options
     from .options.help import options_help
 
-    verbs = "\n".join(f"  {verb:8} {text}" for verb, text in VERBS.items())
-    return f"{INTRO}{verbs}\n\nOptions of serve:{options_help(Options)}"
+    lines = "\n".join(f"  {verb:8} {text}" for verb, text in verbs().items())
+    return f"{INTRO}{lines}\n\nOptions of serve:{options_help(Options)}"
 
 
 def _fail(message: str, code: int) -> int:

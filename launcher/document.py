@@ -19,7 +19,7 @@ from ..rank.server.http.app import ROUTES
 from ..rank.server.http.metrics import Metrics
 from ..rank.server.sampling_params import OPENAI_DEFAULTS
 from ..rank.server.schema import RANGES, UNSUPPORTED, ChatRequest, Common, CompletionRequest, EmbeddingRequest
-from .cli import VERBS
+from .cli import verbs
 from .commands.batch import SERVER_ONLY, BatchOptions
 from .commands.bench.command import BenchOptions
 from .commands.chat import ChatOptions
@@ -86,8 +86,9 @@ value, and what to do; `param` names the field. 429 and 503 may carry `Retry-Aft
 def options_page() -> str:
     """docs/options.md."""
     lines = ["# Options", "", MADE, "", SOURCES]
+    texts = verbs()
     for verb, struct in STRUCTS.items():
-        lines += [f"## phalanx {verb}", "", f"{_sentence(VERBS[verb])}.", ""]
+        lines += [f"## phalanx {verb}", "", f"{_sentence(texts[verb])}.", ""]
         table = [spec for name, spec in specs(struct).items() if verb != "batch" or name not in specs(Options)]
         if verb == "batch":
             without = ", ".join(f"`{specs(Options)[name].flag.flags[0]}`" for name in SERVER_ONLY)

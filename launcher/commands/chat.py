@@ -14,6 +14,7 @@ from .. import find_server
 from ..options import option_sources
 from ..options.help import options_help, show_config
 
+HELP = "talk to a running server in the terminal"
 USAGE = """phalanx chat [options]: talk to a running server; an empty line or Ctrl-D ends, /new starts over
 
 Without options it finds the server that you have started, on this host or in a job of the cluster.

@@ -16,6 +16,7 @@ from ..job.linux import say
 from ..options import option_sources
 from ..options.help import options_help, show_config
 
+HELP = "write the current Slurm, PBS or LSF allocation as a file for mpirun"
 USAGE = """phalanx hostfile [options]: write the hosts of the current Slurm, PBS or LSF allocation as mpirun reads them
 
   phalanx hostfile --slots 8 -o hosts

@@ -16,6 +16,7 @@ from ..job.linux import say
 from ..options import option_sources
 from ..options.help import options_help, show_config
 
+HELP = "fetch a model from the Hugging Face hub, before a job without network"
 USAGE = """phalanx pull ID [options]: fetch a model such as Qwen/Qwen3-0.6B from the Hugging Face hub
 
 Without --to it goes where Hugging Face's own tools keep theirs ($HF_HOME), and `phalanx serve --m ID` finds it there.

@@ -18,6 +18,7 @@ from ..options import option_sources
 from ..options.help import options_help, show_config
 from ..options.resolve import DEMO, in_force, joined, resolve
 
+HELP = "start the server; the default when no verb is given"
 USAGE = "phalanx [serve] [DIR] [options]: start an OpenAI-compatible server\n"
 HEALTH_PATIENCE = 2.0  # seconds for a front that shares its cores with ranks that load
 

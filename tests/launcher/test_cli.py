@@ -40,8 +40,8 @@ def test_help(capsys):
         assert all(len(line) <= 120 for line in text.splitlines())
         assert all(spec.flag.help in text for spec in specs().values())
         assert "--show-config" in text and "--config FILE" in text
-    for verb, what in cli.VERBS.items():
-        assert f"  {verb:8} {what}" in overview
+    for verb, what in cli.verbs().items():
+        assert what and f"  {verb:8} {what}" in overview
     assert len(serve.splitlines()) < 80
 
 
@@ -51,9 +51,26 @@ def test_help_tells_the_limit_of_open_requests():
 
 
 def test_every_listed_verb_has_help(capsys):
-    for verb in cli.VERBS:
+    for verb in cli.verbs():
         assert cli.main([verb, "--help"]) == 0
         assert f"phalanx {verb}" in capsys.readouterr().out.replace("[serve]", "serve")
+
+
+def test_verbs_are_found_by_their_files(monkeypatch, tmp_path, capsys):
+    assert list(cli.verbs()) == ["serve", "batch", "bench", "chat", "doctor", "fit", "hostfile", "pull"]
+    assert cli.verbs()["pull"] == "fetch a model from the Hugging Face hub, before a job without network"
+    (tmp_path / "listing").mkdir()
+    for name in ("__init__.py", "helpers.txt", "simple.py", "listing/__init__.py", "listing/command.py"):
+        (tmp_path / name).write_text("import nothing_of_the_kind\nHELP = 'tell ' \\\n 'what'\n")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(cli, "COMMANDS", tmp_path)
+    assert cli.verbs() == {"listing": "tell what", "simple": "tell what"}
+
+
+@pytest.mark.parametrize("word", ["__init__", "bench/command", "../cli", "fit.py", "command"])
+def test_words_that_are_no_verbs(word, capsys):
+    assert cli.main([word, "--show-config"]) == 0
+    assert f"model                   {word}".split() == capsys.readouterr().out.splitlines()[0].split()[:2]
 
 
 def test_show_config(capsys, monkeypatch, tmp_path):

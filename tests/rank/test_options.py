@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from phalanx.launcher.cli import VERBS
+from phalanx.launcher.cli import verbs
 from phalanx.launcher.options.compat_flags import FOREIGN
 from phalanx.launcher.options.option_sources import UsageError, from_keywords, read
 from phalanx.rank.options import GROUPS, Job, Options, decode_job, degrees, encode_job, specs
@@ -122,7 +122,7 @@ def test_no_flag_means_two_things():
     flags = [flag for spec in TABLE.values() for flag in (*spec.flag.flags, *spec.flag.off)] + list(FOREIGN)
     assert len(set(flags)) == len(flags)
     known = [flag for flag in flags if flag not in FOREIGN]  # --hostfile is refused in words that name the remedy
-    assert not set(VERBS) & {flag.lstrip("-") for flag in known}
+    assert not set(verbs()) & {flag.lstrip("-") for flag in known}
 
 
 def test_names_of_candle_vllm_and_vllm():

@@ -18,6 +18,7 @@ from ...options.help import options_help, show_config
 from . import report, run, workload
 from .client import Client, Failure
 
+HELP = "measure a running server: throughput, time to first token, time per token"
 USAGE = """phalanx bench [options]: send requests to a running server and tell its throughput and latencies
 
 Without options it finds the server that you have started, on this host or in a job of the cluster. Prompts are random

@@ -27,6 +27,7 @@ from . import rank_probe as ranks_member
 from .check import FAIL, OK, Check, worst
 from .probe_report import ProbeReport
 
+HELP = "look at ranks, MPI, devices, links, disks and versions, and say what to do"
 USAGE = """phalanx doctor [DIR] [options]: look at ranks, MPI, devices, links, disks and versions, in under a minute
 
   phalanx doctor                                       this machine, with two ranks

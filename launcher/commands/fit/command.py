@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import psutil
 
 from .... import errors
-from ....rank.options import flag
-from ...builtin_model import DIRECTORY as DEMO
+from ....rank.options import degrees, flag
 from ...job import binding
 from ...job.linux import say
 from ...options import option_sources
 from ...options.help import options_help, show_config
-from . import devices, headers, model_shapes, plan, report
+from . import devices, directory, headers, measured, plan, report
 from .devices import DEVICES, Device
+from .measured import Question
 from .memory import Workload
-from .shape import WIDTHS, ModelShape
+from .shape import ModelShape
 
+HELP = "what a model needs on a cluster and how fast it would be, before the allocation"
 USAGE = """phalanx fit [DIR] [options]: what fits and how fast, from config.json and tensor headers alone
 
   phalanx fit --w DIR --nodes 2 --gpus 8 --gpu-mem 141 --context 32768 --concurrency 256
@@ -38,7 +38,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str,
         flag("--model", "--w", "--weight-path", "--m", group=_GROUP, metavar="DIR", positional=True,
-             help="directory with config.json; weight files are not needed; none: the built-in model"),
+             help="directory with config.json, or a hub id; weight files are not needed; none: the built-in model"),
     ] = ""  # fmt: skip
     nodes: Annotated[int, flag("--nodes", "-N", group=_GROUP, metavar="N", low=1, help="hosts")] = 1
     gpus: Annotated[int, flag("--gpus", group=_GROUP, metavar="N", low=1, help="GPUs, or CPU ranks, of each host")] = 1
@@ -91,28 +91,28 @@ def main(argv: Sequence[str]) -> int:
     for note in chosen.notes:
         say(note)
     options = chosen.options
-    path = Path(options.model or DEMO).expanduser()
-    if not path.is_dir():
-        raise errors.FatalError(f"model {options.model!r}: there is no such directory", errors.USAGE)
-    shape = model_shapes.read(path)
+    found = directory.find(options.model)
     device = _device(options)
     cluster = plan.Cluster(options.nodes, options.gpus, device, options.network * 1e9, options.host_mem * devices.GIB)
-    usual = _dtype(shape, device)
-    asked = _asked(options, shape, usual)
-    checkpoint = headers.compare(shape, headers.by_class(path), WIDTHS[shape.dtype])
+    kind = "cpu" if device.cpu else "cuda"
+    shape = measured.read(
+        Question(str(found.path), kind, options.dtype, options.tp, options.pp, cluster.per_node), found.name
+    )
+    asked = _asked(options, shape)
+    checkpoint = headers.compare(shape, headers.by_class(found.path))
     possible = plan.layouts(shape, cluster, options.tp, options.pp, options.dp)
     figures = [plan.estimate(shape, one, cluster, asked) for one in possible]
     if not figures:
         raise errors.FatalError(_no_layout(options, shape, cluster), errors.USAGE)
     best = plan.best(figures)
-    run = [] if best is None else plan.command(str(path), best, cluster, asked, usual)
+    run = [] if best is None else plan.command(found.served_as, best, cluster, asked, shape.usual_dtype)
     smallest = plan.fewest(shape, cluster, asked)
     answer = plan.Answer(shape, cluster, asked, checkpoint, figures, best, smallest, run)
     print(json.dumps(report.as_json(answer), indent=1) if options.json else "\n".join(report.text(answer)))
     return errors.OK if best is not None else errors.MEMORY
 
 
-def _asked(options: FitOptions, shape: ModelShape, usual: str) -> Workload:
+def _asked(options: FitOptions, shape: ModelShape) -> Workload:
     if options.context > shape.max_positions:
         raise errors.FatalError(
             f"--context {options.context}: the model takes at most {shape.max_positions} tokens", errors.USAGE
@@ -122,16 +122,9 @@ def _asked(options: FitOptions, shape: ModelShape, usual: str) -> Workload:
         context=context,
         concurrency=options.concurrency,
         length=min(context, options.length) or max(1, context // 2),
-        dtype=usual if options.dtype == "auto" else options.dtype,
+        dtype=shape.usual_dtype if options.dtype == "auto" else options.dtype,
         kv_fraction=options.kv_fraction,
     )
-
-
-def _dtype(shape: ModelShape, device: Device) -> str:
-    """What `serve --dtype auto` computes in."""
-    if device.cpu:
-        return "f32"
-    return "bf16" if shape.dtype == "f32" else shape.dtype
 
 
 def _device(options: FitOptions) -> Device:
@@ -164,10 +157,14 @@ def _cpu(options: FitOptions) -> Device:
 
 
 def _no_layout(options: FitOptions, shape: ModelShape, cluster: plan.Cluster) -> str:
-    degrees = ", ".join(str(one) for one in shape.tensor_degrees())
+    try:
+        degrees(cluster.ranks, options.tp, options.pp, options.dp)
+    except ValueError as error:
+        return str(error)  # as serving says it
+    allowed = ", ".join(map(str, shape.degrees))
     given = {"tp": options.tp, "pp": options.pp, "dp": options.dp}
     asked = "".join(f" --{name} {value}" for name, value in given.items() if value)
     return (
         f"{cluster.ranks} ranks cannot share {shape.name}{' with' + asked if asked else ''}: tensor degrees that its "
-        f"heads allow are {degrees}, stages at most {len(shape.layers)}, and all together must divide the ranks"
+        f"heads allow are {allowed}, stages at most {shape.layers}, and all together must divide the ranks"
     )

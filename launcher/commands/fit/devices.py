@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -40,7 +38,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     runtime: float = 0.0  # bytes of driver, libraries and workspaces
     group: float = 0.0  # bytes more where several ranks talk
     cpu: bool = False
-    packs: bool = False  # large f32 matrices are kept in a packed layout
     source: str = ""
 
 
@@ -116,10 +113,6 @@ def typical(cores: int) -> CpuSpeed:
     return msgspec.structs.replace(TYPICAL, cores=cores, gflops=TYPICAL.gflops * cores / TYPICAL.cores, gbps=gbps)
 
 
-def _has_compiler() -> bool:
-    return any(map(shutil.which, ("c++", "g++", "clang++"))) or find_spec("ziglang") is not None
-
-
 def cpu(speed: CpuSpeed, ranks: int, memory: float, source: str) -> Device:
     """One of `ranks` that share a host's processors evenly."""
     return Device(
@@ -134,7 +127,6 @@ def cpu(speed: CpuSpeed, ranks: int, memory: float, source: str) -> Device:
         small=10e-6,
         runtime=0.35e9,  # of a process with torch
         cpu=True,
-        packs=not _has_compiler(),  # kernels/gemm/linear.py: the C++ kernels read plain matrices
         source=source,
     )
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .devices import Device
-from .shape import KINDS, WIDTHS, ModelShape, Part, split, stage_layers
+from .shape import KINDS, WIDTHS, ModelShape, split
 
-BLOCK = 16  # tokens; rank/__main__.py
+BLOCK = 16  # tokens; rank/worker/engine.py
 # The KV cache's share of what is free after loading, on GPUs less the largest step, by whether it is a CPU;
 # rank/worker/kv_cache.py
 FRACTION = {True: 0.4, False: 0.95}
 PER_LOGIT = 51  # bytes of the sampler's sort, probabilities and noise; 1601 MiB for 256 x 128256 on H200
-PACK_FROM = 1 << 16  # elements from which a CPU keeps an f32 matrix packed; kernels/gemm/linear.py
 
 
 @dataclass(frozen=True, order=True)
@@ -76,53 +75,33 @@ class MemoryFit:
         return max(self.stages, key=lambda stage: stage.loaded)
 
 
-def stages(shape: ModelShape, layout: Layout, asked: Workload, packs: bool = False) -> tuple[Stage, ...]:
-    """The model's stages, the first one with the embedding first. packs: large f32 matrices are kept packed."""
-    width = WIDTHS[asked.dtype]
-
-    def size(part: Part) -> int:
-        narrow = shape.narrow if part.packs and shape.narrow else width
-        return round(part.held(layout.tp, layout.ep) * narrow)
-
-    packs = packs and asked.dtype == "f32" and shape.head.one(layout.tp) >= PACK_FROM
+def stages(shape: ModelShape, layout: Layout, context: int) -> tuple[Stage, ...]:
+    """The model's stages, the first one with the embedding first. context: tokens of the longest sequence."""
     made = []
-    for number in range(layout.pp):
-        weights, host = dict.fromkeys(KINDS, 0), 0
-        mine = stage_layers(len(shape.layers), number, layout.pp)
-        for index in mine:
-            for part in shape.layers[index]:
-                if part.expert and layout.offload:
-                    host += size(part)
-                else:
-                    weights[part.kind] += size(part)
-        first, last = number == 0, number == layout.pp - 1
-        if first:
-            weights["embedding"] = size(shape.embedding)
-        if last:
-            weights["norms"] += size(shape.norm)
-            # A tied head is the embedding itself, except where it stands on another rank or in another form.
-            weights["head"] = 0 if shape.tied and first and not packs else size(shape.head)
-        kv = len(mine) * shape.kv_elements(layout.tp) * width
-        made.append(Stage(len(mine), weights, host, asked.context * shape.rope_width * 4, kv))
+    for one in shape.stage_shapes(layout.tp, layout.pp, layout.ep):
+        weights, host = dict.fromkeys(KINDS, 0.0), 0.0
+        for part in one.weights:
+            if part.expert and layout.offload:
+                host += part.bytes * part.copies
+            elif not part.shared:
+                weights[part.kind] += part.bytes * part.copies
+        whole = {kind: round(size) for kind, size in weights.items()}
+        kv = sum(layer.kv for layer in one.layers)
+        made.append(Stage(len(one.layers), whole, round(host), context * shape.ranks[layout.tp].rope, kv))
     return tuple(made)
 
 
 def activations(shape: ModelShape, layout: Layout, asked: Workload, budget: int) -> float:
-    """Bytes that a step of `budget` tokens needs at its widest: the feed-forward layer, or the logits."""
-    width = WIDTHS[asked.dtype]
-    inner = max(
-        (part.outputs * min(part.copies, shape.chosen or 1) for layer in shape.layers for part in layer
-         if part.kind in ("MLP", "experts") and part.cut == "columns"),
-        default=shape.hidden,
-    )  # fmt: skip
-    stream = budget * width * (4 * shape.hidden + 3 * split(inner, layout.tp))
+    """Bytes that a step of `budget` tokens needs at its widest: between two linears of a layer, or the logits."""
+    inner = max((layer.inner for layer in shape.ranks[layout.tp].kinds), default=0)
+    stream = budget * WIDTHS[asked.dtype] * (4 * shape.hidden + inner)
     logits = split(asked.concurrency, layout.dp) * shape.vocab * PER_LOGIT
     return max(stream, logits)
 
 
 def memory_fit(shape: ModelShape, layout: Layout, asked: Workload, device: Device, budget: int) -> MemoryFit:
     """What of `device.memory` weights, libraries and cache take on each rank, and what does not fit."""
-    parts = stages(shape, layout, asked, device.packs)
+    parts = stages(shape, layout, asked.context)
     runtime = device.runtime + (device.group if layout.ranks > 1 else 0)
     fraction = asked.kv_fraction or FRACTION[device.cpu]
     needs = activations(shape, layout, asked, budget)

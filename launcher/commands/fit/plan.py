@@ -11,7 +11,7 @@ from .memory import Layout, MemoryFit, Workload, memory_fit
 from .shape import ModelShape
 from .speed import Speed, predict
 
-BUDGET = {True: 512, False: 8192}  # tokens of a step, by whether it is a CPU; rank/__main__.py
+BUDGET = {True: 512, False: 8192}  # tokens of a step, by whether it is a CPU; rank/worker/engine.py
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Answer:
     shape: ModelShape
     cluster: Cluster
     asked: Workload
-    checkpoint: str  # what the weight files say of the arithmetic
+    checkpoint: str  # what the weight files hold beside what the model needs
     figures: list[LayoutEstimate]
     best: LayoutEstimate | None
     smallest: Layout | None  # the fewest ranks that hold it
@@ -56,12 +56,12 @@ class Answer:
 def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: int = 0) -> list[Layout]:
     """All that use every rank: tensor groups inside a node unless --tp says otherwise, whole key heads per rank."""
     found = []
-    for t in shape.tensor_degrees():
+    for t in shape.ranks:
         if (t != tp) if tp else (cluster.per_node % t != 0):
             continue
         if cluster.ranks % t:
             continue
-        for p in range(1, min(cluster.ranks // t, len(shape.layers)) + 1):
+        for p in range(1, min(cluster.ranks // t, shape.layers) + 1):
             if (cluster.ranks // t) % p or (pp and p != pp):
                 continue
             d = cluster.ranks // t // p

@@ -101,7 +101,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     return {
         "model": {
             "name": shape.name, "type": shape.model_type, "parameters": shape.parameters, "active": shape.active,
-            "layers": len(shape.layers), "checkpoint": answer.checkpoint, "served": not shape.unserved,
+            "layers": shape.layers, "checkpoint": answer.checkpoint, "served": not shape.unserved,
             "notes": list(shape.notes),
         },
         "cluster": {

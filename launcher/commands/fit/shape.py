@@ -1,60 +1,80 @@
-"""A model as arithmetic: its weight matrices with the way a tensor group cuts them, and its KV cache's width.
-
-The cuts are those of rank/model/layers; that room loads torch, so the few lines of arithmetic stand here again and
-tests/launcher/commands/test_fit_live.py compares them with what ranks really hold.
-"""
+"""What one rank holds of a model: the weights of each layer with the names they have, and one token's KV cache."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 KINDS = ("embedding", "attention", "MLP", "experts", "norms", "head")  # classes of tensors, in the order of reports
+CLASSES = (  # a word in a tensor's name → its class; the first that fits
+    ("embed_tokens", "embedding"),
+    ("lm_head", "head"),
+    (".experts.", "experts"),
+    ("norm", "norms"),
+    ("attn", "attention"),
+    ("attention", "attention"),
+)
 WIDTHS = {"f32": 4, "bf16": 2, "f16": 2}  # bytes of an element
 
 
+def kind_of(name: str) -> str:
+    """The class of a tensor or a layer."""
+    return next((kind for word, kind in CLASSES if word in name), "MLP")
+
+
 def split(size: int, ways: int) -> int:
-    """The largest part of `size` entries; the other parts are padded to it."""
+    """The largest part of `size` entries."""
     return -(-size // ways)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Weights that are computed with at once: [outputs * unit, inputs], or a vector where inputs is 0."""
+class Weights(msgspec.Struct, frozen=True):
+    """Of a linear, a norm or an embedding, on one rank."""
 
-    kind: str
-    outputs: int
-    inputs: int = 0
-    cut: str = "whole"  # over a tensor group: columns (outputs), rows (inputs), keys (outputs, replicated when few)
-    unit: int = 1  # what is not cut: a head's dimensions
-    bias: bool = False
-    copies: int = 1  # experts: so many of them in a layer
-    fused: bool = False  # one product together with the part before
-    packs: bool = True  # quantised formats store it narrow
+    name: str
+    elements: int  # of one copy
+    bytes: float  # of these
+    matrix: bool  # tokens are multiplied with it
+    shared: bool = False  # the bytes are another's: a tied head's are the embedding's
+    expert: bool = False
+    copies: int = 1  # experts of the layer
 
     @property
-    def expert(self) -> bool:
-        return self.copies > 1
-
-    def one(self, tp: int) -> int:
-        """Elements that a rank of a tensor group of `tp` holds of one copy."""
-        outputs, inputs = self.outputs, self.inputs
-        if self.cut == "columns":
-            outputs = split(outputs, tp)
-        elif self.cut == "keys":
-            outputs = max(1, split(outputs, tp))
-        elif self.cut == "rows":
-            inputs = split(inputs, tp)
-        width = outputs * self.unit
-        return width * (inputs or 1) + (width if self.bias else 0)
-
-    def held(self, tp: int, ep: int) -> int:
-        """Elements that a rank holds: whole experts where there are expert groups, cut ones elsewhere."""
-        if self.expert and ep > 1:
-            return split(self.copies, ep) * self.one(1)
-        return self.copies * self.one(tp)
+    def kind(self) -> str:
+        return kind_of(self.name)
 
 
-Layer = tuple[Part, ...]
+class Layer(msgspec.Struct, frozen=True):
+    """On one rank."""
+
+    weights: tuple[Weights, ...]
+    kv: int  # bytes of one token's keys and values
+    inner: int  # elements of a token between two linears, where there are most
+    scores: int  # multiply-adds of a token with one token of its context when a prompt is computed
+
+
+class RankShape(msgspec.Struct, frozen=True):
+    """A rank of a tensor group; all ranks of the group hold as much."""
+
+    kinds: tuple[Layer, ...]
+    layers: tuple[int, ...]  # each layer's index in `kinds`
+    # Beside the layers, by the stage's place: whole (the only one), first, middle, last.
+    ends: dict[str, tuple[Weights, ...]]
+    rope: int  # bytes of one position in the table of cosines and sines
+
+
+class StageShape(msgspec.Struct, frozen=True):
+    """A rank of one pipeline stage."""
+
+    layers: tuple[Layer, ...]
+    ends: tuple[Weights, ...]  # beside the layers
+
+    @property
+    def weights(self) -> Iterator[Weights]:
+        for layer in self.layers:
+            yield from layer.weights
+        yield from self.ends
 
 
 @dataclass(frozen=True)
@@ -63,62 +83,54 @@ class ModelShape:
 
     name: str
     model_type: str
-    unserved: str  # "" when Phalanx serves it; else why not
     hidden: int
     vocab: int
-    heads: int
-    kv_heads: int  # 0: every rank holds the whole latent of multi-head latent attention
-    kv_width: int  # elements of one KV head's keys and values of one token, or of a token's latent
-    rope_width: int  # dimensions that are turned
-    score_width: int  # multiply-adds of one query head with one token of the context when a prompt is computed
     max_positions: int
-    dtype: str  # of the checkpoint
-    tied: bool
-    layers: tuple[Layer, ...]
+    checkpoint_dtype: str
+    usual_dtype: str  # that `serve --dtype auto` computes in
+    parameters: int  # of the whole model
+    checkpoint_bytes: float  # that the weight files should hold
+    degrees: tuple[int, ...]  # tensor degrees that its heads allow
+    stages: tuple[tuple[int, ...], ...]  # by the number of stages less 1: the layers of each stage
+    ranks: dict[int, RankShape]  # by tensor degree, those that were asked for
+    unserved: str = ""  # "" when Phalanx serves it; else why not
     chosen: int = 0  # experts that a token visits
-    narrow: float = 0.0  # bytes of an element of a quantised matrix; 0: not quantised
     notes: tuple[str, ...] = ()
 
     @property
-    def embedding(self) -> Part:
-        return Part("embedding", self.vocab, self.hidden, "columns", packs=False)
-
-    @property
-    def head(self) -> Part:
-        return Part("head", self.vocab, self.hidden, "columns", packs=False)
-
-    @property
-    def norm(self) -> Part:
-        return Part("norms", self.hidden, packs=False)
+    def layers(self) -> int:
+        return len(self.stages)
 
     @property
     def experts(self) -> int:
-        return max((part.copies for layer in self.layers for part in layer), default=1)
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model."""
-        ends = self.embedding.one(1) * (1 if self.tied else 2) + self.norm.one(1)
-        return ends + sum(part.held(1, 1) for layer in self.layers for part in layer)
+        return max((one.copies for layer in self.ranks[1].kinds for one in layer.weights), default=1)
 
     @property
     def active(self) -> int:
         """Parameters that one token is multiplied with: chosen experts only, and no embedding."""
-        each = (part.one(1) * min(part.copies, self.chosen or 1) for layer in self.layers for part in layer)
-        return sum(each) + self.head.one(1) + self.norm.one(1)
+        (whole,) = self.stage_shapes(1, 1, 1)
+        each = (one.elements * min(one.copies, self.chosen or 1) for one in whole.weights if one.kind != "embedding")
+        return sum(each)
 
-    def kv_elements(self, tp: int) -> int:
-        """Of one token in one layer, on one rank."""
-        return self.kv_width * (max(1, split(self.kv_heads, tp)) if self.kv_heads else 1)
+    def stage_shapes(self, tp: int, pp: int, ep: int) -> list[StageShape]:
+        """The stages, the first one with the embedding first. ep > 1: experts are whole, each on one rank of ep."""
+        rank, kinds = self.ranks[tp], self.ranks[tp].kinds
+        if ep > 1:
+            pairs = zip(kinds, self.ranks[1].kinds, strict=True)
+            kinds = tuple(_with_whole_experts(cut, whole, ep) for cut, whole in pairs)
+        made, start = [], 0
+        for number, count in enumerate(self.stages[pp - 1]):
+            place = "whole" if pp == 1 else "first" if number == 0 else "last" if number == pp - 1 else "middle"
+            layers = tuple(kinds[index] for index in rank.layers[start : start + count])
+            made.append(StageShape(layers, rank.ends[place]))
+            start += count
+        return made
 
-    def tensor_degrees(self) -> list[int]:
-        """Those that fit: whole query heads per rank, and whole or replicated key heads."""
-        keys = self.kv_heads or 1
-        return [n for n in range(1, self.heads + 1) if self.heads % n == 0 and (keys % n == 0 or n % keys == 0)]
 
-
-def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """The layers of a pipeline stage, as rank/model/layers/shard.py gives them out."""
-    each, more = divmod(layers, stages)
-    start = stage * each + min(stage, more)
-    return range(start, start + each + (stage < more))
+def _with_whole_experts(cut: Layer, whole: Layer, ep: int) -> Layer:
+    pairs = zip(cut.weights, whole.weights, strict=True)
+    weights = tuple(
+        msgspec.structs.replace(entire, copies=split(entire.copies, ep)) if entire.expert else part
+        for part, entire in pairs
+    )
+    return msgspec.structs.replace(cut, weights=weights)

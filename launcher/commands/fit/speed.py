@@ -3,17 +3,16 @@
 A product of weights takes the longer of reading them and computing with them, rounded where the two meet (a norm of
 order 3 of both, which follows cuBLAS on H200 within 8 % from 1 to 256 rows), plus the device's ramp. Phalanx's own
 steps of Llama 8B on H200, and vLLM's of 8B and 70B, are within 20 % of this sum at batches 1 to 256;
-tests/launcher/commands/test_fit_speed.py has them.
+tests/launcher/commands/fit/test_speed.py has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .devices import Device
 from .memory import Layout, Workload
-from .shape import WIDTHS, Layer, ModelShape, Part, split, stage_layers
+from .shape import WIDTHS, Layer, ModelShape, StageShape, Weights, split
 
 ROUND = 3  # order of the norm that joins memory's time and arithmetic's
 CACHED = 0.7  # of the memory bandwidth that attention over a paged cache reaches
@@ -72,59 +71,50 @@ class StepModel:
         self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
         self.host = HOST / max(1, ranks_here)
 
-    def step(self, layers: Sequence[Layer], tokens: int, context: float, ends: bool, sampled: int) -> float:
+    def step(self, stage: StageShape, tokens: int, context: float, sampled: int) -> float:
         """Seconds of one stage for `tokens` rows whose attention reads `context` cached tokens altogether."""
         kinds: dict[Layer, int] = {}
-        for layer in layers:
+        for layer in stage.layers:
             kinds[layer] = kinds.get(layer, 0) + 1
         total = sum(count * self._layer(layer, tokens) for layer, count in kinds.items())
-        cached = context * self.shape.kv_elements(self.layout.tp) * self.width
-        total += len(layers) * cached / (self.device.bandwidth * CACHED)
-        if ends:
-            total += self._product([self.shape.head], sampled)
-            logits = sampled * self.shape.vocab * 4
-            total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
-            if self.layout.tp > 1:
-                total += self.links.latency + logits / self.links.tensor
+        total += context * sum(layer.kv for layer in stage.layers) / (self.device.bandwidth * CACHED)
+        for head in stage.ends:
+            if head.matrix:
+                total += self._product(head, sampled)
+                logits = sampled * self.shape.vocab * 4
+                total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
+                if self.layout.tp > 1:
+                    total += self.links.latency + logits / self.links.tensor
         if self.layout.pp > 1:
             total += self.links.hop + tokens * self.shape.hidden * self.width / self.links.stage
         return total
 
     def _layer(self, layer: Layer, tokens: int) -> float:
         total = SMALL_OPS * self.device.small
-        groups: list[list[Part]] = []
-        for part in layer:
-            if part.inputs and part.fused:
-                groups[-1].append(part)
-            elif part.inputs:
-                groups.append([part])
-        total += sum(self._product(group, tokens) for group in groups)
+        total += sum(self._product(one, tokens) for one in layer.weights if one.matrix)
         if self.layout.tp > 1:
             total += 2 * self._all_reduce(tokens)
-        if self.layout.ep > 1 and any(part.expert for part in layer):
+        experts = any(one.expert for one in layer.weights)
+        if self.layout.ep > 1 and experts:
             moved = tokens * self.shape.chosen * self.shape.hidden * self.width * 2  # there and back
             total += 2 * self.links.scatter + moved / self.layout.tp / self.links.expert
-        if any(part.expert for part in layer):
+        if experts:
             total += 4 * self.device.small  # choosing, sorting, gathering, adding up
         return total
 
-    def _product(self, parts: list[Part], tokens: int) -> float:
-        """One product, of parts side by side."""
-        first = parts[0]
-        tp, ep = self.layout.tp, self.layout.ep
-        held = sum(part.held(tp, ep) for part in parts)
-        narrow = self.shape.narrow if first.packs and self.shape.narrow else self.width
-        if not first.expert:
-            return self._roof(held * narrow, 2.0 * held * tokens) + self.device.ramp
-        copies, chosen = first.copies, max(1, self.shape.chosen)
+    def _product(self, one: Weights, tokens: int) -> float:
+        if not one.expert:
+            return self._roof(one.bytes, 2.0 * one.elements * tokens) + self.device.ramp
+        ep, all_experts = self.layout.ep, self.shape.experts
+        chosen = max(1, self.shape.chosen)
         rows = tokens * (self.layout.dp if ep > 1 else 1)  # an expert group serves all copies' tokens
-        touched = held * (1 - (1 - chosen / copies) ** rows)
-        work = 2.0 * held / split(copies, ep) * rows * chosen / ep
+        touched = one.bytes * one.copies * (1 - (1 - chosen / all_experts) ** rows)
+        work = 2.0 * one.elements * rows * chosen / ep
         if not self.layout.offload:
-            return self._roof(touched * narrow, work / GROUPED) + self.device.ramp
+            return self._roof(touched, work / GROUPED) + self.device.ramp
         # The host computes few rows where its memory is; many rows are worth moving the weights to the device.
-        moved = touched * narrow / PCIE
-        return min(touched * narrow / self.host + work / HOST_FLOPS, max(moved, work / self.flops)) + self.device.ramp
+        moved = touched / PCIE
+        return min(touched / self.host + work / HOST_FLOPS, max(moved, work / self.flops)) + self.device.ramp
 
     def _roof(self, read: float, work: float) -> float:
         memory, arithmetic = read / self.device.bandwidth, work / self.flops
@@ -135,10 +125,9 @@ class StepModel:
         moved = tokens * self.shape.hidden * self.width * 2 * (tp - 1) / tp
         return self.links.latency + moved / self.links.tensor
 
-    def scores(self, layers: int, tokens: int, prompt: int) -> float:
+    def scores(self, stage: StageShape, tokens: int, prompt: int) -> float:
         """Attention's arithmetic for prompt tokens: each sees half its prompt."""
-        heads = split(self.shape.heads, self.layout.tp)
-        return layers * tokens * prompt / 2 * heads * self.shape.score_width * 2 / (self.flops * SCORES)
+        return tokens * prompt / 2 * sum(layer.scores for layer in stage.layers) * 2 / (self.flops * SCORES)
 
 
 def predict(
@@ -158,21 +147,15 @@ def predict(
     )
     each = split(running, layout.dp)
     batch = split(each, layout.pp)  # as many batches are under way as there are stages
-    parts = [
-        [shape.layers[i] for i in stage_layers(len(shape.layers), number, layout.pp)] for number in range(layout.pp)
-    ]
-    last = layout.pp - 1
-    decode = [
-        clock.step(layers, batch, batch * asked.length, number == last, batch) for number, layers in enumerate(parts)
-    ]
+    stages = shape.stage_shapes(layout.tp, layout.pp, layout.ep)
+    decode = [clock.step(stage, batch, batch * asked.length, batch) for stage in stages]
     # With a batch for each stage the slowest stage sets the pace; a lone batch walks through all of them.
     full = min(layout.pp, each)
     pace = sum(decode) if full < layout.pp else max(decode) * layout.pp
     chunk = budget
     prompt = min(asked.length, budget)
     prefill = [
-        clock.step(layers, chunk, 0, number == last, max(1, chunk // prompt))
-        + clock.scores(len(layers), chunk, asked.length)
-        for number, layers in enumerate(parts)
+        clock.step(stage, chunk, 0, max(1, chunk // prompt)) + clock.scores(stage, chunk, asked.length)
+        for stage in stages
     ]
     return Speed(pace * 1e3, running / pace, layout.dp * chunk / max(prefill), running)

@@ -1,15 +1,19 @@
 """`phalanx fit` as it is typed: the table, the JSON and every complaint."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 from phalanx.launcher import cli
-from phalanx.launcher.commands.fit import devices
+from phalanx.launcher.commands.fit import devices, measured
 from phalanx.launcher.options import option_sources
 from phalanx.rank.options import Options
 
-from .configs import CONFIGS, write
+from .. import fake_hub
+from .configs import CONFIGS, ask, write
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +22,9 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fit(tmp_path, capsys):
+def fit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measured, "ask", ask)
+
     def run(name, *words):
         path = write(tmp_path / name, CONFIGS[name]) if name else None
         code = cli.main(["fit", *([str(path)] if path else []), *words])
@@ -120,8 +126,6 @@ def test_the_built_in_model_on_cpus(fit):
 
 
 def test_what_doctor_measured_is_used(fit, monkeypatch):
-    import os
-
     devices.save_speed(devices.CpuSpeed("here", 2, 100.0, 10.0, 15.0, "2026-11-21"), os.environ)
     _, out, _ = fit("", "--device", "cpu")
     assert "(speeds: measured on here by phalanx doctor, 2026-11-21)" in out
@@ -142,9 +146,13 @@ def test_a_device_of_another_size(fit):
         (["--gpu-mem", "77"], "--gpu-mem 77 is no size that is known: give --gpu-mem as one of 24 (RTX4090)"),
         (["--device", "h300"], "--device 'h300' (command line): one of auto, cpu, H200, H100"),
         (["--gpu-mem", "80", "--context", "500000"], "--context 500000: the model takes at most 131072 tokens"),
+        (["--gpu-mem", "80", "--tp", "3"], "--tp 3 does not fit a model of 32 attention heads and 8 key heads; deg"),
+        (["--gpu-mem", "80", "--pp", "33"], "--pp 33 is more stages than the model has layers (32)"),
+        (["--gpu-mem", "80", "--tp", "2"], "--tp 2 does not divide the 1 ranks"),
         (
-            ["--gpu-mem", "80", "--tp", "3"],
-            "1 ranks cannot share Llama-3.1-8B with --tp 3: tensor degrees that ",
+            ["--gpu-mem", "80", "--gpus", "33", "--dp", "1"],
+            "33 ranks cannot share Llama-3.1-8B with --dp 1: tensor degrees that its heads allow are 1, 2, 4, 8, 16, "
+            "32, stages at most 32, and all together must divide the ranks",
         ),
         (["--gpu-mem", "80", "--gpus", "0"], "--gpus '0' (command line): must be at least 1"),
     ],
@@ -160,15 +168,39 @@ def test_no_directory(fit):
     assert (code, err) == (2, "phalanx: model '/nowhere': there is no such directory\n")
 
 
+def test_a_hub_id(tmp_path):
+    """config.json alone is fetched, and once."""
+    hub = fake_hub.Hub({"config.json": json.dumps(CONFIGS["Llama-3.1-8B"]).encode(), "model.safetensors": b"x"})
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PHALANX_"))}
+    environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+
+    def call(id):
+        command = [sys.executable, "-m", "phalanx.launcher.cli", "fit", id, "--gpu-mem", "80"]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+    try:
+        first = call("org/tiny")
+        assert first.returncode == 0, first.stderr
+        assert first.stdout.startswith("tiny: llama, 8.03 billion parameters; from config.json alone")
+        assert "phalanx serve --w org/tiny --d 0 " in first.stdout
+        assert {line.split()[1].rpartition("/")[2] for line in hub.seen if "/resolve/" in line} == {"config.json"}
+        hub.seen.clear()
+        assert call("org/tiny").stdout == first.stdout
+        assert not hub.seen
+        none = call("org/none")
+        assert (none.returncode, none.stdout) == (2, "")
+        assert f"model 'org/none': there is no such directory, and {hub.url} does not give its config" in none.stderr
+        assert none.stderr.endswith("; run `phalanx pull org/none` where there is a network\n")
+    finally:
+        hub.close()
+
+
 def test_foreign_flags_are_answered(fit):
     code, _, err = fit("Llama-3.1-8B", "--gpu-mem", "80", "--trust-remote-code")
     assert (code, err) == (0, "phalanx: --trust-remote-code has no effect: no code of the checkpoint is run\n")
 
 
 def test_it_loads_nothing_heavy(tmp_path):
-    import subprocess
-    import sys
-
     path = write(tmp_path / "m", CONFIGS["Llama-3.1-8B"])
     code = (
         f"import sys; from phalanx.launcher import cli; cli.main(['fit', {str(path)!r}, '--gpu-mem', '80']);"

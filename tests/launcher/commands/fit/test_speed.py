@@ -4,11 +4,11 @@ Phalanx: benchmarks/offline.py, 2026-11-22 (benchmarks/results/h200-2026-11-22.j
 """
 
 import pytest
-from phalanx.launcher.commands.fit import devices, model_shapes, speed
+from phalanx.launcher.commands.fit import devices, speed
 from phalanx.launcher.commands.fit.devices import DEVICES, CpuSpeed
 from phalanx.launcher.commands.fit.memory import Layout, Workload
 
-from .configs import CONFIGS, write
+from .configs import CONFIGS, read, write
 
 H200 = DEVICES["H200"]
 # (model, GPUs): ms per step by batch; prompts of 128 and 256 new tokens: 272 are read on average
@@ -26,7 +26,7 @@ PREFILL = {("Llama-3.1-8B", 1): {8191: 38.6e3, 1024: 43.5e3}, ("Llama-3.1-70B", 
 @pytest.fixture
 def predict(tmp_path):
     def one(name, layout, batch, length, device=H200, per_node=8, dtype="bf16", budget=8192):
-        shape = model_shapes.read(write(tmp_path / name, CONFIGS[name]))
+        shape = read(write(tmp_path / name, CONFIGS[name]), dtype)
         asked = Workload(8192, batch, length, dtype)
         return speed.predict(shape, layout, device, asked, batch, budget, per_node, 50e9)
 

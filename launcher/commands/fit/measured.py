@@ -1,0 +1,65 @@
+"""The shape of a model directory, by the model's own code: a process with torch builds it without memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ....errors import FatalError
+from . import unserved
+from .shape import WIDTHS, ModelShape, RankShape
+
+MEASURE = ("-m", "phalanx.rank.model.measure")
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What `rank/model/measure.py` is asked."""
+
+    model: str  # the directory; config.json alone is read
+    device: str  # cpu or cuda
+    dtype: str  # auto, f32, bf16 or f16
+    tp: int = 0  # asked for by the user; 0: not
+    pp: int = 0
+    most: int = 1  # ranks of the largest tensor group that is wanted
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What it says."""
+
+    model_type: str
+    hidden: int
+    vocab: int
+    max_positions: int
+    checkpoint_dtype: str
+    usual_dtype: str
+    parameters: int
+    degrees: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
+    ranks: dict[int, RankShape]
+
+
+def read(question: Question, name: str) -> ModelShape:
+    """name: what the user knows the model by. Raises FatalError in the words of serving where it would be refused."""
+    path = Path(question.model)
+    if unserved.knows(path):
+        return unserved.read(path, name, question.dtype, question.device, max(question.most, question.tp))
+    answer = msgspec.json.decode(ask(question), type=Answer)
+    return ModelShape(
+        name=name,
+        checkpoint_bytes=answer.parameters * WIDTHS[answer.checkpoint_dtype],
+        **msgspec.structs.asdict(answer),
+    )
+
+
+def ask(question: Question) -> bytes:
+    """Its answer as JSON. The launcher itself never imports torch."""
+    words = json.dumps(msgspec.structs.asdict(question))
+    done = subprocess.run([sys.executable, *MEASURE, words], capture_output=True)
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise FatalError(lines[-1] if lines else "building the model without memory failed", max(1, done.returncode))
+    return done.stdout

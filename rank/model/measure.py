@@ -1,0 +1,159 @@
+"""What ranks would hold of a model, as its own code builds it on the meta device: no weights, no GPU, no memory.
+
+`python -m phalanx.rank.model.measure QUESTION` prints the answer as JSON, for programs that import no torch, such as
+`phalanx fit`, whose `measured.py` has the types of both. What serving refuses ends it with one line and the code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from ...comm.base import HostComm
+from ...comm.mesh import Mesh
+from ...errors import FatalError
+from ...kernels.cpp import compiler
+from ...kernels.gemm.linear import PACK_FROM
+from . import architectures
+from .base import Model
+from .config import Config, check_degrees, read_config, tensor_degrees
+from .layers.linear import Linear, QKVParallel, RowParallel
+from .layers.shard import stage_layers
+from .load import DTYPES, choose_dtype
+from .weights.slicing import ShardedModule
+
+POSITIONS = 1  # of the rotary table, which is computed
+
+
+class Seat(NamedTuple):
+    """A rank's place in a group: all that building a model asks of a communicator."""
+
+    rank: int
+    size: int
+
+
+def measure(question: dict[str, Any]) -> dict[str, Any]:
+    """question: model (a directory), device (cpu or cuda), dtype, tp and pp that were asked for (0: none), most (ranks
+    of the largest tensor group that is wanted). Raises FatalError as loading does."""
+    config = read_config(question["model"])
+    check_degrees(config, question["tp"] or 1, question["pp"] or 1)
+    device = torch.device(question["device"])
+    chosen = choose_dtype(question["dtype"], config, device)
+    degrees = tensor_degrees(config.num_heads, config.num_kv_heads)
+    wanted = [n for n in degrees if n <= question["most"] or n == question["tp"]]
+    return {
+        "model_type": config.model_type,
+        "hidden": config.hidden_size,
+        "vocab": config.vocab_size,
+        "max_positions": config.max_positions,
+        "checkpoint_dtype": config.dtype,
+        "usual_dtype": choose_dtype("auto", config, device),
+        "parameters": sum(one.numel() for one in build(config, Seat(0, 1), Seat(0, 1)).parameters()),
+        "degrees": degrees,
+        "stages": [
+            [len(stage_layers(config.num_layers, i, pp)) for i in range(pp)] for pp in range(1, config.num_layers + 1)
+        ],
+        "ranks": {tp: rank_of(config, tp, DTYPES[chosen], device) for tp in wanted},
+    }
+
+
+def build(config: Config, tensor: Seat, pipe: Seat) -> Model:
+    """A rank's Model as `load` builds it, without memory."""
+    module = architectures.find(config.model_type)
+    alone = cast(HostComm, Seat(0, 1))
+    mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe), alone)
+    return module.Model(module.Args.from_config(config), mesh, POSITIONS)
+
+
+def rank_of(config: Config, tp: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What a rank of a tensor group of `tp` holds: each layer, and what a stage has besides by its place."""
+    tensor, count = Seat(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
+    whole = build(config, tensor, Seat(0, 1))
+    spec = whole.kv_spec
+    kinds: list[dict[str, Any]] = []
+    layers = []
+    for layer in whole.model.layers.values():
+        held = {
+            "weights": weights(layer, dtype, device),
+            "kv": 2 * spec.kv_heads * spec.head_dim * dtype.itemsize,  # bytes of one token's keys and values
+            "inner": widest(layer),
+            "scores": scores(layer),
+        }
+        if held not in kinds:
+            kinds.append(held)
+        layers.append(kinds.index(held))
+    ends = {"whole": whole}
+    if count > 1:  # each layer a stage of its own, so that little is built
+        ends |= {"first": build(config, tensor, Seat(0, count)), "last": build(config, tensor, Seat(count - 1, count))}
+    if count > 2:
+        ends["middle"] = build(config, tensor, Seat(1, count))
+    return {
+        "kinds": kinds,
+        "layers": layers,
+        "ends": {place: weights(model, dtype, device, model.model.layers) for place, model in ends.items()},
+        "rope": whole.rope.table.nbytes // POSITIONS,  # bytes of one position
+    }
+
+
+def weights(
+    module: nn.Module, dtype: torch.dtype, device: torch.device, without: nn.Module | None = None
+) -> list[dict[str, Any]]:
+    """Each linear and each other layer of the module: its name, elements and bytes, whether it is a matrix that tokens
+    are multiplied with, and whether its bytes are another's, as a tied head's are. without: a part that is left out."""
+    seen: set[nn.Parameter] = set()
+    inside = set() if without is None else set(without.modules())
+    found = []
+    for name, one in module.named_modules():
+        if one in inside or not isinstance(one, Linear | ShardedModule):
+            continue
+        parameters = list(one.parameters())
+        shared = bool(parameters) and seen.issuperset(parameters)
+        seen.update(parameters)
+        inside.update(one.modules())  # the parts of a linear are the linear's
+        elements = sum(parameter.numel() for parameter in parameters)
+        found.append(
+            {
+                "name": name,
+                "elements": elements,
+                "bytes": elements * dtype.itemsize,
+                "matrix": isinstance(one, Linear),
+                "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
+            }
+        )
+    return found
+
+
+def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `pack` (kernels/gemm/linear.py) keeps it in a form of its own, on a machine such as this one."""
+    large = dtype == torch.float32 and weight.numel() >= PACK_FROM
+    return large and device.type == "cpu" and torch.backends.mkldnn.is_available() and not any(compiler.compilers())
+
+
+def widest(layer: nn.Module) -> int:
+    """Elements of a token between two linears of a sublayer: what the one makes and what the row-parallel one takes."""
+    linears = [one for one in layer.modules() if isinstance(one, Linear)]
+    pairs = ((a, b) for a, b in itertools.pairwise(linears) if isinstance(b, RowParallel))
+    return max((sum(output.width for output in a.outputs) + b.inputs.width for a, b in pairs), default=0)
+
+
+def scores(layer: nn.Module) -> int:
+    """Multiply-adds of a token's queries on this rank with one token of the context, and of its weights with values."""
+    return sum(2 * one.heads.queries * one.heads.dim for one in layer.modules() if isinstance(one, QKVParallel))
+
+
+def main(question: str) -> int:
+    try:
+        print(json.dumps(measure(json.loads(question))))
+    except FatalError as stop:
+        print(stop, file=sys.stderr)
+        return stop.code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,137 @@
+"""The figures of `phalanx fit` against ranks that really load: weights, cache, and the constants of their rooms."""
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.errors import MODEL, USAGE, FatalError
+from phalanx.kernels.cpp import compiler, ops
+from phalanx.launcher.commands.fit import measured, memory, plan
+from phalanx.launcher.commands.fit.measured import Question
+from phalanx.launcher.commands.fit.memory import Layout
+from phalanx.rank.model import architectures
+from phalanx.rank.model import config as rank_config
+from phalanx.rank.model.load import load
+from phalanx.rank.worker import engine, kv_cache
+
+from .configs import read, write
+
+TOKENS = 4096
+CONTEXT = 512
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 3)]
+# Keys that architectures read; what each does not know it leaves alone. Five layers, and sizes that do not divide.
+COMMON = {
+    "hidden_size": 384, "head_dim": 32, "intermediate_size": 500, "vocab_size": 517, "num_hidden_layers": 5,
+    "num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": CONTEXT, "torch_dtype": "float32",
+}  # fmt: skip
+VARIANTS = {
+    "plain": {"tie_word_embeddings": False},
+    "tied": {"tie_word_embeddings": True},
+    "biased": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "few keys": {"num_key_value_heads": 1},  # replicated
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def live(path, tp, pp, dtype):
+    """What each rank of a job reports and allocates: weights, rope table, KV cache for TOKENS; by rank."""
+
+    def rank(world):
+        model = load(path, mesh.build(world, tp, pp), "cpu", dtype, max_model_len=CONTEXT, load_format="dummy")
+        spec = model.kv_spec
+        blocks = TOKENS // engine.BLOCK_SIZE
+        caches = kv_cache.allocate(
+            spec.layers, blocks, engine.BLOCK_SIZE, spec.kv_heads, spec.head_dim, model.dtype, torch.device("cpu")
+        )
+        return model.weight_bytes, model.rope.table.nbytes, sum(k.nbytes + v.nbytes for k, v in caches)
+
+    return threads.run(rank, tp * pp)
+
+
+def compare(path, dtype):
+    """All layouts of a model."""
+    shape = read(path, dtype, "cpu")
+    for tp, pp in LAYOUTS:
+        stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
+        for rank, found in enumerate(live(path, tp, pp, dtype)):
+            stage = stages[pp - 1 - rank // tp]  # rank 0 is on the last stage
+            assert (stage.loaded, stage.rope, stage.kv_token * TOKENS) == found, (tp, pp, rank)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("model_type", architectures.supported())
+def test_bytes_of_live_ranks(tmp_path, model_type, variant, dtype):
+    compare(write(tmp_path, {"model_type": model_type, **COMMON, **VARIANTS[variant]}), dtype)
+
+
+@pytest.mark.parametrize("variant", ["plain", "tied"])
+def test_bytes_where_matrices_are_packed(tmp_path, monkeypatch, variant):
+    """Without a compiler. A tied head has bytes of its own then."""
+    monkeypatch.setattr(compiler, "compilers", lambda: iter(()))
+    monkeypatch.setattr(ops, "available", lambda: False)
+    config = {"model_type": "llama", **COMMON, **VARIANTS[variant]}
+    compare(write(tmp_path, config), "f32")
+    shape = read(tmp_path, "f32", "cpu")
+    assert memory.stages(shape, Layout(1), CONTEXT)[0].weights["head"] == 517 * 384 * 4
+
+
+def test_a_tied_head_is_counted_once_where_it_is_the_embedding(tmp_path):
+    shape = read(write(tmp_path, {"model_type": "llama", **COMMON, "tie_word_embeddings": True}))
+    table = 517 * 384 * 2
+    (only,) = memory.stages(shape, Layout(1), CONTEXT)
+    assert (only.weights["embedding"], only.weights["head"]) == (table, 0)
+    first, last = memory.stages(shape, Layout(1, 2), CONTEXT)
+    assert (first.weights["embedding"], first.weights["head"]) == (table, 0)
+    assert (last.weights["embedding"], last.weights["head"]) == (0, table)
+
+
+@pytest.mark.parametrize("model_type", architectures.supported())
+def test_the_rest_is_the_ranks(tmp_path, model_type):
+    path = write(tmp_path, {"model_type": model_type, **COMMON})
+    shape, config = read(path), rank_config.read_config(path)
+    assert list(shape.degrees) == rank_config.tensor_degrees(config.num_heads, config.num_kv_heads)
+    assert shape.max_positions == config.max_positions
+    assert shape.unserved == ""
+    # Gate and up, and what they make of each other.
+    assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == 3 * 250
+
+
+def test_the_constants_are_the_ranks():
+    assert memory.BLOCK == engine.BLOCK_SIZE
+    assert {True: kv_cache.FRACTION["cpu"], False: kv_cache.FRACTION["cuda"]} == memory.FRACTION
+    assert {True: engine.TOKEN_BUDGET["cpu"], False: engine.TOKEN_BUDGET["cuda"]} == plan.BUDGET
+
+
+def test_another_process_measures(tmp_path):
+    path = write(tmp_path, {"model_type": "llama", **COMMON})
+    found = measured.read(Question(str(path), "cpu", "auto", most=4), path.name)
+    assert found == read(path, "auto", "cpu", most=4)
+    assert sorted(found.ranks) == [1, 2, 3]
+    assert sorted(measured.read(Question(str(path), "cpu", "auto", tp=6, most=2), "").ranks) == [1, 2, 6]
+
+
+def test_another_process_refuses(tmp_path):
+    path = write(tmp_path, {"model_type": "llama", **COMMON})
+    with pytest.raises(FatalError) as stop:
+        measured.ask(Question(str(path), "cpu", "auto", tp=5))
+    assert (stop.value.code, str(stop.value)) == (
+        USAGE, "--tp 5 does not fit a model of 12 attention heads and 6 key heads; degrees that fit: 1, 2, 3, 6, 12"
+    )  # fmt: skip
+    write(tmp_path, {"model_type": "mamba", **COMMON})
+    with pytest.raises(FatalError, match="model type 'mamba' is not supported") as stop:
+        measured.ask(Question(str(path), "cpu", "auto"))
+    assert stop.value.code == MODEL
+
+
+def test_another_process_fails(monkeypatch):
+    monkeypatch.setattr(measured, "MEASURE", ("-c", "raise SystemExit(9)"))
+    with pytest.raises(FatalError, match="building the model without memory failed") as stop:
+        measured.ask(Question("/m", "cpu", "auto"))
+    assert stop.value.code == 9
