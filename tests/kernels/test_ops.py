@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation
-from phalanx.kernels.rope.rope import store_kv_reference
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.embedding.embedding import embedding
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
 from phalanx.kernels.gemm.skinny import MOST_STAGES, SHARED, TileConfig, choose, stages
 from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
-from phalanx.kernels.rope.rope import apply_rotary, cos_sin
+from phalanx.kernels.rope.rope import apply_rotary, cos_sin, store_kv_reference
 from phalanx.kernels.sampling.argmax import argmax
 
 SIZES = [(0, 7), (1, 1), (3, 33), (17, 64)]
