@@ -102,7 +102,7 @@ def decode_kernel(
     parts each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
     `arrived` [B, KV_HEADS], which is zero between calls, that the others have done so adds them up.
     """
-    if OVERLAP:  # as release() and wait() of cuda/common.cuh
+    if OVERLAP:  # as launch_dependents() and grid_wait() of cuda/common.cuh
         gdc_launch_dependents()
         gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS

@@ -1,12 +1,13 @@
 // One token of each of n sequences over the paged cache, at the speed at which keys and values are read: from sm_90 on.
 //
-// What is read of all sequences stands in one row, which is shared out evenly (stream_k.cuh): a run for each KV_HEADS blocks, of
-// which each takes one key head, so that what lies side by side in the cache is read at one time. A sequence that lies in
-// several runs is added up by the block that comes to it last. One warp has the copy engine bring keys and values to shared
-// memory, STAGES tiles of TILE tokens ahead and on into the next sequence; one prepares the next sequence's heads; the others
-// take 16 tokens of each tile for all query heads of the key head. With TURN the step's newest token is still in q, k and v: heads
-// are normed (NORM) and turned here, key and value are written to the cache and taken from registers. Online softmax after
-// FlashAttention-2 (Dao 2023, arXiv 2307.08691), even shares after Stream-K (Osama et al. 2023, arXiv 2301.03598).
+// What is read of all sequences stands in one row, which is shared out evenly (stream_k.cuh): a run for each KV_HEADS
+// blocks, of which each takes one key head, so that what lies side by side in the cache is read at one time. A sequence
+// that lies in several runs is added up by the block that comes to it last. One warp has TMA bring keys and
+// values to shared memory, STAGES tiles of TILE tokens ahead and on into the next sequence; one prepares the next
+// sequence's heads; the others take 16 tokens of each tile for all query heads of the key head. With TURN the step's
+// newest token is still in q, k and v: heads are normed (NORM) and turned here, key and value are written to the cache
+// and taken from registers. Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691), even shares after
+// Stream-K (Osama et al. 2023, arXiv 2301.03598).
 #include "tma.cuh"
 #include "mma.cuh"
 
@@ -26,8 +27,8 @@ struct Step {  // pointers and sizes that the warps share
 };
 
 #if __CUDA_ARCH__ >= 900
-// Where a token's piece of 16 bytes lies in a tile, whose runs of 64 elements of a token stand side by side: the engine's
-// swizzle changes places of pieces by the run's number.
+// Where a token's piece of 16 bytes lies in a tile, whose runs of 64 elements of a token stand side by side: the
+// engine's swizzle changes places of pieces by the run's number.
 __device__ inline unsigned lies(int token, int half, int piece) {
     const int run = token * HALVES + half;
     return run * 128 + (piece ^ run % 8) * 16;
@@ -39,8 +40,9 @@ __device__ inline unsigned lies(int token, int half, int piece) {
 static_assert(1024 + STAGES * 2 * TILE_BYTES + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
               "attention_tma.py reckons with another layout of shared memory");
 
-// The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see. They, and
-// tables, are loaded past the first-level cache: another step may have left others there, and wait() has not been passed.
+// The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see. They,
+// and tables, are loaded past the first-level cache: another step may have left others there, and grid_wait() has not
+// been passed.
 __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, int* kept, Border* borders) {
     constexpr int EACH = (SEQUENCES + ALL - 1) / ALL;  // sequences that a thread counts boxes of
     __shared__ int counts[ALL / 32], tiles[ALL / 32];
@@ -85,8 +87,8 @@ __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, 
 #endif
 
 extern "C" __global__ void __launch_bounds__(ALL, 2)
-decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const __grid_constant__ Map few_k,
-       const __grid_constant__ Map few_v, const T* q, const T* k, const T* v, const float* cos, const float* sin,
+decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v, const __grid_constant__ TensorMap few_k,
+       const __grid_constant__ TensorMap few_v, const T* q, const T* k, const T* v, const float* cos, const float* sin,
        const T* q_weight, const T* k_weight, const long long* slots, T* keys, T* values, const int* tables, const int* lengths,
        T* out, float* parts, float* sums, int* arrived, int n, int q_row, int k_row, int v_row, int table_row, float scale,
        float eps, float cap) {
@@ -97,28 +99,31 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
     __shared__ int complete, latest;
     const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, parts, sums, q_row, k_row, v_row,
                        scale, eps, cap};
-    const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
-    float* const mixed = (float*)((char*)memory + (ring - shared(memory)) + STAGES * 2 * TILE_BYTES);
+    const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
+    float* const mixed = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * 2 * TILE_BYTES);
     float* const tops = mixed + WARPS * GROUP * DIM;  // mixed [WARPS, GROUP, DIM], tops [WARPS, 2, GROUP]
     Heads* const heads = (Heads*)(tops + WARPS * 2 * GROUP);  // [2]
     int* const kept = (int*)(heads + 2);  // lengths of all sequences
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    release();
+    launch_dependents();
     if (thread == 0) {
-        for (int s = 0; s < STAGES; s++) init(full + s, 1), init(empty + s, WARPS);
-        for (int i = 0; i < 2; i++) init(ready + i, 1), init(taken + i, WARPS);
-        init(&told, 1);
-        publish();
+        for (int s = 0; s < STAGES; s++) mbarrier_init(full + s, 1), mbarrier_init(empty + s, WARPS);
+        for (int i = 0; i < 2; i++) mbarrier_init(ready + i, 1), mbarrier_init(taken + i, WARPS);
+        mbarrier_init(&told, 1);
+        fence_mbarrier_init();
     }
-    if (thread == THREADS) ask_for(&of_k), ask_for(&of_v), ask_for(&few_k), ask_for(&few_v);
+    if (thread == THREADS) {
+        prefetch_tensor_map(&of_k), prefetch_tensor_map(&of_v);
+        prefetch_tensor_map(&few_k), prefetch_tensor_map(&few_v);
+    }
     constexpr int CLEARED = ROWS * WIDE / 8;  // pieces of 16 bytes
     for (int i = thread; i < 2 * CLEARED; i += ALL) ((uint4*)heads[i / CLEARED].turned)[i % CLEARED] = make_uint4(0, 0, 0, 0);
     // Runs of whole sequences, where all are of one length and there are enough of them.
     const int most = gridDim.x / KV_HEADS, per_run = (n + most - 1) / most, whole = (n + per_run - 1) / per_run;
     const int run = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
-    // q, k and v are made by a product. Ours release() late, and the library's begin when what is before them has ended: all
-    // else that is read was there before. Without TURN keys and values come from the kernel before.
-    if (!TURN) wait();
+    // q, k and v are made by a product. Ours launch_dependents() late, and the library's begin when what is before them
+    // has ended: all else that is read was there before. Without TURN keys and values come from the kernel before.
+    if (!TURN) grid_wait();
     if (!find_run(lengths, n, whole * 10 >= most * 9 ? whole : most, run, kept, borders)) return;
     Way way(kept, borders);
     int t = 0, item = 0;
@@ -133,37 +138,37 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
             const int stage = t % STAGES, now = ahead, left = min(way.stop - way.at, TILE), of_box = left - lane * BOX;
             way.at += TILE, more = way.at < way.stop || way.next();
             if (more) ahead = row();  // what comes next is asked for beforehand
-            if (t >= STAGES) await(empty + stage, t / STAGES - 1);
-            if (lane == 0) expect(full + stage, (left + FEW - 1) / FEW * FEW * 2 * DIM * 2);
+            if (t >= STAGES) mbarrier_wait(empty + stage, t / STAGES - 1);
+            if (lane == 0) mbarrier_expect(full + stage, (left + FEW - 1) / FEW * FEW * 2 * DIM * 2);
             __syncwarp();
             if (now < 0) continue;
             const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * 2;
             if (of_box > BOX - FEW) {
-                copy_runs(at, &of_k, head * HALVES, now, full + stage);
-                copy_runs(at + TILE_BYTES, &of_v, head * HALVES, now, full + stage);
+                tma_load_runs(at, &of_k, head * HALVES, now, full + stage);
+                tma_load_runs(at + TILE_BYTES, &of_v, head * HALVES, now, full + stage);
             } else {  // a sequence's last box: a few tokens at a time, so that none is fetched in vain
 #pragma unroll 1
                 for (int i = 0; i < of_box; i += FEW) {
-                    copy_runs(at + i * DIM * 2, &few_k, head * HALVES, now + i, full + stage);
-                    copy_runs(at + i * DIM * 2 + TILE_BYTES, &few_v, head * HALVES, now + i, full + stage);
+                    tma_load_runs(at + i * DIM * 2, &few_k, head * HALVES, now + i, full + stage);
+                    tma_load_runs(at + i * DIM * 2 + TILE_BYTES, &few_v, head * HALVES, now + i, full + stage);
                 }
             }
         }
         // Later runs begin with the other parts of this one's last sequence: most often they are stored by now.
-        wait();
+        grid_wait();
         if (lane == 0 && borders[1].box > 0) {
             complete = stored(arrived + borders[1].b * KV_HEADS + head) == borders[1].count - 1;
-            arrive(&told);
+            mbarrier_arrive(&told);
         }
         return;
     }
-    wait();
+    grid_wait();
     if (warp > WARPS) {
         do {
-            if (item >= 2) await(taken + item % 2, item / 2 - 1);
+            if (item >= 2) mbarrier_wait(taken + item % 2, item / 2 - 1);
             prepare(step, way.b, head, way.newest(Span(kept[way.b])), heads[item % 2]);
             __syncwarp();
-            if (lane == 0) arrive(ready + item % 2);
+            if (lane == 0) mbarrier_arrive(ready + item % 2);
             item++;
         } while (way.next());
         return;
@@ -172,73 +177,73 @@ decode(const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const
         const Span span(kept[way.b]);
         const Heads& now = heads[item % 2];
         unsigned columns[DIM / 16][ROWS / 4];  // q as the second operand of products, of each 8 heads two
-        Seen seen;
-        await(ready + item % 2, item / 2);
+        OnlineSoftmax softmax;
+        mbarrier_wait(ready + item % 2, item / 2);
 #pragma unroll
         for (int i = 0; i < DIM / 16; i++)
-            load(columns[i], shared(now.turned + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
-        if (warp == 0 && way.newest(span)) seen.take_newest(now);
+            ldmatrix(columns[i], smem_address(now.turned + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
+        if (warp == 0 && way.newest(span)) softmax.take_newest(now);
         __syncwarp();
-        if (lane == 0) arrive(taken + item % 2);
+        if (lane == 0) mbarrier_arrive(taken + item % 2);
         item++;
         int at = way.at;
         do {  // once where there is nothing, too
             const int stage = t % STAGES, token = at + warp * 16;  // the first of this warp's 16
             const int first = WINDOW ? max(span.first - token, 0) : 0, last = min(way.stop - token, 16);
             const unsigned k_at = ring + stage * 2 * TILE_BYTES, v_at = k_at + TILE_BYTES;
-            await(full + stage, t / STAGES);
+            mbarrier_wait(full + stage, t / STAGES);
             if (first < last) {
                 unsigned x[DIM / 16][4];
                 float s[2][4] = {};  // of 8 heads each, or for 8 alone by even and by odd i
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
                     const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i % 4 * 2 + lane / 16;
-                    load(x[i], k_at + lies(row, i / 4, piece));
+                    ldmatrix(x[i], k_at + lies(row, i / 4, piece));
                 }
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++)
 #pragma unroll
                     for (int h = 0; h < ROWS / 8; h++)
-                        multiply<T>(s[ROWS == 16 ? h : i % 2], x[i], columns[i][2 * h], columns[i][2 * h + 1]);
+                        mma<T>(s[ROWS == 16 ? h : i % 2], x[i], columns[i][2 * h], columns[i][2 * h + 1]);
                 if (first > 0 || last < 16) {  // whatever lies beside them, a NaN too, stays out
                     for (int i = lane; i < 16 * 8 * HALVES; i += 32) {
                         const int row = i / 8 % 16;
-                        if (row < first || row >= last) clear(v_at + lies(warp * 16 + row, i / 128, i % 8));
+                        if (row < first || row >= last) zero_smem(v_at + lies(warp * 16 + row, i / 128, i % 8));
                     }
                     __syncwarp();
                 }
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
                     const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i % 4 * 2 + lane / 8 % 2;
-                    load_across(x[i], v_at + lies(row, i / 4, piece));
+                    ldmatrix_transposed(x[i], v_at + lies(row, i / 4, piece));
                 }
                 unsigned p[ROWS / 8][2];
 #pragma unroll
                 for (int i = 0; i < 4; i++) s[0][i] += ROWS == 8 ? s[1][i] : 0;
-                seen.take(s, first, last, scale, cap, p);
+                softmax.take(s, first, last, scale, cap, p);
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++)
 #pragma unroll
-                    for (int h = 0; h < ROWS / 8; h++) multiply<T>(seen.o[i][h], x[i], p[h][0], p[h][1]);
+                    for (int h = 0; h < ROWS / 8; h++) mma<T>(softmax.o[i][h], x[i], p[h][0], p[h][1]);
             }
-            hand_back(empty + stage);
+            release_stage(empty + stage);
             at += TILE, t++;
         } while (at < way.stop);
-        meet();  // what the sequence before has left here has been read
-        seen.store(tops + warp * 2 * GROUP, mixed + warp * GROUP * DIM);
-        meet();
+        consumer_sync();  // what the sequence before has left here has been read
+        softmax.store(tops + warp * 2 * GROUP, mixed + warp * GROUP * DIM);
+        consumer_sync();
         const bool begins = way.at == span.start, whole = begins && way.stop == span.last;
         const Border& divided = borders[begins];  // if not `whole`
         int* const count = arrived + way.b * KV_HEADS + head;
         T* const to = out + ((long long)way.b * HEADS + head * GROUP) * DIM;
-        if (begins && !whole) await(&told, 0);
+        if (begins && !whole) mbarrier_wait(&told, 0);
         const bool all_here = whole || (begins && complete);
         if (!all_here) {
 #pragma unroll 1
             for (int g = warp; g < GROUP; g += WARPS) store_part(step, place(run, head, begins, g), merge(tops, mixed, g));
-            meet();
+            consumer_sync();
             if (thread == 0) latest = add_one(count) == divided.count - 1;
-            meet();
+            consumer_sync();
             if (!latest) continue;
         }
 #pragma unroll 1

@@ -1,14 +1,14 @@
 // What decode.cu has seen of a sequence: by one warp, by the warps of a block, by several blocks.
 
-// The softmax of GROUP heads over what one warp has seen, tokens as rows and heads as columns: of each 8 heads a lane has
-// the two from lane % 4 * 2 on, of each 16 elements of a value those at lane / 4 and 8 below.
-struct Seen {
+// The softmax of GROUP heads over what one warp has seen, tokens as rows and heads as columns: of each 8 heads a lane
+// has the two from lane % 4 * 2 on, of each 16 elements of a value those at lane / 4 and 8 below.
+struct OnlineSoftmax {
     float top[ROWS / 8][2], sum[ROWS / 8][2], o[DIM / 16][ROWS / 8][4];
 
-    __device__ Seen() {
+    __device__ OnlineSoftmax() {
 #pragma unroll
         for (int h = 0; h < ROWS / 8; h++) {
-            top[h][0] = top[h][1] = NOTHING, sum[h][0] = sum[h][1] = 0;
+            top[h][0] = top[h][1] = MINUS_INFINITY, sum[h][0] = sum[h][1] = 0;
 #pragma unroll
             for (int i = 0; i < DIM / 16; i++)
 #pragma unroll
@@ -27,7 +27,7 @@ struct Seen {
 #pragma unroll
             for (int i = 0; i < DIM / 16; i++)
 #pragma unroll
-                for (int j = 0; j < 4; j++) o[i][h][j] = wide(heads.v[i * 16 + j / 2 * 8 + lane / 4]);
+                for (int j = 0; j < 4; j++) o[i][h][j] = to_float(heads.v[i * 16 + j / 2 * 8 + lane / 4]);
         }
     }
     // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of products.
@@ -38,7 +38,7 @@ struct Seen {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int token = i / 2 * 8 + lane / 4;
-                s[h][i] = token >= from && token < to ? score<CAPPED>(s[h][i], scale, cap) : NOTHING;
+                s[h][i] = token >= from && token < to ? score<CAPPED>(s[h][i], scale, cap) : MINUS_INFINITY;
             }
             float best[2] = {fmaxf(s[h][0], s[h][2]), fmaxf(s[h][1], s[h][3])};
             across(best);
@@ -46,12 +46,12 @@ struct Seen {
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 best[j] = fmaxf(best[j], top[h][j]);
-                shrink[j] = power(top[h][j] - best[j]);  // some token counts: best is a number
+                shrink[j] = exp2_approx(top[h][j] - best[j]);  // some token counts: best is a number
                 top[h][j] = best[j];
-                s[h][j] = power(s[h][j] - best[j]), s[h][2 + j] = power(s[h][2 + j] - best[j]);
+                s[h][j] = exp2_approx(s[h][j] - best[j]), s[h][2 + j] = exp2_approx(s[h][2 + j] - best[j]);
                 sum[h][j] = sum[h][j] * shrink[j] + s[h][j] + s[h][2 + j];
             }
-            p[h][0] = transposed(both<T>(s[h][0], s[h][1])), p[h][1] = transposed(both<T>(s[h][2], s[h][3]));
+            p[h][0] = transpose_8x8(pack<T>(s[h][0], s[h][1])), p[h][1] = transpose_8x8(pack<T>(s[h][2], s[h][3]));
             if (!__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) continue;
 #pragma unroll
             for (int i = 0; i < DIM / 16; i++)
@@ -91,7 +91,7 @@ struct Seen {
     }
 };
 
-__device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // the four warps
+__device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // the four warps
 
 struct Part {  // of what is known of a head: the mean of values, of which a lane has DIM / 32, and its weight's logarithm
     Vec<float, DIM / 32> mean;
@@ -100,13 +100,13 @@ struct Part {  // of what is known of a head: the mean of values, of which a lan
 
 // What the four warps have stored of head g.
 __device__ inline Part merge(const float* tops, const float* values, int g) {
-    Part part = {{}, NOTHING};
-    float top = NOTHING, sum = 0;
+    Part part = {{}, MINUS_INFINITY};
+    float top = MINUS_INFINITY, sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w * 2 * GROUP + g]);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        const float by = top == NOTHING ? 0 : power(tops[w * 2 * GROUP + g] - top);
+        const float by = top == MINUS_INFINITY ? 0 : exp2_approx(tops[w * 2 * GROUP + g] - top);
         const float* from = values + (w * GROUP + g) * DIM + threadIdx.x % 32 * (DIM / 32);
         const auto y = *(const Vec<float, DIM / 32>*)from;
         sum += by * tops[(w * 2 + 1) * GROUP + g];
@@ -123,11 +123,12 @@ __device__ inline Part merge(const float* tops, const float* values, int g) {
 __device__ inline void store_out(T* to, const Part& part) {
     Vec<unsigned, DIM / 64> y;
 #pragma unroll
-    for (int d = 0; d < DIM / 64; d++) y.x[d] = both<T>(part.mean.x[2 * d], part.mean.x[2 * d + 1]);
+    for (int d = 0; d < DIM / 64; d++) y.x[d] = pack<T>(part.mean.x[2 * d], part.mean.x[2 * d + 1]);
     *(Vec<unsigned, DIM / 64>*)(to + threadIdx.x % 32 * (DIM / 32)) = y;
 }
 
-// Where a run's part of a sequence is stored that begins there, as a run's last one may, or does not, as its first one may.
+// Where a run's part of a sequence is stored that begins there, as a run's last one may, or does not, as its first one
+// may.
 __device__ inline int place(int run, int head, bool begins, int g) {
     return ((run * KV_HEADS + head) * 2 + begins) * GROUP + g;
 }
@@ -153,20 +154,20 @@ __device__ inline Part load_part(const Step& step, int place) {
 // All of a sequence's head g: `part` is its beginning, the other parts have been stored.
 __device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
     constexpr int AHEAD = 8;
-    float sum = part.weight == NOTHING ? 0 : 1;
+    float sum = part.weight == MINUS_INFINITY ? 0 : 1;
     for (int i = 1; i < divided.count; i += AHEAD) {
         Part next[AHEAD];
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            next[j] = {{}, NOTHING};  // or the compiler would keep registers for it in all of the kernel
+            next[j] = {{}, MINUS_INFINITY};  // or the compiler would keep registers for it in all of the kernel
             if (i + j < divided.count) next[j] = load_part(step, place(divided.first + i + j, head, false, g));
         }
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
             if (i + j >= divided.count) break;
             const float top = fmaxf(part.weight, next[j].weight);
-            const float old = part.weight == NOTHING ? 0 : power(part.weight - top);
-            const float by = next[j].weight == NOTHING ? 0 : power(next[j].weight - top);
+            const float old = part.weight == MINUS_INFINITY ? 0 : exp2_approx(part.weight - top);
+            const float by = next[j].weight == MINUS_INFINITY ? 0 : exp2_approx(next[j].weight - top);
             part.weight = top, sum = fmaf(sum, old, by);
 #pragma unroll
             for (int d = 0; d < DIM / 32; d++) part.mean.x[d] = fmaf(part.mean.x[d], old, by * next[j].mean.x[d]);

@@ -1,9 +1,10 @@
 // softmax(scale q k^T) v of prompts over the paged cache, causal: 128 rows of one head at a time, for sm_90 alone.
 //
-// One warp has the copy engine bring keys and values from the cache, block by block, to shared memory, STAGES tiles of 128
-// tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous tensor-core
-// instructions, 64 rows each. While a tile's scores become weights, the products of the next scores and of the last values
-// are under way. Heads of more than 128 elements leave no registers for q, which is read from shared memory then. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
+// One warp has TMA bring keys and values from the cache, block by block, to shared memory, STAGES tiles of
+// 128 tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous
+// tensor-core instructions, 64 rows each. While a tile's scores become weights, the products of the next scores and of
+// the last values are under way. Heads of more than 128 elements leave no registers for q, which is read from shared
+// memory then. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
 // 2407.08608). All operands lie in boxes of 64 elements with the engine's 128-byte swizzle.
 #include "tma.cuh"
 #include "mma.cuh"
@@ -45,7 +46,7 @@ struct Rowwise {
             for (int i = 0; i < TILE / 2; i++) {
                 int key = from + i / 4 * 8 + lane % 4 * 2 + i % 2, at = row + i % 4 / 2 * 8;
                 bool out = key > at || (WINDOW && key + WINDOW <= at);
-                s[i] = out ? NOTHING : s[i];
+                s[i] = out ? MINUS_INFINITY : s[i];
             }
         }
 #pragma unroll
@@ -56,8 +57,8 @@ struct Rowwise {
             best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
             best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
             // A row that has seen no key yet would subtract infinities.
-            float by = CAPPED ? 1 : scale, base = best == NOTHING ? 0 : best * by;
-            shrink[h] = power(top[h] * by - base);
+            float by = CAPPED ? 1 : scale, base = best == MINUS_INFINITY ? 0 : best * by;
+            shrink[h] = exp2_approx(top[h] * by - base);
             top[h] = best;
             float total = 0;
 #pragma unroll
@@ -65,7 +66,7 @@ struct Rowwise {
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     float& x = s[i + 2 * h + j];
-                    x = power(x * by - base);
+                    x = exp2_approx(x * by - base);
                     total += x;
                 }
             }
@@ -76,30 +77,30 @@ struct Rowwise {
 
 // As the operand of a product: not while products are under way that read the one before.
 __device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
-    hold(s);
+    fence_registers(s);
 #pragma unroll
     for (int i = 0; i < TILE / 16; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) p[i][j] = both<T>(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
+        for (int j = 0; j < 4; j++) p[i][j] = pack<T>(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, const __grid_constant__ Map of_v, const int* items,
+prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v, const int* items,
        int count, const int* tables, int table_row, T* out, float scale, float cap) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    const unsigned q_at = (shared(memory) + 1023) / 1024 * 1024, k_at = q_at + Q_BYTES, v_at = k_at + STAGES * TILE_BYTES;
+    const unsigned q_at = (smem_address(memory) + 1023) / 1024 * 1024, k_at = q_at + Q_BYTES, v_at = k_at + STAGES * TILE_BYTES;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    release();
+    launch_dependents();
     if (thread == 0) {
-        init(&q_full, 1), init(&q_empty, 8);
-        for (int s = 0; s < STAGES; s++) init(k_full + s, 1), init(v_full + s, 1), init(k_empty + s, 8), init(v_empty + s, 8);
-        publish();
+        mbarrier_init(&q_full, 1), mbarrier_init(&q_empty, 8);
+        for (int s = 0; s < STAGES; s++) mbarrier_init(k_full + s, 1), mbarrier_init(v_full + s, 1), mbarrier_init(k_empty + s, 8), mbarrier_init(v_empty + s, 8);
+        fence_mbarrier_init();
     }
     __syncthreads();
-    wait();
+    grid_wait();
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (warp) return;
@@ -112,21 +113,21 @@ prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, cons
                 return lane < PER_TILE && token < work.length ? table[token / SIZE] * SIZE + token % SIZE : -1;
             };
             int row = block(work.first());
-            if (n) await(&q_empty, n - 1);
+            if (n) mbarrier_wait(&q_empty, n - 1);
             if (lane == 0) {
-                expect(&q_full, Q_BYTES);
-                for (int h = 0; h < HALVES; h++) copy(q_at + h * ROWS * 128, &of_q, head * DIM + h * 64, work.row, &q_full);
+                mbarrier_expect(&q_full, Q_BYTES);
+                for (int h = 0; h < HALVES; h++) tma_load(q_at + h * ROWS * 128, &of_q, head * DIM + h * 64, work.row, &q_full);
             }
             for (int j = work.first(); j < work.stop(); j++, t++) {
                 const int stage = t % STAGES, here = min(PER_TILE, (work.length - j * TILE + BOX - 1) / BOX), now = row;
                 row = block(j + 1);
-                auto bring = [&](const Map* map, unsigned at, Barrier* full, Barrier* empty) {
-                    if (t >= STAGES) await(empty + stage, t / STAGES - 1);
-                    if (lane == 0) expect(full + stage, here * BOX * DIM * 2);
+                auto bring = [&](const TensorMap* map, unsigned at, Barrier* full, Barrier* empty) {
+                    if (t >= STAGES) mbarrier_wait(empty + stage, t / STAGES - 1);
+                    if (lane == 0) mbarrier_expect(full + stage, here * BOX * DIM * 2);
                     __syncwarp();
                     if (now >= 0)
                         for (int h = 0; h < HALVES; h++)
-                            copy(at + stage * TILE_BYTES + (h * TILE + lane * BOX) * 128, map, column + h * 64, now, full + stage);
+                            tma_load(at + stage * TILE_BYTES + (h * TILE + lane * BOX) * 128, map, column + h * 64, now, full + stage);
                 };
                 bring(&of_k, k_at, k_full, k_empty);
                 bring(&of_v, v_at, v_full, v_empty);
@@ -143,41 +144,41 @@ prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, cons
         // Tiles that this group's rows see; the block's others are only handed back.
         const int tiles = work.stop() - work.first(), mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
         unsigned q[Q_SHARED ? 1 : DIM / 16][4];
-        await(&q_full, n);
+        mbarrier_wait(&q_full, n);
         if constexpr (!Q_SHARED) {
 #pragma unroll
             for (int k = 0; k < DIM / 16; k++) {
                 int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
-                load(q[k], q_at + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
+                ldmatrix(q[k], q_at + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
             }
-            hand_back(&q_empty);
+            release_stage(&q_empty);
         }
         float s[TILE / 2], o[DIM / 2] = {};
         unsigned p[TILE / 16][4];
-        Rowwise rows = {{NOTHING, NOTHING}, {0, 0}};
+        Rowwise rows = {{MINUS_INFINITY, MINUS_INFINITY}, {0, 0}};
         auto scores = [&](int j) {
             const int stage = (t + j) % STAGES;
-            await(k_full + stage, (t + j) / STAGES);
-            hold(s);
-            begin_products();
+            mbarrier_wait(k_full + stage, (t + j) / STAGES);
+            fence_registers(s);
+            wgmma_fence();
 #pragma unroll
             for (int k = 0; k < DIM / 16; k++) {
-                const auto keys = describe(k_at + stage * TILE_BYTES + k / 4 * TILE * 128 + k % 4 * 32, 16);
+                const auto keys = smem_descriptor(k_at + stage * TILE_BYTES + k / 4 * TILE * 128 + k % 4 * 32, 16);
                 if constexpr (Q_SHARED)
-                    multiply(T(), s, describe(q_at + (k / 4 * ROWS + skip) * 128 + k % 4 * 32, 16), keys, k > 0);
+                    wgmma(T(), s, smem_descriptor(q_at + (k / 4 * ROWS + skip) * 128 + k % 4 * 32, 16), keys, k > 0);
                 else
-                    multiply<false>(T(), s, q[k], keys, k > 0);
+                    wgmma<false>(T(), s, q[k], keys, k > 0);
             }
-            end_products();
+            wgmma_commit();
         };
         auto values = [&](int j) {
             const int stage = (t + j) % STAGES;
-            hold(o);
-            begin_products();
+            fence_registers(o);
+            wgmma_fence();
 #pragma unroll
             for (int k = 0; k < TILE / 16; k++)
-                multiply<true>(T(), o, p[k], describe(v_at + stage * TILE_BYTES + k * 2048, TILE * 128), true);
-            end_products();
+                wgmma<true>(T(), o, p[k], smem_descriptor(v_at + stage * TILE_BYTES + k * 2048, TILE * 128), true);
+            wgmma_commit();
         };
         auto weigh = [&](int j) {
             const int from = (work.first() + j) * TILE;
@@ -186,51 +187,51 @@ prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, cons
         };
         if (mine) {
             scores(0);
-            await_products<0>();
-            hold(s);
-            hand_back(k_empty + t % STAGES);
+            wgmma_wait<0>();
+            fence_registers(s);
+            release_stage(k_empty + t % STAGES);
             weigh(0);
             pack(p, s);
         }
         for (int j = 1; j < mine; j++) {
             scores(j);
-            await(v_full + (t + j - 1) % STAGES, (t + j - 1) / STAGES);
+            mbarrier_wait(v_full + (t + j - 1) % STAGES, (t + j - 1) / STAGES);
             values(j - 1);
-            await_products<1>();
-            hold(s);
-            hand_back(k_empty + (t + j) % STAGES);
+            wgmma_wait<1>();
+            fence_registers(s);
+            release_stage(k_empty + (t + j) % STAGES);
             weigh(j);
-            await_products<0>();
-            hold(o);
-            hand_back(v_empty + (t + j - 1) % STAGES);
+            wgmma_wait<0>();
+            fence_registers(o);
+            release_stage(v_empty + (t + j - 1) % STAGES);
             // Of long heads there is as much to shrink as to multiply, and mostly for nothing.
             if (!Q_SHARED || __any_sync(~0u, rows.shrink[0] != 1 || rows.shrink[1] != 1))
 #pragma unroll
                 for (int k = 0; k < DIM / 2; k++) o[k] *= rows.shrink[k / 2 % 2];
             pack(p, s);
         }
-        if (Q_SHARED) hand_back(&q_empty);
+        if (Q_SHARED) release_stage(&q_empty);
         if (mine) {
             const int last = t + mine - 1, stage = last % STAGES, valid = work.length - (work.first() + mine - 1) * TILE;
-            await(v_full + stage, last / STAGES);
+            mbarrier_wait(v_full + stage, last / STAGES);
             if (valid < TILE) {  // whatever lies past the end, a NaN too, stays out; both groups may write these zeros
                 const int pieces = (TILE - valid) * 8;
                 for (int k = thread % 128; k < pieces * HALVES; k += 128)
-                    clear(v_at + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
-                settle();
+                    zero_smem(v_at + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
+                fence_async_proxy();
                 asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
             }
             values(mine - 1);
-            await_products<0>();
-            hold(o);
-            hand_back(v_empty + stage);
+            wgmma_wait<0>();
+            fence_registers(o);
+            release_stage(v_empty + stage);
         }
         for (int j = mine; j < tiles; j++) {
             const int stage = (t + j) % STAGES;
-            await(k_full + stage, (t + j) / STAGES);
-            hand_back(k_empty + stage);
-            await(v_full + stage, (t + j) / STAGES);
-            hand_back(v_empty + stage);
+            mbarrier_wait(k_full + stage, (t + j) / STAGES);
+            release_stage(k_empty + stage);
+            mbarrier_wait(v_full + stage, (t + j) / STAGES);
+            release_stage(v_empty + stage);
         }
         t += tiles;
 #pragma unroll
@@ -245,8 +246,8 @@ prefill(const __grid_constant__ Map of_q, const __grid_constant__ Map of_k, cons
             for (int k = 0; k < DIM / 32; k++) {
                 unsigned x[4];
 #pragma unroll
-                for (int j = 0; j < 4; j++) x[j] = both<T>(o[k * 16 + j * 4 + h * 2] * by, o[k * 16 + j * 4 + h * 2 + 1] * by);
-                line_up(x);
+                for (int j = 0; j < 4; j++) x[j] = pack<T>(o[k * 16 + j * 4 + h * 2] * by, o[k * 16 + j * 4 + h * 2 + 1] * by);
+                exchange_quads(x);
                 if (row < work.rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
             }
         }

@@ -31,17 +31,17 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
             if (NORM) {
 #pragma unroll
                 for (int i = 0; i < PAIRS; i++)
-                    scale += wide(low[g].x[i]) * wide(low[g].x[i]) + wide(high[g].x[i]) * wide(high[g].x[i]);
+                    scale += to_float(low[g].x[i]) * to_float(low[g].x[i]) + to_float(high[g].x[i]) * to_float(high[g].x[i]);
                 scale = rsqrtf(warp_sum(scale) / DIM + step.eps);
             }
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) {
-                float x0 = wide(low[g].x[i]), x1 = wide(high[g].x[i]);
+                float x0 = to_float(low[g].x[i]), x1 = to_float(high[g].x[i]);
                 if (NORM) {
-                    x0 = wide(narrow<T>(x0 * scale * wide(weight[at + i])));
-                    x1 = wide(narrow<T>(x1 * scale * wide(weight[HALF + at + i])));
+                    x0 = to_float(from_float<T>(x0 * scale * to_float(weight[at + i])));
+                    x1 = to_float(from_float<T>(x1 * scale * to_float(weight[HALF + at + i])));
                 }
-                low[g].x[i] = narrow<T>(x0 * cos[i] - x1 * sin[i]), high[g].x[i] = narrow<T>(x1 * cos[i] + x0 * sin[i]);
+                low[g].x[i] = from_float<T>(x0 * cos[i] - x1 * sin[i]), high[g].x[i] = from_float<T>(x1 * cos[i] + x0 * sin[i]);
             }
         }
     }
@@ -54,7 +54,7 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
         float s = 0;
 #pragma unroll
         for (int i = 0; i < PAIRS; i++)
-            s += wide(low[g].x[i]) * wide(low[GROUP].x[i]) + wide(high[g].x[i]) * wide(high[GROUP].x[i]);
+            s += to_float(low[g].x[i]) * to_float(low[GROUP].x[i]) + to_float(high[g].x[i]) * to_float(high[GROUP].x[i]);
         s = warp_sum(s);
         if (lane == 0) to.scores[g] = score<CAPPED>(s, step.scale, step.cap);
     }

@@ -4,24 +4,24 @@
 // Every rank reads everything.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 one_shot(T* x, const Table* table, int rank, int count) {
-    Call call = begin(table, rank);
-    Piece *y = (Piece*)x, *mine = (Piece*)call.mine;
+    Call call = begin_call(table, rank);
+    Vector *y = (Vector*)x, *mine = (Vector*)call.mine;
     int first = blockIdx.x * THREADS + threadIdx.x, stride = gridDim.x * THREADS;
-    pass<4>(first, count, stride, [&](int i) { return y[i]; }, [&](int i, const Piece& p) { mine[i] = p; });
-    meet(call, 2);
-    pass<AHEAD>(first, count, stride, [&](int i) { return parts(call, i); },
+    strided<4>(first, count, stride, [&](int i) { return y[i]; }, [&](int i, const Vector& p) { mine[i] = p; });
+    barrier(call, 2);
+    strided<AHEAD>(first, count, stride, [&](int i) { return parts(call, i); },
                 [&](int i, const Parts& p) { y[i] = total(p); });
-    end(call);
+    end_call(call);
 }
 
 // Each rank adds up one share and leaves the sum in place of its own input, which nobody else reads; then all read all
 // shares. count is a multiple of SIZE.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 two_shot(T* x, const Table* table, int rank, int count) {
-    Call call = begin(table, rank);
-    Piece *y = (Piece*)x, *mine = (Piece*)call.mine;
+    Call call = begin_call(table, rank);
+    Vector *y = (Vector*)x, *mine = (Vector*)call.mine;
     int first = blockIdx.x * THREADS + threadIdx.x, stride = gridDim.x * THREADS, share = count / SIZE;
-    auto store = [&](Piece* to, int i, const Parts& p) {
+    auto store = [&](Vector* to, int i, const Parts& p) {
 #pragma unroll
         for (int r = 0; r < SIZE; r++) to[r * share + i] = p.of[r];
     };
@@ -34,15 +34,15 @@ two_shot(T* x, const Table* table, int rank, int count) {
     auto sums = [&](int i) {
         Parts p;
 #pragma unroll
-        for (int r = 0; r < SIZE; r++) p.of[r] = ((const Piece*)call.slots[r])[r * share + i];
+        for (int r = 0; r < SIZE; r++) p.of[r] = ((const Vector*)call.slots[r])[r * share + i];
         return p;
     };
-    pass<1>(first, share, stride, own, [&](int i, const Parts& p) { store(mine, i, p); });
-    meet(call, 1);
-    Piece* part = mine + rank * share;
-    pass<AHEAD>(first, share, stride, [&](int i) { return parts(call, rank * share + i); },
+    strided<1>(first, share, stride, own, [&](int i, const Parts& p) { store(mine, i, p); });
+    barrier(call, 1);
+    Vector* part = mine + rank * share;
+    strided<AHEAD>(first, share, stride, [&](int i) { return parts(call, rank * share + i); },
                 [&](int i, const Parts& p) { part[i] = total(p); });
-    meet(call, 2);
-    pass<1>(first, share, stride, sums, [&](int i, const Parts& p) { store(y, i, p); });
-    end(call);
+    barrier(call, 2);
+    strided<1>(first, share, stride, sums, [&](int i, const Parts& p) { store(y, i, p); });
+    end_call(call);
 }

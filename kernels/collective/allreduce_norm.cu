@@ -1,5 +1,5 @@
-// residual += the sum of x over the group; x = norm(residual). Rows of N elements, a block to a row. See barrier.cuh and
-// ll.cuh.
+// residual += the sum of x over the group; x = norm(residual). Rows of N elements, a block to a row. See barrier.cuh
+// and ll.cuh.
 #include "barrier.cuh"
 #include "ll.cuh"
 #include "row.cuh"
@@ -15,17 +15,17 @@ __device__ inline int start(int i) { return (blockIdx.x + i * gridDim.x) * ROW; 
 // The norm's weights into the second-level cache, while the kernel's predecessor still runs.
 __device__ inline void prefetch(const T* weight) {
     for (int i = threadIdx.x; i < ROW; i += THREADS) {
-        const Piece* at = (const Piece*)weight + i;
+        const Vector* at = (const Vector*)weight + i;
         asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
     }
 }
 
 // The block's rows into this rank's slot.
-__device__ inline void lay_out(const Call& call, const T* x, int rows) {
-    const Piece* from = (const Piece*)x;
+__device__ inline void store_input(const Call& call, const T* x, int rows) {
+    const Vector* from = (const Vector*)x;
     auto place = [](int i) { return start(i / ROW) + i % ROW; };
-    pass<4>(threadIdx.x, own_rows(rows) * ROW, THREADS, [&](int i) { return from[place(i)]; },
-            [&](int i, const Piece& p) { ((Piece*)call.mine)[place(i)] = p; });
+    strided<4>(threadIdx.x, own_rows(rows) * ROW, THREADS, [&](int i) { return from[place(i)]; },
+            [&](int i, const Vector& p) { ((Vector*)call.mine)[place(i)] = p; });
 }
 
 // fetch(row, at) loads what the sum of vector `at` of a row needs, sum(that, row, at) is this sum. A row is fetched
@@ -33,35 +33,35 @@ __device__ inline void lay_out(const Call& call, const T* x, int rows) {
 template <class F, class S>
 __device__ inline void reduce_add_norm(T* x, T* residual, const T* weight, int rows, float eps, F fetch, S sum) {
     decltype(fetch(0, 0)) held[PER];
-    Piece stream[PER], found[PER];
+    Vector stream[PER], found[PER];
     auto ask = [&](int row) {
 #pragma unroll
         for (int i = 0; i < PER; i++)
-            if (within(i)) {
+            if (in_row(i)) {
                 int at = threadIdx.x + i * THREADS;
                 held[i] = fetch(row, at);
-                stream[i] = ((const Piece*)residual)[row * ROW + at];
+                stream[i] = ((const Vector*)residual)[row * ROW + at];
             }
     };
     ask(blockIdx.x);
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
 #pragma unroll
         for (int i = 0; i < PER; i++)
-            if (within(i)) {
+            if (in_row(i)) {
                 // Rounded before it is added, as the two operations one after the other do.
-                Piece p = sum(held[i], row, threadIdx.x + i * THREADS);
-                found[i] = added(p, stream[i]);
-                ((Piece*)residual)[row * ROW + threadIdx.x + i * THREADS] = found[i];
+                Vector p = sum(held[i], row, threadIdx.x + i * THREADS);
+                found[i] = add(p, stream[i]);
+                ((Vector*)residual)[row * ROW + threadIdx.x + i * THREADS] = found[i];
             }
         if (row + gridDim.x < rows) ask(row + gridDim.x);
         __syncthreads();
-        finish(found, Weights(weight), x + row * N, eps);
+        write_norm(found, Weights(weight), x + row * N, eps);
     }
 }
 
 // Each rank has left the sums of its share in its slot: all read all shares.
 __device__ inline void collect(const Call& call, T* x, T* residual, const T* weight, int rows, float eps) {
-    meet(call, 2);
+    barrier(call, 2);
     auto ask = [&](int row, int at) {
         const char* slot = call.slots[0];
 #pragma unroll
@@ -69,25 +69,25 @@ __device__ inline void collect(const Call& call, T* x, T* residual, const T* wei
             const char* other = call.slots[r];
             slot = at / SHARE == r ? other : slot;
         }
-        return ((const Piece*)slot)[row * ROW + at];
+        return ((const Vector*)slot)[row * ROW + at];
     };
-    reduce_add_norm(x, residual, weight, rows, eps, ask, [](const Piece& p, int, int) { return p; });
+    reduce_add_norm(x, residual, weight, rows, eps, ask, [](const Vector& p, int, int) { return p; });
 }
 
 // All ranks' pieces of one vector of this rank's share, when they have come.
-__device__ inline Parts receive(const Piece* inbox) {
-    Sent got[SIZE];
+__device__ inline Parts receive(const Vector* inbox) {
+    LLVector got[SIZE];
     bool all;
     do {
         all = true;
 #pragma unroll
-        for (int r = 0; r < SIZE; r++) look(got[r], inbox + r * SHARE);
+        for (int r = 0; r < SIZE; r++) ll_load(got[r], inbox + r * SHARE);
 #pragma unroll
-        for (int r = 0; r < SIZE; r++) all &= complete(got[r]);
+        for (int r = 0; r < SIZE; r++) all &= ll_complete(got[r]);
     } while (!all);
     Parts p;
 #pragma unroll
-    for (int r = 0; r < SIZE; r++) p.of[r] = opened(got[r]);
+    for (int r = 0; r < SIZE; r++) p.of[r] = ll_value(got[r]);
     return p;
 }
 
@@ -95,35 +95,35 @@ __device__ inline Parts receive(const Piece* inbox) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 two_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
     prefetch(weight);
-    Call call = begin(table, rank);
-    lay_out(call, x, rows);
-    meet(call, 1);
+    Call call = begin_call(table, rank);
+    store_input(call, x, rows);
+    barrier(call, 1);
     int first = rank * SHARE, width = ROW % SIZE ? max(min(SHARE, ROW - first), 0) : SHARE;
     auto place = [&](int i) { return start(i / width) + first + i % width; };
-    pass<AHEAD>(threadIdx.x, own_rows(rows) * width, THREADS, [&](int i) { return parts(call, place(i)); },
-                [&](int i, const Parts& p) { ((Piece*)call.mine)[place(i)] = total(p); });
+    strided<AHEAD>(threadIdx.x, own_rows(rows) * width, THREADS, [&](int i) { return parts(call, place(i)); },
+                [&](int i, const Parts& p) { ((Vector*)call.mine)[place(i)] = total(p); });
     collect(call, x, residual, weight, rows, eps);
-    end(call);
+    end_call(call);
 }
 
 // What others' products have sent of this rank's share, received [SIZE, rows, SHARE]: added up as above.
 extern "C" __global__ void __launch_bounds__(THREADS)
 received_add_norm(const T* received, T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
     prefetch(weight);
-    Call call = begin(table, rank);
-    meet(call, 1);  // all have multiplied
+    Call call = begin_call(table, rank);
+    barrier(call, 1);  // all have multiplied
     auto parts_of = [&](int i) {
-        const Piece* from = (const Piece*)received + (blockIdx.x + i / SHARE * gridDim.x) * SHARE + i % SHARE;
+        const Vector* from = (const Vector*)received + (blockIdx.x + i / SHARE * gridDim.x) * SHARE + i % SHARE;
         Parts p;
 #pragma unroll
         for (int r = 0; r < SIZE; r++) p.of[r] = from[r * rows * SHARE];
         return p;
     };
     auto place = [&](int i) { return start(i / SHARE) + rank * SHARE + i % SHARE; };
-    pass<AHEAD>(threadIdx.x, own_rows(rows) * SHARE, THREADS, parts_of,
-                [&](int i, const Parts& p) { ((Piece*)call.mine)[place(i)] = total(p); });
+    strided<AHEAD>(threadIdx.x, own_rows(rows) * SHARE, THREADS, parts_of,
+                [&](int i, const Parts& p) { ((Vector*)call.mine)[place(i)] = total(p); });
     collect(call, x, residual, weight, rows, eps);
-    end(call);
+    end_call(call);
 }
 
 // Each rank sends every rank its share of each row, adds up the shares that it gets, and sends the sum to all. There is
@@ -136,7 +136,7 @@ push_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, 
     Table regions[SIZE];
 #pragma unroll
     for (int j = 0; j < SIZE; j++) regions[j] = table[whose(j)];
-    Call call = begin(table, rank);
+    Call call = begin_call(table, rank);
 
     // A mailbox has the shares that it gets in rows of SIZE times SHARE vectors, and then all rows' sums.
     auto row_of = [&](int i) { return (int)(blockIdx.x + i * gridDim.x); };
@@ -146,55 +146,55 @@ push_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, 
 #pragma unroll
         for (int j = 0; j < SIZE; j++)
             if (exists(j, i % SHARE))
-                p.of[j] = ((const Piece*)x)[start(i / SHARE) + whose(j) * SHARE + i % SHARE];
+                p.of[j] = ((const Vector*)x)[start(i / SHARE) + whose(j) * SHARE + i % SHARE];
         return p;
     };
     const int count = own_rows(rows) * SHARE;
     Parts held;  // on their way while the count of meetings, which the mailboxes depend on, is
     if (threadIdx.x < count) held = shares(threadIdx.x);
-    tell(call, 2);
-    Piece* to[SIZE];
+    signal(call, 2);
+    Vector* to[SIZE];
 #pragma unroll
-    for (int j = 0; j < SIZE; j++) to[j] = (Piece*)mailbox(regions[j], call.before);
+    for (int j = 0; j < SIZE; j++) to[j] = (Vector*)ll_buffer(regions[j], call.before);
     auto deliver = [&](int i, const Parts& p) {
         const int at = (row_of(i / SHARE) * SIZE + rank) * SHARE + i % SHARE;
 #pragma unroll
         for (int j = 0; j < SIZE; j++)
-            if (exists(j, i % SHARE)) send(to[j] + at, p.of[j]);
+            if (exists(j, i % SHARE)) ll_store(to[j] + at, p.of[j]);
     };
     if (threadIdx.x < count) deliver(threadIdx.x, held);
-    pass<AHEAD>(threadIdx.x + THREADS, count, THREADS, shares, deliver);
+    strided<AHEAD>(threadIdx.x + THREADS, count, THREADS, shares, deliver);
 
-    Piece* mine = to[SIZE - 1];
+    Vector* mine = to[SIZE - 1];
     const int first = rank * SHARE, width = ROW % SIZE ? max(min(SHARE, ROW - first), 0) : SHARE;
     for (int i = threadIdx.x; i < own_rows(rows) * width; i += THREADS) {
         const int row = row_of(i / width), column = i % width;
-        Piece* inbox = mine + row * SIZE * SHARE + column;
-        const Piece sum = total(receive(inbox));
+        Vector* inbox = mine + row * SIZE * SHARE + column;
+        const Vector sum = total(receive(inbox));
 #pragma unroll
-        for (int j = 0; j < SIZE; j++) send(to[j] + RESULTS + row * ROW + first + column, sum);
+        for (int j = 0; j < SIZE; j++) ll_store(to[j] + RESULTS + row * ROW + first + column, sum);
 #pragma unroll
-        for (int r = 0; r < SIZE; r++) clear(inbox + r * SHARE);
+        for (int r = 0; r < SIZE; r++) ll_clear(inbox + r * SHARE);
     }
-    await(call, 2);
+    wait_for_signal(call, 2);
 
-    Piece* sums = mine + RESULTS;
+    Vector* sums = mine + RESULTS;
     auto ask = [&](int row, int at) {
-        Sent y;
-        look(y, sums + row * ROW + at);
+        LLVector y;
+        ll_load(y, sums + row * ROW + at);
         return y;
     };
-    reduce_add_norm(x, residual, weight, rows, eps, ask, [&](Sent y, int row, int at) {
-        while (!complete(y)) look(y, sums + row * ROW + at);
-        clear(sums + row * ROW + at);
-        return opened(y);
+    reduce_add_norm(x, residual, weight, rows, eps, ask, [&](LLVector y, int row, int at) {
+        while (!ll_complete(y)) ll_load(y, sums + row * ROW + at);
+        ll_clear(sums + row * ROW + at);
+        return ll_value(y);
     });
-    end(call);
+    end_call(call);
 }
 
 struct Gathered {  // of one vector
-    Piece own;
-    Sent of[SIZE];  // of the others
+    Vector own;
+    LLVector of[SIZE];  // of the others
 };
 
 // Each rank sends every other one all of its rows and adds up for itself: nothing is sent twice, one after the other.
@@ -204,29 +204,29 @@ one_way_push_add_norm(T* x, T* residual, const T* weight, const Table* table, in
     Table regions[SIZE], own = table[rank];
 #pragma unroll
     for (int r = 0; r < SIZE; r++) regions[r] = table[r];
-    Call call = begin(table, rank);
-    auto load = [&](int i) { return ((const Piece*)x)[start(i / ROW) + i % ROW]; };
+    Call call = begin_call(table, rank);
+    auto load = [&](int i) { return ((const Vector*)x)[start(i / ROW) + i % ROW]; };
     const int count = own_rows(rows) * ROW;
-    Piece first;  // on its way while the count of meetings, which the mailboxes depend on, is
+    Vector first;  // on its way while the count of meetings, which the mailboxes depend on, is
     if (threadIdx.x < count) first = load(threadIdx.x);
-    tell(call, 2);
-    auto deliver = [&](int i, const Piece& p) {
+    signal(call, 2);
+    auto deliver = [&](int i, const Vector& p) {
         const int at = rank * rows * ROW + start(i / ROW) + i % ROW;
 #pragma unroll
         for (int r = 0; r < SIZE; r++)
-            if (r != rank) send((Piece*)mailbox(regions[r], call.before) + at, p);
+            if (r != rank) ll_store((Vector*)ll_buffer(regions[r], call.before) + at, p);
     };
     if (threadIdx.x < count) deliver(threadIdx.x, first);
-    pass<AHEAD>(threadIdx.x + THREADS, count, THREADS, load, deliver);
+    strided<AHEAD>(threadIdx.x + THREADS, count, THREADS, load, deliver);
 
-    Piece* mine = (Piece*)mailbox(own, call.before);
+    Vector* mine = (Vector*)ll_buffer(own, call.before);
     auto from = [&](int r, int row, int at) { return mine + (r * rows + row) * ROW + at; };
     auto ask = [&](int row, int at) {
         Gathered p;
-        p.own = ((const Piece*)x)[row * ROW + at];
+        p.own = ((const Vector*)x)[row * ROW + at];
 #pragma unroll
         for (int r = 0; r < SIZE; r++)
-            if (r != rank) look(p.of[r], from(r, row, at));
+            if (r != rank) ll_load(p.of[r], from(r, row, at));
         return p;
     };
     reduce_add_norm(x, residual, weight, rows, eps, ask, [&](Gathered p, int row, int at) {
@@ -235,12 +235,12 @@ one_way_push_add_norm(T* x, T* residual, const T* weight, const Table* table, in
         for (int r = 0; r < SIZE; r++) {
             all.of[r] = p.own;
             if (r == rank) continue;
-            while (!complete(p.of[r])) look(p.of[r], from(r, row, at));
-            all.of[r] = opened(p.of[r]);
-            clear(from(r, row, at));
+            while (!ll_complete(p.of[r])) ll_load(p.of[r], from(r, row, at));
+            all.of[r] = ll_value(p.of[r]);
+            ll_clear(from(r, row, at));
         }
         return total(all);
     });
-    await(call, 2);
-    end(call);
+    wait_for_signal(call, 2);
+    end_call(call);
 }

@@ -17,60 +17,60 @@ template <> struct alignas(2) Packet<2> {
 };
 
 #define RELAXED "relaxed.sys.global."
-__device__ inline void look(Packet<16>& y, const void* at) {
+__device__ inline void ll_load(Packet<16>& y, const void* at) {
     asm volatile("ld." RELAXED "v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(y.word[0]), "=r"(y.word[1]), "=r"(y.word[2]), "=r"(y.word[3]) : "l"(at));
 }
-__device__ inline void look(Packet<8>& y, const void* at) {
+__device__ inline void ll_load(Packet<8>& y, const void* at) {
     asm volatile("ld." RELAXED "v2.u32 {%0, %1}, [%2];" : "=r"(y.word[0]), "=r"(y.word[1]) : "l"(at));
 }
-__device__ inline void look(Packet<4>& y, const void* at) {
+__device__ inline void ll_load(Packet<4>& y, const void* at) {
     asm volatile("ld." RELAXED "u32 %0, [%1];" : "=r"(y.word[0]) : "l"(at));
 }
-__device__ inline void look(Packet<2>& y, const void* at) {
+__device__ inline void ll_load(Packet<2>& y, const void* at) {
     asm volatile("ld." RELAXED "u16 %0, [%1];" : "=h"(y.word[0]) : "l"(at));
 }
-__device__ inline void put(void* at, const Packet<16>& y) {
+__device__ inline void ll_store_packet(void* at, const Packet<16>& y) {
     asm volatile("st." RELAXED "v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(at), "r"(y.word[0]), "r"(y.word[1]), "r"(y.word[2]), "r"(y.word[3]));
 }
-__device__ inline void put(void* at, const Packet<8>& y) {
+__device__ inline void ll_store_packet(void* at, const Packet<8>& y) {
     asm volatile("st." RELAXED "v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(y.word[0]), "r"(y.word[1]));
 }
-__device__ inline void put(void* at, const Packet<4>& y) {
+__device__ inline void ll_store_packet(void* at, const Packet<4>& y) {
     asm volatile("st." RELAXED "u32 [%0], %1;" ::"l"(at), "r"(y.word[0]));
 }
-__device__ inline void put(void* at, const Packet<2>& y) {
+__device__ inline void ll_store_packet(void* at, const Packet<2>& y) {
     asm volatile("st." RELAXED "u16 [%0], %1;" ::"l"(at), "h"(y.word[0]));
 }
 #undef RELAXED
 
-typedef Packet<sizeof(Piece)> Sent;
+typedef Packet<sizeof(Vector)> LLVector;
 
-constexpr int RESULTS = INBOX / sizeof(Piece);  // of a mailbox: from this vector on
+constexpr int RESULTS = INBOX / sizeof(Vector);  // of a mailbox: from this vector on
 
 // Inverted, a word is zero where all its bits are set: one NaN, or two. It is sent as another of them.
-__device__ inline void send(Piece* at, const Piece& p) {
-    Sent y = (const Sent&)p;
+__device__ inline void ll_store(Vector* at, const Vector& p) {
+    LLVector y = (const LLVector&)p;
 #pragma unroll
     for (auto& word : y.word) {
         word = ~word;
         if (!word) word = 1u << (8 * sizeof(word) - 1);
     }
-    put(at, y);
+    ll_store_packet(at, y);
 }
 
-__device__ inline bool complete(const Sent& y) {
+__device__ inline bool ll_complete(const LLVector& y) {
     bool all = true;
 #pragma unroll
     for (auto word : y.word) all &= word != 0;
     return all;
 }
 
-__device__ inline Piece opened(Sent y) {
+__device__ inline Vector ll_value(LLVector y) {
 #pragma unroll
     for (auto& word : y.word) word = ~word;
-    return (const Piece&)y;
+    return (const Vector&)y;
 }
 
-__device__ inline void clear(Piece* at) { put(at, Sent{}); }
+__device__ inline void ll_clear(Vector* at) { ll_store_packet(at, LLVector{}); }

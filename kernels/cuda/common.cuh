@@ -7,28 +7,28 @@ struct f16 {
     unsigned short bits;
 };
 
-__device__ inline float wide(float x) { return x; }
-__device__ inline float wide(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
-__device__ inline float wide(f16 x) {
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ inline float to_float(f16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
     return y;
 }
 
-template <class E> __device__ inline E narrow(float x);  // rounded to nearest even
-template <> __device__ inline float narrow<float>(float x) { return x; }
-template <> __device__ inline bf16 narrow<bf16>(float x) {
+template <class E> __device__ inline E from_float(float x);  // rounded to nearest even
+template <> __device__ inline float from_float<float>(float x) { return x; }
+template <> __device__ inline bf16 from_float<bf16>(float x) {
     bf16 y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
-template <> __device__ inline f16 narrow<f16>(float x) {
+template <> __device__ inline f16 from_float<f16>(float x) {
     f16 y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
 
-__device__ inline float power(float x) {  // of 2
+__device__ inline float exp2_approx(float x) {  // of 2
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -37,8 +37,8 @@ __device__ inline float power(float x) {  // of 2
 // Activations, by their place in ACTIVATIONS of kernels/activation/activation.py.
 enum { SILU, GELU, GELU_TANH, RELU2 };
 
-// act(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential and
-// a division by the book are 30 instructions for four bytes that come from memory.
+// act(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential
+// and a division by the book are 30 instructions for four bytes that come from memory.
 template <class E, int ACT> __device__ inline float activated(float gate, float up) {
     if constexpr (ACT == GELU) return 0.5f * gate * (1 + erff(gate * 0.7071067811865476f)) * up;
     if constexpr (ACT == RELU2) return gate > 0 ? gate * gate * up : 0;
@@ -46,22 +46,22 @@ template <class E, int ACT> __device__ inline float activated(float gate, float 
     if constexpr (ACT == GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
     if constexpr (sizeof(E) > 2) return gate / (1.0f + expf(-z)) * up;
     float by;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + power(z * -1.4426950408889634f)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + exp2_approx(z * -1.4426950408889634f)));
     return gate * by * up;
 }
 
 // The same of GEMM outputs, which are rounded first, as they are where the GEMM is a kernel of its own.
 template <class E, int ACT> __device__ inline float gated(float gate, float up) {
-    return activated<E, ACT>(wide(narrow<E>(gate)), wide(narrow<E>(up)));
+    return activated<E, ACT>(to_float(from_float<E>(gate)), to_float(from_float<E>(up)));
 }
 
 // Two elements of one register, the first in its lower half.
-template <class E> __device__ inline float2 pair(unsigned x);
-template <> __device__ inline float2 pair<bf16>(unsigned x) {
+template <class E> __device__ inline float2 unpack(unsigned x);
+template <> __device__ inline float2 unpack<bf16>(unsigned x) {
     return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
 }
-template <> __device__ inline float2 pair<f16>(unsigned x) {
-    return {wide(f16{(unsigned short)x}), wide(f16{(unsigned short)(x >> 16)})};
+template <> __device__ inline float2 unpack<f16>(unsigned x) {
+    return {to_float(f16{(unsigned short)x}), to_float(f16{(unsigned short)(x >> 16)})};
 }
 
 // N elements that are loaded and stored at once; their address must be a multiple of their size.
@@ -70,16 +70,16 @@ template <class E, int N> struct alignas(sizeof(E) * N) Vec {
 };
 
 // From here on memory that earlier kernels of the stream wrote may be read, and what they read may be written.
-__device__ inline void wait() {
+__device__ inline void grid_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may be started as soon as all blocks have come here; its wait() still awaits the end of this one. What it
-// may read before is what nobody writes, as weights, unless this comes after this kernel's own wait(): then all that
-// earlier kernels wrote.
-__device__ inline void release() {
+// The next kernel may be started as soon as all blocks have come here; its grid_wait() still awaits the end of this
+// one. What it may read before is what nobody writes, as weights, unless this comes after this kernel's own
+// grid_wait(): then all that earlier kernels wrote.
+__device__ inline void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif

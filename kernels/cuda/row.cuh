@@ -1,38 +1,38 @@
 // A row of N elements and a block of THREADS, V elements at a time; N is a multiple of V.
 
 constexpr int PER = (N / V + THREADS - 1) / THREADS;  // vectors of a thread
-typedef Vec<T, V> Piece;
+typedef Vec<T, V> Vector;
 
 // Whether the row has a vector threadIdx.x + i * THREADS; the compiler knows it of all i but the last.
-__device__ inline bool within(int i) { return (i + 1) * THREADS <= N / V || threadIdx.x + i * THREADS < N / V; }
+__device__ inline bool in_row(int i) { return (i + 1) * THREADS <= N / V || threadIdx.x + i * THREADS < N / V; }
 
 // Their sum, rounded.
-__device__ inline Piece added(const Piece& a, const Piece& b) {
-    Piece y;
+__device__ inline Vector add(const Vector& a, const Vector& b) {
+    Vector y;
 #pragma unroll
-    for (int j = 0; j < V; j++) y.x[j] = narrow<T>(wide(a.x[j]) + wide(b.x[j]));
+    for (int j = 0; j < V; j++) y.x[j] = from_float<T>(to_float(a.x[j]) + to_float(b.x[j]));
     return y;
 }
 
 struct Weights {  // of this thread's vectors: threadIdx.x, + THREADS, ...
-    Piece w[PER];
+    Vector w[PER];
 
     __device__ Weights(const T* weight) {
 #pragma unroll
         for (int i = 0; i < PER; i++)
-            if (within(i)) w[i] = ((const Piece*)weight)[threadIdx.x + i * THREADS];
+            if (in_row(i)) w[i] = ((const Vector*)weight)[threadIdx.x + i * THREADS];
     }
 };
 
 // Writes the norm of what `row` holds to `out`. A second call needs a barrier before.
-__device__ inline void finish(const Piece (&row)[PER], const Weights& weights, T* out, float eps) {
+__device__ inline void write_norm(const Vector (&row)[PER], const Weights& weights, T* out, float eps) {
     __shared__ float sums[32];
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < PER; i++)
-        if (within(i))
+        if (in_row(i))
 #pragma unroll
-            for (int j = 0; j < V; j++) sum += wide(row[i].x[j]) * wide(row[i].x[j]);
+            for (int j = 0; j < V; j++) sum += to_float(row[i].x[j]) * to_float(row[i].x[j]);
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
@@ -42,10 +42,10 @@ __device__ inline void finish(const Piece (&row)[PER], const Weights& weights, T
     float scale = rsqrtf(total / N + eps);
 #pragma unroll
     for (int i = 0; i < PER; i++)
-        if (within(i)) {
-            Piece y;
+        if (in_row(i)) {
+            Vector y;
 #pragma unroll
-            for (int j = 0; j < V; j++) y.x[j] = narrow<T>(wide(row[i].x[j]) * scale * wide(weights.w[i].x[j]));
-            ((Piece*)out)[threadIdx.x + i * THREADS] = y;
+            for (int j = 0; j < V; j++) y.x[j] = from_float<T>(to_float(row[i].x[j]) * scale * to_float(weights.w[i].x[j]));
+            ((Vector*)out)[threadIdx.x + i * THREADS] = y;
         }
 }

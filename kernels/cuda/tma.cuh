@@ -1,58 +1,60 @@
-// The copy engine of sm_90 and later: boxes of a matrix come to shared memory, and barriers there tell that they have.
+// TMA, the tensor memory accelerator of sm_90 and later: boxes of a matrix come to shared memory, and mbarriers there tell
+// that they have.
 
-struct alignas(64) Map {  // CUtensorMap
+struct alignas(64) TensorMap {  // CUtensorMap
     char opaque[128];
 };
 typedef unsigned long long Barrier;
 
 #if __CUDA_ARCH__ >= 900
-__device__ inline unsigned shared(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ inline unsigned smem_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-__device__ inline void init(Barrier* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
+__device__ inline void mbarrier_init(Barrier* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
 }
 
 // What was written to shared memory, or read from it, comes before what the engine and asynchronous products do there.
-__device__ inline void settle() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// After the last init(), before the barriers are used.
-__device__ inline void publish() {
+// After the last mbarrier_init(), before the barriers are used.
+__device__ inline void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    settle();
+    fence_async_proxy();
 }
 
 // The one arrival at a barrier that awaits so many bytes by the engine.
-__device__ inline void expect(Barrier* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory");
+__device__ inline void mbarrier_expect(Barrier* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
 }
 
-__device__ inline void arrive(Barrier* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
+__device__ inline void mbarrier_arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
-__device__ inline void await(Barrier* barrier, int round) {
+__device__ inline void mbarrier_wait(Barrier* barrier, int round) {
     asm volatile(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(shared(barrier)),
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(smem_address(barrier)),
         "r"(round & 1)
         : "memory");
 }
 
-// What a map says is brought near, so that the first copy does not wait for it. Maps are arguments: no wait() is needed.
-__device__ inline void ask_for(const Map* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// What a map says is brought near, so that the first copy does not wait for it. Maps are arguments: no grid_wait() is
+// needed.
+__device__ inline void prefetch_tensor_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // The box of `map` that begins with these inputs and rows.
-__device__ inline void copy(unsigned to, const Map* map, int input, int row, Barrier* barrier) {
+__device__ inline void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
                      to),
-                 "l"(map), "r"(input), "r"(row), "r"(shared(barrier))
+                 "l"(map), "r"(input), "r"(row), "r"(smem_address(barrier))
                  : "memory");
 }
 
 // The box of a map that counts runs of 64 inputs: of these runs and rows.
-__device__ inline void copy_runs(unsigned to, const Map* map, int run, int row, Barrier* barrier) {
+__device__ inline void tma_load_runs(unsigned to, const TensorMap* map, int run, int row, Barrier* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
                      to),
-                 "l"(map), "r"(0), "r"(run), "r"(row), "r"(shared(barrier))
+                 "l"(map), "r"(0), "r"(run), "r"(row), "r"(smem_address(barrier))
                  : "memory");
 }
 
@@ -62,37 +64,37 @@ __device__ inline int cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ inline void meet_cluster() {
+__device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ inline void arrive_at(Barrier* barrier, int rank) {
+__device__ inline void mbarrier_arrive_at(Barrier* barrier, int rank) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
-            shared(barrier)),
+            smem_address(barrier)),
         "r"(rank)
         : "memory");
 }
 
 // The box to both blocks, to the same place; each one's barrier awaits its own.
-__device__ inline void copy_to_both(unsigned to, const Map* map, int input, int row, Barrier* barrier) {
+__device__ inline void tma_load_multicast(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
         "[%4], %5;" ::"r"(to),
-        "l"(map), "r"(input), "r"(row), "r"(shared(barrier)), "h"((unsigned short)3)
+        "l"(map), "r"(input), "r"(row), "r"(smem_address(barrier)), "h"((unsigned short)3)
         : "memory");
 }
 
 // 16 bytes of shared memory.
-__device__ inline void clear(unsigned at) {
+__device__ inline void zero_smem(unsigned at) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
 }
 
-// A warp has read its part of a stage: what its loads still have on its way is read before the engine writes there again.
-// The arrival alone does not wait for them, and the engine is another proxy.
-__device__ inline void hand_back(Barrier* empty) {
-    settle();
+// A warp has read its part of a stage: what its loads still have on its way is read before the engine writes there
+// again. The arrival alone does not wait for them, and the engine is another proxy.
+__device__ inline void release_stage(Barrier* empty) {
+    fence_async_proxy();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(empty);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 #endif

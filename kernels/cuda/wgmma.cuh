@@ -1,18 +1,19 @@
 // Hopper's asynchronous tensor-core products, whose operands lie in shared memory in boxes of 64 elements with the copy
-// engine's 128-byte swizzle (PTX ISA, Asynchronous Warpgroup Level Matrix Multiply-Accumulate). Four warps do each of them.
+// engine's 128-byte swizzle (PTX ISA, Asynchronous Warpgroup Level Matrix Multiply-Accumulate). Four warps do each of
+// them.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// The operand that begins at `start`: boxes of 8 rows of 128 bytes, 1024 bytes apart, and `apart` bytes from one run of 64
-// elements to the next where the rows are the sum's (PTX ISA, Shared Memory Matrix Layout).
-__device__ inline unsigned long long describe(unsigned start, int apart) {
+// The operand that begins at `start`: boxes of 8 rows of 128 bytes, 1024 bytes apart, and `apart` bytes from one run of
+// 64 elements to the next where the rows are the sum's (PTX ISA, Shared Memory Matrix Layout).
+__device__ inline unsigned long long smem_descriptor(unsigned start, int apart) {
     return 1ull << 62 | (unsigned long long)(1024 >> 4) << 32 | (unsigned long long)(apart >> 4) << 16 | (start & 0x3ffff) >> 4;
 }
 
-__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until at most N of the groups of products are under way.
-template <int N> __device__ inline void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int N> __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 // Registers that products under way read or write must not be moved past here.
-template <int N> __device__ inline void hold(float (&x)[N]) {
+template <int N> __device__ inline void fence_registers(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
@@ -35,7 +36,7 @@ template <int N> __device__ inline void hold(float (&x)[N]) {
 
 // c [64, n] = or += a [64, 16] b [n, 16], a in registers: with ACROSS b is [16, n].
 #define OF_REGISTERS(type, name, n, sums, a0, a1, a2, a3, b0, more, across, ...)                                         \
-    template <bool ACROSS> __device__ inline void multiply(type, float (&c)[n / 2], const unsigned (&a)[4],             \
+    template <bool ACROSS> __device__ inline void wgmma(type, float (&c)[n / 2], const unsigned (&a)[4],             \
                                                            unsigned long long b, bool add) {                            \
         asm volatile("{ .reg .pred add; setp.ne.b32 add, " more ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32."  \
                      name "." name " {" sums "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b0 ", add, 1, 1, " across "; }"    \
@@ -44,13 +45,13 @@ template <int N> __device__ inline void hold(float (&x)[N]) {
     }
 // The same of a and b [n, 16] in shared memory.
 #define OF_SHARED(type, name, n, sums, a0, b0, more, ...)                                                                \
-    __device__ inline void multiply(type, float (&c)[n / 2], unsigned long long a, unsigned long long b, bool add) {    \
+    __device__ inline void wgmma(type, float (&c)[n / 2], unsigned long long a, unsigned long long b, bool add) {    \
         asm volatile("{ .reg .pred add; setp.ne.b32 add, " more ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32."  \
                      name "." name " {" sums "}, " a0 ", " b0 ", add, 1, 1, 0, 0; }"                                    \
                      : __VA_ARGS__                                                                                      \
                      : "l"(a), "l"(b), "r"((int)add));                                                                  \
     }
-#define PRODUCTS(type, name)                                                                                            \
+#define WGMMA(type, name)                                                                                            \
     OF_REGISTERS(type, name, 64, D32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(c, 0), SIXTEEN(c, 16))   \
     OF_REGISTERS(type, name, 128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTY_FOUR(c, 0))               \
     OF_REGISTERS(type, name, 256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTY_FOUR(c, 0),       \
@@ -62,9 +63,9 @@ template <int N> __device__ inline void hold(float (&x)[N]) {
     OF_SHARED(type, name, 112, D56, "%56", "%57", "%58", SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32), EIGHT(c, 48))   \
     OF_SHARED(type, name, 128, D64, "%64", "%65", "%66", SIXTY_FOUR(c, 0))                                              \
     OF_SHARED(type, name, 256, D128, "%128", "%129", "%130", SIXTY_FOUR(c, 0), SIXTY_FOUR(c, 64))
-PRODUCTS(bf16, "bf16")
-PRODUCTS(f16, "f16")
-#undef PRODUCTS
+WGMMA(bf16, "bf16")
+WGMMA(f16, "f16")
+#undef WGMMA
 #undef OF_SHARED
 #undef OF_REGISTERS
 #endif

@@ -2,20 +2,21 @@
 
 // y [tokens, width] = row ids[t] - start of table [rows, width], V elements at a time; zeros where the table has none.
 extern "C" __global__ void embed(const long long* ids, const T* table, T* y, int width, int start, int rows) {
-    typedef Vec<T, V> Piece;
-    release();
-    wait();
+    typedef Vec<T, V> Vector;
+    launch_dependents();
+    grid_wait();
     long long row = ids[blockIdx.x] - start;
     bool here = row >= 0 && row < rows;
-    const Piece* from = (const Piece*)(table + (here ? row : 0) * width);
-    Piece* to = (Piece*)(y + (long long)blockIdx.x * width);
-    for (int i = threadIdx.x; i < width / V; i += blockDim.x) to[i] = here ? from[i] : Piece{};
+    const Vector* from = (const Vector*)(table + (here ? row : 0) * width);
+    Vector* to = (Vector*)(y + (long long)blockIdx.x * width);
+    for (int i = threadIdx.x; i < width / V; i += blockDim.x) to[i] = here ? from[i] : Vector{};
 }
 
-// cos, sin [tokens, 2 half] f32 of row positions[t] of table [positions, 2, half]: both halves alike, the first of sin negated.
+// cos, sin [tokens, 2 half] f32 of row positions[t] of table [positions, 2, half]: both halves alike, the first of sin
+// negated.
 extern "C" __global__ void cos_sin(const long long* positions, const float* table, float* cos, float* sin, int half) {
-    release();
-    wait();
+    launch_dependents();
+    grid_wait();
     const float* from = table + positions[blockIdx.x] * 2 * half;
     long long to = (long long)blockIdx.x * 2 * half;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {

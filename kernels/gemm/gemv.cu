@@ -1,10 +1,10 @@
 // y [R, outputs] = x [R, I] W^T for one to a few rows: a warp reads OUTS rows of W as fast as memory gives them.
 //
 // The first AHEAD vectors of each are asked for before the kernel's predecessor has ended: weights do not change. I is
-// a multiple of a warp's access, outputs one of what a block computes. Shared memory: x, R * I elements. With GATED, W is
-// a gate matrix over an up matrix, a warp's two rows are one of each, and y = act(gate) * up. With BIAS, bias [outputs] is
-// added. With NORM every block makes
-// x itself, of what the kernel before has left of it: the norm of x + residual.
+// a multiple of a warp's access, outputs one of what a block computes. Shared memory: x, R * I elements. With GATED, W
+// is a gate matrix over an up matrix, a warp's two rows are one of each, and y = act(gate) * up. With BIAS, bias
+// [outputs] is added. With NORM every block makes x itself, of what the kernel before has left of it: the norm of x +
+// residual.
 
 constexpr int V = 8;                 // elements of one access
 constexpr int STEPS = I / (32 * V);  // accesses of a warp to a row
@@ -27,25 +27,25 @@ __device__ inline Access stream(const Access* from) {
 
 // The norm of x + residual to `to`. That sum goes to `sum`, as other blocks still read the residual.
 __device__ inline void reduce_add_norm(const T* x, const T* residual, const Weights& weights, float eps, T* sum, T* to) {
-    Piece row[R][PER], held[R][PER];
+    Vector row[R][PER], held[R][PER];
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
         for (int i = 0; i < PER; i++)
-            if (within(i)) {
+            if (in_row(i)) {
                 const int at = r * (N / V) + threadIdx.x + i * THREADS;
-                row[r][i] = ((const Piece*)x)[at], held[r][i] = ((const Piece*)residual)[at];
+                row[r][i] = ((const Vector*)x)[at], held[r][i] = ((const Vector*)residual)[at];
             }
 #pragma unroll
     for (int r = 0; r < R; r++) {
 #pragma unroll
         for (int i = 0; i < PER; i++)
-            if (within(i)) {
-                row[r][i] = added(row[r][i], held[r][i]);
-                if (blockIdx.x == 0) ((Piece*)sum)[r * (N / V) + threadIdx.x + i * THREADS] = row[r][i];
+            if (in_row(i)) {
+                row[r][i] = add(row[r][i], held[r][i]);
+                if (blockIdx.x == 0) ((Vector*)sum)[r * (N / V) + threadIdx.x + i * THREADS] = row[r][i];
             }
         if (r) __syncthreads();
-        finish(row[r], weights, to + r * N, eps);
+        write_norm(row[r], weights, to + r * N, eps);
     }
 }
 
@@ -66,15 +66,15 @@ gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* res
     float offset[OUTS] = {};
     if constexpr (BIAS)
 #pragma unroll
-        for (int o = 0; o < OUTS; o++) offset[o] = wide(bias[GATED ? first + o * (outputs / 2) : first + o]);
+        for (int o = 0; o < OUTS; o++) offset[o] = to_float(bias[GATED ? first + o * (outputs / 2) : first + o]);
     if constexpr (NORM) {
         const Weights weights(norm_weight);
-        wait();
-        release();
+        grid_wait();
+        launch_dependents();
         reduce_add_norm(x, residual, weights, eps, sum, (T*)xs);
     } else {
-        wait();
-        release();
+        grid_wait();
+        launch_dependents();
         for (int i = threadIdx.x; i < R * I / V; i += THREADS) xs[i] = ((const uint4*)x)[i];
     }
     __syncthreads();
@@ -90,10 +90,10 @@ gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* res
                 unsigned a[4] = {at.x, at.y, at.z, at.w};
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    float2 p = pair<T>(a[j]);
+                    float2 p = unpack<T>(a[j]);
 #pragma unroll
                     for (int o = 0; o < OUTS; o++) {
-                        float2 w = pair<T>(ring[u][o].u[j]);
+                        float2 w = unpack<T>(ring[u][o].u[j]);
                         parts[o][r] += p.x * w.x;
                         parts[o][r] += p.y * w.y;
                     }
@@ -112,9 +112,9 @@ gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* res
         for (int o = 0; o < OUTS; o++) total[o] = warp_sum(parts[o][r]) + offset[o];
         if (lane) continue;
         if (GATED)
-            y[(long long)r * (outputs / 2) + first] = narrow<T>(gated<T, ACT>(total[0], total[OUTS - 1]));
+            y[(long long)r * (outputs / 2) + first] = from_float<T>(gated<T, ACT>(total[0], total[OUTS - 1]));
         else
 #pragma unroll
-            for (int o = 0; o < OUTS; o++) y[(long long)r * outputs + first + o] = narrow<T>(total[o]);
+            for (int o = 0; o < OUTS; o++) y[(long long)r * outputs + first + o] = from_float<T>(total[o]);
     }
 }

@@ -1,15 +1,17 @@
-// y [rows, width] = x [rows, I] W^T for up to 8 * TILES rows, at the speed at which W [outputs, I] is read: from sm_90 on.
+// y [rows, width] = x [rows, I] W^T for up to 8 * TILES rows, at the speed at which W [outputs, I] is read: from sm_90
+// on.
 //
-// One warp has the copy engine bring chunks of KC inputs of M outputs, and the same inputs of x, to shared memory, STAGES
-// of them ahead and on into the next tile of outputs; the others multiply them by tensor cores. As much of W as fits is
-// asked for before the kernel's predecessor has ended. With GATED, W is a gate matrix over an up matrix and y = act(gate) *
-// up. With BIAS, bias [outputs] is added. A chunk lies in shared memory as boxes of 64 inputs, whose pieces of 16 bytes change places in each row (the
-// engine's 128-byte swizzle): the eight rows that an instruction reads lie in different banks. Rows of x from `rows` on
-// are whatever lies there: to ask the engine for zeros past x's end takes it a fifth longer.
+// One warp has TMA bring chunks of KC inputs of M outputs, and the same inputs of x, to shared memory,
+// STAGES of them ahead and on into the next tile of outputs; the others multiply them by tensor cores. As much of W as
+// fits is asked for before the kernel's predecessor has ended. With GATED, W is a gate matrix over an up matrix and y =
+// act(gate) * up. With BIAS, bias [outputs] is added. A chunk lies in shared memory as boxes of 64 inputs, whose pieces
+// of 16 bytes change places in each row (the engine's 128-byte swizzle): the eight rows that an instruction reads lie
+// in different banks. Rows of x from `rows` on are whatever lies there: to ask the engine for zeros past x's end takes
+// it a fifth longer.
 //
-// With WHOLE four warps take all 64 rows of x and all of a tile's outputs by Hopper's asynchronous instructions, which read
-// x once for WIDTH outputs; warps on their own, each with 16 outputs, read it once each, which from 33 rows on is more than
-// shared memory gives.
+// With WHOLE four warps take all 64 rows of x and all of a tile's outputs by Hopper's asynchronous instructions, which
+// read x once for WIDTH outputs; warps on their own, each with 16 outputs, read it once each, which from 33 rows on is
+// more than shared memory gives.
 
 constexpr int ROWS = 8 * TILES;                // of x
 constexpr int BOXES = KC / 64;                 // of a chunk
@@ -26,10 +28,10 @@ constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's output
 #include "wgmma.cuh"
 
 #if __CUDA_ARCH__ >= 900
-__device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
+__device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
 
 __device__ inline float total(const float* sums, int out, int row, const T* bias) {
-    float y = BIAS ? wide(*bias) : 0;
+    float y = BIAS ? to_float(*bias) : 0;
 #pragma unroll
     for (int k = 0; k < GROUPS; k++) y += sums[(k * M + out) * WIDE + row];
     return y;
@@ -42,7 +44,7 @@ __device__ inline void store(const float* sums, const T* bias, T* y, int first, 
         const int column = first + out;
         float value = total(sums, out, row, bias + column);
         if (GATED) value = gated<T, ACT>(value, total(sums, OUTS + out, row, bias + width + column));
-        y[(long long)row * width + column] = narrow<T>(value);
+        y[(long long)row * width + column] = from_float<T>(value);
     }
 }
 #endif
@@ -57,23 +59,23 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
 #pragma unroll 1
         for (; n < start + CHUNKS; n++) {
             const unsigned stage = ring + n % STAGES * STAGE;
-            await(full + n % STAGES, n / STAGES);
-            begin_products();
+            mbarrier_wait(full + n % STAGES, n / STAGES);
+            wgmma_fence();
 #pragma unroll
             for (int i = 0; i < KC / 16; i++) {
-                const unsigned long long a = describe(stage + (BOXES * M + i / 4 * ROWS) * 128 + i % 4 * 32, 16);
+                const unsigned long long a = smem_descriptor(stage + (BOXES * M + i / 4 * ROWS) * 128 + i % 4 * 32, 16);
 #pragma unroll
                 for (int p = 0; p < PARTS; p++)
-                    multiply(T(), sum[p], a, describe(stage + (i / 4 * M + p * WIDTH) * 128 + i % 4 * 32, 16), i > 0 || n > start);
+                    wgmma(T(), sum[p], a, smem_descriptor(stage + (i / 4 * M + p * WIDTH) * 128 + i % 4 * 32, 16), i > 0 || n > start);
             }
-            end_products();
-            await_products<0>();  // with one more chunk under way ptxas would serialize them
-            if (lane == 0) arrive(empty + n % STAGES);
+            wgmma_commit();
+            wgmma_wait<0>();  // with one more chunk under way ptxas would serialize them
+            if (lane == 0) mbarrier_arrive(empty + n % STAGES);
         }
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) hold(sum[p]);
+        for (int p = 0; p < PARTS; p++) fence_registers(sum[p]);
         const int column = (blockIdx.x + t * gridDim.x) * OUTS + lane % 4 * 2;
-        auto with_bias = [&](float value, int at) { return BIAS ? value + wide(bias[column + at]) : value; };
+        auto with_bias = [&](float value, int at) { return BIAS ? value + to_float(bias[column + at]) : value; };
         T* to = y + column;
 #pragma unroll
         for (int r = 0; r < OUTS / 2; r += 2) {
@@ -85,9 +87,9 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
                 if constexpr (GATED) {
                     const int up = r + i + OUTS / 2;
                     const float other = with_bias(sum[up / (WIDTH / 2)][up % (WIDTH / 2)], width + r / 4 * 8 + i);
-                    pair.x[i] = narrow<T>(gated<T, ACT>(value, other));
+                    pair.x[i] = from_float<T>(gated<T, ACT>(value, other));
                 } else {
-                    pair.x[i] = narrow<T>(value);
+                    pair.x[i] = from_float<T>(value);
                 }
             }
             if (row < rows) *(Vec<T, 2>*)(to + (long long)row * width + r / 4 * 8) = pair;
@@ -97,51 +99,51 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-pipelined_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, const T* bias, T* y, int rows, int outputs) {
+pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ TensorMap of_w, const T* bias, T* y, int rows, int outputs) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
-    const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
-    float* sums = (float*)((char*)memory + (ring - shared(memory)) + STAGES * STAGE);
+    const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
+    float* sums = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * STAGE);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs, tiles = outputs / M;
     const int mine = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
-            init(full + s, 1);
-            init(empty + s, THREADS / 32);
+            mbarrier_init(full + s, 1);
+            mbarrier_init(empty + s, THREADS / 32);
         }
-        publish();
+        fence_mbarrier_init();
     }
     __syncthreads();
     if (thread == THREADS) {
         auto ask = [&](int n) {  // for W's part of the n-th chunk
             int stage = n % STAGES, tile = blockIdx.x + n / CHUNKS * gridDim.x, at = n % CHUNKS * KC;
-            expect(full + stage, (M + rows) * KC * 2);
+            mbarrier_expect(full + stage, (M + rows) * KC * 2);
 #pragma unroll
             for (int b = 0; b < BOXES; b++) {
                 unsigned to = ring + stage * STAGE + b * M * 128;
-                copy(to, &of_w, at + b * 64, tile * OUTS, full + stage);
-                if (GATED) copy(to + OUTS * 128, &of_w, at + b * 64, width + tile * OUTS, full + stage);
+                tma_load(to, &of_w, at + b * 64, tile * OUTS, full + stage);
+                if (GATED) tma_load(to + OUTS * 128, &of_w, at + b * 64, width + tile * OUTS, full + stage);
             }
         };
         auto ask_x = [&](int n) {
             int stage = n % STAGES, at = n % CHUNKS * KC;
 #pragma unroll
             for (int b = 0; b < BOXES; b++)
-                copy(ring + stage * STAGE + (BOXES * M + b * ROWS) * 128, &of_x, at + b * 64, 0, full + stage);
+                tma_load(ring + stage * STAGE + (BOXES * M + b * ROWS) * 128, &of_x, at + b * 64, 0, full + stage);
         };
         for (int n = 0; n < STAGES && n < count; n++) ask(n);
-        wait();
-        release();
+        grid_wait();
+        launch_dependents();
         for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
         for (int n = STAGES; n < count; n++) {
-            await(empty + n % STAGES, n / STAGES - 1);
+            mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
             ask(n);
             ask_x(n);
         }
     } else if (thread < THREADS) {
-        wait();
+        grid_wait();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         if constexpr (WHOLE) {
             whole_tiles(bias, y, ring, full, empty, mine, width, rows);
@@ -158,37 +160,37 @@ pipelined_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_
 #pragma unroll 1
             for (const int start = n, end = n + CHUNKS; n < end; n++) {
                 int stage = n % STAGES;
-                await(full + stage, n / STAGES);
+                mbarrier_wait(full + stage, n / STAGES);
                 // What was loaded of the chunk before has been multiplied, so that it has been read.
-                if (n > start && lane == 0) arrive(empty + (n - 1) % STAGES);
+                if (n > start && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
 #pragma unroll
                 for (int i = 0; i < KC / 16; i += GROUPS) {
                     const int k = i + group, box = stage * STAGE + k / 4 * M * 128, box_x = stage * STAGE + k / 4 * ROWS * 128;
                     unsigned a[4];
-                    load(a, w_from + box + (k % 4 * 32 ^ w_piece));
+                    ldmatrix(a, w_from + box + (k % 4 * 32 ^ w_piece));
                     if constexpr (TILES == 1) {
                         unsigned b[2];
-                        load(b, x_from + box_x + (k % 4 * 32 ^ x_piece));
-                        multiply<T>(sum[0], a, b[0], b[1]);
+                        ldmatrix(b, x_from + box_x + (k % 4 * 32 ^ x_piece));
+                        mma<T>(sum[0], a, b[0], b[1]);
                     } else {
 #pragma unroll
                         for (int j = 0; j < TILES; j += 2) {
                             unsigned b[4];
-                            load(b, x_from + box_x + j * 1024 + (k % 4 * 32 ^ x_piece));
-                            multiply<T>(sum[j], a, b[0], b[1]);
-                            multiply<T>(sum[j + 1], a, b[2], b[3]);
+                            ldmatrix(b, x_from + box_x + j * 1024 + (k % 4 * 32 ^ x_piece));
+                            mma<T>(sum[j], a, b[0], b[1]);
+                            mma<T>(sum[j + 1], a, b[2], b[3]);
                         }
                     }
                 }
             }
-            hand_back(empty + (n - 1) % STAGES);
-            if (t) meet();  // the values of the tile before have been stored
+            release_stage(empty + (n - 1) % STAGES);
+            if (t) consumer_sync();  // the values of the tile before have been stored
             float* here = sums + (group * M + sub * 16 + lane / 4) * WIDE + lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < TILES; j++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) here[i / 2 * 8 * WIDE + j * 8 + i % 2] = sum[j][i];
-            meet();
+            consumer_sync();
             store(sums, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
         }
     }

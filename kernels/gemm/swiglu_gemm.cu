@@ -1,9 +1,9 @@
 // y [rows, OUTPUTS] = silu(x G^T) * (x U^T) of thousands of rows, where W [2 OUTPUTS, I] is G over U: for sm_90 alone.
 //
-// Two blocks of a cluster take 128 rows each and the same OUTS outputs; each brings one of the two matrices' rows to both,
-// which halves what comes from the second-level cache. One warp of a block has the copy engine bring chunks of KC inputs,
-// STAGES ahead and on into the next tile; two groups of four warps multiply, 64 rows each, gates and ups side by side, so
-// that both of an output lie in the same lane: sums never leave the registers.
+// Two blocks of a cluster take 128 rows each and the same OUTS outputs; each brings one of the two matrices' rows to
+// both, which halves what comes from the second-level cache. One warp of a block has TMA bring chunks of KC
+// inputs, STAGES ahead and on into the next tile; two groups of four warps multiply, 64 rows each, gates and ups side
+// by side, so that both of an output lie in the same lane: sums never leave the registers.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -30,20 +30,20 @@ struct Place {  // of a cluster's tile
 #endif
 
 extern "C" __global__ void PAIRED __launch_bounds__(384, 1)
-swiglu_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, T* y, int rows) {
+swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ TensorMap of_w, T* y, int rows) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
-    const unsigned ring = (shared(memory) + 1023) / 1024 * 1024;
+    const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank();
     const int pairs = (rows + 2 * ROWS - 1) / (2 * ROWS), tiles = pairs * (OUTPUTS / OUTS);
-    release();
+    launch_dependents();
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) init(full + s, 1), init(empty + s, 16);  // warps of both blocks
-        publish();
+        for (int s = 0; s < STAGES; s++) mbarrier_init(full + s, 1), mbarrier_init(empty + s, 16);  // warps of both blocks
+        fence_mbarrier_init();
     }
-    meet_cluster();
-    wait();
+    cluster_sync();
+    grid_wait();
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
@@ -52,10 +52,10 @@ swiglu_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, 
                 for (int c = 0; c < CHUNKS; c++, n++) {
                     const int stage = n % STAGES;
                     const unsigned to = ring + stage * STAGE;
-                    if (n >= STAGES) await(empty + stage, n / STAGES - 1);
-                    expect(full + stage, STAGE);
-                    copy(to, &of_x, c * KC, place.row + rank * ROWS, full + stage);
-                    copy_to_both(to + X_BYTES + rank * OUTS * KC * 2, &of_w, c * KC, rank * OUTPUTS + place.out, full + stage);
+                    if (n >= STAGES) mbarrier_wait(empty + stage, n / STAGES - 1);
+                    mbarrier_expect(full + stage, STAGE);
+                    tma_load(to, &of_x, c * KC, place.row + rank * ROWS, full + stage);
+                    tma_load_multicast(to + X_BYTES + rank * OUTS * KC * 2, &of_w, c * KC, rank * OUTPUTS + place.out, full + stage);
                 }
             }
         }
@@ -69,20 +69,20 @@ swiglu_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, 
             for (int c = 0; c < CHUNKS; c++, n++) {
                 const int stage = n % STAGES;
                 const unsigned from = ring + stage * STAGE;
-                await(full + stage, n / STAGES);
-                begin_products();
+                mbarrier_wait(full + stage, n / STAGES);
+                wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < KC / 16; k++)
-                    multiply(T(), sum, describe(from + group * 64 * KC * 2 + k * 32, 16), describe(from + X_BYTES + k * 32, 16), k > 0 || c > 0);
-                end_products();
+                    wgmma(T(), sum, smem_descriptor(from + group * 64 * KC * 2 + k * 32, 16), smem_descriptor(from + X_BYTES + k * 32, 16), k > 0 || c > 0);
+                wgmma_commit();
                 if (c > 0) {
-                    await_products<1>();  // the chunk before has been read
-                    if (lane < 2) arrive_at(empty + (n - 1) % STAGES, lane);
+                    wgmma_wait<1>();  // the chunk before has been read
+                    if (lane < 2) mbarrier_arrive_at(empty + (n - 1) % STAGES, lane);
                 }
             }
-            await_products<0>();
-            if (lane < 2) arrive_at(empty + (n - 1) % STAGES, lane);
-            hold(sum);
+            wgmma_wait<0>();
+            if (lane < 2) mbarrier_arrive_at(empty + (n - 1) % STAGES, lane);
+            fence_registers(sum);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int row = place.row + rank * ROWS + group * 64 + quarter * 16 + lane / 4 + h * 8;
@@ -93,15 +93,15 @@ swiglu_gemm(const __grid_constant__ Map of_x, const __grid_constant__ Map of_w, 
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         const int at = k * 16 + j * 4 + h * 2;
-                        x[j] = both<T>(gated<T, ACT>(sum[at], sum[at + OUTS / 2]), gated<T, ACT>(sum[at + 1], sum[at + 1 + OUTS / 2]));
+                        x[j] = pack<T>(gated<T, ACT>(sum[at], sum[at + OUTS / 2]), gated<T, ACT>(sum[at + 1], sum[at + 1 + OUTS / 2]));
                     }
-                    line_up(x);
+                    exchange_quads(x);
                     if (row < rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
                 }
             }
         }
     }
     __syncwarp();
-    meet_cluster();  // neither block leaves while the other may write to it
+    cluster_sync();  // neither block leaves while the other may write to it
 #endif
 }

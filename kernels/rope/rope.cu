@@ -7,11 +7,11 @@
 constexpr int HALF = TURNED / 2;
 constexpr int PAIRS = (HALF / V + 31) / 32;           // vectors of a lane in each half
 constexpr int REST = ((DIM - TURNED) / V + 31) / 32;  // and behind them
-typedef Vec<T, V> Piece;
+typedef Vec<T, V> Vector;
 typedef Vec<C, V> Stored;
 
 struct Head {
-    Piece first[PAIRS], second[PAIRS], rest[REST ? REST : 1];
+    Vector first[PAIRS], second[PAIRS], rest[REST ? REST : 1];
 };
 
 __device__ inline Head load(const T* from, int lane) {
@@ -19,20 +19,20 @@ __device__ inline Head load(const T* from, int lane) {
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
         int at = (lane + i * 32) * V;
-        if (at < HALF) h.first[i] = *(const Piece*)(from + at), h.second[i] = *(const Piece*)(from + HALF + at);
+        if (at < HALF) h.first[i] = *(const Vector*)(from + at), h.second[i] = *(const Vector*)(from + HALF + at);
     }
 #pragma unroll
     for (int i = 0; i < REST; i++) {
         int at = TURNED + (lane + i * 32) * V;
-        if (at < DIM) h.rest[i] = *(const Piece*)(from + at);
+        if (at < DIM) h.rest[i] = *(const Vector*)(from + at);
     }
     return h;
 }
 
-template <class E> __device__ inline void put(E* to, Piece p) {
+template <class E> __device__ inline void put(E* to, Vector p) {
     Vec<E, V> y;
 #pragma unroll
-    for (int j = 0; j < V; j++) y.x[j] = narrow<E>(wide(p.x[j]));
+    for (int j = 0; j < V; j++) y.x[j] = from_float<E>(to_float(p.x[j]));
     *(Vec<E, V>*)to = y;
 }
 
@@ -49,17 +49,17 @@ template <class E> __device__ inline void store(E* to, const Head& h, int lane) 
     }
 }
 
-__device__ inline float squares(Piece p) {
+__device__ inline float squares(Vector p) {
     float sum = 0;
 #pragma unroll
-    for (int j = 0; j < V; j++) sum += wide(p.x[j]) * wide(p.x[j]);
+    for (int j = 0; j < V; j++) sum += to_float(p.x[j]) * to_float(p.x[j]);
     return sum;
 }
 
-__device__ inline void scaled(Piece& p, float scale, const T* weight) {
-    Piece w = *(const Piece*)weight;
+__device__ inline void scaled(Vector& p, float scale, const T* weight) {
+    Vector w = *(const Vector*)weight;
 #pragma unroll
-    for (int j = 0; j < V; j++) p.x[j] = narrow<T>(wide(p.x[j]) * scale * wide(w.x[j]));
+    for (int j = 0; j < V; j++) p.x[j] = from_float<T>(to_float(p.x[j]) * scale * to_float(w.x[j]));
 }
 
 // Rounded to T before it is turned, as it is where the norm is an operation of its own.
@@ -107,9 +107,9 @@ __device__ inline void turn(Head& h, const Angles& by, int lane) {
         if ((lane + i * 32) * V >= HALF) break;
 #pragma unroll
         for (int j = 0; j < V; j++) {
-            float a = wide(h.first[i].x[j]), b = wide(h.second[i].x[j]);
-            h.first[i].x[j] = narrow<T>(a * by.cos[i][j] - b * by.sin[i][j]);
-            h.second[i].x[j] = narrow<T>(b * by.cos[i][j] + a * by.sin[i][j]);
+            float a = to_float(h.first[i].x[j]), b = to_float(h.second[i].x[j]);
+            h.first[i].x[j] = from_float<T>(a * by.cos[i][j] - b * by.sin[i][j]);
+            h.second[i].x[j] = from_float<T>(b * by.cos[i][j] + a * by.sin[i][j]);
         }
     }
 }
@@ -118,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(128)
 rope_and_store_kv(T* q, const T* k, const T* v, int q_row, int k_row, int v_row, const float* cos, const float* sin,
            const T* q_weight, const T* k_weight, float eps, C* keys, C* values, const long long* slots, int tokens) {
     constexpr int HEADS = Q_HEADS + 2 * KV_HEADS, UNITS = (HEADS + PER - 1) / PER;
-    release();
-    wait();
+    launch_dependents();
+    grid_wait();
     int unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     int t = unit / UNITS;
     if (t >= tokens) return;

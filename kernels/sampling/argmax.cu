@@ -1,4 +1,5 @@
-// The largest element of each row of x [rows, width], the first of equals: values [rows] f32, ids [rows]. NaN is passed over.
+// The largest element of each row of x [rows, width], the first of equals: values [rows] f32, ids [rows]. NaN is passed
+// over.
 //
 // gridDim.x <= 32 blocks share a row, V elements at a time; the last one to arrive compares what all have found in
 // part_values, part_ids [rows, gridDim.x]. arrived [rows] is zero between calls.
@@ -21,20 +22,20 @@ __device__ inline Found warp_best(Found a) {
 
 extern "C" __global__ void __launch_bounds__(256)
 argmax(const T* x, int width, float* values, long long* ids, float* part_values, int* part_ids, int* arrived) {
-    typedef Vec<T, V> Piece;
+    typedef Vec<T, V> Vector;
     __shared__ Found found[8];
     __shared__ bool last;
-    release();
-    wait();
+    launch_dependents();
+    grid_wait();
     const int row = blockIdx.y, parts = gridDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Found none = {__uint_as_float(0xff800000u), width};
-    const Piece* from = (const Piece*)(x + (long long)row * width);
+    const Vector* from = (const Vector*)(x + (long long)row * width);
     Found best = none;
     for (int i = blockIdx.x * 256 + threadIdx.x; i < width / V; i += parts * 256) {
-        Piece p = from[i];
+        Vector p = from[i];
 #pragma unroll
         for (int j = 0; j < V; j++)
-            if (wide(p.x[j]) > best.value) best = {wide(p.x[j]), i * V + j};
+            if (to_float(p.x[j]) > best.value) best = {to_float(p.x[j]), i * V + j};
     }
     best = warp_best(best);
     if (lane == 0) found[warp] = best;

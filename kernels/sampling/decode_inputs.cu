@@ -1,11 +1,12 @@
-// What a decode step reads, from the one piece of memory that the host has sent: n, width, and then of each of n rows its
-// sampler's row, its token's id (negative: the sampler's newest), its position, and `width` entries of its block table.
-// Rows from n on fill a captured batch up: of no token, whose embedding is zeros, they write no key and attend to nothing.
+// What a decode step reads, from the one piece of memory that the host has sent: n, width, and then of each of n rows
+// its sampler's row, its token's id (negative: the sampler's newest), its position, and `width` entries of its block
+// table. Rows from n on fill a captured batch up: of no token, whose embedding is zeros, they write no key and attend
+// to nothing.
 
 extern "C" __global__ void decode_inputs(const int* sent, const T* last, T* ids, T* positions, T* slots, int* lengths,
                                          int* tables, int table_row, int block_size) {
-    release();
-    wait();
+    launch_dependents();
+    grid_wait();
     int b = blockIdx.x, n = sent[0], width = sent[1];
     if (b >= n) {
         if (threadIdx.x == 0) ids[b] = -1, positions[b] = 0, slots[b] = -1, lengths[b] = 0;
