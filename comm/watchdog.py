@@ -116,9 +116,9 @@ class Watchdog(LocalWatchdog):
     def __init__(self, world: Comm, hosts: list[str], timeout: float):
         super().__init__(world.rank)
         self._hosts = hosts
-        self._stalls = [_StallTimer(range(world.size), timeout)]
-        self._start: startup.Start | None = startup.Start()
-        self._standstill = startup.Unmoved(max(startup.PATIENCE, timeout))
+        self._stalls = [_StepStall(range(world.size), timeout)]
+        self._start: startup.StartupProgress | None = startup.StartupProgress()
+        self._standstill = startup.StallTimer(max(startup.PATIENCE, timeout))
         self._timeout = timeout
         self._period = min(0.5, timeout / 8)
         self._event = threading.Event()
@@ -140,7 +140,7 @@ class Watchdog(LocalWatchdog):
         self._send(_WAKE, [peer for rank, peer in self._peers.items() if rank in ranks])
 
     def divide(self, groups: list[range]) -> None:
-        self._stalls = [_StallTimer(ranks, self._timeout) for ranks in groups]
+        self._stalls = [_StepStall(ranks, self._timeout) for ranks in groups]
 
     def begin(self, phase: str) -> None:
         if self._start is not None:
@@ -247,7 +247,7 @@ class Watchdog(LocalWatchdog):
                 self._tell(text, entered, say=kind == _REFUSED)
                 self.end(entered)
             elif kind == _STARTING:
-                peer.doing = startup.Doing(entered, finished, *text.split("\n"))
+                peer.doing = startup.StartupState(entered, finished, *text.split("\n"))
             else:
                 peer.entered, peer.finished, peer.doing = entered, finished, None
         return True
@@ -313,7 +313,7 @@ class _Peer:
         self.name = name
         self.heard = time.monotonic()
         self.entered = self.finished = 0
-        self.doing: startup.Doing | None = startup.Doing(0, 0, "starting")  # None: it has started
+        self.doing: startup.StartupState | None = startup.StartupState(0, 0, "starting")  # None: it has started
         self.leaving = False
         self._buffer = b""
 
@@ -330,7 +330,7 @@ class _Peer:
         return messages
 
 
-class _StallTimer(startup.Unmoved):
+class _StepStall(startup.StallTimer):
     """How long nothing has moved among ranks that have a step to finish."""
 
     def __init__(self, ranks: range, timeout: float):

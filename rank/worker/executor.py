@@ -23,7 +23,7 @@ POLL_INTERVAL = 1e-4  # seconds between looks for a report that is waited for
 class ResultChannel(Protocol):
     """Bytes from a replica's first rank to rank 0; comm/mpi.py and comm/threads.py have it."""
 
-    def post(self, data: bytes) -> None: ...
+    def send(self, data: bytes) -> None: ...
 
     def collect(self) -> list[bytes]: ...
 
@@ -117,7 +117,7 @@ class Reporter:
         try:
             while (result := self._results.get()) is not None:
                 result.wait(None)
-                self._mail.post(protocol.encode_step_output(result.outcome()))
+                self._mail.send(protocol.encode_step_output(result.outcome()))
         except BaseException as error:
             self._watch.fail(error)
 

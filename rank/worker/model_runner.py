@@ -268,7 +268,7 @@ class ModelRunner:
             ids, explained = self._sample_whole(shard, work)
         self._last[sampled_rows] = ids
         if not self.mesh.first:
-            self.mesh.feedback.post(ids, 0)
+            self.mesh.feedback.isend(ids, 0)
         return ids, explained
 
     def _sample_whole(self, shard: Tensor, work: ScheduledBatch) -> tuple[Tensor, Logprobs | None]:
