@@ -93,13 +93,13 @@ class BenchRank(program.Rank):
     def lead(self, replicas: list[Replica], model: Model) -> int:
         ask = msgspec.json.decode(os.environ[ASK], type=Ask)
         (replica,) = replicas
-        team = replica.ranks
+        team = replica.executor
         assert isinstance(team, LocalExecutor)
         clock = Clock()
         clock.wrap(replica.scheduler, "schedule", "schedule")
         clock.wrap(protocol, "encode_plan", "encode")
         clock.wrap(team.control, "publish", "broadcast")
-        clock.wrap(runner_module, "prepare", "prepare")
+        clock.wrap(runner_module, "build_batches", "prepare")
         clock.wrap(team.runner, "_execute", "launch")
         bench = Bench(replica, model.vocab_size, clock)
         bench.run(ask.prefill[0][0], min(64, ask.prefill[0][1]), 4)  # first-call costs
@@ -140,7 +140,7 @@ class Bench:
         ends = [time.perf_counter()]
         while not self.replica.idle:
             if not self.replica.plan():
-                self.replica.wait_pushing()
+                self.replica.wait_with_progress()
                 self.replica.finish()
                 ends.append(time.perf_counter())
         return ends

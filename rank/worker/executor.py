@@ -90,7 +90,7 @@ class RemoteStepFuture:
                 time.sleep(POLL_INTERVAL)
         return True
 
-    def outcome(self) -> protocol.StepOutput:
+    def output(self) -> protocol.StepOutput:
         assert self.told is not None
         return self.told
 
@@ -117,7 +117,7 @@ class Reporter:
         try:
             while (result := self._results.get()) is not None:
                 result.wait(None)
-                self._mail.send(protocol.encode_step_output(result.outcome()))
+                self._mail.send(protocol.encode_step_output(result.output()))
         except BaseException as error:
             self._watch.fail(error)
 

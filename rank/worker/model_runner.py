@@ -81,7 +81,7 @@ class StepFuture:
         time.sleep(seconds)
         return self._copied.query()
 
-    def outcome(self) -> protocol.StepOutput:
+    def output(self) -> protocol.StepOutput:
         if self._computed.ids is None:
             return protocol.StepOutput(b"")
         ids, logprobs = self._computed.ids.tolist(), {}
