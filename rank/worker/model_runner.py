@@ -132,9 +132,7 @@ class ModelRunner:
         self.watch = watch
         self.device = sampler.device
         self.block_size = caches[0][0].shape[1]
-        self._last = torch.zeros(
-            len(state.length), dtype=torch.int64, device=self.device
-        )  # last sampled token of each row
+        self._last = torch.zeros(len(state.length), dtype=torch.int64, device=self.device)  # each row's newest token
         # First pipeline stage: the rows of each step whose ids have not come from the last stage; on host and device.
         self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
         self._pooler = Pooler(model)
@@ -144,9 +142,7 @@ class ModelRunner:
         self._min_microbatch_tokens = min_microbatch_tokens(model, mesh, self.device)
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
-        self.ready = (
-            threading.Event()
-        )  # set once the step thread can execute plans; if it fails before, the process ends
+        self.ready = threading.Event()  # the step thread can execute plans; if it fails before, the process ends
         self._thread = threading.Thread(target=self._execute_all, name="step", daemon=True)
         self._thread.start()
 
