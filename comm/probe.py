@@ -33,7 +33,7 @@ EXIT_PATIENCE = 10  # seconds for exit handlers
 def main() -> int:
     ask = json.loads(os.environ.pop(ENV))
     rank = int(ask["rank"])
-    ask["phase"] = "meet"
+    ask["phase"] = "connect over MPI"
     alarm = threading.Timer(ask["seconds"], _too_late, (ask,))
     alarm.daemon = True
     alarm.start()

@@ -2,8 +2,8 @@
 
 It reads CUDA_VISIBLE_DEVICES and the driver's files. CUDA's rules for the variable (CUDA C++ Programming Guide,
 environment variables): it lists indices, UUIDs of GPUs, or MIG devices. A unique prefix of a UUID is enough. A process
-sees only the first MIG device. An entry of another kind, such as -1, ends the list; a duplicate empties it. CUDA numbers
-the remaining entries from 0.
+sees only the first MIG device. An entry of another kind, such as -1, ends the list; a duplicate empties it. CUDA
+numbers the remaining entries from 0.
 """
 
 from __future__ import annotations

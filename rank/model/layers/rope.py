@@ -35,7 +35,7 @@ class RotaryEmbedding(nn.Module):
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         if dim % 2:
             raise FatalError(
-                f"config.json: rope turns pairs of dimensions, but {dim} of a head's {head_dim} are odd", MODEL
+                f"config.json: rope needs an even number of dimensions, but it gets {dim} of a head's {head_dim}", MODEL
             )
         try:
             frequencies, scale = KINDS[kind](parameters, dim, max_positions, max_model_len)
