@@ -76,7 +76,7 @@ class OfflineRank(program.Rank):
         (replica,) = replicas
         offline = Offline(msgspec.json.decode(os.environ[ASK], type=Ask), replica, model.vocab_size)
         offline.run(self.options.max_num_seqs)
-        replica.ranks.start(protocol.Plan(step=-1, stop=0))
+        replica.executor.start(protocol.Plan(step=-1, stop=0))
         return 0
 
 

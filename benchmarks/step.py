@@ -93,7 +93,7 @@ class BenchRank(program.Rank):
     def lead(self, replicas: list[Replica], model: Model) -> int:
         ask = msgspec.json.decode(os.environ[ASK], type=Ask)
         (replica,) = replicas
-        team = replica.ranks
+        team = replica.executor
         assert isinstance(team, LocalExecutor)
         clock = Clock()
         clock.wrap(replica.scheduler, "schedule", "schedule")
@@ -140,7 +140,7 @@ class Bench:
         ends = [time.perf_counter()]
         while not self.replica.idle:
             if not self.replica.plan():
-                self.replica.wait_pushing()
+                self.replica.wait_with_progress()
                 self.replica.finish()
                 ends.append(time.perf_counter())
         return ends

@@ -16,30 +16,34 @@ class Work(Protocol):
     """An all-reduce under way."""
 
     def wait(self) -> Any:
-        """Let the caller's stream wait for it. What the epilogue has returned; without one the sum. Called once."""
+        """Make the caller's stream wait for the all-reduce. Returns the epilogue's result, or the sum where there is no
+        epilogue. Call it once."""
 
 
 class Comm(Protocol):
     """A group of ranks that exchange tensors. Every member calls the same collectives in the same order.
 
-    Tensors are contiguous. Collectives run in the caller's order on the backend's stream: on GPUs the current
-    CUDA stream, on CPUs they have completed on return.
+    Tensors are contiguous. On GPUs a collective runs on the current CUDA stream, in the order of the calls. On CPUs it
+    has completed when the call returns.
     """
 
     rank: int  # of this process within the group
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of x over the group, in place; returns x. Ranks may differ in the last bit: one rank decides for all."""
+        """Sum of x over the group, in place; returns x. Ranks may differ in the last bit, so one rank makes decisions
+        that depend on it."""
 
     def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> Work | None:
-        """Begin the sum of x, and the `epilogue` that follows it, beside what the caller computes; None: nothing has
-        begun, as this backend has nothing that computes beside the caller, or as x is summed faster without.
+        """Start an all-reduce of x and the `epilogue` that follows it; both overlap with what the caller computes.
 
-        Until the work is waited for, the caller leaves alone what both read and write, and the group's only other
-        collectives are async all-reduces, begun and waited for in the same order on all ranks. The epilogue works in
-        place; on GPUs it runs on another stream. It gets what is still to be added to x, of x's shape, as that is
-        cheaper for a kernel that reads x anyway, and does not keep it; None: x is the sum.
+        Returns None where nothing was started: this backend cannot overlap, or a plain all-reduce of x is faster.
+
+        Until `Work.wait`, the caller must not touch what the two read and write. The group's only other collectives
+        are async all-reduces, started and waited for in the same order on all ranks. The epilogue works in place; on
+        GPUs it runs on another CUDA stream. Its argument is the part of the sum that is still to be added to x, in x's
+        shape: a kernel that reads x anyway adds it at less cost. None means that x is the sum. The epilogue must not
+        keep the argument.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -56,9 +60,11 @@ class Comm(Protocol):
 
     def send(self, x: Tensor, to: int) -> None: ...
 
-    def post(self, x: Tensor, to: int) -> None:
-        """As `send`, but nothing waits for the receiver: for what flows against the tensors' direction, where a send
-        that waits could meet another that waits for this rank. x must not be changed afterwards."""
+    def isend(self, x: Tensor, to: int) -> None:
+        """`send` that does not wait for the receiver. x must not be changed afterwards.
+
+        Use it for messages against the direction of the activations: a blocking send there could deadlock with one
+        that waits for this rank."""
 
     def recv(self, x: Tensor, source: int) -> Tensor:
         """Fill x from `source`; returns x."""
@@ -70,23 +76,23 @@ class Comm(Protocol):
 
 
 class FusedComm:
-    """A group that has faster ways than Comm's for a sum and what stands beside it; each may decline with None, and
-    has done nothing then.
+    """A group with kernels that fuse an all-reduce with the operations beside it.
 
-    Callers ask for this by isinstance and for no backend: MPI's cannot be imported where there is no MPI.
+    Each method may decline: it returns None and has done nothing. Callers test for this class, not for a backend:
+    the MPI backend cannot be imported where there is no MPI.
     """
 
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """The RMS norm of `residual` plus the group's sum of x, and that new residual, [T, H]; both may be
-        overwritten."""
+        """Add the group's sum of x to `residual`. Returns the RMS norm of that and the new residual, both [T, H]. x and
+        residual may be overwritten."""
         raise NotImplementedError
 
     def gemm_all_reduce_add_norm(
         self, x: Tensor, matrix: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """The same of x [T, I] times the transpose of matrix [H, I]."""
+        """`all_reduce_add_norm` of the GEMM of x [T, I] and the transpose of matrix [H, I]."""
         return None
 
 
@@ -97,7 +103,7 @@ def all_reduce_add_norm(group: Comm, x: Tensor, residual: Tensor, weight: Tensor
 
 
 class HostComm(Comm, Protocol):
-    """A group whose tensors are in the host's memory."""
+    """A group whose tensors are in host memory."""
 
     def all_to_allv(self, x: Tensor, counts: list[int], out: Tensor, out_counts: list[int]) -> Tensor:
         """x [sum of counts] has counts[i] elements for rank i, one rank after the other; returns out, filled the same

@@ -1,4 +1,4 @@
-"""Plans go from the lead to every other rank as bytes, in order, without a core spinning on either side."""
+"""Broadcasts plans from rank 0 to the other ranks as bytes, in order. Neither side spins on a core."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import torch
 from .base import Comm
 from .threads import ThreadComm
 
-HEAD = 4000  # bytes of a broadcast that go at once; shared memory's eager limit is 4096 with its header
+HEAD = 4000  # bytes of the first message; the eager limit of shared memory is 4096 with its header
 _LENGTH = 4
-_RING = 8  # broadcasts under way at once: the stages', one that is planned, and room for a slow follower
-SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # between looks for a plan while the job is busy, seconds
-QUIET_AFTER = 0.05  # a follower without a plan for this long waits for a wake-up instead of looking
-WAKE_AFTER = 0.02  # the lead wakes the followers when its last plan is older; well below QUIET_AFTER
+_RING = 8  # broadcasts in flight: one a pipeline stage, one being planned, and slack for a slow follower
+SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # seconds between polls for a plan while the job is busy
+QUIET_AFTER = 0.05  # seconds without a plan after which a follower waits for a wake-up instead of polling
+WAKE_AFTER = 0.02  # rank 0 wakes the followers when its last plan is older; must be well below QUIET_AFTER
 
 
 class PlanBroadcast(Protocol):
     def publish(self, data: bytes) -> None:
-        """Lead: hand data to all other ranks; returns without waiting for them."""
+        """Rank 0: send data to all other ranks, without waiting for them."""
 
     def progress(self) -> bool:
-        """Lead: move outstanding broadcasts on; False when none is left."""
+        """Rank 0: progress outstanding broadcasts; False when none is left."""
 
     def receive(self) -> bytes:
-        """Follower: the next data, waiting quietly."""
+        """Follower: wait for the next data, without spinning."""
 
 
 class Waker(Protocol):
-    """How an idle rank sleeps and is woken; comm/watchdog.py has the one that crosses hosts."""
+    """Lets an idle rank sleep until rank 0 wakes it; comm/watchdog.py has the one that crosses hosts."""
 
     def wake(self, ranks: range) -> None: ...
 
@@ -58,20 +58,20 @@ class ThreadPlanBroadcast:
 
 
 class MpiPlanBroadcast:
-    """Non-blocking broadcasts of a fixed head that carries the length, followed by the rest of a longer message.
+    """Non-blocking MPI broadcasts: a head of fixed size that holds the length, then the rest of a longer message.
 
-    Ibcast needs the same count on all ranks, hence the fixed head. A follower that blocked in MPI would spin a whole
-    core, so it looks, sleeps, looks again, and after QUIET_AFTER waits to be woken.
+    The head has a fixed size because Ibcast needs the same count on all ranks. A follower that blocked in MPI would
+    spin on a core, so it polls with sleeps in between, and after QUIET_AFTER waits for a wake-up.
     """
 
-    def __init__(self, line: Any, waker: Waker, ranks: range):
-        """ranks: whom the line's plans are for, by their ranks in the world. Collective over line."""
-        self._handle = line.handle.Dup()  # plans must not match any tensor's broadcast
+    def __init__(self, group: Any, waker: Waker, ranks: range):
+        """group: rank 0 and its followers. ranks: the followers, by rank in the world. Collective over group."""
+        self._handle = group.handle.Dup()  # plans must not match a tensor's broadcast
         self._waker = waker
-        self._ranks = ranks  # the others may sleep on
+        self._ranks = ranks  # wakes these only
         self._buffers = [np.zeros(HEAD, np.uint8) for _ in range(_RING)]
         self._requests: list[list[Any]] = [[] for _ in range(_RING)]
-        self._kept: list[Any] = [None] * _RING  # overflow bytes, alive until they are sent
+        self._kept: list[Any] = [None] * _RING  # the rests of long messages, which must live until they are sent
         self._next = 0
         self._last = 0.0
 
@@ -89,7 +89,7 @@ class MpiPlanBroadcast:
             self._requests[slot].append(self._handle.Ibcast(self._kept[slot], 0))
         now = time.monotonic()
         if now - self._last > WAKE_AFTER:
-            self._waker.wake(self._ranks)  # only now: whoever is woken looks for the plan for QUIET_AFTER
+            self._waker.wake(self._ranks)  # after Ibcast: a woken rank polls for QUIET_AFTER only
         self._last = now
 
     def _done(self, slot: int) -> bool:
@@ -97,7 +97,7 @@ class MpiPlanBroadcast:
         return not self._requests[slot]
 
     def progress(self) -> bool:
-        return not all([self._done(slot) for slot in range(_RING)])  # a list: every slot is looked at
+        return not all([self._done(slot) for slot in range(_RING)])  # a list, not a generator: test every slot
 
     def receive(self) -> bytes:
         head = self._buffers[0]
@@ -119,13 +119,13 @@ class MpiPlanBroadcast:
                 time.sleep(sleep)
                 sleep = min(sleep * 1.3, SLEEP_LONGEST)
             else:
-                woken = self._waker.wait(0.25)  # woken: the plan is on its way; else one look, to be sure
+                woken = self._waker.wait(0.25)  # woken: poll, the plan is coming; timed out: test once
                 quiet = time.monotonic() + (QUIET_AFTER if woken else 0)
                 sleep = SLEEP_SHORTEST
 
 
 def broadcast_bytes(world: Comm, data: bytes = b"") -> bytes:
-    """Rank 0's data to every rank; for start-up, where waiting may spin. Collective over world."""
+    """Rank 0's data on every rank. Collective over world. For startup only: waiting ranks may spin."""
     length = world.broadcast(torch.tensor([len(data)]), 0)
     content = torch.zeros(int(length), dtype=torch.uint8)
     if world.rank == 0 and data:
@@ -134,7 +134,7 @@ def broadcast_bytes(world: Comm, data: bytes = b"") -> bytes:
 
 
 def gather_bytes(world: Comm, data: bytes) -> list[bytes]:
-    """Every rank's data, in rank order, on every rank. Collective over world; start-up only."""
+    """Every rank's data, in rank order, on every rank. Collective over world. For startup only."""
     lengths = world.all_gather(torch.tensor([len(data)]))[:, 0].tolist()
     mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
@@ -142,7 +142,9 @@ def gather_bytes(world: Comm, data: bytes) -> list[bytes]:
 
 
 def collective_try(world: Comm, step: Callable[[], object]) -> str:
-    """Why a step has failed that all ranks make: the first one's words, on all alike; "" where none has. Collective."""
+    """Run a step on all ranks. Returns "" if it succeeded everywhere, else the first error, the same on all ranks.
+
+    Collective over world."""
     why = ""
     try:
         step()

@@ -1,7 +1,7 @@
-"""A tensor group on one host: all-reduces over memory that its GPUs map of each other.
+"""The communication backend of GPUs on one host: all-reduces over symmetric memory, without multicast.
 
-Small ones are kernels (kernels/collective/allreduce.py). Two Hoppers make those that overlap with GEMMs by DMA copies
-(dma_allreduce.py). All others go over NCCL, as everything does where GPUs cannot map each other. No multicast.
+Small all-reduces are kernels (kernels/collective/allreduce.py). Two Hopper GPUs overlap large ones with GEMMs by DMA
+copies (dma_allreduce.py). NCCL makes all others, and everything where the GPUs cannot map each other's memory.
 """
 
 from __future__ import annotations
@@ -22,36 +22,40 @@ from .symmetric_memory import Driver, NoPeers, map_symmetric
 
 
 class CustomAllReduceComm(NcclComm, FusedComm):
-    """NcclComm whose sums go over mapped memory where that can be had; `why` says why it cannot, `why_not_copies` why
-    copies are not among them where they should be."""
+    """NcclComm whose all-reduces go over symmetric memory where the GPUs allow it.
+
+    `why` says why there is no symmetric memory. `why_not_dma` says why DMA copies failed where they were expected.
+    """
 
     def __init__(self, host: Comm):
-        self.peers: allreduce.SymmetricMemory | None = None  # NcclComm tries a sum out
-        self.why = self.why_not_copies = ""
-        self._copies: DmaAllReduce | None = None
-        self._agreed = False  # all ranks spread the same products
+        self.peers: allreduce.SymmetricMemory | None = None  # set before NcclComm.__init__, which runs an all-reduce
+        self.why = self.why_not_dma = ""
+        self._dma: DmaAllReduce | None = None
+        self._agreed = False  # all ranks have chosen the same GEMM + reduce-scatter kernels
         super().__init__(host)
         if self.size == 1:
             return
         torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
         here, room = device_caps(torch.device("cuda", torch.cuda.current_device())), allreduce.region_bytes(self.size)
-        # Grids have to be the same on all ranks, and so have the kinds of sums.
+        # All ranks need the same grids and the same choice of algorithms.
         mine = f"{here.num_sms} {here.hopper:d}"
         everybodys = [words.decode().split() for words in gather_bytes(host, mine.encode())]
-        copied = self.size == 2 and all(hopper == "1" for _, hopper in everybodys)  # where sums begin beside products
+        # Two Hopper GPUs overlap all-reduces with GEMMs.
+        use_dma = self.size == 2 and all(hopper == "1" for _, hopper in everybodys)
         try:
-            base, stride = map_symmetric(host, Driver(), room + REGION * copied)
+            base, stride = map_symmetric(host, Driver(), room + REGION * use_dma)
         except NoPeers as error:
             self.why = str(error)
             return
         blocks = allreduce.common_blocks(int(num_sms) for num_sms, _ in everybodys)
         self.peers = allreduce.SymmetricMemory(self.rank, self.size, base, stride, blocks)
-        _ = self.peers.table, self.peers.recv_buffer  # made now: not while a graph is captured
-        if copied:
-            self._copies, self.why_not_copies = try_dma_allreduce(host, self.peers, room)
+        _ = self.peers.table, self.peers.recv_buffer  # allocated now: not while a CUDA graph is captured
+        if use_dma:
+            self._dma, self.why_not_dma = try_dma_allreduce(host, self.peers, room)
 
     def agree(self) -> None:
-        """From now on products begin sums, if all ranks have measured the same ones. Collective, after measuring."""
+        """Allow fused GEMM + all-reduce from now on, if all ranks have tuned to the same kernels. Collective; call it
+        after tuning."""
         if self.peers is None:
             return
         mine = zlib.crc32(repr(gemm_reduce_scatter.measured(self.peers.table.device)).encode())
@@ -64,24 +68,24 @@ class CustomAllReduceComm(NcclComm, FusedComm):
         return super().all_reduce(x)
 
     def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> Work | None:
-        """What the kernels take stays on the caller's stream: all of their calls have to be on one."""
+        """None for sizes that the kernels support: all of their calls have to be on one CUDA stream."""
         if self.peers is not None and allreduce.supports(x, self.size):
             return None
         return super().all_reduce_async(x, epilogue)
 
     def all_reduce_partial(self, x: Tensor) -> Tensor | None:
-        if self._copies is None:
+        if self._dma is None:
             return super().all_reduce_partial(x)
         if x.nbytes <= MAX_BYTES:
-            return self._copies.exchange(x)
+            return self._dma.exchange(x)
         for piece in x.view(-1).split(MAX_BYTES // x.itemsize):
-            piece.add_(self._copies.exchange(piece))
+            piece.add_(self._dma.exchange(piece))
         return None
 
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Both as one kernel."""
+        """All-reduce and add-norm as one kernel."""
         if self.peers is None or not allreduce.supports_norm(x, self.size):
             return None
         return allreduce.all_reduce_add_norm(x, residual, weight, eps, self.peers)
@@ -98,11 +102,11 @@ class CustomAllReduceComm(NcclComm, FusedComm):
 
 
 def agree_on_tuning(group: Comm) -> None:
-    """CustomAllReduceComm.agree; nothing where a group is none."""
+    """Call CustomAllReduceComm.agree; do nothing for other backends."""
     if isinstance(group, CustomAllReduceComm):
         group.agree()
 
 
 def symmetric_memory_of(group: Comm) -> allreduce.SymmetricMemory | None:
-    """Over whom a group spreads products and sums; None where it does not."""
+    """The group's symmetric memory, over which fused GEMMs reduce-scatter; None where it has none."""
     return group.peers if isinstance(group, CustomAllReduceComm) else None

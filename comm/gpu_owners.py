@@ -1,7 +1,7 @@
-"""That no two ranks compute on the same GPU: asked when all have chosen theirs.
+"""Checks that no two ranks compute on the same GPU, once all ranks have chosen theirs.
 
-Each may have been shown one GPU as its first, so that an index does not tell: srun gives each task its own, and mpirun
-in a job with --gpus-per-task gives all ranks of a node the same.
+Indices cannot tell: each rank may see one GPU only, as index 0. srun gives each task another one; mpirun in a job with
+--gpus-per-task gives all ranks of a node the same one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def uuid(device: torch.device) -> str:
-    """The driver's name for a GPU, or for the part of it (MIG) that this process sees; "" for the CPU, or unknown."""
+    """The UUID of a GPU, or of the MIG device that this process sees; "" for the CPU, or unknown."""
     if device.type != "cuda":
         return ""
     number, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
@@ -34,9 +34,9 @@ def uuid(device: torch.device) -> str:
 
 
 def check(world: HostComm, hosts: list[str], device: torch.device) -> None:
-    """Collective over world. Raises Stop on the first rank whose GPU is another's as well.
+    """Raises FatalError on the first rank whose GPU another rank has too. Collective over world.
 
-    The other ranks do not return then: they wait for the end of the job, so that one message is said.
+    The other ranks then do not return: they wait for the end of the job, so the user gets one message.
     """
     words = [text.decode().split("\n") for text in gather_bytes(world, f"{uuid(device)}\n{_shown()}".encode())]
     owners: dict[str, int] = {}
@@ -51,7 +51,7 @@ def check(world: HostComm, hosts: list[str], device: torch.device) -> None:
                 "--gpus-per-task=1",
                 USAGE,
             )
-        world.barrier()  # never passed: that rank ends the job
+        world.barrier()  # never returns: that rank ends the job
 
 
 def _shown() -> str:

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and that all have the same Phalanx: asked first when they have joined."""
+"""Finds which ranks share a host and checks that all run the same Phalanx version: the first thing after MPI_Init."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .broadcast import gather_bytes
 
 
 def name_hosts(world: Comm) -> list[str]:
-    """Every rank's host, under a name that no other one has: equal names are one host from here on.
+    """Each rank's host by a unique name: from here on equal names mean the same host. Collective over world.
 
-    Raises Stop where a rank has another Phalanx, which need not speak our protocol.
+    Raises FatalError where a rank runs another version, whose protocol may differ.
     """
     mine = f"{socket.gethostname()}\n{__version__}\n{_boot_id()}".encode()
     words = [text.decode().split("\n") for text in gather_bytes(world, mine)]
@@ -25,7 +25,7 @@ def name_hosts(world: Comm) -> list[str]:
 
 
 def _boot_id() -> str:
-    """What differs where nodes have the same name, as containers and cloned images may."""
+    """Tells nodes of equal name apart, as containers and cloned images have; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -33,7 +33,7 @@ def _boot_id() -> str:
 
 
 def _tell_apart(hosts: list[tuple[str, str]]) -> list[str]:
-    """Names of hosts that are given by name and boot id: `node`, and `node#2` for another one that is called so."""
+    """Unique names for hosts given as (name, boot id): `node`, and `node#2` for a second host of that name."""
     names: dict[tuple[str, str], str] = {}
     for host in hosts:
         if host not in names:

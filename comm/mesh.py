@@ -1,8 +1,8 @@
-"""Replicas, and tensor and pipeline groups in each, out of one world.
+"""Splits the world into replicas, and each replica into tensor and pipeline groups.
 
-Replicas are runs of tp * pp ranks. Rank r has tensor index r % tp, so that a tensor group's ranks are neighbours, which
-mpirun places on one node. Stages are numbered by layers: the first stage holds the embedding, the last stage the head,
-and the *last* stage is the one with rank 0, so that scheduling, sampling and text stay together.
+A replica is tp * pp consecutive ranks. Rank r has tensor index r % tp, so a tensor group's ranks are neighbours, which
+mpirun places on one node. Pipeline stages are numbered by layers: the first has the embedding, the last has the head.
+Rank 0 is in the *last* stage, so scheduling, sampling and text stay together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ BackendFactory = Callable[[Comm], Comm]
 @dataclass(frozen=True)
 class Mesh:
     world: HostComm  # its tensors are in CPU memory
-    replica: int  # which copy of the model this rank has a part of
-    tensor: Comm  # the ranks that share this stage's layers
-    pipe: Comm  # one rank of each stage, the same tensor index; its rank is the stage. Activations go forward on it
+    replica: int  # index of the replica that this rank belongs to
+    tensor: Comm  # tensor-parallel group: the ranks that share this stage's layers
+    pipe: Comm  # pipeline group: one rank of each stage; its rank is the stage. Activations go forward on it
     feedback: Comm  # the same ranks as pipe: sampled ids go back from the last stage to the first
-    experts: Comm  # the ranks that share out the experts of this stage's layers, of all replicas that ep spans
+    experts: Comm  # expert group: the ranks that share this stage's experts; it may span replicas
 
     @property
     def stage(self) -> int:
@@ -51,16 +51,16 @@ def build(
 ) -> Mesh:
     """Collective over world, whose size is a multiple of tp * pp; ep divides the ranks that hold the same stage.
 
-    An expert group is ep neighbours among the ranks of one stage, replica by replica: with tp 2 one of ep 4 spans two
-    replicas. carry: what carries a group's tensors, made from the group of the world's kind; NcclComm on GPUs.
-    carry_tensor: the same for the tensor group, if it is another.
+    An expert group is ep neighbours among the ranks of one stage, replica by replica: with tp 2 and ep 4 it spans two
+    replicas. backend_factory: makes the backend for a group's tensors from a host group; NcclComm on GPUs.
+    tp_backend_factory: the same for the tensor group, where it differs.
     """
     replica, place = divmod(world.rank, tp * pp)
     stage = pp - 1 - place // tp
     index = place % tp
     tensor = world.split(replica * pp + stage, index)
     pipe, feedback = world.split(replica * tp + index, stage), world.split(replica * tp + index, stage)
-    alike = replica * tp + index  # this rank's place among those of its stage
+    alike = replica * tp + index  # this rank's index among the ranks of its stage
     experts = world.split(stage * world.size + alike // ep, alike)
     return Mesh(
         world,
@@ -81,7 +81,7 @@ def replica_ranks(size: int, replicas: int) -> list[range]:
 def control_groups(world: HostComm, replicas: int) -> list[HostComm]:
     """For each replica the group of rank 0 and the replica's ranks, in the world's order.
 
-    Rank 0 is in all of them, other ranks in their own replica's; what they get for the others means nothing.
+    Rank 0 is in all of them. Any other rank is in its own replica's group only; its other entries are unusable.
     Collective over world.
     """
     ranks = replica_ranks(world.size, replicas)

@@ -1,4 +1,4 @@
-"""Ranks as MPI processes, CPU tensors. Also joins the job: the one place where MPI is initialised."""
+"""Ranks as MPI processes, with CPU tensors. MPI is initialised here and nowhere else (`join`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .base import Epilogue
 
-mpi4py.rc(initialize=False, finalize=False)  # before mpi4py.MPI is imported: join() decides when
+mpi4py.rc(initialize=False, finalize=False)  # before mpi4py.MPI is imported: join() initialises
 from mpi4py import MPI  # noqa: E402
 
 _AS_BYTES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
 
 
 def _buffer(x: Tensor) -> Any:
-    """x's memory as numpy; the two-byte floats, which MPI does not know, as integers of their size."""
+    """x's memory as numpy. MPI does not know the two-byte floats: they go as integers of their size."""
     if not x.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous")
     return x.view(_AS_BYTES.get(x.dtype, x.dtype)).numpy()
@@ -29,7 +29,7 @@ class MpiComm:
 
     def __init__(self, handle: MPI.Intracomm):
         self.handle = handle
-        self._posted: list[tuple[Any, Tensor]] = []  # requests, and what they send until it is on its way
+        self._posted: list[tuple[Any, Tensor]] = []  # pending isends with their tensors, which must live until then
         self.rank = handle.Get_rank()
         self.size = handle.Get_size()
 
@@ -42,7 +42,7 @@ class MpiComm:
         return x
 
     def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> None:
-        """Nothing computes beside the thread that waits."""
+        """None: nothing overlaps with the calling thread."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.size, *x.shape))
@@ -73,7 +73,7 @@ class MpiComm:
     def send(self, x: Tensor, to: int) -> None:
         self.handle.Send(_buffer(x), to)
 
-    def post(self, x: Tensor, to: int) -> None:
+    def isend(self, x: Tensor, to: int) -> None:
         self._posted = [(request, kept) for request, kept in self._posted if not request.Test()]
         self._posted.append((self.handle.Isend(_buffer(x), to), x))
 
@@ -91,17 +91,17 @@ class MpiComm:
 
 
 class MpiResultChannel:
-    """Bytes from rank 1 of a group to its rank 0, in order, on a communicator of their own."""
+    """Bytes from rank 1 of a group to its rank 0, in order. It has a communicator of its own."""
 
     def __init__(self, group: MpiComm):
         self._handle = group.handle.Dup()
 
-    def post(self, data: bytes) -> None:
-        """May wait until rank 0 looks."""
+    def send(self, data: bytes) -> None:
+        """May block until rank 0 calls collect."""
         self._handle.Send([data, MPI.BYTE], 0)
 
     def collect(self) -> list[bytes]:
-        """Rank 0: what has arrived."""
+        """Rank 0: the messages that have arrived."""
         found = []
         status = MPI.Status()
         while (message := self._handle.Improbe(1, status=status)) is not None:
@@ -112,11 +112,11 @@ class MpiResultChannel:
 
 
 def join(announced_size: int) -> MpiComm:
-    """Initialise MPI and return the world. Tensors move in the step thread while plans move in the main thread.
+    """Initialise MPI and return the world. announced_size: ranks by the launcher's environment; 0: unknown.
 
-    Raises RuntimeError when the MPI library has no MPI_THREAD_MULTIPLE, or when its world is not the job that the
-    launching environment announced: mpirun and mpi4py then belong to different MPIs, and every process would be
-    a lonely rank 0.
+    Raises RuntimeError where the world has another size: mpirun and mpi4py then belong to different MPI libraries, and
+    every process would be rank 0 of a job of its own. Raises it too where the library lacks MPI_THREAD_MULTIPLE: the
+    step thread sends tensors while the main thread sends plans.
     """
     provided = _initialise()
     world = MPI.COMM_WORLD
@@ -135,10 +135,10 @@ def join(announced_size: int) -> MpiComm:
 
 
 def _initialise() -> int:
-    """MPI_Init_thread; returns the thread level.
+    """Call MPI_Init_thread; returns the thread level.
 
-    Through ctypes, which lets other threads run meanwhile: mpi4py's own call keeps the interpreter's lock, and nobody
-    could tell that a rank is missing.
+    The call goes through ctypes, which releases the interpreter lock. mpi4py's own call keeps it, so no other thread
+    could report that a rank is missing.
     """
     try:
         init = ctypes.CDLL(MPI.__file__).MPI_Init_thread
@@ -146,7 +146,7 @@ def _initialise() -> int:
         return MPI.Init_thread(MPI.THREAD_MULTIPLE)
     provided = ctypes.c_int()
     init(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
-    MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py would: errors become exceptions
+    MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does: errors become exceptions
     return provided.value
 
 
@@ -161,5 +161,5 @@ def abort(code: int) -> None:
 
 
 def leave() -> None:
-    """Finalise MPI: collective, the last call of a rank that ends in order."""
+    """Finalise MPI. Collective; the last call of a rank that ends normally."""
     MPI.Finalize()

@@ -1,4 +1,4 @@
-"""GPU tensors over NCCL, through CuPy. The unique id of each communicator travels over the host communicator."""
+"""GPU tensors over NCCL, through CuPy. The host communicator broadcasts the unique id of each NCCL communicator."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _nccl() -> Any:
 
 
 class NcclWork:
-    """An all-reduce on a stream of its own."""
+    """An all-reduce on a CUDA stream of its own."""
 
     def __init__(self, event: torch.cuda.Event, x: Tensor, result: Any):
-        self._event, self._x, self._result = event, x, result  # x must live until the stream has waited
+        self._event, self._x, self._result = event, x, result  # x must live until the CUDA stream has waited
 
     def wait(self) -> Any:
         torch.cuda.current_stream().wait_event(self._event)
@@ -43,8 +43,8 @@ class NcclComm:
         self.rank = host.rank
         self.size = host.size
         self._nccl = None
-        self._aside: torch.cuda.Stream | None = None  # where `post` waits for the receiver
-        self._beside: torch.cuda.Stream | None = None  # of async all-reduces
+        self._aside: torch.cuda.Stream | None = None  # the CUDA stream on which `isend` waits for the receiver
+        self._beside: torch.cuda.Stream | None = None  # the CUDA stream of async all-reduces
         if self.size > 1:
             nccl = _nccl()
             mine = bytes(b & 0xFF for b in nccl.get_unique_id()) if self.rank == 0 else b""
@@ -78,8 +78,8 @@ class NcclComm:
         return x
 
     def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> Work | None:
-        """On a stream of its own. Memory needs no record_stream: it is freed on the current stream, after that has
-        waited."""
+        """Runs on a CUDA stream of its own. x needs no record_stream: it is freed on the current CUDA stream, which
+        has waited by then."""
         if self._nccl is None:
             return None
         if self._beside is None:
@@ -91,7 +91,7 @@ class NcclComm:
         return NcclWork(self._beside.record_event(), x, result)
 
     def all_reduce_partial(self, x: Tensor) -> Tensor | None:
-        """Sum x up, or return what is still to be added to it: how async all-reduces are made."""
+        """All-reduce x in place, for `all_reduce_async`. A subclass may return the part still to be added to x."""
         self.all_reduce(x)
         return None
 
@@ -132,7 +132,7 @@ class NcclComm:
         assert self._nccl is not None
         self._nccl.send(x.data_ptr(), x.numel(), self._kinds[x.dtype], to, self._stream())
 
-    def post(self, x: Tensor, to: int) -> None:
+    def isend(self, x: Tensor, to: int) -> None:
         if self._aside is None:
             self._aside = torch.cuda.Stream()
         self._aside.wait_stream(torch.cuda.current_stream())
@@ -146,7 +146,7 @@ class NcclComm:
         return x
 
     def barrier(self) -> None:
-        """All members have finished the work that they queued before."""
+        """Returns once all members have finished what they queued before."""
         torch.cuda.current_stream().synchronize()
         self.host.barrier()
 

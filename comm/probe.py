@@ -1,8 +1,8 @@
-"""Measures how the ranks of a job talk, for `phalanx doctor`: `python -m phalanx.comm.probe` on every rank.
+"""Measures communication between the ranks of a job, for `phalanx doctor`: `python -m phalanx.comm.probe` per rank.
 
-The variable PHALANX_PROBE holds JSON: `rank` and `size` as announced, `facts` (a text of this rank's, passed on as it
-is), `device` (its GPU's index, -1 for the CPU), `born` (when it was started, seconds since the epoch), `result` (rank
-0's file for what was found) and `seconds` (until the ranks must have met and measured).
+The variable PHALANX_PROBE holds JSON: `rank` and `size` as the launcher announced them; `facts`, a text of this rank
+that is passed on unread; `device`, the GPU's index, -1 for the CPU; `born`, the start time in seconds since the epoch;
+`result`, the file that rank 0 writes; `seconds`, the time limit for joining and measuring.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .base import Comm
 from .broadcast import gather_bytes
 
 ENV = "PHALANX_PROBE"
-SIZES = (16 << 10, 1 << 20, 64 << 20)  # bytes: a decode step's all-reduce, a prompt's, and bandwidth alone
-PATIENCE = 1.0  # seconds of one size
+SIZES = (16 << 10, 1 << 20, 64 << 20)  # bytes: all-reduces of a decode step, of a prefill step, and bound by bandwidth
+PATIENCE = 1.0  # seconds for one size
 EXIT_PATIENCE = 10  # seconds for exit handlers
 
 
 def main() -> int:
     ask = json.loads(os.environ.pop(ENV))
     rank = int(ask["rank"])
-    ask["phase"] = "meet"
+    ask["phase"] = "connect over MPI"
     alarm = threading.Timer(ask["seconds"], _too_late, (ask,))
     alarm.daemon = True
     alarm.start()
@@ -42,10 +42,10 @@ def main() -> int:
         world = mpi.join(ask["size"])
         found |= {"library": mpi.library(), "joined_s": time.time() - ask["born"]}
         found |= _measure(world, ask)
-    except Exception as error:  # told by rank 0 as a line of its report
+    except Exception as error:  # rank 0 reports it
         found["error"] = str(error)
         if rank:
-            # Rank 0 is in a collective that will not end, or has the same error: its own alarm or word counts.
+            # Rank 0 has the same error or is stuck in a collective: its own report or alarm counts.
             time.sleep(ask["seconds"])
             os._exit(errors.RANK_FAILED)
     alarm.cancel()
@@ -73,8 +73,8 @@ def _measure(world: mpi.MpiComm, ask: dict[str, Any]) -> dict[str, Any]:
 def all_reduce(comm: Comm, device: torch.device) -> list[dict[str, float]]:
     """Median us of each size, and GB/s as nccl-tests' bus bandwidth: 2 (n - 1) / n of the bytes in the time.
 
-    A size is left out where the one before says that a single call would take too long: links between hosts may be
-    a thousand times slower than inside.
+    Stops before a size of which, by the size before, one call would take too long: links between hosts may be a
+    thousand times slower than links within one.
     """
     rows: list[dict[str, float]] = []
     for size in SIZES if comm.size > 1 else ():
@@ -94,7 +94,7 @@ def _agree(comm: Comm, mine: bool, device: torch.device) -> bool:
 
 
 def _timed(comm: Comm, x: torch.Tensor, device: torch.device) -> list[float]:
-    """Seconds of single calls after a first one, as many on every rank: rank 0's clock decides how many."""
+    """Seconds of each call after a warm-up call. Rank 0's clock decides how many calls all ranks make."""
     times: list[float] = []
     deadline = time.monotonic() + PATIENCE
     while len(times) < 2 or (len(times) < 200 and _agree(comm, time.monotonic() < deadline, device)):
@@ -107,7 +107,7 @@ def _timed(comm: Comm, x: torch.Tensor, device: torch.device) -> list[float]:
 
 
 def clocks(world: mpi.MpiComm, hosts: list[str]) -> list[dict[str, Any]]:
-    """How far each other host's clock is ahead of rank 0's: its first rank's, by the quickest of 20 exchanges."""
+    """How far each other host's clock is ahead of rank 0's, by the fastest of 20 exchanges with its first rank."""
     found = []
     for peer in sorted({hosts.index(host) for host in hosts} - {hosts.index(hosts[0])}):
         times = torch.zeros(1, dtype=torch.float64)
@@ -128,7 +128,7 @@ def clocks(world: mpi.MpiComm, hosts: list[str]) -> list[dict[str, Any]]:
 
 
 def _on_gpus(world: mpi.MpiComm, index: int) -> dict[str, Any]:
-    """The same all-reduce between the ranks' GPUs over NCCL; what stands in the way, in words."""
+    """The same all-reduce between the ranks' GPUs over NCCL. `problem` says why it was not possible."""
     problem = ""
     if not torch.cuda.is_available():
         problem = f"PyTorch {torch.__version__} sees no GPU: install it for CUDA (`make install TORCH=cuda`)"
@@ -154,9 +154,9 @@ def _tell(ask: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def _too_late(ask: dict[str, Any]) -> None:
-    """Whoever waits is in MPI: rank 0 leaves its word, and all end."""
+    """The time is over and a rank is stuck in MPI: rank 0 writes the error, and all ranks exit."""
     if int(ask["rank"]):
-        time.sleep(1.0)  # rank 0 has the word, and its end may be the job's
+        time.sleep(1.0)  # let rank 0 write first: the end of any rank may end the job
         os._exit(errors.RANK_STUCK)
     _tell(ask, {"error": f"the ranks did not {ask['phase']} within {ask['seconds']:g} s"})
     os._exit(errors.RANK_STUCK)
@@ -164,7 +164,7 @@ def _too_late(ask: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     code = main()
-    # MPICH takes its leave of mpirun in an exit handler, without which mpirun ends the job; another one may hang.
+    # MPICH signs off from mpirun in an exit handler; without it mpirun kills the job. Other exit handlers may hang.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(EXIT_PATIENCE)
     sys.exit(code)

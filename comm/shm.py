@@ -1,4 +1,4 @@
-"""A tensor group of CPU ranks on one host: sums of few rows go over memory that they share, not through MPI."""
+"""The communication backend of CPU ranks on one host: small all-reduces go over shared memory instead of MPI."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .base import Comm, FusedComm
 from .broadcast import broadcast_bytes
 from .mpi import MpiComm
 
-SLOT = 1 << 16  # elements that one call can sum
+SLOT = 1 << 16  # elements that one all-reduce can have
 
 
 class ShmComm(MpiComm, FusedComm):
-    """MpiComm whose small all-reduces of f32 go over shared memory; `board` says whether it has."""
+    """MpiComm whose small f32 all-reduces go over shared memory. `shm` is None where the ranks share none."""
 
     def __init__(self, host: Comm):
         assert isinstance(host, MpiComm)
         super().__init__(host.handle)
         counts = self.size * LINE
         memory = share(host, 8 * counts + 8 * self.size * SLOT, ops.available()) if self.size > 1 else None
-        self.board = None
+        self.shm = None
         if memory is not None:
             slots = torch.frombuffer(memory, dtype=torch.float32, offset=8 * counts).view(2, self.size, SLOT)
-            self.board = ShmAllReduce(slots, torch.frombuffer(memory, dtype=torch.int64, count=counts), self.rank)
+            self.shm = ShmAllReduce(slots, torch.frombuffer(memory, dtype=torch.int64, count=counts), self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self.board is None or not self.board.takes(x):
+        if self.shm is None or not self.shm.fits(x):
             return super().all_reduce(x)
         assert x.is_contiguous()
-        self.board.all_reduce(x)
+        self.shm.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        if self.board is None or not self.board.takes(x, self.size):
+        if self.shm is None or not self.shm.fits(x, self.size):
             return super().all_gather(x)
         out = x.new_zeros(self.size, *x.shape)
         out[self.rank] = x
@@ -49,16 +49,18 @@ class ShmComm(MpiComm, FusedComm):
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Both without Python in between; None where x is too large."""
-        if self.board is None or not self.board.takes(x):
+        """All-reduce and add-norm as one call into C++; None where x is too large."""
+        if self.shm is None or not self.shm.fits(x):
             return None
-        self.board.all_reduce_add_norm(x, residual, weight, eps)
+        self.shm.all_reduce_add_norm(x, residual, weight, eps)
         return x, residual
 
 
 def share(host: Comm, size: int, able: bool) -> mmap.mmap | None:
-    """Zeroed memory that all ranks of the group map, or None for all of them: as they are on several hosts, or cannot
-    see each other's files, or one of them is not `able`. Nothing of it has a name, or is left when they end.
+    """Zeroed memory that all ranks of the group map. Collective over host.
+
+    None on all ranks where they are on several hosts, cannot open each other's files under /proc, or one is not
+    `able`. The memory has no name: the kernel frees it when the ranks end.
     """
     secret, found, file = secrets.token_bytes(16), None, -1
     with contextlib.suppress(OSError, AttributeError):  # Python may have been built without memfd_create
@@ -76,7 +78,7 @@ def share(host: Comm, size: int, able: bool) -> mmap.mmap | None:
     if found is not None and able:
         found[16 + host.rank] = 1
     host.barrier()
-    able = able and found is not None and found[marks] == b"\1" * host.size  # what one writes all others see
+    able = able and found is not None and found[marks] == b"\1" * host.size  # sees what all ranks have written
     everybody = int(host.all_reduce(torch.tensor([int(able)]))) == host.size
     if file >= 0:
         os.close(file)

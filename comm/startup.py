@@ -1,7 +1,8 @@
-"""How far the ranks are before their first step: they load, measure and capture, and wait for each other in between.
+"""Startup progress of the ranks, from which the watchdog finds a rank that hangs before the first step.
 
-Loading may take hours, so time alone tells nothing. As long as any rank gets on, by a phase or by some bytes, all is
-well. Once nobody has for a long time, whoever has not come to where the others wait is to blame.
+Before it, ranks load, profile and capture, and wait for each other in between. Loading may take hours, so a time limit
+alone cannot judge. The job is healthy as long as any rank makes progress, by a phase or by some bytes. Once no rank has
+made progress for PATIENCE, the ranks that the others wait for are named.
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-PATIENCE = 600.0  # seconds in which some rank must get on: one large tensor from a slow disk, or all kernels compiled
+PATIENCE = 600.0  # seconds in which a rank must progress: read a large tensor from a slow disk, or compile all kernels
 PACKAGE = Path(__file__).parents[1]
 
 
-class Doing(NamedTuple):
-    """What a rank does before its first step."""
+class StartupState(NamedTuple):
+    """What a rank is doing before its first step."""
 
-    phase: int  # all ranks go through the same ones
-    done: int  # of it: bytes, or whatever is counted there
-    name: str = ""  # of the phase
-    place: str = ""  # in the program
+    phase: int  # number; all ranks go through the same phases
+    done: int  # progress within the phase: bytes, or another count
+    name: str = ""  # of the phase, for messages
+    place: str = ""  # file and function
 
     @property
     def waits(self) -> bool:
-        """It is in a collective."""
+        """Whether the rank is in a collective."""
         return self.place.startswith("comm/")
 
     def __str__(self) -> str:
         return f"{self.name} ({self.place})" if self.place else self.name
 
 
-class Start:
-    """One rank's way to its first step, told by the threads that prepare it and looked at by the watch's."""
+class StartupProgress:
+    """One rank's startup progress: written by the threads that prepare it, read by the watchdog's thread."""
 
     def __init__(self) -> None:
         self._now = 0, "starting", threading.get_ident()
@@ -47,13 +48,13 @@ class Start:
     def reached(self, done: int) -> None:
         self._done = done
 
-    def look(self) -> Doing:
+    def look(self) -> StartupState:
         number, name, thread = self._now
-        return Doing(number, self._done, name, place(thread))
+        return StartupState(number, self._done, name, place(thread))
 
 
 def place(thread: int) -> str:
-    """The file and function of this package that a thread is in; "" where it is in none."""
+    """The innermost file and function of this package on a thread's stack; "" where there is none."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
@@ -63,15 +64,15 @@ def place(thread: int) -> str:
     return ""
 
 
-def laggards(ranks: dict[int, Doing]) -> list[int]:
-    """Who holds the others up, of the ranks that have not started yet: in the first phase, and not in a collective."""
+def laggards(ranks: dict[int, StartupState]) -> list[int]:
+    """The ranks that hold the others up: those in the earliest phase that are not waiting in a collective."""
     first = min(doing.phase for doing in ranks.values())
     behind = [rank for rank, doing in ranks.items() if doing.phase == first]
     return [rank for rank in behind if not ranks[rank].waits] or behind
 
 
-class Unmoved:
-    """How long what should change has stayed the same."""
+class StallTimer:
+    """Measures how long a value that should change has stayed the same."""
 
     def __init__(self, limit: float):
         self.limit = limit
@@ -79,12 +80,12 @@ class Unmoved:
         self._since = 0.0
 
     def lasts(self, now: float, seen: object) -> bool:
-        """Whether it has been `seen` for longer than the limit. None: there is nothing that should change."""
+        """Whether the value has been `seen` for longer than the limit. None: nothing is expected to change."""
         if seen is None or seen != self._seen:
             self._seen, self._since = seen, now
             return False
         return now - self._since > self.limit
 
     def forgive(self, now: float) -> None:
-        """The time so far does not count."""
+        """Start measuring again from `now`."""
         self._since = now

@@ -1,7 +1,7 @@
-"""Memory of the GPUs of one host that all ranks of a group map, side by side in one range of addresses.
+"""Symmetric memory: a region of each GPU of one host, mapped by all ranks of a group in one range of addresses.
 
-Each rank makes a piece of its GPU's memory and hands it to the others as a file descriptor, over unix sockets; the
-driver's virtual memory management maps the pieces at equal distances, so that one strided tensor spans all of them.
+Each rank allocates a region of its GPU's memory and sends it to the others as a file descriptor over unix sockets. The
+driver's virtual memory management maps the regions at equal distances, so one strided tensor spans all of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..kernels.collective import allreduce
 from .base import Comm
 from .broadcast import collective_try, gather_bytes
 
-MARK = 16  # bytes of a region that the ranks write and compare before they rely on what they have mapped
+MARK = 16  # bytes that each rank writes to its region, and the others compare, to test the mapping
 WAIT = 30.0  # seconds for a message between ranks of one host
 
 
 class NoPeers(RuntimeError):
-    """Why the group's GPUs cannot use each other's memory, in words; raised on all its ranks alike."""
+    """The group's GPUs cannot use each other's memory; the text says why. Raised on all ranks alike."""
 
 
 class Mapping(NamedTuple):
@@ -39,9 +39,9 @@ class Mapping(NamedTuple):
 
 
 def map_symmetric(host: Comm, driver: Driver, size: int) -> Mapping:
-    """Give at least `size` zeroed bytes of this rank's GPU to the group, and map all ranks' regions.
+    """Allocate at least `size` zeroed bytes on each rank's GPU and map all regions. Collective over host.
 
-    The regions live as long as the process. Raises NoPeers; nothing is kept then. Collective over host.
+    The regions live as long as the process. Raises NoPeers where that is not possible, and frees everything.
     """
     part = _Part(driver, host.rank)
     with part.passing, part.mapped:
@@ -49,7 +49,7 @@ def map_symmetric(host: Comm, driver: Driver, size: int) -> Mapping:
         offers = [msgspec.msgpack.decode(o, type=_Offer) for o in gather_bytes(host, mine)]
         if why := _refusal(offers):
             raise NoPeers(why)
-        for step in (part.give, part.take, part.compare, part.clear):  # each on all ranks before the next
+        for step in (part.export, part.map, part.compare, part.clear):  # each on all ranks before the next
             if why := collective_try(host, partial(step, offers)):
                 raise NoPeers(why)
         part.mapped.pop_all()
@@ -57,16 +57,16 @@ def map_symmetric(host: Comm, driver: Driver, size: int) -> Mapping:
 
 
 class _Offer(msgspec.Struct):
-    kernel: str = ""  # of the operating system that the rank runs on
+    kernel: str = ""  # the host's boot id
     bus: str = ""  # its GPU's PCI address
     size: int = 0  # bytes of its region
-    name: str = ""  # of its socket
+    name: str = ""  # of its unix socket
     token: bytes = b""
     why: str = ""
 
 
 def _refusal(offers: list[_Offer]) -> str:
-    """What speaks against it before any memory is made: the same on all ranks."""
+    """Why the group cannot share memory, by the offers; "" if it may. The same on all ranks."""
     if len(offers) > allreduce.MOST_RANKS:
         return f"{len(offers)} ranks are more than {allreduce.MOST_RANKS}"
     for rank, offer in enumerate(offers):
@@ -80,7 +80,10 @@ def _refusal(offers: list[_Offer]) -> str:
 
 
 class _Part:
-    """One rank's steps. `passing` takes back what only they need, `mapped` what is there to stay."""
+    """One rank's steps of map_symmetric.
+
+    `passing` frees what only the steps need. `mapped` frees the regions, unless all steps succeed.
+    """
 
     def __init__(self, driver: Driver, rank: int):
         self.driver = driver
@@ -91,7 +94,7 @@ class _Part:
         self._handle = 0
 
     def offer(self, size: int) -> _Offer:
-        """What the others have to know of this rank."""
+        """What the other ranks need to know about this rank."""
         offer = _Offer()
         try:
             offer.kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -104,13 +107,13 @@ class _Part:
             offer.why = str(error)
         return offer
 
-    def give(self, offers: list[_Offer]) -> None:
-        """Make this rank's memory and hand it to the others."""
+    def export(self, offers: list[_Offer]) -> None:
+        """Allocate this rank's region and send its descriptor to the others."""
         others = [r for r in range(len(offers)) if r != self.rank]
         for other in others:
             self._reach(offers[other].bus)
         self._handle = self.driver.create(offers[self.rank].size)
-        self.passing.callback(self.driver.release, self._handle)  # what is mapped stays
+        self.passing.callback(self.driver.release, self._handle)  # mappings keep the memory alive
         descriptor = self.driver.export(self._handle)
         try:
             for other in others:
@@ -122,15 +125,15 @@ class _Part:
         try:
             there = self.driver.find(bus)
         except RuntimeError:
-            return  # not visible to this process: the driver may map it nevertheless, and will say so if it cannot
+            return  # not visible to this process; the driver may map it all the same, or report an error
         if not self.driver.reaches(there):
             raise NoPeers(f"GPU {self.driver.bus()} cannot access GPU {bus}")
 
-    def take(self, offers: list[_Offer]) -> None:
-        """Map everybody's memory, and mark this rank's."""
+    def map(self, offers: list[_Offer]) -> None:
+        """Map all ranks' regions and write this rank's mark to its own."""
         driver = self.driver
         descriptors = self._mailbox.receive({r for r in range(len(offers)) if r != self.rank})
-        stride = max(o.size for o in offers)  # GPUs may differ in how much they map at a time
+        stride = max(o.size for o in offers)  # GPUs may differ in granularity
         whole = stride * len(offers)
         base = driver.reserve(whole)
         self.mapped.callback(driver.free, base, whole)
@@ -147,7 +150,7 @@ class _Part:
         driver.fill(base + self.rank * stride, self.rank + 1, MARK)
 
     def compare(self, offers: list[_Offer]) -> None:
-        """Whether what the others wrote can be copied from GPU to GPU: on some virtual machines other bytes arrive."""
+        """Copy the others' marks from GPU to GPU and compare them: on some virtual machines other bytes arrive."""
         base, stride = self.regions
         aside = base + self.rank * stride + MARK
         for rank in range(len(offers)):
@@ -156,13 +159,16 @@ class _Part:
                 raise NoPeers(f"what rank {rank} wrote to its GPU does not arrive")
 
     def clear(self, offers: list[_Offer]) -> None:
+        """Zero this rank's region."""
         base, stride = self.regions
         self.driver.fill(base + self.rank * stride, 0, offers[self.rank].size)
 
 
 class _FdExchange:
-    """A socket to which each other rank sends a file descriptor. Its name can be read by everybody on the host, so
-    messages without its token are strangers'."""
+    """A unix socket to which each other rank sends a file descriptor.
+
+    Every process on the host can see its name, so messages without its token are dropped.
+    """
 
     def __init__(self) -> None:
         self.name = f"phalanx-{secrets.token_hex(16)}"
@@ -173,7 +179,10 @@ class _FdExchange:
         self._socket.bind(f"\0{self.name}")
 
     def send(self, descriptor: int, rank: int, to: int, offer: _Offer) -> None:
-        """Returns when it is in the other's mailbox. (socket.send_fds ignores the address it is given.)"""
+        """Send a descriptor to rank `to`; returns once it is queued there.
+
+        It uses sendmsg because socket.send_fds ignores its address argument.
+        """
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         try:
             self._socket.sendmsg([offer.token, bytes([rank])], [rights], 0, f"\0{offer.name}")
@@ -186,7 +195,7 @@ class _FdExchange:
             ) from None
 
     def receive(self, ranks: set[int]) -> dict[int, int]:
-        """The descriptors that `ranks` have sent, which `close` closes."""
+        """Wait for the descriptors of `ranks`; `close` closes them."""
         while missing := ranks - self._descriptors.keys():
             try:
                 message, more, _, _ = self._socket.recvmsg(64, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
@@ -232,9 +241,10 @@ class _Access(ctypes.Structure):  # CUmemAccessDesc
 
 
 class Driver:
-    """The driver's calls for memory that processes share, on the device of the context that is current when this is
-    made. Addresses and handles are ints, sizes bytes, multiples of `granularity` where memory is made or mapped. All
-    raise RuntimeError with the driver's words.
+    """The CUDA driver's calls for memory that processes share, on the device of the current context.
+
+    Addresses and handles are ints. Sizes are bytes; those of allocations and mappings are multiples of `granularity`.
+    All calls raise RuntimeError with the driver's error text.
     """
 
     def __init__(self) -> None:
@@ -268,7 +278,7 @@ class Driver:
         return found.value
 
     def create(self, size: int) -> int:
-        """The handle of new memory, which lives as long as the handle, a descriptor or a mapping of it."""
+        """Allocate memory and return its handle. It lives as long as a handle, descriptor or mapping of it does."""
         handle = _u64()
         call("cuMemCreate", ctypes.byref(handle), _u64(size), ctypes.byref(self._properties), _u64(0))
         return handle.value
@@ -283,40 +293,40 @@ class Driver:
         return descriptor.value
 
     def import_(self, descriptor: int) -> int:
-        """The handle of memory that another process has exported."""
+        """A handle of memory that another process has exported."""
         handle = _u64()
         call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _DESCRIPTOR)
         return handle.value
 
     def reserve(self, size: int) -> int:
-        """The address of a range in which nothing is mapped yet."""
+        """Reserve a range of addresses, in which nothing is mapped yet."""
         address = _u64()
         call("cuMemAddressReserve", ctypes.byref(address), _u64(size), _u64(0), _u64(0), _u64(0))
         return address.value
 
     def free(self, address: int, size: int) -> None:
-        """Give a reserved range up, in which nothing is mapped any more."""
+        """Free a reserved range in which nothing is mapped any more."""
         call("cuMemAddressFree", _u64(address), _u64(size))
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """All of the handle's memory at an address within a reserved range."""
+        """Map all of the handle's memory at an address within a reserved range."""
         call("cuMemMap", _u64(address), _u64(size), _u64(0), _u64(handle), _u64(0))
 
     def unmap(self, address: int, size: int) -> None:
         call("cuMemUnmap", _u64(address), _u64(size))
 
     def set_access(self, address: int, size: int) -> None:
-        """Let this device read and write what is mapped there."""
+        """Let this device read and write the memory that is mapped there."""
         access = _Access(self._location, _READ_WRITE)
         call("cuMemSetAccess", _u64(address), _u64(size), ctypes.byref(access), _u64(1))
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Set bytes, and wait until that is done."""
+        """Set bytes and wait for the end."""
         call("cuMemsetD8_v2", _u64(address), ctypes.c_ubyte(value), _u64(size))
         call("cuCtxSynchronize")
 
     def copy(self, to: int, source: int, size: int) -> None:
-        """Within or between GPUs, and wait until that is done: unmapping does not wait for what is under way."""
+        """Copy within or between GPUs and wait for the end: unmapping does not wait for running copies."""
         call("cuMemcpyDtoD_v2", _u64(to), _u64(source), _u64(size))
         call("cuCtxSynchronize")
 
@@ -330,7 +340,7 @@ _u64 = ctypes.c_uint64  # what CUdeviceptr, handles, size_t and flags are
 
 
 def call(name: str, *args: Any) -> None:
-    """Of the driver. Raises RuntimeError, also where the driver has no such function."""
+    """Call a function of the CUDA driver. Raises RuntimeError on errors, and where the driver lacks the function."""
     function = getattr(jit.libcuda(), name, None)
     if function is None:
         raise RuntimeError(f"the CUDA driver has no {name}")

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: tests without mpirun, `--multithread`, and a job of one rank. CPU tensors."""
+"""Ranks as threads of one process: for tests without mpirun, `--multithread` and jobs of one rank. CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .base import Epilogue
 
 
 class PeerFailed(RuntimeError):
-    """Another rank of this process has raised; its own exception is the one to look at."""
+    """Another rank of this process has raised. Look at that exception, not at this one."""
 
 
 class _Group:
-    """What the members of one ThreadComm share.
+    """State that the members of one ThreadComm share.
 
-    Two sets of slots are used in turn: a rank can be at most one collective ahead of the slowest reader, because
-    the next one's barrier needs everybody.
+    Collectives alternate between two sets of slots. Two are enough: the barrier of each collective keeps any rank at
+    most one collective ahead of the slowest reader.
     """
 
     def __init__(self, size: int):
@@ -46,12 +46,12 @@ class ThreadComm:
         self.group = group
         self.rank = rank
         self.size = group.size
-        self._turn = 0
+        self._parity = 0
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. The values are shared objects, not copies."""
-        slots = self.group.slots[self._turn]
-        self._turn ^= 1
+        slots = self.group.slots[self._parity]
+        self._parity ^= 1
         slots[self.rank] = value
         try:
             self.group.barrier.wait()
@@ -68,7 +68,7 @@ class ThreadComm:
         return x
 
     def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> None:
-        """Nothing computes beside the thread that waits."""
+        """None: nothing overlaps with the calling thread."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange(x.clone()))
@@ -90,7 +90,7 @@ class ThreadComm:
     def send(self, x: Tensor, to: int) -> None:
         self.group.mail[self.rank, to].put(x.clone())
 
-    post = send  # nobody waits here anyway
+    isend = send  # a send never waits here
 
     def recv(self, x: Tensor, source: int) -> Tensor:
         value = self.group.mail[source, self.rank].get()
@@ -118,11 +118,11 @@ class ThreadResultChannel:
     def __init__(self, group: ThreadComm):
         self._box = group.exchange(queue.SimpleQueue[bytes]() if group.rank == 0 else None)[0]
 
-    def post(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self._box.put(data)
 
     def collect(self) -> list[bytes]:
-        """Rank 0: what has arrived."""
+        """Rank 0: the messages that have arrived."""
         found = []
         while not self._box.empty():
             found.append(self._box.get())
@@ -151,7 +151,7 @@ def run(function: Callable[[ThreadComm], Any], size: int) -> list[Any]:
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank-{r}", daemon=True) for r in range(1, size)]
     for thread in threads:
         thread.start()
-    rank_main(0)  # rank 0 keeps the main thread: signals and the step loop belong together
+    rank_main(0)  # rank 0 has the main thread, which receives the signals that the step loop handles
     for thread in threads:
         thread.join()
     if failures:

@@ -1,15 +1,15 @@
-"""The watchdog: every rank tells rank 0 how far it is, over a socket of its own that needs neither MPI nor the GPU.
+"""The watchdog ends a job with a rank that has died or hangs. Its sockets need neither MPI nor the GPU.
 
-A collective that hangs, or a node that stops without closing its connections, is invisible to the ranks that wait for
-it. So a thread in each rank sends its state to rank 0, which judges:
+Ranks that wait in a collective cannot see that it hangs, or that a node has stopped without closing its connections.
+So a thread in each rank sends its progress to rank 0. Rank 0 ends the job in four cases:
 
-* a rank whose connection closes while the job runs has died;
-* a rank that is silent for `timeout` seconds is stuck or cut off;
-* when a step is not finished within `timeout`, the ranks that are furthest behind hold the others up;
-* when no rank has got on for a long time before the first step, likewise (start.py).
+* a rank's connection closes while the job runs: the rank has died;
+* a rank sends nothing for `timeout` seconds: it is stuck or cut off;
+* a step is not finished within `timeout`: the ranks that are furthest behind are named;
+* no rank makes progress for a long time before the first step: likewise (startup.py).
 
-Rank 0 then names rank and host, tells the front through `on_failure`, and ends the process; MPI's own process manager
-clears the other ranks. The same sockets wake ranks that sleep between requests (Waker in comm/broadcast.py).
+Rank 0 then prints rank and host, tells the server through `on_failure`, and ends its process. MPI's process manager
+ends the other ranks. The same sockets wake ranks that sleep between requests (Waker in comm/broadcast.py).
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from . import startup
 from .base import Comm
 from .rendezvous import gather_connections
 
-_STATE = struct.Struct("<cIQQ")  # kind, length of a text that follows, step entered, step finished
-_ALIVE, _FAILED, _REFUSED, _BYE, _WAKE = b"a", b"f", b"r", b"b", b"w"  # refused: rank 0 is to say why
-_STARTING = b"s"  # alive, and before its first step: phase and how much of it is done stand in the place of steps
-_ABORT_PATIENCE = 2.0  # seconds for MPI_Abort, which needs a launcher that listens
+_STATE = struct.Struct("<cIQQ")  # kind, length of the text that follows, step entered, step finished
+_ALIVE, _FAILED, _REFUSED, _BYE, _WAKE = b"a", b"f", b"r", b"b", b"w"  # refused: rank 0 prints the reason
+_STARTING = b"s"  # alive before the first step; has phase and progress in place of steps
+_ABORT_PATIENCE = 2.0  # seconds for MPI_Abort, which hangs if the launcher does not answer
 
 Failure = Callable[[str, int], None]
 
 
 class LocalWatchdog:
-    """The watch of a job whose ranks are threads of one process: nothing to connect, a failure ends the process."""
+    """The watchdog of a job in one process, whose ranks may be threads. It has no connections."""
 
     def __init__(self, rank: int = 0):
         self.rank = rank
-        self.entered = 0  # number of the newest step that this rank has begun to execute
-        self.finished = 0
-        self.poll_device: Callable[[], None] | None = None  # brings `finished` up to date before it is told
+        self.entered = 0  # the newest step that this rank has begun to execute
+        self.finished = 0  # the newest step that it has finished
+        self.poll_device: Callable[[], None] | None = None  # updates `finished` before it is sent
         self.on_failure: Failure | None = None
-        self.abort: Callable[[int], None] | None = None  # hands the code to a launcher that takes it in no other way
+        self.abort: Callable[[int], None] | None = (
+            None  # MPI_Abort, for launchers that take the exit code in no other way
+        )
         self._stopping = False
-        self._ending = threading.Lock()  # taken for good by whoever tells why the job ends
+        self._ending = threading.Lock()  # acquired, and never released, by the thread that announces why the job ends
 
     def wake(self, ranks: range) -> None: ...
 
@@ -58,38 +60,38 @@ class LocalWatchdog:
         return False
 
     def divide(self, groups: list[range]) -> None:
-        """These groups of ranks execute steps, each at its own pace."""
+        """Time the steps of each of these groups (replicas) on its own."""
 
     def begin(self, phase: str) -> None:
-        """Before a model's first step: what this thread does from now on; all ranks begin the same phases in order."""
+        """Begin a phase of loading in this thread. All ranks begin the same phases in the same order."""
 
     def reached(self, done: int) -> None:
-        """How much of the phase is done: that it changes shows that this rank is not stuck."""
+        """Report progress within the phase; any change shows that this rank is not stuck."""
 
     def started(self) -> None:
-        """All ranks are ready for steps."""
+        """End startup: all ranks are ready for steps."""
 
     def stop(self) -> None:
-        """The job ends in order: connections that close are no failure from now on."""
+        """The job ends normally: connections that close are no failure from now on."""
         self._stopping = True
 
     def fail(self, error: BaseException) -> None:
-        """End the process because of an exception in this rank; does not return."""
+        """End the process because of an exception in this rank. Does not return."""
         if isinstance(error, errors.FatalError):
-            self._last_words(str(error), error.code, _REFUSED)
+            self._report_failure(str(error), error.code, _REFUSED)
             self.end(error.code)
         traceback.print_exception(error)
         text, code = f"{type(error).__name__}: {error}", errors.RANK_FAILED
         if errors.lacks_memory(error):
             text, code = f"not enough memory: {errors.first_line(error)} {errors.LESS_MEMORY}", errors.MEMORY
-        self._last_words(text, code, _FAILED)
+        self._report_failure(text, code, _FAILED)
         self.end(code)
 
-    def _last_words(self, text: str, code: int, kind: bytes) -> None:
-        self._tell(text, code)
+    def _report_failure(self, text: str, code: int, kind: bytes) -> None:
+        self._announce(text, code)
 
-    def _tell(self, text: str, code: int, say: bool = True) -> None:
-        """One line on stderr and a word to the front; whoever comes second finds that it was said, and waits."""
+    def _announce(self, text: str, code: int, say: bool = True) -> None:
+        """Print one line and tell the server. A second caller prints nothing; it waits for the end of the process."""
         if not self._ending.acquire(blocking=False):
             time.sleep(5)
             return
@@ -99,7 +101,7 @@ class LocalWatchdog:
             self.on_failure(text, code)
 
     def end(self, code: int) -> None:
-        """Leave at once: no collective, no destructor, no exit handler can hang here."""
+        """Exit at once, without collectives, destructors or exit handlers, any of which may hang."""
         sys.stdout.flush()
         sys.stderr.flush()
         if self.abort is not None:
@@ -111,23 +113,23 @@ class LocalWatchdog:
 
 
 class Watchdog(LocalWatchdog):
-    """The watch of MPI ranks. Collective over world: made by every rank."""
+    """The watchdog of MPI ranks. Collective over world: every rank makes one."""
 
     def __init__(self, world: Comm, hosts: list[str], timeout: float):
         super().__init__(world.rank)
         self._hosts = hosts
-        self._stalls = [_StallTimer(range(world.size), timeout)]
-        self._start: startup.Start | None = startup.Start()
-        self._standstill = startup.Unmoved(max(startup.PATIENCE, timeout))
+        self._stalls = [_StepStall(range(world.size), timeout)]
+        self._start: startup.StartupProgress | None = startup.StartupProgress()
+        self._standstill = startup.StallTimer(max(startup.PATIENCE, timeout))
         self._timeout = timeout
         self._period = min(0.5, timeout / 8)
         self._event = threading.Event()
-        self._lock = threading.RLock()  # a signal handler may send while the thread that it interrupts does
+        self._lock = threading.RLock()  # reentrant: a signal handler may send while the thread that it interrupts does
         self._peers = {
             rank: _Peer(line, self._name(rank)) for rank, line in gather_connections(world, hosts, timeout).items()
         }
         if self.rank:
-            self._peers[0].heard += timeout  # which it may spend on meeting the others before it sends anything
+            self._peers[0].heard += timeout  # rank 0 sends nothing before all ranks have connected
         threading.Thread(target=self._guard, name="watch", daemon=True).start()
 
     def _name(self, rank: int) -> str:
@@ -136,15 +138,15 @@ class Watchdog(LocalWatchdog):
     # -- the main and step threads
 
     def wake(self, ranks: range) -> None:
-        """Rank 0: get these ranks to look for a plan now."""
+        """Rank 0: make these ranks poll for a plan now."""
         self._send(_WAKE, [peer for rank, peer in self._peers.items() if rank in ranks])
 
     def divide(self, groups: list[range]) -> None:
-        self._stalls = [_StallTimer(ranks, self._timeout) for ranks in groups]
+        self._stalls = [_StepStall(ranks, self._timeout) for ranks in groups]
 
     def begin(self, phase: str) -> None:
         if self._start is None:  # another model is loaded
-            self._start = startup.Start()
+            self._start = startup.StartupProgress()
         self._start.begin(phase)
 
     def reached(self, done: int) -> None:
@@ -155,9 +157,9 @@ class Watchdog(LocalWatchdog):
         self._start = None
 
     def wait(self, seconds: float) -> bool:
-        """Sleep for so long, or until woken: True then."""
+        """Sleep for so many seconds or until woken. Returns whether it was woken."""
         woken = self._event.wait(seconds)
-        if woken:  # else one that has come since, which the next call has to find
+        if woken:  # only then: a wake-up that came after the timeout is for the next call
             self._event.clear()
         return woken
 
@@ -165,36 +167,36 @@ class Watchdog(LocalWatchdog):
         super().stop()
         self._send_all(_BYE)
 
-    def _last_words(self, text: str, code: int, kind: bytes) -> None:
+    def _report_failure(self, text: str, code: int, kind: bytes) -> None:
         text = f"{self._name(self.rank)}: {text}"
         if self.rank == 0:
-            return self._tell(text, code)
+            return self._announce(text, code)
         self._send_all(kind, text.encode()[:2000], code)
         if kind == _REFUSED:
-            time.sleep(5)  # all ranks may refuse the same: rank 0 says it once, and mpirun ends us with it
-        self._tell(text, code)
-        time.sleep(0.2)  # rank 0 tells the clients; the process manager ends us all when we exit
+            time.sleep(5)  # all ranks may refuse: let rank 0 print it once and end the job
+        self._announce(text, code)
+        time.sleep(0.2)  # let rank 0 tell the clients: our exit makes the process manager end all ranks
 
     def _send_all(self, kind: bytes, text: bytes = b"", code: int = 0) -> None:
         self._send(kind, self._peers.values(), text, code)
 
     def _send(self, kind: bytes, peers: Iterable[_Peer], text: bytes = b"", code: int = 0) -> None:
         counts = code if kind in (_FAILED, _REFUSED) else self.entered, self.finished
-        self._pass_on(_STATE.pack(kind, len(text), *counts) + text, peers)
+        self._send_message(_STATE.pack(kind, len(text), *counts) + text, peers)
 
-    def _pass_on(self, message: bytes, peers: Iterable[_Peer]) -> None:
+    def _send_message(self, message: bytes, peers: Iterable[_Peer]) -> None:
         with self._lock:
             for peer in peers:
-                with contextlib.suppress(OSError):  # a closed connection is judged where it is read
+                with contextlib.suppress(OSError):  # a closed connection is handled where it is read
                     peer.connection.send(message, socket.MSG_DONTWAIT)
 
-    def _report(self) -> None:
-        """That this rank is alive, and how far it is."""
+    def _send_heartbeat(self) -> None:
+        """Send that this rank is alive, with its progress."""
         if (mine := self._start) is None:
             return self._send_all(_ALIVE)
         doing = mine.look()
         text = f"{doing.name}\n{doing.place}".encode()
-        self._pass_on(_STATE.pack(_STARTING, len(text), doing.phase, doing.done) + text, self._peers.values())
+        self._send_message(_STATE.pack(_STARTING, len(text), doing.phase, doing.done) + text, self._peers.values())
 
     # -- the guard thread
 
@@ -211,12 +213,14 @@ class Watchdog(LocalWatchdog):
             now = time.monotonic()
             if now < due:
                 continue
-            late = now - due  # this process itself was stopped: nobody's silence can be judged from it
+            late = now - due  # if this process was stopped, silence of others means nothing
             due = now + self._period
             if self.poll_device is not None:
-                with contextlib.suppress(RuntimeError):  # the device has failed: whoever waits for it says so
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the device has failed: the thread that waits for it reports that
                     self.poll_device()
-            self._report()
+            self._send_heartbeat()
             if late > self._timeout / 2:
                 self._forgive(now)
             self._judge(now)
@@ -228,7 +232,7 @@ class Watchdog(LocalWatchdog):
             standstill.forgive(now)
 
     def _read(self, peer: _Peer) -> bool:
-        """Take what the peer sent; False when its connection has closed."""
+        """Handle what the peer sent; False when its connection has closed."""
         try:
             data = peer.connection.recv(1 << 16)
         except BlockingIOError:
@@ -245,10 +249,10 @@ class Watchdog(LocalWatchdog):
             elif kind == _BYE:
                 peer.leaving = True
             elif kind in (_FAILED, _REFUSED):
-                self._tell(text, entered, say=kind == _REFUSED)
+                self._announce(text, entered, say=kind == _REFUSED)
                 self.end(entered)
             elif kind == _STARTING:
-                peer.doing = startup.Doing(entered, finished, *text.split("\n"))
+                peer.doing = startup.StartupState(entered, finished, *text.split("\n"))
             else:
                 peer.entered, peer.finished, peer.doing = entered, finished, None
         return True
@@ -257,7 +261,7 @@ class Watchdog(LocalWatchdog):
         if self._stopping or peer.leaving:
             return
         if self.rank:
-            time.sleep(1)  # rank 0 or its process manager says why; this rank only must not outlive them
+            time.sleep(1)  # rank 0 or the process manager prints the reason first
             self.end(errors.RANK_KILLED)
         self._give_up(f"{peer.name} has died", errors.RANK_KILLED)
 
@@ -265,7 +269,7 @@ class Watchdog(LocalWatchdog):
         if self._stopping:
             return
         silent = [p for p in self._peers.values() if not p.leaving and now - p.heard > self._timeout]
-        if silent and (self.rank <= 1):  # rank 1 speaks where rank 0 is the silent one
+        if silent and (self.rank <= 1):  # rank 1 prints where rank 0 is silent
             names = ", ".join(p.name for p in silent)
             self._give_up(f"{names} did not answer for {self._timeout:g} s", errors.RANK_STUCK)
         if silent:
@@ -304,21 +308,24 @@ class Watchdog(LocalWatchdog):
             )
 
     def _give_up(self, text: str, code: int) -> None:
-        self._tell(text, code)
+        self._announce(text, code)
         self.end(code)
 
 
 class _Peer:
+    """The other end of a connection, and its last reported progress."""
+
     def __init__(self, connection: socket.socket, name: str):
         self.connection = connection
         self.name = name
         self.heard = time.monotonic()
         self.entered = self.finished = 0
-        self.doing: startup.Doing | None = startup.Doing(0, 0, "starting")  # None: it has started
+        self.doing: startup.StartupState | None = startup.StartupState(0, 0, "starting")  # None: it has started
         self.leaving = False
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[tuple[bytes, int, int, str]]:
+        """The complete messages so far, as (kind, entered, finished, text)."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= _STATE.size:
@@ -331,15 +338,15 @@ class _Peer:
         return messages
 
 
-class _StallTimer(startup.Unmoved):
-    """How long nothing has moved among ranks that have a step to finish."""
+class _StepStall(startup.StallTimer):
+    """Measures how long no rank of a group has made progress on an unfinished step."""
 
     def __init__(self, ranks: range, timeout: float):
         super().__init__(timeout)
         self.ranks = ranks
 
     def stuck(self, now: float, steps: dict[int, tuple[int, int]]) -> bool:
-        """`steps` has what each rank has entered and finished."""
+        """steps: what each rank has entered and finished."""
         seen = [steps[rank] for rank in self.ranks if rank in steps]
         done = all(finished == seen[0][0] for _, finished in seen)
         return self.lasts(now, None if done else seen)

@@ -5,8 +5,9 @@ loops unroll and arrays lie in registers. Binaries lie in a folder of the node's
 all that went into them; of several ranks that want one at the same time, one compiles and the others wait.
 
 Kernels may start before their predecessor on the stream has ended (programmatic dependent launch, from sm_90 on): each
-calls `grid_wait()` of common.cuh before it writes, or reads what that predecessor wrote. Weights may be read before: what
-writes them must not start its own successors early. Behind a product, so may what is older than it: `launch_dependents()` there.
+calls `grid_wait()` of common.cuh before it writes, or reads what that predecessor wrote. Weights may be read before:
+what writes them must not call `launch_dependents()` early. Behind a GEMM, which calls it late, so may all that is older
+than the GEMM.
 """
 
 from __future__ import annotations

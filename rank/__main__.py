@@ -138,8 +138,8 @@ class Rank:
         if isinstance(grid.tensor, CustomAllReduceComm):
             if grid.tensor.why:
                 self._say(f"all-reduces go over NCCL alone: {grid.tensor.why}")
-            if grid.tensor.why_not_copies:
-                self._say(f"large all-reduces go over NCCL: {grid.tensor.why_not_copies}")
+            if grid.tensor.why_not_dma:
+                self._say(f"large all-reduces go over NCCL: {grid.tensor.why_not_dma}")
         return replicas, grid
 
     def _on_term(self, *_: object) -> None:

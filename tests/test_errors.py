@@ -74,6 +74,6 @@ def test_how_a_rank_ends(error, code, words, monkeypatch, capfd):
     ends, told = [], []
     monkeypatch.setattr(LocalWatchdog, "end", lambda self, code: ends.append(code))
     watch = LocalWatchdog()
-    watch._last_words = lambda text, code, kind: told.append((text, code))
+    watch._report_failure = lambda text, code, kind: told.append((text, code))
     watch.fail(error)
     assert ends[0] == told[0][1] == code and told[0][0].startswith(words)

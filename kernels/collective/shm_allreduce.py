@@ -27,7 +27,7 @@ class ShmAllReduce:
     def calls(self) -> int:
         return int(self.called)
 
-    def takes(self, x: Tensor, times: int = 1) -> bool:
+    def fits(self, x: Tensor, times: int = 1) -> bool:
         """Whether so many of x can be summed at once: the same on all ranks."""
         return x.dtype == torch.float32 and 0 < x.numel() * times <= self.slots.shape[2]
 

@@ -276,8 +276,8 @@ class Supervisor(supervisor.Supervisor):
 
     def run(self) -> int:
         code = super().run()
-        assert self._front is not None
-        said = self._front.returncode  # it may have come to its end when a second signal stopped the job
+        assert self._server is not None
+        said = self._server.returncode  # it may have come to its end when a second signal stopped the job
         return said if code == errors.STOPPED and said in DECIDED else code
 
     def _signals(self, numbers: bytes) -> None:
@@ -289,13 +289,13 @@ class Supervisor(supervisor.Supervisor):
                 self._stop(errors.STOPPED)
 
     def _send_drain(self) -> None:
-        if self._front is not None and self._front.poll() is None and not self._stopping:
-            self._front.send_signal(signal.SIGUSR1)
+        if self._server is not None and self._server.poll() is None and not self._stopping:
+            self._server.send_signal(signal.SIGUSR1)
             self._after(supervisor.DRAIN_REPEAT, self._send_drain)
 
-    def _front_gone(self) -> None:
-        assert self._front is not None
-        code = self._front.wait()
+    def _server_ended(self) -> None:
+        assert self._server is not None
+        code = self._server.wait()
         if self._stopping:
             return
         if code not in DECIDED and code < 0:
@@ -307,8 +307,8 @@ class Supervisor(supervisor.Supervisor):
         else:  # it ended because rank 0 did: mpirun has the word
             self._after(supervisor.PEER_PATIENCE, lambda: self._stop(errors.RANK_FAILED))
 
-    def _ranks_gone(self) -> None:
-        super()._ranks_gone()
+    def _ranks_ended(self) -> None:
+        super()._ranks_ended()
         if self._code == errors.OK and not self._stopping:
             self._code = None  # the jobs process tells it
             self._after(supervisor.PEER_PATIENCE, self._no_word)

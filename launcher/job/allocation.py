@@ -1,7 +1,7 @@
-"""Which hosts a batch system gave us, and how many ranks each takes: Slurm, PBS and LSF, from their environment.
+"""Reads a batch system's allocation from the environment: hosts, and ranks per host. Slurm, PBS and LSF.
 
 Sources: the manual pages of sbatch ("OUTPUT ENVIRONMENT VARIABLES") and scontrol (host lists), of qsub (PBS_NODEFILE)
-and of bsub (LSB_DJOB_HOSTFILE, LSB_HOSTS, LSB_MCPU_HOSTS). Together with `hosts.py` the only reader of such variables.
+and of bsub (LSB_DJOB_HOSTFILE, LSB_HOSTS, LSB_MCPU_HOSTS). Only this file and mpi_env.py read such variables.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def hosts_words(count: int) -> str:
 
 class Allocation(msgspec.Struct, frozen=True):
     hosts: Slots
-    source: str  # the variables that told, for messages
+    source: str  # the variables that were read, for messages
     job: str  # the batch system's name for it, "" if unknown
-    gpus: int = 0  # of the node that we are on, where the batch system says so; 0: unknown
+    gpus: int = 0  # of this node; 0: the batch system does not say
 
     @property
     def slots(self) -> int:
@@ -32,9 +32,9 @@ class Allocation(msgspec.Struct, frozen=True):
 
 
 def find(environ: Mapping[str, str], slots: int = 0) -> Allocation:
-    """The current allocation, with `slots` on each host where that is not 0.
+    """The current allocation. slots: of each host, in place of the batch system's; 0: keep those.
 
-    Raises Stop outside an allocation, and where the batch system's word makes no sense.
+    Raises FatalError outside an allocation, and where the variables make no sense.
     """
     for found in (_slurm(environ, slots), _pbs(environ), _lsf(environ)):
         if found is not None:
@@ -49,7 +49,7 @@ def find(environ: Mapping[str, str], slots: int = 0) -> Allocation:
 
 
 def expand(text: str) -> list[str]:
-    """Slurm's `gpu[01-03,07],login1,r[1-2]n[1-2]` as names; zeros in front are kept, as many as the range's start."""
+    """Expand Slurm's `gpu[01-03,07],login1,r[1-2]n[1-2]` to names. Numbers are as wide as the range's start."""
     names: list[str] = []
     for group in _split(text):
         pieces = re.split(r"\[([^]]*)\]", group)  # text, range, text, range, …, text
@@ -63,7 +63,7 @@ def expand(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside brackets."""
+    """Split at the commas outside brackets."""
     return [part for part in re.split(r",(?![^[]*\])", text.strip()) if part]
 
 
@@ -146,7 +146,7 @@ def _lines(name: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def _counted(names: Iterable[str]) -> Slots:
-    """A host is named once for each rank that it takes, neighbours or not."""
+    """Slots from a list that names a host once for each of its ranks, in any order."""
     slots: dict[str, int] = {}
     for name in names:
         slots[name] = slots.get(name, 0) + 1
@@ -154,5 +154,5 @@ def _counted(names: Iterable[str]) -> Slots:
 
 
 def hostfile(hosts: Slots, kind: str) -> str:
-    """The lines that mpirun reads; `kind` is openmpi or mpich."""
+    """The text of a hostfile for mpirun. kind: openmpi or mpich."""
     return "".join(f"{host} slots={count}\n" if kind == "openmpi" else f"{host}:{count}\n" for host, count in hosts)

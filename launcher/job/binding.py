@@ -1,9 +1,8 @@
-"""Gives a rank its cores before torch is imported: torch keeps the thread count and the affinity that it saw first.
+"""Binds a rank to its cores before torch is imported, as torch keeps the first affinity and thread count it sees.
 
-CPU ranks of a host share the cores evenly, and their memory comes from where they first touch it. A rank with a GPU
-gets the cores of the GPU's NUMA node, or of the node that MAP_NUMA_NODE names for its local rank, and memory of that
-node as long as it has some. A node of -1 means: not bound, and the log says so. CUDA may show a process some GPUs only,
-so visible.py tells which one of the machine's it is.
+CPU ranks of a host share the cores evenly; first touch places their memory. A rank with a GPU gets the cores and, while
+it has some, the memory of the GPU's NUMA node, or of the node that MAP_NUMA_NODE names for its local rank. A node of -1
+means that the rank is not bound, which the log says. visible_devices.py maps CUDA's index to the machine's GPU.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ PROC = Path("/proc")
 
 
 class Share(msgspec.Struct, frozen=True):
-    """The processors of one rank. Empty `cpus`: not bound."""
+    """The CPUs of one rank. Empty `cpus`: not bound."""
 
     cpus: tuple[int, ...]
-    threads: int  # that the rank's arithmetic should use
-    words: str
-    node: int = -1  # whose memory is preferred
+    threads: int  # that torch should use
+    words: str  # for the log
+    node: int = -1  # whose memory is preferred; -1: none
 
 
 def cpu_list(text: str) -> list[int]:
@@ -62,7 +61,7 @@ def _read(path: Path) -> str:
 
 
 def allowed() -> list[int]:
-    """The processors of this process's cgroup: what an inherited binding may be widened to."""
+    """The CPUs of this process's cgroup, to which an inherited binding may be widened."""
     for line in _read(PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         roots = (
@@ -77,7 +76,7 @@ def allowed() -> list[int]:
 
 
 def quota() -> float:
-    """Processors' worth of time that the cgroup grants; infinite when it has no limit."""
+    """The cgroup's CPU quota, in CPUs; infinite without a limit."""
     for line in _read(PROC / "self/cgroup").splitlines():
         path = line.split(":", 2)[2].lstrip("/")
         for name in (SYS / "fs/cgroup" / path / "cpu.max", SYS / "fs/cgroup/cpu.max"):
@@ -88,7 +87,7 @@ def quota() -> float:
 
 
 def by_core(cpus: list[int]) -> list[list[int]]:
-    """The processors grouped by physical core, neighbours in the machine next to each other."""
+    """The CPUs grouped by physical core, in the order of the machine."""
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(cpus):
         place = SYS / f"devices/system/cpu/cpu{cpu}/topology"
@@ -99,12 +98,12 @@ def by_core(cpus: list[int]) -> list[list[int]]:
 
 
 def share_of(place: RankPlace, cpus: list[int], inherited: list[int], granted: float = float("inf")) -> Share:
-    """A CPU rank's part: `cpus` is what the cgroup allows, `inherited` the affinity that we were started with."""
+    """A CPU rank's share. cpus: of the cgroup. inherited: this process's affinity. granted: the CPU quota."""
     widened = ""
     base = inherited
     if len(by_core(inherited)) == 1 < len(by_core(cpus)) and place.local_size > 1:
         base, widened = cpus, f", widened from the inherited {cpu_words(inherited)}"
-    # Whoever bound us to a part of the machine bound the other ranks to the other parts.
+    # A launcher that bound this rank to a part of the machine bound the others to the other parts.
     sharing = max(1, round(place.local_size * len(base) / max(len(base), len(cpus))))
     cores = by_core(base)
     most = max(1, int(granted / place.local_size)) if granted != float("inf") else len(cores)
@@ -131,14 +130,14 @@ def numa_node(address: str) -> int:
 
 
 def mapped_node(place: RankPlace, environ: Mapping[str, str]) -> int | None:
-    """What MAP_NUMA_NODE=0,0,1,1 says for this local rank; None when it is not set."""
+    """This local rank's node in MAP_NUMA_NODE=0,0,1,1; None where that is not set."""
     text = environ.get("MAP_NUMA_NODE", "").strip()
     if not text:
         return None
     nodes = text.split(",")
     if not all(one.strip().lstrip("-").isdigit() for one in nodes):
         why = f"MAP_NUMA_NODE {text!r} (environment): a list of NUMA nodes such as 0,0,1,1 is needed"
-        raise FatalError(why if place.local_rank == 0 else "", USAGE)  # once on each host
+        raise FatalError(why if place.local_rank == 0 else "", USAGE)  # one rank of each host prints it
     if place.local_rank >= len(nodes):
         why = f"MAP_NUMA_NODE {text!r} (environment) names no node for local rank {place.local_rank}"
         raise FatalError(why if place.local_rank == len(nodes) else "", USAGE)
@@ -146,7 +145,7 @@ def mapped_node(place: RankPlace, environ: Mapping[str, str]) -> int | None:
 
 
 def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
-    """The cores of a NUMA node, whole: how many ranks share it does not matter to a rank that computes on a GPU."""
+    """All cores of a NUMA node. Ranks that compute on GPUs may share them."""
     here = cpu_list(_read(SYS / f"devices/system/node/node{node}/cpulist")) if node >= 0 else []
     mine = sorted(set(here) & set(cpus))
     threads = _threads(place, cpus)
@@ -159,12 +158,12 @@ def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
 
 
 def _threads(place: RankPlace, cpus: list[int]) -> int:
-    """Of a rank that computes on a GPU."""
+    """Torch's threads for a rank that computes on a GPU."""
     return max(1, len(by_core(cpus)) // place.local_size)
 
 
 def choose(place: RankPlace, gpu: int, environ: Mapping[str, str]) -> Share:
-    """This rank's share; `gpu` is its device's index as CUDA counts here, -1 on the CPU."""
+    """This rank's share. gpu: CUDA's index of its device, -1 on the CPU."""
     cpus = allowed()
     node = mapped_node(place, environ)
     if node is not None:
@@ -178,7 +177,7 @@ def choose(place: RankPlace, gpu: int, environ: Mapping[str, str]) -> Share:
 
 
 def apply(share: Share, environ: dict[str, str]) -> str:
-    """Bind this process, and with it what it execs, and tell torch how many threads to make; what was done in words."""
+    """Bind this process, also across exec, and set torch's thread count in `environ`. Returns a text for the log."""
     if share.cpus:
         os.sched_setaffinity(0, share.cpus)
     environ.setdefault("OMP_NUM_THREADS", str(share.threads))
@@ -192,11 +191,11 @@ def apply(share: Share, environ: dict[str, str]) -> str:
 # binding would end the job. In containers without CAP_SYS_NICE the calls are often forbidden.
 _SYSCALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 _PREFERRED = 1
-_NODES = 1024  # bits of a mask: the most that Linux is built for
+_NODES = 1024  # bits of a node mask: the most that Linux supports
 
 
 def prefer_memory(node: int) -> str:
-    """Let this process's memory come from a NUMA node while it has some, also after exec; why not, or ""."""
+    """Prefer a NUMA node's memory, also across exec. Returns "" or the reason why that failed."""
     if platform.machine() not in _SYSCALLS:
         return f"not known how on {platform.machine()}"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -207,7 +206,7 @@ def prefer_memory(node: int) -> str:
 
 
 def memory_words() -> str:
-    """Which node's memory this process prefers; "" for that of the core which touches it first."""
+    """The node whose memory this process prefers, as a text; "" for first touch."""
     if platform.machine() not in _SYSCALLS:
         return ""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""What the launcher needs of Linux beyond the standard library: tying processes to each other's lives."""
+"""Linux calls beyond the standard library: parent-death signals, subreapers, pidfds, clearing processes away."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with(parent: int, death_signal: int = signal.SIGKILL) -> None:
-    """Have the kernel send `death_signal` to this process when its parent is gone; survives exec.
+    """Have the kernel send `death_signal` to this process when its parent ends. It survives exec.
 
-    The parent is the *thread* that forked us: start such children from a thread that lives as long as they may.
-    A parent that was gone before the call never sends it, hence the second look.
+    The parent is the *thread* that forked this process: fork such children from a thread that outlives them. If the
+    parent ended before the call, the kernel never sends the signal; hence the check afterwards.
     """
     _prctl(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent:
@@ -38,25 +38,25 @@ def die_with(parent: int, death_signal: int = signal.SIGKILL) -> None:
 
 
 def tie_to_parent(death_signal: int = signal.SIGKILL) -> Callable[[], None]:
-    """The same as Popen's preexec_fn, called in the parent."""
+    """`die_with` as a preexec_fn for Popen. Call it in the parent."""
     parent = os.getpid()
     return lambda: die_with(parent, death_signal)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent dies become our children, so that nothing of a job escapes the final clearing."""
+    """Become the subreaper: orphaned descendants become children of this process, so `reap` finds them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends. Raises Stop where the kernel has none.
+    """A descriptor that becomes readable when the process ends. Raises FatalError where the kernel lacks pidfds.
 
-    Pythons that were built against old headers, as many of conda and uv are, lack os.pidfd_open on new kernels too.
+    Pythons built against old headers, such as many of conda and uv, lack os.pidfd_open even on new kernels.
     """
     try:
         return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else _pidfd_open(pid)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EPERM):  # a container's filter says EPERM of calls it does not know
+        if error.errno not in (errno.ENOSYS, errno.EPERM):  # EPERM: a container's seccomp filter
             raise
         raise FatalError(
             f"Linux 5.3 or newer is needed, with the system call pidfd_open ({error.strerror}): this is Linux "
@@ -75,7 +75,7 @@ def _pidfd_open(pid: int) -> int:
 
 
 def children(parent: int | str = "self") -> list[int]:
-    """Direct children of a process, this one if none is named, adopted ones included."""
+    """The direct children of a process, by default of this one, adopted ones included."""
     found: list[int] = []
     for task in os.listdir(f"/proc/{parent}/task"):
         with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children") as file:
@@ -84,17 +84,17 @@ def children(parent: int | str = "self") -> list[int]:
 
 
 def say(text: str) -> None:
-    """One line to the user."""
+    """Print one line to the user, on stderr."""
     print(f"phalanx: {text}", file=sys.stderr, flush=True)
 
 
 def let_another_speak() -> None:
-    """Before a rank ends in silence: its end would end the one that is about to say why."""
+    """Wait before a rank exits silently: its exit may end the rank that is about to print the reason."""
     time.sleep(SILENCE)
 
 
 def kill_group(pid: int, number: int) -> None:
-    """Signal a process group; a group that is gone is fine."""
+    """Signal a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
@@ -105,14 +105,14 @@ def ignore(signals: Iterable[int]) -> None:
 
 
 def write(fd: int, data: bytes) -> None:
-    """All of `data`; a reader that is gone is no reason to end."""
+    """Write all of `data`, and ignore that the reader has gone."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while data:
             data = data[os.write(fd, data) :]
 
 
 def reap(spared: set[int], patience: float = 2.0) -> None:
-    """Kill every child but `spared`, and theirs, which become ours, until none is left."""
+    """Kill all descendants but `spared`, until none is left or `patience` seconds are over. Needs `adopt_orphans`."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         left = [pid for pid in children() if pid not in spared]

@@ -1,4 +1,7 @@
-"""Circumstances: which rank this process is, of how many, and who started it. The only reader of OMPI_*, SLURM_* …"""
+"""The MPI environment: this process's rank, the number of ranks, and who started it, from OMPI_*, SLURM_* and others.
+
+Only this file and allocation.py read such variables.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ import msgspec
 from ...errors import USAGE, FatalError
 from . import visible_devices
 
-# Variables that tell a process that it belongs to an MPI job: a process that must not join is started without them.
+# Variables by which MPI recognises that a process belongs to a job. Processes that must not join get none of them.
 _MPI_PREFIXES = (
     "OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "MPI_LOCAL", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_", "JSM_",
 )  # fmt: skip
 _STEP_PREFIXES = ("SLURM_STEP", "SLURM_PMI", "SLURM_MPI")
 _STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "SLURM_GTIDS")
 
-# Inside an mpirun that Slurm's srun has carried to the nodes, SLURM_LOCALID counts its daemons: it is asked last.
+# Where an mpirun uses srun to reach the nodes, SLURM_LOCALID counts mpirun's daemons: so it comes last.
 _LOCAL_RANK = (
     "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "JSM_NAMESPACE_LOCAL_RANK",
     "SLURM_LOCALID",
@@ -35,7 +38,7 @@ class RankPlace(msgspec.Struct, frozen=True):
     size: int
     local_rank: int
     local_size: int  # ranks of the job on this host; 1 if unknown
-    launcher: str  # in words: "mpirun", "srun", …
+    launcher: str  # for messages: "mpirun", "srun", …
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
@@ -46,14 +49,14 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """Where MPI's own launcher put this process; None when no MPI launcher started it.
+    """This process's place in an MPI job; None where no MPI launcher started it.
 
     OMPI_*: Open MPI 4 and 5. PMI_* and MPI_LOCAL*: MPICH, Intel MPI. PMIX_RANK or PMI_* with SLURM_*: srun. PALS_*:
     Cray's mpiexec. JSM_*: LSF's jsrun.
     """
     rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "JSM_NAMESPACE_RANK")
     size = _number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    own = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ  # of an mpirun, also inside a step
+    own = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ  # by mpirun, perhaps in a Slurm step
     launcher = "srun" if "SLURM_STEP_ID" in environ and not own else "mpirun"
     if size is None:
         size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PALS_SIZE", "JSM_NAMESPACE_SIZE")
@@ -67,7 +70,7 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
-    """Slurm writes the tasks of each node as `4(x2),3`; the node's place in that list is SLURM_NODEID."""
+    """This node's tasks. Slurm writes the tasks of all nodes as `4(x2),3`; SLURM_NODEID is the index."""
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         count, _, times = part.partition("(x")
@@ -85,20 +88,21 @@ def ends_together(environ: Mapping[str, str]) -> bool:
 
 
 def codes_by_abort(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher, srun with PMIx, kills the others when a rank ends without MPI_Finalize, and reports that.
+    """Whether only MPI_Abort passes a rank's exit code on. That is so for srun with PMIx.
 
-    Measured with Slurm 22.05: 137 for a rank that exits with 3, but 3 for one that calls MPI_Abort(3).
+    It kills the other ranks when one ends without MPI_Finalize, and reports that kill instead of the rank's code.
+    Slurm 22.05 ends with 137 for a rank that exits with 3, but with 3 for one that calls MPI_Abort(3).
     """
     return "PMIX_RANK" in environ and "SLURM_STEP_ID" in environ and not ends_together(environ)
 
 
 def refuse_lonely_srun(environ: Mapping[str, str]) -> None:
-    """srun without PMI starts N processes that know nothing of each other: each would become a server of its own."""
+    """Raises FatalError under srun without PMI, where each of N processes would become a server of its own."""
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1
     if "SLURM_STEP_ID" not in environ or tasks == 1 or rank_place(environ) is not None:
         return
     if _number(environ, "SLURM_PROCID"):
-        raise FatalError("", USAGE)  # task 0 says it once
+        raise FatalError("", USAGE)  # task 0 prints the reason
     raise FatalError(
         f"srun started {tasks} tasks without telling them of each other; use `srun --mpi=pmix phalanx serve …` with "
         "Open MPI or `srun --mpi=pmi2 …` with MPICH (`srun --mpi=list` shows what this Slurm has)",
@@ -107,7 +111,7 @@ def refuse_lonely_srun(environ: Mapping[str, str]) -> None:
 
 
 def without_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that must not take part in the MPI job: the front."""
+    """The environment for a process that must not join the MPI job, such as the server process."""
     return {
         name: value
         for name, value in environ.items()
@@ -116,10 +120,10 @@ def without_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_mpirun(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for an mpirun of our own, also inside a job of one process such as `srun --pty bash`.
+    """The environment for the supervisor's mpirun, which may run inside a job of one process (`srun --pty bash`).
 
-    There it would take itself for a part of that job. What Open MPI is told there is the user's own setting, but for
-    inside another mpirun, which tells it as well.
+    There it must not take itself for a part of that job, so it gets none of the job's variables. Settings of the MPI
+    library are the user's and stay, except inside another mpirun, which sets such variables itself.
     """
     if rank_place(environ) is None and "SLURM_STEP_ID" not in environ:
         return dict(environ)
@@ -129,7 +133,7 @@ def for_mpirun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def end_time(environ: Mapping[str, str]) -> float:
-    """When Slurm ends this job, as Unix time; 0 where it does not tell."""
+    """When Slurm ends this job, as Unix time; 0: unknown."""
     return float(_number(environ, "SLURM_JOB_END_TIME") or 0)
 
 
@@ -146,5 +150,5 @@ def hostname() -> str:
 
 
 def gpus() -> int:
-    """GPUs that this process may use, found without loading CUDA."""
+    """How many GPUs this process may use, counted without CUDA."""
     return visible_devices.count(os.environ)

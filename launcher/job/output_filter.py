@@ -1,8 +1,7 @@
-"""Takes out of mpirun's output what it says about the end of a rank: the launcher says that in one line itself.
+"""Removes mpirun's messages about a rank's end from the output: the supervisor prints one line instead.
 
-Open MPI puts every message of its own between two lines of dashes, but for the line in which version 4 says that it
-passes a signal on. MPICH's hydra writes one message, between lines of equals signs and with a tail. Everything else,
-and messages that are not about a rank's end, passes as it comes.
+Open MPI writes its messages between two lines of dashes, except version 4's line about a forwarded signal. MPICH's
+hydra writes one message between lines of equals signs, with a tail. All other output passes unchanged.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ _HYDRAS_TAIL = (
 )
 _FORWARDED = re.compile(rb"(mpirun|mpiexec|orterun): Forwarding signal \d+ to job\s*")
 _FORWARDING = (b"mpirun: Forwarding signal ", b"mpiexec: Forwarding signal ", b"orterun: Forwarding signal ")
-_LONGEST = 4000  # bytes of a message that is held back
+_LONGEST = 4000  # most bytes of a message; longer text is no message of mpirun's
 
 
 class OutputFilter:
-    """One stream's filter. `casualty` is the rank that a signal ended, in words, once mpirun has named one."""
+    """Filters one stream. `casualty`: a text about the rank that a signal ended, once mpirun has named it."""
 
     def __init__(self) -> None:
         self.casualty = ""
-        self._message: list[bytes] = []  # the lines of a message so far, held back
-        self._tail = b""  # the beginning of a line that may belong to one
+        self._message: list[bytes] = []  # the lines of an unfinished message, held back
+        self._tail = b""  # an unfinished line that may belong to a message
         self._at_line_start = True
-        self._after: tuple[bytes, ...] = ()  # how the lines begin that may follow hydra's message
+        self._after: tuple[bytes, ...] = ()  # beginnings of the lines that may follow hydra's message
 
     def feed(self, data: bytes) -> bytes:
-        """What to show of what was held back and `data`."""
+        """Add `data`. Returns what to show now."""
         shown = []
         text, self._tail = self._tail + data, b""
         for line in text.splitlines(keepends=True):
@@ -44,7 +43,7 @@ class OutputFilter:
             if not (self._message or (self._at_line_start and self._may_be_one(line))):
                 shown.append(line)
             elif not whole and len(line) < _LONGEST:
-                self._tail = line  # it is the last one
+                self._tail = line  # it is the last line of `data`
                 break
             elif _FORWARDED.fullmatch(line) or line.startswith(self._after):
                 pass
@@ -56,18 +55,18 @@ class OutputFilter:
         return b"".join(shown)
 
     def flush(self) -> bytes:
-        """What is still held back, at the end of the stream."""
+        """At the end of the stream: what is still held back."""
         held = b"".join(self._message) + self._tail
         self._message, self._tail = [], b""
         return held
 
     def _may_be_one(self, line: bytes) -> bool:
-        """Whether it is, or may become, the first line of a message or one that stands alone."""
+        """Whether the line begins, or may begin, a message or a line to remove."""
         starts = (*_FORWARDING, *self._after)
         return _rule(line) or any(line.startswith(start) or start.startswith(line) for start in starts)
 
     def _hold(self, line: bytes) -> bytes:
-        """Add a line to the message; what is to be shown now."""
+        """Add a line to the message. Returns what to show now."""
         self._message.append(line)
         if len(self._message) > 1 and _RULE.fullmatch(line):
             return self._judge()

@@ -1,7 +1,7 @@
-"""The small process that every rank starts as: it binds itself and becomes `python -m phalanx.rank`.
+"""The rank bootstrap: a small process that binds itself and then becomes the rank, `python -m phalanx.rank`, by exec.
 
-Started by the supervisor, or by the mpirun that the supervisor runs, it finds the job in PHALANX_JOB. Under a user's
-own mpirun or srun `phalanx serve` comes here with the options, and rank 0 starts the front.
+The supervisor starts it, or the supervisor's mpirun does; then the job is in PHALANX_JOB. Under a user's own mpirun or
+srun `phalanx serve` calls `join` with the options, and rank 0 starts the server process.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ...rank.server.config import ServerConfig
 from . import binding, linux, mpi_env, server_process, visible_devices
 from .mpi_env import RankPlace
 
-# Set by the supervisor: its process id. A rank whose parent that is, or became, has lost its mpirun.
+# The supervisor's process id, set by it. A rank whose parent is the supervisor has lost its mpirun.
 PARENT_ENV = "PHALANX_PARENT"
 KEY_ENV = "PHALANX_API_KEY"
 RANK = ["-m", "phalanx.rank"]
 ABORT = ["-c", "import sys; from mpi4py import MPI; MPI.COMM_WORLD.Abort(int(sys.argv[1]))"]
 Jobs = Callable[[ServerConfig], "subprocess.Popen[bytes]"]
-SERVER_PATIENCE = 30.0  # seconds for the front to open its socket
-WATCHER_PATIENCE = 3.0  # seconds that the front may outlive rank 0
+SERVER_PATIENCE = 30.0  # seconds for the server process to open its socket
+WATCHER_PATIENCE = 3.0  # seconds that the server process may outlive rank 0
 ABORT_DELAY = "5"  # seconds
 MPIRUN_PATIENCE = 15.0  # seconds that mpirun may outlive rank 0
 MPIRUNS = ("mpirun", "prterun", "orterun", "orterun_wrapper", "mpiexec", "mpiexec.hydra")
 
 
 def main() -> int:
-    """A supervised rank; `python -m phalanx.launcher.job.rank_bootstrap`."""
+    """`python -m phalanx.launcher.job.rank_bootstrap`: a rank under the supervisor."""
     hold_drain()
     parent = os.getppid()
     linux.die_with(parent)
@@ -59,9 +59,9 @@ def main() -> int:
 
 
 def join(options: Options, place: RankPlace, jobs: Jobs | None = None) -> NoReturn:
-    """A rank under a user's mpirun or srun. Options of ranks other than 0 count for their device only.
+    """Become a rank under a user's mpirun or srun. Of ranks other than 0, only the device options are used.
 
-    `jobs` starts the process that takes the front's place.
+    jobs: starts a process in place of the server process, for batch jobs.
     """
     linux.die_with(os.getppid())
     linux.ignore((signal.SIGUSR1, signal.SIGUSR2))
@@ -81,16 +81,16 @@ def join(options: Options, place: RankPlace, jobs: Jobs | None = None) -> NoRetu
 
 
 def finish(options: Options, place: RankPlace) -> NoReturn:
-    """Rank 0 has nothing to do. The other ranks wait to hear that: they do not see its files."""
+    """End a job for which rank 0 has nothing to do. It joins to tell the other ranks, which do not see its files."""
     linux.die_with(os.getppid())
     exec_rank(Job(options=options, announced_size=place.size, over=True), place, own=True)
 
 
 def give_up(stop: FatalError, place: RankPlace) -> None:
-    """End the whole job because of an error that this rank alone has met; the others wait for it in MPI_Init.
+    """End the whole job because of an error in this rank, while the others wait for it in MPI_Init.
 
-    Open MPI's mpirun ends them when one ends with a code, so here it returns. srun and MPICH's hydra let them wait for
-    ever: there this process joins them and aborts, which also hands the code on.
+    Open MPI's mpirun ends them when one rank exits with a code, so this returns there. srun and MPICH's hydra would let
+    them wait for ever: there this process joins MPI and calls MPI_Abort, which also passes the code on.
     """
     if place.size == 1 or mpi_env.ends_together(os.environ):
         return
@@ -100,19 +100,19 @@ def give_up(stop: FatalError, place: RankPlace) -> None:
 
 
 def hold_drain() -> None:
-    """Hold SIGUSR1 back until the rank can drain. A front that is started from here must not inherit that."""
+    """Block SIGUSR1 until the rank can drain. Start the server process before: it must not inherit the mask."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 
 
 def exec_rank(job: Job, place: RankPlace, own: bool = False) -> NoReturn:
-    """Bind this process and replace it by the rank. own: as in device_index."""
+    """Bind this process and exec the rank. own: as in device_index."""
     gpu = device_index(job.options, place, own)
     share = binding.choose(place, gpu, os.environ)
     environ = dict(os.environ)
     environ.pop(KEY_ENV, None)
     bound = binding.apply(share, environ)
     if mpi_env.ends_together(os.environ):
-        # Open MPI ends a rank whose connection to a lost one closes, and names nobody: the watchdog goes first.
+        # Open MPI ends a rank that loses its connection to another and names neither: delay it for the watchdog.
         environ.setdefault("OMPI_MCA_opal_abort_delay", ABORT_DELAY)
     job = msgspec.structs.replace(
         job,
@@ -131,26 +131,26 @@ def exec_rank(job: Job, place: RankPlace, own: bool = False) -> NoReturn:
 
 
 def without_key(options: Options) -> Options:
-    """What mpirun and the ranks get. Only the front checks the key; what they do not have they cannot show."""
+    """The options for mpirun and the ranks. They need no API key, so they cannot leak it."""
     return msgspec.structs.replace(options, api_key="", api_key_file="")
 
 
 def device_index(options: Options, place: RankPlace, own: bool = False) -> int:
-    """The GPU of this rank, as CUDA counts those that this process sees; -1 for the CPU.
+    """This rank's GPU, by CUDA's index among those that this process sees; -1 for the CPU.
 
-    own: who started the ranks may have given each a GPU of its own, as srun --gpus-per-task=1 does. Then one GPU is
-    this rank's; that it is no other's as well the ranks make sure of when they have met (comm/gpu_owners.py).
+    own: the launcher may have given each rank a GPU of its own, as srun --gpus-per-task=1 does. If this process then
+    sees one GPU, it is this rank's. comm/gpu_owners.py checks later that no other rank has it too.
     """
     available = mpi_env.gpus()
     if options.device == "cpu" or (options.device == "auto" and not available):
         return -1
     index = place.local_rank
     given = own and given_one(place)
-    if given and options.devices == (0,):  # which is how each rank sees it
+    if given and options.devices == (0,):  # each rank sees its GPU as 0
         return 0
     if options.devices:
         if index > len(options.devices):
-            raise FatalError("", USAGE)  # the first rank without a device says it
+            raise FatalError("", USAGE)  # the first rank without a device prints the reason
         if index == len(options.devices):
             raise FatalError(
                 f"--d lists {len(options.devices)} devices, but {mpi_env.hostname()} has more ranks", USAGE
@@ -166,12 +166,12 @@ def device_index(options: Options, place: RankPlace, own: bool = False) -> int:
 
 
 def given_one(place: RankPlace) -> bool:
-    """Whether this rank sees one GPU and has neighbours on its node: its own, if not all have been shown the same."""
+    """Whether this rank sees one GPU and shares its node. The GPU is its own, unless all ranks see the same one."""
     return mpi_env.gpus() == 1 and (place.local_size > 1 or place.local_rank > 0)
 
 
 def _visible_words() -> str:
-    """What a user has to know of CUDA_VISIBLE_DEVICES who misses a GPU."""
+    """A hint about CUDA_VISIBLE_DEVICES for the message about a missing GPU."""
     entries = visible_devices.listed(os.environ)
     if entries is None:
         return ""
@@ -182,18 +182,21 @@ def _visible_words() -> str:
 
 
 def _await_socket(path: str, child: subprocess.Popen[bytes] | None = None) -> None:
-    """The front opens its socket in half a second; the rank needs longer to get there, but not surely."""
+    """Wait for the server's socket. The server usually opens it before the rank gets here, but not always."""
     deadline = time.monotonic() + SERVER_PATIENCE
     while path and not os.path.exists(path):
         if child is not None and child.poll() is not None:
-            raise FatalError("", child.returncode if child.returncode > 0 else RANK_FAILED)  # it has said what is wrong
+            raise FatalError("", child.returncode if child.returncode > 0 else RANK_FAILED)  # it has printed the reason
         if time.monotonic() > deadline:
-            raise FatalError(f"the front did not start within {SERVER_PATIENCE:g} s", RANK_FAILED)
+            raise FatalError(f"the server process did not start within {SERVER_PATIENCE:g} s", RANK_FAILED)
         time.sleep(0.01)
 
 
 def _start_server(options: Options, jobs: Jobs | None) -> str:
-    """Rank 0 without a supervisor: the front is a child of the rank, and a keeper watches over its end."""
+    """Rank 0 without a supervisor: start the server process, and fork a watcher that ends it after rank 0.
+
+    Returns the path of the server's socket.
+    """
     listener = None
     if jobs is None:
         listener = server_process.listen(options.host, options.port)
@@ -227,9 +230,9 @@ def _start_server(options: Options, jobs: Jobs | None) -> str:
 def watch_server(
     child: subprocess.Popen[bytes], rank: int, directory: str, listener: server_process.Listener | None = None
 ) -> None:
-    """Copy the front's output to mpirun's stderr until it ends, and see to it that it ends soon after rank 0.
+    """The watcher: copies the server's output to mpirun's stderr, and kills the server if it outlives rank 0 for long.
 
-    mpirun waits for all who hold its pipes: this process holds its stderr, but for seconds at most after rank 0.
+    mpirun waits for all processes that hold its pipes. This one holds stderr, for some seconds after rank 0 at most.
     """
     os.setsid()  # mpirun ends rank 0's process group
     linux.ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE))
@@ -260,7 +263,7 @@ def watch_server(
 
 
 def _mpirun() -> tuple[int, int] | None:
-    """The mpirun that started this process, and its pidfd. Under MPICH's a proxy is between."""
+    """The mpirun that started this process, and its pidfd. Under MPICH a proxy stands between them."""
     pid = os.getppid()
     for _ in range(2):
         try:
@@ -275,10 +278,11 @@ def _mpirun() -> tuple[int, int] | None:
 
 
 def kill_stuck_mpirun(mpirun: int, ended: int) -> None:
-    """End mpirun where it does not end after rank 0: it waits for a node that was cut off or stands still until TCP
-    gives up, which takes a quarter of an hour. `ended` is its pidfd.
+    """Kill mpirun if it outlives rank 0 for long. ended: its pidfd.
+
+    mpirun waits for a node that is cut off or hangs until TCP gives up, which takes a quarter of an hour.
     """
-    # It may be waiting for us: to let go of its pipe, or of the socket through which rank 0 spoke to it.
+    # mpirun may be waiting for this process to close its pipe, or the socket between rank 0 and mpirun.
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
     os.closerange(3, ended)
     os.closerange(ended + 1, os.sysconf("SC_OPEN_MAX"))
@@ -286,7 +290,7 @@ def kill_stuck_mpirun(mpirun: int, ended: int) -> None:
         return
     text = f"phalanx: mpirun waits for a node that does not answer; it is ended {MPIRUN_PATIENCE:g} s after rank 0\n"
     with contextlib.suppress(OSError):
-        family = [mpirun, *linux.children(mpirun)]  # its ssh clients would wait as long
+        family = [mpirun, *linux.children(mpirun)]  # including its ssh clients, which would wait as long
         with contextlib.suppress(OSError):
             linux.write(os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_APPEND), text.encode())
         for pid in family:

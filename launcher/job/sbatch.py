@@ -1,4 +1,4 @@
-"""`--sbatch`: the Slurm script that runs a command, printed instead of running it."""
+"""`--sbatch`: prints a Slurm script that runs the command, instead of running it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..options.option_sources import ParsedOptions
 from ..options.resolve import ranks_of
 
 FLAG = "--sbatch"
-# What a user's srun decides, or refuses.
+# Options that srun decides, or that are refused under it.
 _LEFT_OUT = ("ranks", "restarts", "deadline")
 
 _HEAD = """\
@@ -70,15 +70,15 @@ exit $code
 
 
 def wanted(argv: Sequence[str]) -> tuple[list[str], bool]:
-    """The command line without the flag, and whether it was there."""
+    """The command line without --sbatch, and whether it was there."""
     return [word for word in argv if word != FLAG], FLAG in argv
 
 
 def script(verb: str, chosen: ParsedOptions[Any]) -> str:
-    """The script for what was chosen on the command line, in the environment and in a file."""
+    """The script for the options from the command line, the environment and a file."""
     options: Options = chosen.options
     ranks = ranks_of(options)
-    per_node = min(len(options.devices) or ranks, ranks)  # without --d a node takes them all
+    per_node = min(len(options.devices) or ranks, ranks)  # without --d one node gets all ranks
     if ranks % per_node:
         raise FatalError(f"{FLAG}: {ranks} ranks do not divide into nodes of {per_node} (--d)", USAGE)
     used = options.devices[:per_node]
@@ -105,7 +105,7 @@ def script(verb: str, chosen: ParsedOptions[Any]) -> str:
 
 
 def command(verb: str, chosen: ParsedOptions[Any]) -> str:
-    """The command line that chooses the same."""
+    """The command line with the same options."""
     table: dict[str, Spec] = specs(chosen.options.__class__)
     words = ["phalanx", verb]
     for name, spec in table.items():

@@ -1,4 +1,4 @@
-"""Starts the front: the process with the HTTP server. Who starts it binds the port before anything is loaded."""
+"""Starts the server process. Its starter binds the HTTP port first, so that a taken port fails before loading."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Listener(msgspec.Struct):
     socket: socket.socket
     url: str
     open_to_all: bool  # reachable from other machines
-    name: str = ""  # of the host, as it was given
+    name: str = ""  # the host as the user gave it
     path: str = ""  # of a unix socket
-    inode: tuple[int, int] = (0, 0)  # its device and number
+    inode: tuple[int, int] = (0, 0)  # the socket's device and inode number
 
 
 def listen(host: str, port: int) -> Listener:
@@ -94,7 +94,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 
 
 def _listen_unix(path: str) -> Listener:
-    """For this user only; who wants more changes the mode of the socket."""
+    """Bind a unix socket for this user only. Its owner may change the mode afterwards."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _abandoned(path):
@@ -116,7 +116,7 @@ def _listen_unix(path: str) -> Listener:
 
 
 def _abandoned(path: str) -> bool:
-    """Whether a killed server left its socket there. Only a refused connection says so; any other error may not."""
+    """Whether a killed server left its socket there. Only a refused connection proves that; other errors are raised."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return False
@@ -134,7 +134,7 @@ def _abandoned(path: str) -> bool:
 
 
 def unlink(listener: Listener) -> None:
-    """Remove the path of a unix socket at the end, unless another server has put its own there."""
+    """Remove the path of a unix socket, unless it is another server's by now."""
     if not listener.path:
         return
     with contextlib.suppress(OSError):
@@ -158,11 +158,12 @@ def remove(directory: str) -> None:
 
 
 def _own_name(listener: Listener | None) -> list[str]:
-    """The name that --host gave; `*` is none: as an allowed host it would mean any."""
+    """The name given by --host, for the allowed hosts. `*` is left out: there it would allow any host."""
     return [listener.name] if listener and listener.name not in ("", "*") else []
 
 
 def config(options: Options, link: str, listener: Listener | None, cpus: list[int]) -> ServerConfig:
+    """The server process's configuration. link: its socket for rank 0. cpus: those it may run on."""
     defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
     own = builtin_model.SERVED_NAME if options.model == str(builtin_model.DIRECTORY) else ""
     return ServerConfig(
@@ -193,17 +194,17 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
 
 
 def start(settings: ServerConfig, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """The front, with the HTTP socket."""
+    """Start the server process with the HTTP socket."""
     return spawn(SERVER, {VARIABLE: msgspec.json.encode(settings).decode()}, environ, [settings.listen_fd])
 
 
 def spawn(
     module: list[str], given: Mapping[str, str], environ: Mapping[str, str], fds: list[int], stdin: int | None = NULL
 ) -> subprocess.Popen[bytes]:
-    """A process in the front's place: in a session of its own, its output in a pipe.
+    """Start the server process, or a batch process in its place: in a session of its own, with its output in a pipe.
 
-    It keeps nothing of mpirun's: not its output, which would make mpirun wait for the front after rank 0 is gone, nor
-    its environment, which would make a library in the front join the MPI job.
+    It must not inherit mpirun's output, or mpirun would wait for it after rank 0 is gone. It must not inherit MPI's
+    variables either, or a library in it would join the MPI job.
     """
     return subprocess.Popen(
         [sys.executable, *module],

@@ -1,6 +1,6 @@
-"""Runs a job from outside MPI: starts its ranks, passes signals on, restarts them, and leaves nothing behind.
+"""The supervisor: starts a job's ranks from outside MPI, passes signals on, restarts them and cleans up.
 
-One thread and one loop: children that ask to die with their parent die with the thread that started them.
+It has one thread: children with a parent-death signal die with the thread that started them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .linux import say
 from .output_filter import OutputFilter
 
 BOOTSTRAP = ["-m", "phalanx.launcher.job.rank_bootstrap"]
-TERM_PATIENCE = 2.0  # seconds between asking and killing
-SERVER_PATIENCE = 2.5
-PEER_PATIENCE = 4.0  # seconds between the front's end and mpirun's
-RESTART_DELAY = 1.0
-DRAIN_REPEAT = 1.0  # for who starts without saying when it can hear SIGUSR1
+TERM_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL
+SERVER_PATIENCE = 2.5  # seconds for the server process to end
+PEER_PATIENCE = 4.0  # seconds that mpirun may outlive the server process
+RESTART_DELAY = 1.0  # seconds
+DRAIN_REPEAT = 1.0  # seconds between SIGUSR1s to a process that may not handle them yet
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 NAMES = {
     errors.ERROR: "an error",
@@ -47,7 +47,7 @@ RESTARTABLE = (errors.ERROR, errors.RANK_FAILED, errors.RANK_STUCK, errors.RANK_
 
 
 class LaunchSpec(msgspec.Struct):
-    """How the ranks are started, as often as needed."""
+    """How to start the ranks, at first and at each restart."""
 
     command: list[str]
     environ: dict[str, str]
@@ -56,7 +56,7 @@ class LaunchSpec(msgspec.Struct):
 
 
 def launch_spec(options: Options, link: str, columns: int = 0) -> LaunchSpec:
-    """One rank, or ranks that are threads, need no mpirun. columns: of the terminal that their bars may use."""
+    """The LaunchSpec of a job. One rank, or ranks that are threads, need no mpirun. columns: the terminal's width."""
     single = options.multithread or options.ranks == 1
     job = Job(
         options=rank_bootstrap.without_key(options),
@@ -68,7 +68,7 @@ def launch_spec(options: Options, link: str, columns: int = 0) -> LaunchSpec:
     environ.pop(rank_bootstrap.KEY_ENV, None)
     program = [sys.executable, *BOOTSTRAP]
     if single:
-        # The variables of an allocation's shell would make the member believe that it is one of several.
+        # With the variables of an allocation's shell the rank would take itself for one of several.
         return LaunchSpec(program, mpi_env.without_mpi(environ), False)
     mpi = mpirun.find(os.environ)
     environ = mpi_env.for_mpirun(environ)
@@ -77,35 +77,35 @@ def launch_spec(options: Options, link: str, columns: int = 0) -> LaunchSpec:
 
 
 class Supervisor:
-    """One job. `front` is its front where the supervisor has one, `parent` a process with which it ends."""
+    """Runs one job. server: its server process, if it has one here. parent: a process whose end ends the job."""
 
     def __init__(
         self,
         start: LaunchSpec,
-        front: subprocess.Popen[bytes] | None = None,
+        server: subprocess.Popen[bytes] | None = None,
         restarts: int = 0,
         parent: int = 0,
         serving: Callable[[], bool] = lambda: True,
     ):
         self._start = start
-        self._front = front
+        self._server = server
         self._restarts = restarts
         self._serving = serving
         self._ranks: subprocess.Popen[bytes] | None = None
-        self._code: int | None = None  # decided: what run() returns once all is cleared
+        self._code: int | None = None  # set when the job is over: what run() returns after cleaning up
         self._draining = self._stopping = False
-        self._deadline = float("inf")  # of what is under way: the end of patience, a restart, another drain
+        self._deadline = float("inf")  # when _at_deadline is due: a kill, a restart, another drain
         self._at_deadline: Callable[[], None] = lambda: None
-        self._noise = OutputFilter()
+        self._filter = OutputFilter()
         self._selector = selectors.DefaultSelector()
         if parent:
-            self._watch_process(parent, self._parent_gone)
-        if front is not None:
-            self._watch_process(front.pid, self._front_gone)
-            self._copy(front.stdout, 2)
+            self._watch_process(parent, self._parent_ended)
+        if server is not None:
+            self._watch_process(server.pid, self._server_ended)
+            self._copy(server.stdout, 2)
 
     def run(self) -> int:
-        """Blocks until the job is over and cleared away; returns its exit code."""
+        """Run the job to its end and clean up. Returns its exit code."""
         linux.adopt_orphans()
         wakeup, wake = socket.socketpair()
         wakeup.setblocking(False)
@@ -116,7 +116,7 @@ class Supervisor:
         try:
             self._start_ranks()
             while self._code is None:
-                self._turn()
+                self._run_once()
             return self._code
         finally:
             self._clear()
@@ -127,15 +127,15 @@ class Supervisor:
             wake.close()
             self._selector.close()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         left = self._deadline - time.monotonic()
         events = self._selector.select(None if left == float("inf") else max(0.0, left))
         for key, _ in events:
             now = self._selector.get_map().get(key.fd)
-            if now is not None and now.data is key.data:  # not gone by what came before it in this turn
+            if now is not None and now.data is key.data:  # an earlier event of this round may have unregistered it
                 key.data(key.fileobj)
             if self._code is not None:
-                return  # what else has ended follows from that
+                return  # other processes end because of that
         if time.monotonic() >= self._deadline:
             self._deadline = float("inf")
             self._at_deadline()
@@ -146,20 +146,22 @@ class Supervisor:
     # Children and their output.
 
     def _start_ranks(self) -> None:
-        self._noise = OutputFilter()
+        self._filter = OutputFilter()
         self._ranks = subprocess.Popen(
             self._start.command,
             env=self._start.environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            process_group=0,  # Ctrl-C on the terminal is for us to pass on
+            process_group=0,  # so that Ctrl-C reaches the supervisor only
             preexec_fn=linux.tie_to_parent(),
         )
-        self._watch_process(self._ranks.pid, self._ranks_gone)
-        noise = self._noise if self._start.through_mpirun else None
-        self._copy(self._ranks.stdout, 1, noise if self._start.mpich else None)  # which is where hydra speaks
-        self._copy(self._ranks.stderr, 2, None if self._start.mpich else noise)
+        self._watch_process(self._ranks.pid, self._ranks_ended)
+        output_filter = self._filter if self._start.through_mpirun else None
+        self._copy(
+            self._ranks.stdout, 1, output_filter if self._start.mpich else None
+        )  # hydra writes its messages there
+        self._copy(self._ranks.stderr, 2, None if self._start.mpich else output_filter)
 
     def _watch_process(self, pid: int, gone: Callable[[], None]) -> None:
         fd = linux.pidfd(pid)
@@ -171,7 +173,7 @@ class Supervisor:
 
         self._selector.register(fd, selectors.EVENT_READ, ended)
 
-    def _copy(self, stream: IO[bytes] | None, to: int, noise: OutputFilter | None = None) -> None:
+    def _copy(self, stream: IO[bytes] | None, to: int, output_filter: OutputFilter | None = None) -> None:
         assert stream is not None
         fd = stream.fileno()
 
@@ -180,7 +182,7 @@ class Supervisor:
             if not data:
                 self._selector.unregister(stream)
                 stream.close()
-            shown = data if noise is None else noise.feed(data) if data else noise.flush()
+            shown = data if output_filter is None else output_filter.feed(data) if data else output_filter.flush()
             linux.write(to, shown)
 
         self._selector.register(stream, selectors.EVENT_READ, copy)
@@ -205,13 +207,13 @@ class Supervisor:
         self._send_drain()
 
     def _send_drain(self) -> None:
-        if self._front is not None and self._front.poll() is None:
-            self._front.send_signal(signal.SIGUSR1)
+        if self._server is not None and self._server.poll() is None:
+            self._server.send_signal(signal.SIGUSR1)
         if self._ranks is not None and self._ranks.poll() is None:
-            self._ranks.send_signal(signal.SIGUSR1)  # once is enough: it is held back until the rank can drain
+            self._ranks.send_signal(signal.SIGUSR1)  # once is enough: the signal stays blocked until the rank can drain
 
     def _stop(self, code: int) -> None:
-        """End the ranks whatever they do; `code` is what the job then ends with."""
+        """End the ranks at once. code: the job's exit code."""
         if self._stopping:
             return
         self._stopping = True
@@ -226,25 +228,25 @@ class Supervisor:
         if self._ranks is not None:
             linux.kill_group(self._ranks.pid, signal.SIGKILL)
 
-    def _parent_gone(self) -> None:
+    def _parent_ended(self) -> None:
         self._stop(errors.STOPPED)
 
-    def _front_gone(self) -> None:
-        assert self._front is not None
-        code = self._front.wait()
-        if self._draining or self._stopping or code == errors.OK:  # it drains by itself where --idle-exit says so
-            return  # the ranks decide
+    def _server_ended(self) -> None:
+        assert self._server is not None
+        code = self._server.wait()
+        if self._draining or self._stopping or code == errors.OK:  # OK: --idle-exit makes it drain by itself
+            return  # the ranks' exit code counts
         if self._ranks is None:
             self._code = errors.RANK_FAILED
         elif code in (errors.USAGE, errors.MODEL):
-            self._stop(code)  # it has said what is wrong
+            self._stop(code)  # it has printed what is wrong
         else:
-            # It ends when rank 0 is gone, and rank 0 when it is gone: whichever came first, mpirun has the word.
+            # Rank 0 and the server process end when the other is gone. Whichever was first, mpirun's exit code counts.
             if code < 0:
-                say(f"the front was killed by signal {-code}")
+                say(f"the server process was killed by signal {-code}")
             self._after(PEER_PATIENCE, lambda: self._stop(errors.RANK_FAILED))
 
-    def _ranks_gone(self) -> None:
+    def _ranks_ended(self) -> None:
         assert self._ranks is not None
         code = exit_code(self._ranks.wait(), self._start.mpich)
         self._drain_pipes()
@@ -255,26 +257,26 @@ class Supervisor:
             self._code = self._stop_code
         elif code == errors.OK or self._draining:
             self._code = code
-        elif code in RESTARTABLE and self._restarts > 0 and (self._front is None or self._front.poll() is None):
+        elif code in RESTARTABLE and self._restarts > 0 and (self._server is None or self._server.poll() is None):
             self._restarts -= 1
-            self._say_end(code)
+            self._announce_end(code)
             say(f"starting the ranks again ({self._restarts} restarts left)")
             self._after(RESTART_DELAY, self._start_ranks)
         else:
-            self._say_end(code)
+            self._announce_end(code)
             self._code = code
 
-    def _say_end(self, code: int) -> None:
-        why = f" ({self._noise.casualty})" if self._noise.casualty else ""
+    def _announce_end(self, code: int) -> None:
+        why = f" ({self._filter.casualty})" if self._filter.casualty else ""
         say(f"the job ended with exit code {code}: {NAMES.get(code, 'see above')}{why}")
 
     # The end.
 
     def _drain_pipes(self) -> None:
-        """What the ranks wrote last; their pipes are read until nothing comes."""
+        """Copy the ranks' last output: read their pipes until nothing comes."""
         assert self._ranks is not None
         pipes = [self._ranks.stdout, self._ranks.stderr]
-        deadline = time.monotonic() + 0.5  # who still holds them is cleared away next
+        deadline = time.monotonic() + 0.5  # processes that still hold them are killed next
         while time.monotonic() < deadline:
             ready = [key for key, _ in self._selector.select(0.05) if key.fileobj in pipes]
             if not ready:
@@ -283,10 +285,10 @@ class Supervisor:
                 key.data(key.fileobj)
 
     def _clear_ranks(self) -> None:
-        """Kill what is left of the ranks: descendants that mpirun did not end are our children now."""
+        """Kill what is left of the ranks. Descendants that mpirun did not end are children of this process now."""
         assert self._ranks is not None
         linux.kill_group(self._ranks.pid, signal.SIGKILL)
-        spared = {self._front.pid} if self._front is not None else set()
+        spared = {self._server.pid} if self._server is not None else set()
         linux.reap(spared)
         for stream in (self._ranks.stdout, self._ranks.stderr):
             if stream is not None and not stream.closed:
@@ -298,22 +300,22 @@ class Supervisor:
             linux.kill_group(self._ranks.pid, signal.SIGKILL)
             self._ranks.wait()
             self._clear_ranks()
-        if self._front is not None:
+        if self._server is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._front.terminate()
-            self._read_front()
+                self._server.terminate()
+            self._read_server()
             try:
-                self._front.wait(SERVER_PATIENCE)
+                self._server.wait(SERVER_PATIENCE)
             except subprocess.TimeoutExpired:
-                linux.kill_group(self._front.pid, signal.SIGKILL)
-                self._front.wait()
+                linux.kill_group(self._server.pid, signal.SIGKILL)
+                self._server.wait()
         linux.reap(set())
 
-    def _read_front(self) -> None:
-        """The front's last words, until it closes its output or its time is over."""
-        assert self._front is not None and self._front.stdout is not None
+    def _read_server(self) -> None:
+        """Copy the server's last output until it closes the pipe or SERVER_PATIENCE is over."""
+        assert self._server is not None and self._server.stdout is not None
         deadline = time.monotonic() + SERVER_PATIENCE
-        stream = self._front.stdout
+        stream = self._server.stdout
         while not stream.closed and (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
                 if key.fileobj is stream:
@@ -325,7 +327,7 @@ class Supervisor:
 
 
 class SupervisorRequest(msgspec.Struct):
-    """What a process that hosts the front itself, the library, asks of a supervisor that it starts."""
+    """The library's request to a supervisor that it starts. The library has the server in its own process."""
 
     options: Options
     link: str
@@ -336,22 +338,22 @@ REQUEST_ENV = "PHALANX_ORDER"
 
 
 def main() -> int:
-    """`python -m phalanx.launcher.job.supervisor`: a job without a front that ends with the process that ordered it."""
-    order = msgspec.json.decode(os.environ.pop(REQUEST_ENV), type=SupervisorRequest)
+    """`python -m phalanx.launcher.job.supervisor`: a job without a server process, which ends with its parent."""
+    request = msgspec.json.decode(os.environ.pop(REQUEST_ENV), type=SupervisorRequest)
     try:
-        if os.getppid() != order.parent:
+        if os.getppid() != request.parent:
             return errors.STOPPED
-        return Supervisor(launch_spec(order.options, order.link), parent=order.parent).run()
+        return Supervisor(launch_spec(request.options, request.link), parent=request.parent).run()
     except errors.FatalError as stop:
         say(str(stop))
         return stop.code
     finally:
-        if os.getppid() != order.parent:  # it was killed and could not clear up
-            shutil.rmtree(os.path.dirname(order.link), ignore_errors=True)
+        if os.getppid() != request.parent:  # the parent was killed and could not clean up
+            shutil.rmtree(os.path.dirname(request.link), ignore_errors=True)
 
 
 def exit_code(code: int, mpich: bool = False) -> int:
-    """Popen's code of mpirun or the rank as one of errors.py."""
+    """Map Popen's return code of mpirun or a rank to a code of errors.py."""
     if code < 0 or code > 128:
         return errors.RANK_KILLED if code != errors.STOPPED else code
     if mpich and code in (6, 7, 8, 9, 11, 15):

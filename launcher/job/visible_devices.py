@@ -1,8 +1,9 @@
-"""Which GPUs CUDA shows to this process, and where they are: CUDA_VISIBLE_DEVICES and the driver's files, without CUDA.
+"""Finds which GPUs CUDA shows to this process, and their PCI addresses, without CUDA.
 
-CUDA's rules for the variable (CUDA C++ Programming Guide, environment variables): a list of numbers, of GPUs' UUIDs,
-each cut short as long as it fits one GPU alone, or of MIG devices, of which a process sees the first one only. An entry
-of another kind, such as -1, ends the list, and one that stands there twice empties it. CUDA counts what is left from 0.
+It reads CUDA_VISIBLE_DEVICES and the driver's files. CUDA's rules for the variable (CUDA C++ Programming Guide,
+environment variables): it lists indices, UUIDs of GPUs, or MIG devices. A unique prefix of a UUID is enough. A process
+sees only the first MIG device. An entry of another kind, such as -1, ends the list; a duplicate empties it. CUDA
+numbers the remaining entries from 0.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 class Gpu(NamedTuple):
     address: str  # PCI, as in sysfs: 0000:1b:00.0
-    uuid: str  # "" where the driver does not tell
+    uuid: str  # "" if unknown
     model: str
 
 
 def listed(environ: Mapping[str, str]) -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES that count, in CUDA's order; None where it is not set: all are visible."""
+    """The valid entries of CUDA_VISIBLE_DEVICES, in CUDA's order; None where it is not set: all GPUs are visible."""
     if VARIABLE not in environ:
         return None
     entries: list[str] = []
@@ -45,7 +46,7 @@ def _kind(entry: str) -> str:
 
 
 def count(environ: Mapping[str, str]) -> int:
-    """GPUs that this process may use."""
+    """How many GPUs this process may use."""
     entries = listed(environ)
     if entries is not None:
         return len(entries)
@@ -73,12 +74,12 @@ def installed() -> list[Gpu]:
 
 
 def _opens(name: str) -> bool:
-    """Without opening it, which may take a second. Device cgroups, as Slurm makes them, answer this call as well."""
+    """Whether this process may open a device. access() also respects device cgroups, and open() may take a second."""
     return os.access(DEV / name, os.R_OK | os.W_OK)
 
 
 def _information(path: Path) -> dict[str, str]:
-    """Lines such as `GPU UUID: \t GPU-8a2b…`."""
+    """The fields of the driver's information file, with lines such as `GPU UUID: \t GPU-8a2b…`."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -87,7 +88,7 @@ def _information(path: Path) -> dict[str, str]:
 
 
 def locate(index: int, environ: Mapping[str, str]) -> tuple[str, str]:
-    """The PCI address of the GPU that CUDA counts as `index`; or "", and why it is not known."""
+    """The PCI address of the GPU with CUDA's `index`; or "" and the reason why it is unknown."""
     entries, gpus = listed(environ), installed()
     if entries is not None and index >= len(entries):
         return "", f"{VARIABLE} has no entry for it"
@@ -115,7 +116,7 @@ def _by_uuid(name: str, gpus: list[Gpu]) -> tuple[str, str]:
 
 
 def _parent(mig: str) -> str:
-    """The UUID of the GPU that a MIG device is a part of; "" where it cannot be told."""
+    """The UUID of the GPU that a MIG device is part of; "" if unknown."""
     if mig.startswith("MIG-GPU-"):  # MIG-GPU-UUID/GPU instance/compute instance, of drivers before 470
         return mig.removeprefix("MIG-").partition("/")[0]
     parent, found = "", set()
@@ -128,7 +129,7 @@ def _parent(mig: str) -> str:
 
 
 def smi(*arguments: str) -> str:
-    """What nvidia-smi says; nothing where there is none, or where it does not answer."""
+    """The output of nvidia-smi; "" where there is none, or where it fails."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=15)
     except (OSError, subprocess.TimeoutExpired):

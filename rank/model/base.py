@@ -1,4 +1,4 @@
-"""What all architectures share: pipeline stages, the residual stream, the head, and which tensors fill them."""
+"""The base classes of all architectures: pipeline stages, residual stream, head, and the tensors that fill them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .layers.rope import RotaryEmbedding
 from .layers.shard import stage_layers
 from .weights.slicing import ShardedModule, Slice, Source, slices
 
-# What a field of Args accepts, by its annotation; others are not checked.
+# The types that a field of Args accepts, by its annotation. Other annotations are not checked.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args:
-    """The keys of config.json that an architecture reads; a field without a default must be there."""
+    """The keys of config.json that an architecture reads. A field without a default must be present."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -44,7 +44,7 @@ class Args:
     tie_word_embeddings: bool = False
     rope_parameters: dict[str, Any]
 
-    norm_offset: ClassVar[float] = 0.0  # what checkpoints have left out of norms' weights
+    norm_offset: ClassVar[float] = 0.0  # added to the weights of norms: 1 where checkpoints store weight - 1
 
     @property
     def embed_scale(self) -> float:
@@ -60,7 +60,7 @@ class Args:
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """Raises Stop where a key is missing or of the wrong type. A null counts as absent."""
+        """Raises FatalError where a key is missing or has the wrong type. A null counts as absent."""
         resolved = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
         given = {key: value for key, value in (config.raw | resolved).items() if value is not None}
         values = {}
@@ -77,7 +77,7 @@ class Args:
 
 
 class KVSpec(NamedTuple):
-    """What this rank's KV cache has to hold."""
+    """The shape of this rank's KV cache."""
 
     layers: int  # of this stage
     kv_heads: int  # of this rank
@@ -88,20 +88,21 @@ class Layer(nn.Module):
     """One transformer layer."""
 
     def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
-        """index counts the model's layers, local this stage's."""
+        """index: of the layer in the model. local: of the layer in this pipeline stage."""
         super().__init__()
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        """Add what the layer's sublayers make of the stream [T, hidden] to it.
+        """Add the outputs of the layer's sublayers to the residual stream [T, hidden].
 
-        Each norm that begins a sublayer is yielded before it is read: there another microbatch may compute, while the
-        all-reduce before the norm is under way.
+        It yields each norm before a sublayer reads it. At that point another microbatch may compute, while the
+        all-reduce before the norm runs.
         """
         raise NotImplementedError
 
 
 class Decoder(nn.Module):
-    """What checkpoints keep under `model.`: this stage's layers under their global index, and the stream's two ends."""
+    """The modules that checkpoints keep under `model.`: this stage's layers by their index in the model, the embedding
+    on the first stage and the final norm on the last."""
 
     def __init__(self, args: Args, mesh: Mesh, layer: type[Layer]):
         super().__init__()
@@ -113,14 +114,14 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """One pipeline stage of a causal language model, cut for one rank of its tensor group.
+    """One pipeline stage of a causal language model, sharded for one rank of its tensor group.
 
-    Between stages travels the residual stream as one tensor, everything added up. The final norm belongs to `logits`,
-    where only the rows that are sampled pass through it.
+    A stage passes the residual stream on as one tensor, with every sublayer's output added. `logits` computes the final
+    norm, so that only sampled rows need it.
     """
 
     LAYER: ClassVar[type[Layer]]
-    # module name → the names under which checkpoints hold its parts, in the order of its outputs
+    # merged linear → the names under which checkpoints hold its parts, in the order of its outputs
     MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
@@ -138,7 +139,7 @@ class Model(nn.Module):
         names: Container[str] = (),
         format_of: ChooseFormat = dense,
     ):
-        """names: of the checkpoint's tensors. format_of: what each linear is held in."""
+        """names: of the checkpoint's tensors. format_of: chooses each linear's weight format."""
         super().__init__()
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
         self.tied = args.tie_word_embeddings
@@ -155,13 +156,13 @@ class Model(nn.Module):
         self._build(names, format_of)
 
     def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
-        """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group, of all
-        batches one after the other; of those with `sampled` only the rows at sample_at.
+        """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group.
 
-        Several batches are microbatches of one step: while one computes a sublayer, the other's all-reduce is
-        under way. A sequence may begin in one and go on in the next, which finds its keys and values written.
+        The rows of all batches follow each other; of a batch with `sampled` they are those at sample_at. Several
+        batches are microbatches of one step: while one computes a sublayer, the other's all-reduce runs. A sequence may
+        begin in one batch and continue in the next, which finds its keys and values in the cache.
 
-        hidden is what the stage before returned, None on the first stage; it may be overwritten.
+        hidden: the output of the previous stage, None on the first stage. It may be overwritten.
         """
         if self.model.embed_tokens is not None:
             embedded = [self.model.embed_tokens(batch.ids) for batch in batches]
@@ -179,17 +180,17 @@ class Model(nn.Module):
         return torch.cat(values) if len(values) > 1 else values[0]
 
     def _run(self, stream: ResidualStream, batch: Batch) -> Iterator[Normed]:
-        """One microbatch through this stage's layers, from norm to norm."""
+        """Run one microbatch through this stage's layers, and yield at each norm."""
         cos_sin = self.rope(batch.positions)
         for layer in self.model.layers.values():
             for normed in layer(stream, cos_sin, batch):
-                if len(stream) == 0:  # nothing of a last layer's rows is sampled
+                if len(stream) == 0:  # the last layer samples no row
                     return
                 yield normed
 
     @staticmethod
     def _interleave(streams: list[ResidualStream], runs: list[Iterator[Normed]]) -> None:
-        """Microbatches by turns, a sublayer at a time; each leaves its all-reduce and norm under way."""
+        """Alternate between microbatches, one sublayer at a time. Each leaves its all-reduce and norm running."""
         active = list(zip(streams, runs, strict=True))
         while active:
             for one in list(active):
@@ -202,26 +203,26 @@ class Model(nn.Module):
                     active.remove(one)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows [S, hidden] of the last stage's forward → [S, width]: tokens from lm_head.vocab.start on.
+        """This rank's shard of the logits, [S, width], of rows [S, hidden] of the last stage's forward.
 
-        Each rank of the tensor group has the same width; what lies past the vocabulary is -inf. The group's logits in
-        rank order, cut to vocab_size, are the whole.
+        The shard begins at token lm_head.vocab.start. All ranks of the tensor group have the same width; padding past
+        the vocabulary is -inf. The group's shards in rank order, cut to vocab_size, are all logits.
         """
         assert self.lm_head is not None
         return self.lm_head(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Rows of the last stage's forward as the head reads them."""
+        """Rows of the last stage's forward after the final norm, as the head reads them."""
         assert self.model.norm is not None
         return self.model.norm(hidden)
 
     @staticmethod
     def rename(name: str) -> str:
-        """A checkpoint's tensor name → the one that the attributes spell."""
+        """Map a checkpoint's tensor name to the path of the module's attribute."""
         return name
 
     def _build(self, names: Container[str], format_of: ChooseFormat) -> None:
-        """Find out where a checkpoint with tensors of these names holds each layer, and in which format."""
+        """Decide, from the names of a checkpoint's tensors, which tensors fill each module, and in which format."""
         for path, layer in self.named_modules():
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, names), format_of)
@@ -235,16 +236,16 @@ class Model(nn.Module):
             return [Source("model.embed_tokens")]
         parent, _, name = path.rpartition(".")
         merged = self.MERGED.get(name, (name,))
-        if len(merged) > 1 and f"{path}.weight" in names:  # held as one already, one output after the other
+        if len(merged) > 1 and f"{path}.weight" in names:  # the checkpoint holds it merged
             ends = list(itertools.accumulate(shard.size for shard in linear.outputs))
             return [Source(path, end - shard.size, ends[-1]) for end, shard in zip(ends, linear.outputs, strict=True)]
         return [Source(f"{parent}.{part}" if parent else part) for part in merged]
 
     def sharded_modules(self) -> list[ShardedModule]:
-        """All that has weights, in the order of computation."""
+        """All modules with weights, in the order of computation."""
         return [module for module in self.modules() if isinstance(module, ShardedModule)]
 
     def slices(self) -> Iterator[Slice]:
-        """Everything that has to be read to fill this stage."""
+        """All slices that must be read to fill this stage."""
         for layer in self.sharded_modules():
             yield from slices(layer)

@@ -1,4 +1,4 @@
-"""The tensors of one step that layers read. Made by work/prepare.py, passed down explicitly."""
+"""The tensors of a step that layers read. rank/worker/batch_builder.py makes them; they are passed down explicitly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class Batch:
     """T tokens of B sequences. The first `num_decodes` sequences have exactly one token each.
 
-    Keys and values of this step are written to `slots` before attention reads the cache, so a sequence attends to
-    all its `lengths` tokens, those of this step included.
+    Attention writes the step's keys and values to `slots` before it reads the cache. So a sequence attends to all its
+    `lengths` tokens, including those of this step.
     """
 
     ids: Tensor  # [T] int64 token ids
@@ -22,12 +22,12 @@ class Batch:
     block_tables: Tensor  # [B, most blocks] int32; unused entries are 0
     lengths: Tensor  # [B] int32: tokens in the cache after this step
     query_starts: Tensor  # [B + 1] int32: sequence i has tokens query_starts[i]:query_starts[i + 1]
-    sample_at: Tensor  # [S] int64: indices into T whose logits are wanted
+    sample_at: Tensor  # [S] int64: indices into T of the tokens whose logits are needed
     num_decodes: int
-    query_lens: list[int]  # the same as query_starts and lengths, on the host
+    query_lens: list[int]  # tokens of each sequence in this step and in the cache: query_starts and lengths on the host
     kv_lens: list[int]
     caches: list[tuple[Tensor, Tensor]]  # per local layer: keys, values [blocks, block_size, kv_heads, head_dim]
-    # The rows at sample_at as S sequences of one token each, without ids: all that goes on in the last layer once its
-    # keys and values are written. None: all rows go on.
+    # The tokens at sample_at as S sequences of one token each, without ids. The last layer continues with these alone
+    # once it has written keys and values. None: it continues with all tokens.
     sampled: Batch | None = None
-    scratch: dict[str, Any] = field(default_factory=dict)  # what a kernel works out once for all layers of the step
+    scratch: dict[str, Any] = field(default_factory=dict)  # what a kernel computes once for all layers of the step

@@ -1,7 +1,7 @@
-"""What a model directory says about its model, read without torch: the launcher and the lead need it too.
+"""Reads and checks a model directory's config.json, without torch: the launcher needs it too.
 
-Both generations of Hugging Face's config.json are understood; `raw` is brought to the newer form: `rope_parameters`
-in place of rope_theta and rope_scaling, `dtype` in place of torch_dtype.
+It reads both generations of Hugging Face's config.json. `raw` is converted to the newer one: `rope_parameters` instead
+of rope_theta and rope_scaling, `dtype` instead of torch_dtype.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ...errors import MODEL, USAGE, FatalError
 from .architectures import supported
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-# Kinds of rope whose factor says how much longer than max_position_embeddings a context may be. The others either
-# have the longer context in max_position_embeddings already (llama3) or do not stretch it.
+# Rope types whose factor extends the context beyond max_position_embeddings. Of the others, max_position_embeddings
+# is the extended length already (llama3), or they do not extend it.
 STRETCHING = ("linear", "dynamic")
 
 
@@ -32,11 +32,11 @@ class Config:
     vocab_size: int
     max_positions: int  # the longest sequence the model can take, rope scaling included
     dtype: str  # of the checkpoint: f32, bf16 or f16
-    raw: dict[str, Any]  # config.json, brought to the newer form
+    raw: dict[str, Any]  # config.json, converted to the newer form
 
 
 def read_config(path: str | Path) -> Config:
-    """The config of a model directory. Raises Stop, code MODEL, if it is missing, garbled or of no known kind."""
+    """The config of a model directory. Raises FatalError, code MODEL, if it is missing, broken or not supported."""
     path = Path(path)
     if not path.is_dir():
         raise FatalError(f"there is no model directory {path}", MODEL)
@@ -73,12 +73,12 @@ def read_config(path: str | Path) -> Config:
 
 
 def tensor_degrees(heads: int, kv_heads: int) -> list[int]:
-    """The tensor-parallel degrees that fit: whole query heads per rank, and whole or replicated key heads."""
+    """The possible tensor-parallel degrees: each rank has whole query heads, and whole or replicated key heads."""
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
 def check_degrees(config: Config, tp: int, pp: int) -> None:
-    """Raises Stop, code USAGE, if the model cannot be cut into tp x pp parts."""
+    """Raises FatalError, code USAGE, if the model cannot be sharded into tp x pp parts."""
     degrees = tensor_degrees(config.num_heads, config.num_kv_heads)
     if tp not in degrees:
         raise FatalError(
@@ -146,13 +146,13 @@ def _dtype(raw: dict[str, Any], path: Path) -> str:
 
 
 def _max_positions(raw: dict[str, Any], path: Path) -> int:
-    """As the field counts: linear and dynamic rope stretch max_position_embeddings, yarn its original value."""
+    """The context length: linear and dynamic rope extend max_position_embeddings, yarn extends the original length."""
     rope = raw["rope_parameters"]
     positions = _integer(raw, "max_position_embeddings", path, default=2048)
     factor = float(rope.get("factor", 1.0))
     if rope["rope_type"] in STRETCHING:
         return int(positions * factor)
     if rope["rope_type"] == "yarn":
-        # Some checkpoints give the stretched length in max_position_embeddings, some the original one.
+        # max_position_embeddings is the extended length in some checkpoints, the original one in others.
         return max(positions, int(rope["original_max_position_embeddings"] * factor))
     return positions

@@ -1,4 +1,4 @@
-"""Whether all ranks see the same model: compared when they have joined, before anything is loaded."""
+"""Checks that all ranks see the same model files, after they have joined and before they load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 def take(path: Path, weights: bool) -> Fingerprint:
-    """What this rank sees at `path`; weights: whether the weight files count."""
+    """The fingerprint of `path` on this rank's host. weights: whether to include the weight files."""
     if not path.is_dir():
         return Fingerprint(problem=f"there is no model directory {path}")
     try:
@@ -44,9 +44,9 @@ def _size(file: Path) -> int:
 
 
 def check(world: HostComm, hosts: list[str], path: Path, weights: bool) -> None:
-    """Collective over world. Raises Stop on the first rank that sees another model than rank 0, or none.
+    """Raises FatalError on the first rank that sees another model than rank 0, or none. Collective over world.
 
-    The other ranks do not return then: they wait for the end of the job, so that one message is said.
+    The other ranks then do not return: they wait for the end of the job, so the user gets one message.
     """
     texts = gather_bytes(world, msgspec.json.encode(take(path, weights)))
     prints = [msgspec.json.decode(text, type=Fingerprint) for text in texts]
@@ -61,7 +61,7 @@ def check(world: HostComm, hosts: list[str], path: Path, weights: bool) -> None:
 
 
 def difference(path: Path, mine: Fingerprint, first: Fingerprint, there: str) -> str:
-    """What is told of a rank that sees another model than `there`, with another fingerprint."""
+    """The message for a rank whose fingerprint differs from the one of the rank `there`."""
     if mine.problem:
         return f"{mine.problem}, but {there} sees it"
     if mine.config != first.config:
@@ -78,5 +78,5 @@ def _bytes(size: int) -> str:
 def _stop(world: HostComm, speaker: int, text: str) -> NoReturn:
     if world.rank == speaker:
         raise FatalError(text, MODEL)
-    world.barrier()  # never passed: the speaker ends the job
+    world.barrier()  # never returns: the speaker ends the job
     raise AssertionError("the job went on without the rank that has to end it")

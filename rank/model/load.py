@@ -1,4 +1,4 @@
-"""A model directory becomes this rank's Model."""
+"""Loads this rank's Model from a model directory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .weights.striped import Striped
 log = logging.getLogger(__name__)
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-# Tensors that checkpoints carry and that are computed here, or that a tied head does not read.
+# Tensors of checkpoints that are computed here instead: no warning says that they are not read.
 HARMLESS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
-Progress = Callable[[int, int], None]  # is told bytes done and all bytes
+Progress = Callable[[int, int], None]  # called with bytes done and all bytes
 
 
 def load(
@@ -45,18 +45,18 @@ def load(
     room: int | None = None,
     host_room: int | None = None,
 ) -> Model:
-    """This rank's part of the model at `path`. Collective over the mesh's world.
+    """This rank's shard of the model at `path`. Collective over the mesh's world.
 
-    dtype: auto, f32, bf16 or f16. max_model_len: 0 for as long as the model can. load_format: auto, or dummy for
-    random weights, which needs config.json alone. way: direct, each rank reads the rows of its own slices; striped,
-    each byte is read by one rank and sent to those that need it; auto chooses. progress gets this rank's bytes or,
-    striped, the job's. room: bytes that may be taken of the device's memory, host_room: of the host's, where that is
-    another one. Raises Stop in words for the user.
+    dtype: auto, f32, bf16 or f16. max_model_len: 0 for the model's own. load_format: auto, or dummy for random weights,
+    which needs config.json alone. way: direct, where each rank reads its own slices; striped, where one rank reads each
+    byte and sends it to those that need it; or auto. progress gets this rank's bytes or, striped, the job's.
+    room: bytes that weights may take of the device's memory; None: unlimited. host_room: of the host's memory, where
+    the device is a GPU. Raises FatalError with a message for the user.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
     device = torch.device(device)
-    speaks = mesh.world.rank == 0  # one rank tells for all
+    speaks = mesh.world.rank == 0  # one rank logs for all
     chosen = choose_dtype(dtype, config, device)
     if speaks:
         log.info("computing in %s; the checkpoint is in %s", chosen, config.dtype)
@@ -98,7 +98,7 @@ def _too_large(need: int, text: str, device: torch.device) -> FatalError:
 
 
 def _check_buffers(need: int, room: int | None) -> None:
-    """`room` is what the weights leave. Without this the kernel would end the rank, half-way and without a word."""
+    """room: memory that the weights leave. Without this check the kernel would kill the rank while it loads."""
     if room is not None and need > room:
         raise FatalError(
             f"striped loading takes {need / 1e6:.1f} MB of the host's memory on this rank while it reads, but "
@@ -108,7 +108,7 @@ def _check_buffers(need: int, room: int | None) -> None:
 
 
 def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
-    """auto is f32 on CPUs, which emulate the narrow kinds; on GPUs the checkpoint's own, bf16 for an f32 one."""
+    """Resolve auto: f32 on CPUs, which emulate 16 bits; on GPUs the checkpoint's dtype, or bf16 for f32."""
     if dtype != "auto":
         return dtype
     if device.type == "cpu":
@@ -117,14 +117,14 @@ def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
 
 
 def model_length(wanted: int, config: Config, speaks: bool = False) -> int:
-    """The longest sequence that is served: what is wanted, but no more than the model can."""
+    """The longest sequence to serve: `wanted`, limited to the model's context length."""
     if wanted > config.max_positions and speaks:
         log.warning("the model takes at most %d tokens; %d were asked for", config.max_positions, wanted)
     return min(wanted or config.max_positions, config.max_positions)
 
 
 def choose_way(way: str, path: Path, world: HostComm) -> str:
-    """auto is striped where any rank has the files from a network file system. Collective over world."""
+    """Resolve auto: striped where any rank has the files on a network file system. Collective over world."""
     if way != "auto":
         return way
     remote = filesystems.is_network(filesystems.kind(path))
@@ -136,9 +136,9 @@ def choose_way(way: str, path: Path, world: HostComm) -> str:
 def _open(
     model: Model, parts: list[Slice], path: Path, index: Index, way: str, world: HostComm, speaks: bool
 ) -> Checkpoint | Striped:
-    """What fills the model, which needs no memory yet. Collective over world where it is striped."""
+    """Open and check the checkpoint; the model has no memory yet. Collective over world if striped."""
     checkpoint = Checkpoint(path, index, model.rename)
-    for part in parts:  # all before the first byte is read: a wrong file is told at once
+    for part in parts:  # before the first byte is read, so that a wrong file is reported at once
         checkpoint.check(part)
     if speaks:
         _tell_unread(model, parts, checkpoint)
@@ -146,7 +146,7 @@ def _open(
 
 
 def _share_index(path: Path, world: HostComm) -> Index:
-    """Rank 0 reads the headers for all."""
+    """Rank 0 reads the headers and broadcasts them."""
     mine = msgspec.msgpack.encode(read_index(path)) if world.rank == 0 else b""
     return msgspec.msgpack.decode(broadcast_bytes(world, mine), type=Index)
 
@@ -169,7 +169,7 @@ def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], filler: Fill
 
 
 def _tell_unread(model: Model, parts: list[Slice], source: Checkpoint) -> None:
-    """Log tensors that no rank reads; layers of other stages are told by their names."""
+    """Log tensors that no rank reads. Layers of other stages are recognised by their names."""
     read = {part.tensor for part in parts}
     patterns = {_pattern(name) for name in read} | {"model.embed_tokens.weight"}
     harmless = (*HARMLESS, "lm_head.weight") if model.tied else HARMLESS
@@ -179,5 +179,5 @@ def _tell_unread(model: Model, parts: list[Slice], source: Checkpoint) -> None:
 
 
 def _pattern(name: str) -> str:
-    """A tensor's name with layer numbers left out."""
+    """A tensor's name with its layer number replaced by *."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

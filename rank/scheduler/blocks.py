@@ -1,10 +1,10 @@
-"""The KV cache's blocks: who holds which, which still carry a reusable prefix, and what is thrown out first.
+"""The KV cache's block pool: reference counts, the prefix cache and its eviction order.
 
 A block is in exactly one of three states:
 
 * held: by one or more sequences (`references` > 0);
-* cached: held by nobody, but its content is known by its hash and can be taken again;
-* blank: held by nobody, content worthless.
+* cached: held by no sequence, but found by its hash, so a later sequence can reuse it;
+* blank: held by no sequence, content worthless.
 
 A full block's hash covers its tokens and all before them (a hash chain), so equal hashes mean equal keys and values.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..protocol import pack_u32
 
 Hash = bytes
-SLICE = 1000  # blocks that `audit` looks at in one go: a third of a millisecond
+SLICE = 1000  # blocks that `audit` checks in one go, which takes a third of a millisecond
 BROKEN = "block accounting is broken"
 
 
@@ -28,17 +28,19 @@ def chain(parent: Hash, tokens: Iterable[int]) -> Hash:
 
 
 def root(salt: str) -> Hash:
-    """Where a chain starts; sequences with different salts share nothing."""
+    """The start of a hash chain. Sequences with different salts share no blocks."""
     return hashlib.blake2b(salt.encode(), digest_size=16).digest()
 
 
 def extend_chain(hashes: list[Hash], tokens: Sequence[int], size: int, salt: str) -> None:
-    """Add the hashes of the full blocks of `tokens` that `hashes` does not have yet."""
+    """Append the hashes of the full blocks of `tokens` that are not in `hashes` yet."""
     for i in range(len(hashes), len(tokens) // size):
         hashes.append(chain(hashes[-1] if hashes else root(salt), tokens[i * size : (i + 1) * size]))
 
 
 class Blocks:
+    """One replica's block pool. All methods but the checks take constant time a block."""
+
     def __init__(self, count: int, size: int, prefix_cache: bool = True):
         self.count = count
         self.size = size
@@ -50,25 +52,25 @@ class Blocks:
         self._by_hash: dict[Hash, int] = {}
 
     @property
-    def free(self) -> int:
-        """Blocks that can be taken: blank or cached."""
+    def num_free(self) -> int:
+        """Blocks that can be allocated: blank or cached."""
         return len(self._blank) + len(self._cached)
 
     @property
-    def cached(self) -> int:
+    def num_cached(self) -> int:
         return len(self._cached)
 
     @property
-    def used(self) -> int:
-        return self.count - self.free
+    def num_used(self) -> int:
+        return self.count - self.num_free
 
-    def take(self, count: int) -> list[int]:
-        """`count` blocks for one holder, blank ones first, then the least recently used cached ones.
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` blocks for one sequence: blank ones first, then the least recently used cached ones.
 
-        Raises ValueError when fewer than `count` are free; nothing is taken then.
+        Raises ValueError where fewer than `count` are free, and allocates none.
         """
-        if count > self.free:
-            raise ValueError(f"{count} blocks wanted, {self.free} are free")
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks wanted, {self.num_free} are free")
         taken = []
         for _ in range(count):
             if self._blank:
@@ -81,7 +83,7 @@ class Blocks:
         return taken
 
     def match(self, hashes: Sequence[Hash]) -> list[int]:
-        """The blocks of the longest known prefix of a chain; not held yet."""
+        """The blocks of the longest cached prefix of a hash chain. They are not held yet: call `incref`."""
         found = []
         for digest in hashes:
             block = self._by_hash.get(digest)
@@ -90,19 +92,19 @@ class Blocks:
             found.append(block)
         return found
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder for each of these matched blocks."""
+    def incref(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of these matched blocks."""
         for block in blocks:
             if not self._references[block]:
                 del self._cached[block]
             self._references[block] += 1
 
-    def unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are free now, so that holding them lowers `free`."""
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks no sequence holds, so that `incref` would lower `num_free`."""
         return sum(not self._references[block] for block in blocks)
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """One holder fewer for each. The end of a sequence is thrown out before its beginning, which more can share."""
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each block. The last ones are evicted first, as more prompts share the first ones."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block]:
@@ -112,8 +114,8 @@ class Blocks:
             else:
                 self._cached[block] = None
 
-    def publish(self, block: int, digest: Hash) -> None:
-        """Make a held, full block findable. Of two blocks with equal content the first stays the known one."""
+    def cache(self, block: int, digest: Hash) -> None:
+        """Enter a held, full block into the prefix cache. Of two with equal content only the first is entered."""
         if self.prefix_cache and self._hash_of[block] is None and digest not in self._by_hash:
             self._hash_of[block] = digest
             self._by_hash[digest] = block
@@ -125,19 +127,19 @@ class Blocks:
             self._hash_of[block] = None
 
     def check_empty(self) -> None:
-        """Raise RuntimeError unless the counts are those of a pool that nobody holds a block of; in constant time."""
-        if self.free != self.count:
-            raise RuntimeError(f"{BROKEN}: {self.free} of {self.count} blocks are free, and nobody holds one")
-        if len(self._by_hash) != self.cached:
-            raise RuntimeError(f"{BROKEN}: {len(self._by_hash)} hashes are known of {self.cached} cached blocks")
+        """Raise RuntimeError unless the counts are those of a pool without held blocks. Takes constant time."""
+        if self.num_free != self.count:
+            raise RuntimeError(f"{BROKEN}: {self.num_free} of {self.count} blocks are free, and nobody holds one")
+        if len(self._by_hash) != self.num_cached:
+            raise RuntimeError(f"{BROKEN}: {len(self._by_hash)} hashes are known of {self.num_cached} cached blocks")
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Raise RuntimeError unless every block is accounted for, given all sequences' block lists."""
+        """Raise RuntimeError unless all blocks are accounted for. holders: every sequence's block list."""
         for _ in self.audit(holders):
             pass
 
     def audit(self, holders: Iterable[Sequence[int]]) -> Iterator[None]:
-        """`check`, a SLICE of blocks at a time. Blocks must not change hands before its end; it may be dropped."""
+        """`check` in steps, a SLICE of blocks each. The pool must not change before its end; it may be dropped."""
         expected = [0] * self.count
         for blocks in holders:
             for block in blocks:
@@ -157,9 +159,9 @@ class Blocks:
             raise RuntimeError(f"{BROKEN}: {len(self._by_hash)} hashes are known, {known} blocks have one")
 
     def _audit(self, start: int, expected: list[int], blank: bytearray) -> int:
-        """Of the blocks from `start` on, which have so many holders, how many have a hash.
+        """Check a slice of blocks. Returns how many of them have a hash.
 
-        blank: 1 for each block of the pool that is on that stack.
+        expected: references of each block from `start` on. blank: 1 for each block of the pool on the blank stack.
         """
         stop = start + len(expected)
         if expected != self._references[start:stop]:

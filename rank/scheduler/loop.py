@@ -1,4 +1,4 @@
-"""The step loop of rank 0: requests in, plans out, results back, one step ahead of the device."""
+"""Rank 0's step loop: it receives requests, sends plans and reads results, one step ahead of the device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import msgspec
 
 from ... import errors
 from .. import protocol
-from .replica import GLANCE, Replica
+from .replica import POLL_INTERVAL, Replica
 from .router import Router
 from .server_link import ServerLink
 
-STATS_EVERY = 0.5  # seconds
-AUDIT_AFTER = 1.0  # seconds without a sequence
-OVER = object()
+STATS_EVERY = 0.5  # seconds between statistics for the server
+AUDIT_AFTER = 1.0  # seconds without a sequence before the block audit
+DONE = object()
 
 
 class StepLoop:
+    """Schedules all replicas. It runs in rank 0's main thread."""
+
     def __init__(self, replicas: list[Replica], link: ServerLink):
         self.replicas = replicas
         self.router = Router(replicas)
@@ -30,32 +32,32 @@ class StepLoop:
         self._stats_due = 0.0
         self._was_idle = True
         self._audit: Iterator[None] = iter(())
-        self._patience: float | None = None  # seconds until the audit goes on; None: it has come to its end
+        self._patience: float | None = None  # seconds to wait before the audit goes on; None: it is complete
 
     def run(self) -> int:
-        """Serve until drained; the exit code. Raises exits.Stop when the front goes away."""
+        """Serve until drained. Returns the exit code. Raises FatalError when the server process goes away."""
         while True:
-            self._take_requests()
+            self._receive_requests()
             blocked = [replica for replica in self.replicas if not replica.plan() and replica.busy]
             if blocked:
                 self._finish(blocked)
             elif self._draining and self._idle:
                 for replica in self.replicas:
-                    replica.ranks.start(protocol.Plan(step=-1, stop=self._code))
+                    replica.executor.start(protocol.Plan(step=-1, stop=self._code))
                 return self._code
 
     @property
     def _idle(self) -> bool:
         return all(replica.idle for replica in self.replicas)
 
-    def _take_requests(self) -> None:
+    def _receive_requests(self) -> None:
         idle = self._idle and not self._draining
         if idle and not self._was_idle:
-            self._rest()
+            self._check_idle()
         self._was_idle = idle
         messages = self.link.receive(self._patience if idle else 0.0)
         if idle and not messages:
-            self._patience = None if next(self._audit, OVER) is OVER else 0.0
+            self._patience = None if next(self._audit, DONE) is DONE else 0.0
         for message in messages:
             if isinstance(message, protocol.Request):
                 self._add(message)
@@ -66,19 +68,19 @@ class StepLoop:
                 self._draining, self._code = True, message.code
         if self.link.signalled:
             self.link.signalled = False
-            self.link.send(protocol.Draining())  # its front knows what to finish, and says when to end
+            self.link.send(protocol.Draining())  # the server knows the open requests and answers with Drain
 
     def _add(self, request: protocol.Request) -> None:
         try:
             self.router.add(request)
-        except ValueError as error:  # the front checks lengths; this keeps a faulty one from stopping the job
+        except ValueError as error:  # the server checks lengths; a faulty one must not stop the job
             self.link.send(protocol.Deltas([protocol.Delta(request.id, finish="error", error=str(error), status=400)]))
 
-    def _rest(self) -> None:
-        """The last sequence has ended: everything must add up now.
+    def _check_idle(self) -> None:
+        """Check the accounting once the last sequence has ended.
 
-        A request may come at once, and should not wait. So only counts are looked at; all blocks are after a pause,
-        a slice at a time, for as long as nobody asks anything.
+        Only the counts are checked at once, so that a new request does not wait. All blocks are audited after a pause,
+        a slice at a time, as long as no request comes.
         """
         for replica in self.replicas:
             replica.scheduler.check_empty()
@@ -87,13 +89,16 @@ class StepLoop:
         self._patience = AUDIT_AFTER
 
     def _finish(self, blocked: list[Replica]) -> None:
-        """Tell the front what one step of each replica that can go no further has brought, once it is there."""
+        """Send the server the results of one step of each blocked replica, as far as they are here.
+
+        blocked: the replicas that cannot start another step. Waits for a moment if none has a result.
+        """
         if len(self.replicas) == 1:
-            blocked[0].wait_pushing()
+            blocked[0].wait_with_progress()
         elif not any([replica.wait(0) for replica in blocked]):
             for replica in self.replicas:
-                replica.ranks.progress()
-            blocked[0].wait(GLANCE)
+                replica.executor.progress()
+            blocked[0].wait(POLL_INTERVAL)
         deltas = [delta for replica in blocked if replica.wait(0) for delta in replica.finish()]
         now = time.monotonic()
         stats = None

@@ -1,4 +1,4 @@
-"""Rank 0 tells how far loading is: the front, and the user by a bar on a terminal or by lines in the log."""
+"""Rank 0 reports loading progress: to the server, and to the user by a bar on a terminal or lines in the log."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .. import protocol
 
-TELL_EVERY, LOG_EVERY = 0.2, 3.0  # seconds between words to the front or the bar, and in the log
+TELL_EVERY, LOG_EVERY = 0.2, 3.0  # seconds between updates of server and bar, and between log lines
 FORM = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}B of {total_fmt}B, {rate_fmt}, {remaining} left"
 
 log = logging.getLogger("phalanx")
 
 
 class Progress:
-    """One phase: `look` is told bytes done and all bytes, first when it begins. One of less than a moment is not shown.
+    """Progress of one phase. A phase shorter than TELL_EVERY draws no bar.
 
-    columns: the width of the terminal that stderr ends on, 0 where it is none.
+    columns: the width of stderr's terminal; 0 where it is none.
     """
 
     def __init__(self, phase: str, send: Callable[[object], None], columns: int):
@@ -33,6 +33,7 @@ class Progress:
         self._bar: Any = None
 
     def look(self, done: int, total: int) -> None:
+        """Report bytes done and all bytes. The first call marks the phase's start."""
         now = time.monotonic()
         if not self._start:
             self._start = self._told = self._logged = now
@@ -48,7 +49,7 @@ class Progress:
             log.info("%s: %.2f of %.2f GB, %.2f GB/s", self._phase, done / 1e9, total / 1e9, speed)
 
     def _draw(self, done: int, total: int) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the terminal is gone
             if self._bar is None and done < total:
                 tqdm.monitor_interval = 0  # no thread
                 self._bar = tqdm(total=total, desc=self._phase, unit="B", unit_scale=True, ncols=self._columns,

@@ -1,4 +1,4 @@
-"""One copy of the model as the lead sees it: its scheduler, its ranks, and the steps that are under way on them."""
+"""One replica of the model on rank 0: its scheduler, its executor and the steps in flight."""
 
 from __future__ import annotations
 
@@ -8,70 +8,70 @@ from typing import Protocol
 from .. import protocol
 from .scheduler import ScheduledStep, Scheduler
 
-GLANCE = 2e-4  # seconds between looks at a result while there is something else to do
+POLL_INTERVAL = 2e-4  # seconds between polls for a result while plans are still being sent
 
 
 class StepFuture(Protocol):
-    """A step's outcome, still to come."""
+    """The output of a step that may still run."""
 
     def wait(self, seconds: float | None) -> bool:
-        """True once it is there."""
+        """Wait for so many seconds, or without limit. Returns whether the output is here."""
 
-    def outcome(self) -> protocol.StepOutput:
-        """What was sampled, in the plan's order. It has to be there."""
+    def output(self) -> protocol.StepOutput:
+        """The step output, in the plan's order. Call it only after `wait` has returned True."""
 
 
 class Executor(Protocol):
     """The ranks of one replica; rank/worker/executor.py has the real ones."""
 
     def start(self, plan: protocol.Plan) -> StepFuture:
-        """Send the plan to every rank and begin it."""
+        """Send the plan to every rank and start the step."""
 
     def progress(self) -> bool:
-        """Move outstanding sends on; False when none is left."""
+        """Progress outstanding sends; False when none is left."""
 
 
 class Replica:
-    """A step runs on each pipeline stage while the next one is planned and sent."""
+    """Keeps one step in flight for each pipeline stage and one more, which is planned and sent meanwhile."""
 
-    def __init__(self, scheduler: Scheduler, ranks: Executor):
+    def __init__(self, scheduler: Scheduler, executor: Executor):
         self.scheduler = scheduler
-        self.ranks = ranks
+        self.executor = executor
         self.depth = scheduler.stages + 1
-        self._under_way: deque[tuple[ScheduledStep, StepFuture]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
 
     @property
     def idle(self) -> bool:
-        return not self._under_way and self.scheduler.idle
+        return not self._in_flight and self.scheduler.idle
 
     def plan(self) -> bool:
-        """Start another step; False when none can be started before the oldest one's result is here."""
-        if len(self._under_way) == self.depth:
+        """Start another step if possible. False when no further one can start before the oldest has its result."""
+        if len(self._in_flight) == self.depth:
             return False
         planned = self.scheduler.schedule()
         if planned is None:
             return False
-        self._under_way.append((planned, self.ranks.start(planned.plan)))
-        return len(self._under_way) < self.depth
+        self._in_flight.append((planned, self.executor.start(planned.plan)))
+        return len(self._in_flight) < self.depth
 
     @property
     def busy(self) -> bool:
-        """There is a result to wait for."""
-        return bool(self._under_way)
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
 
     def wait(self, seconds: float | None) -> bool:
-        """True once the oldest step's result is here."""
-        return self._under_way[0][1].wait(seconds)
+        """Wait for the oldest step's result; returns whether it is here."""
+        return self._in_flight[0][1].wait(seconds)
 
-    def wait_pushing(self) -> None:
-        """Wait for the oldest step's result; a plan may need a push to reach the far ranks."""
-        wait = GLANCE
-        while self.ranks.progress() and not self.wait(wait):
+    def wait_with_progress(self) -> None:
+        """Wait for the oldest step's result while progressing the sends, which MPI needs to reach other hosts."""
+        wait = POLL_INTERVAL
+        while self.executor.progress() and not self.wait(wait):
             wait = min(wait * 2, 0.01)
         self.wait(None)
 
     def finish(self) -> list[protocol.Delta]:
-        """What the oldest step added to its sequences; waits for it."""
-        done, result = self._under_way.popleft()
+        """Wait for the oldest step and apply its output. Returns what it added to each sequence."""
+        done, result = self._in_flight.popleft()
         result.wait(None)
-        return self.scheduler.update(done, result.outcome())
+        return self.scheduler.update(done, result.output())

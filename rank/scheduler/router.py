@@ -1,4 +1,4 @@
-"""Which replica a request goes to: where most of its prompt is computed already, unless that one has too much to do."""
+"""Chooses a replica for each request: the one with the least work, less what its prefix cache has of the prompt."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from .. import protocol
 from .blocks import Hash, extend_chain
 from .replica import Replica
 
-# What an open sequence adds to its replica's load, in tokens of prompt that take as long: each of its tokens makes a
-# step a little longer, and there are hundreds to come.
+# What an open sequence adds to its replica's load, in prompt tokens that cost as much. Each of its coming hundreds of
+# tokens makes a step a little longer.
 OPEN_SEQUENCE = 64
-REMEMBERED = 1 << 16  # blocks of prompts that were sent somewhere and may not be computed yet
+REMEMBERED = 1 << 16  # prompt blocks whose replica is remembered, as they may not be computed yet
 
 
 class Router:
+    """Used by the step loop for every request. With one replica it only passes requests on."""
+
     def __init__(self, replicas: Sequence[Replica]):
         self.replicas = replicas
-        self._sent: OrderedDict[Hash, int] = OrderedDict()  # block -> replica, least recently used first
+        self._sent: OrderedDict[Hash, int] = OrderedDict()  # block hash -> replica, least recently used first
 
     def add(self, request: protocol.Request) -> None:
-        """Hand the request to a replica. Raises ValueError as Scheduler.add does."""
+        """Add the request to a replica's scheduler. Raises ValueError as Scheduler.add does."""
         if len(self.replicas) == 1:
             return self.replicas[0].scheduler.add(request)
         blocks = self.replicas[0].scheduler.blocks
@@ -40,7 +42,8 @@ class Router:
             self._sent.popitem(last=False)
 
     def _known(self, index: int, hashes: list[Hash]) -> int:
-        """How many tokens of the prompt this replica has computed, or will have when it comes to this one."""
+        """How many of the prompt's tokens this replica has in its prefix cache, or will have when it schedules the
+        request."""
         blocks = self.replicas[index].scheduler.blocks
         known = len(blocks.match(hashes))
         while known < len(hashes) and self._sent.get(hashes[known]) == index:

@@ -1,8 +1,8 @@
-"""Which sequences compute how many tokens in the next step.
+"""The scheduler: decides which sequences compute how many tokens in the next step.
 
-There is no prefill phase and no decode phase. A sequence has `num_computed` tokens and wants to reach `length`; every
-step spends one token budget over all of them, running ones first. Chunked prefill, prefix-cache hits and preemption
-are all that one rule.
+There is no prefill phase and no decode phase. A sequence has `num_computed` tokens and wants to reach `length`. Every
+step spends one token budget over all sequences, running ones first. Chunked prefill, prefix-cache hits and preemption
+all follow from that one rule.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A plan together with what the lead must remember to read its result."""
+    """A plan, and what the scheduler needs to read its output."""
 
     plan: protocol.Plan
-    sampled: list[Sequence]  # in the order in which the result's tokens come
+    sampled: list[Sequence]  # in the order of the output's tokens
 
 
 @dataclass(slots=True)
@@ -37,28 +37,30 @@ class Counters:
     aborted: int = 0
 
 
-class _Work(NamedTuple):
+class _Chunk(NamedTuple):
+    """The tokens of one sequence that a step computes."""
+
     sequence: Sequence
-    tokens: int  # to compute
-    samples: bool  # its last known token is among them
+    tokens: int  # how many
+    samples: bool  # they include the sequence's last token, so the step samples the next one
 
 
 @dataclass(slots=True)
 class _Draft:
     """A plan while it is being written."""
 
-    work: list[_Work] = field(default_factory=list)
+    chunks: list[_Chunk] = field(default_factory=list)
     new: list[protocol.NewSequence] = field(default_factory=list)
     block_rows: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
-    offered: set[int] = field(default_factory=set)  # blocks that this step fills
+    cached: set[int] = field(default_factory=set)  # blocks that this step fills and enters into the prefix cache
 
 
 class Scheduler:
-    """First come, first served within a priority; a lower priority number goes first.
+    """Schedules one replica. Within a priority, first come is first served; a lower priority number goes first.
 
-    Admission cannot deadlock: `max_model_len` tokens fit in the pool, so the sequence that goes first can always run
-    to its end once those that go later have been preempted, and it is never preempted itself.
+    Admission cannot deadlock. The pool holds `max_model_len` tokens, so the first sequence in order can always run to
+    its end once later ones are preempted. It is never preempted itself.
     """
 
     def __init__(self, blocks: Blocks, max_num_seqs: int, token_budget: int, max_model_len: int, stages: int = 1):
@@ -68,22 +70,23 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.token_budget = token_budget
         self.counters = Counters()
-        self.running: list[Sequence] = []  # sorted by order, as is waiting
+        self.running: list[Sequence] = []  # sorted by Sequence.order, as is `waiting`
         self.waiting: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
-        self._rows = list(range(max_num_seqs))  # a heap: low rows first
-        self._freed: list[int] = []  # rows to announce with the next plan
-        self.backlog = 0  # tokens that all sequences have to compute, as far as that is known
+        self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
+        self._freed_rows: list[int] = []  # rows to announce with the next plan
+        self.backlog = 0  # tokens that all sequences still have to compute, as far as is known
         self._step = 0
         self._arrivals = 0
 
     # -- requests
 
     def add(self, request: protocol.Request, hashes: Iterable[Hash] = (), expected: int = 0) -> None:
-        """hashes: of the prompt's full blocks, where they are known already. expected: how many of the prompt's tokens
-        will probably be in the prefix cache.
+        """Queue a request. hashes: of the prompt's full blocks, as far as they are known. expected: how many of the
+        prompt's tokens will probably be in the prefix cache.
 
-        Raises ValueError for a sequence that can become longer than max_model_len: it might never be admitted.
+        Raises ValueError for a used id, and for a sequence that can become longer than max_model_len: it might never
+        be admitted.
         """
         length = len(request.tokens) // 4 + request.sampling.max_tokens
         if length > self.max_model_len or request.id in self._by_id:
@@ -96,7 +99,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_order)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Forget these sequences; ids that have ended already are no error, the word may have crossed the end."""
+        """Drop these sequences. Unknown ids are no error: a sequence may end while the message is on its way."""
         for name in ids:
             sequence = self._by_id.get(name)
             if sequence is not None:
@@ -119,110 +122,117 @@ class Scheduler:
         draft = _Draft()
         budget = self._schedule_running(draft, self.token_budget)
         self._admit(draft, budget)
-        if not draft.work:
+        if not draft.chunks:
             return None
-        return self._write(draft)
+        return self._make_plan(draft)
 
     def _schedule_running(self, draft: _Draft, budget: int) -> int:
-        """Spend the budget in order, one token kept back for each decoding sequence, so that a long prompt cannot
-        stall the others; returns what is left."""
-        turn = self._turn()
-        reserved = len(turn)
-        budget = max(budget, reserved + 1)  # more sequences than budget: all go on, and prompts get through
+        """Spend the budget over the running sequences in order. Returns what is left.
+
+        One token is reserved for each decoding sequence, so that a long prompt cannot stall the others.
+        """
+        group = self._decode_group()
+        reserved = len(group)
+        budget = max(
+            budget, reserved + 1
+        )  # with more sequences than budget all still decode, and a prompt gets one token
         for sequence in list(self.running):
-            if sequence.row < 0 or sequence.ends_by_length:  # preempted just now; or only its result is awaited
+            if sequence.row < 0 or sequence.ends_by_length:  # preempted in this call; or only its last id is awaited
                 continue
             if sequence.remaining == 1:
-                if sequence.id not in turn:
+                if sequence.id not in group:
                     continue
                 reserved -= 1
             count = min(sequence.remaining, budget - reserved)
             if count > 0 and self._grow(sequence, count, draft):
-                self._work(sequence, count, draft)
+                self._add_chunk(sequence, count, draft)
                 budget -= count
         return budget - reserved
 
-    def _turn(self) -> set[str]:
-        """The decoding sequences of the next step.
+    def _decode_group(self) -> set[str]:
+        """The ids of the decoding sequences of the next step.
 
-        With one stage all of them. With more, a sequence's next token can be computed only once the last stage has
-        sampled this one, so each is in one of `stages` steps, as many in each: while the last stage computes one part
-        of them, the first computes another. Where there is no other work, waiting has no use and all may go.
+        With one pipeline stage these are all. With more, a sequence's next token needs the one that the last stage has
+        yet to sample. So the sequences are divided evenly over `stages` steps: while the last stage computes one
+        group, the first computes another. Where there is no other work, waiting gains nothing and all may go.
         """
         decoding = [s for s in self.running if s.remaining == 1 and not s.ends_by_length]
         if self.stages > 1:
             most = -(-len(decoding) // self.stages)
             due = [s for s in decoding if not s.in_flight or self._step + 1 - s.sampled_at >= self.stages]
             if not due and all(s.remaining <= 1 for s in self.running):
-                due = [s for s in decoding if s.in_flight < 2]  # more would only be wasted when it ends
+                due = [s for s in decoding if s.in_flight < 2]  # more steps ahead would be wasted when it ends
             decoding = due[:most]
         return {s.id for s in decoding}
 
     def _grow(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
-        """Give it the blocks for `count` more tokens, preempting those that go later; False if it was itself preempted.
+        """Allocate the blocks for `count` more tokens and preempt later sequences if needed.
 
-        Sequences are served in order, so a victim is never part of the draft yet.
+        Returns False if the sequence itself was preempted. Sequences are served in order, so a preempted one is never
+        part of the draft yet.
         """
         needed = self._blocks_for(sequence.num_computed + count) - len(sequence.blocks)
-        while needed > self.blocks.free:
+        while needed > self.blocks.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        for block in self.blocks.take(max(0, needed)):
+        for block in self.blocks.allocate(max(0, needed)):
             sequence.blocks.append(block)
             draft.block_rows.append(sequence.row)
             draft.block_ids.append(block)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take its row and blocks; it waits and is computed again later, from what the prefix cache still holds."""
+        """Free its row and blocks and queue it again. Later it recomputes what the prefix cache no longer has."""
         self.running.remove(sequence)
-        self._leave_row(sequence)
+        self._free_row(sequence)
         self.backlog += sequence.num_computed
         sequence.num_computed = 0
         bisect.insort(self.waiting, sequence, key=_order)
         self.counters.preemptions += 1
 
     def _admit(self, draft: _Draft, budget: int) -> None:
-        """Waiting sequences in their order; the first that does not fit holds the others back."""
-        while budget > 0 and self.waiting and self._rows:
+        """Admit waiting sequences in order, until one does not fit."""
+        while budget > 0 and self.waiting and self._free_rows:
             sequence = self.waiting[0]
-            if sequence.in_flight:  # preempted with an id still on its way; it must be known to be computed again
+            if sequence.in_flight:  # preempted while an id was on its way; that id is needed to compute it again
                 break
             sequence.extend_hashes(self.blocks.size)
-            # The last token is always computed: its logits are what the sequence came for.
+            # The last token is always computed: its logits are needed.
             usable = (len(sequence.tokens) - 1) // self.blocks.size
-            if sequence.sampling.pooling == "mean":  # all of its hidden states are needed, and none are kept
+            if sequence.sampling.pooling == "mean":  # the mean needs all hidden states, and the cache keeps none
                 usable = 0
             hits = self.blocks.match(sequence.hashes[:usable])
             computed = len(hits) * self.blocks.size
             count = min(sequence.length - computed, budget)
-            # A step of one-token rows alone writes and reads in one kernel: none may read what another one writes.
-            single = count == 1 and all(work.tokens == 1 for work in draft.work)
-            while single and any(block in draft.offered for block in hits):
+            # Where all rows have one token, one kernel writes and reads the cache: none may read what another writes.
+            single = count == 1 and all(chunk.tokens == 1 for chunk in draft.chunks)
+            while single and any(block in draft.cached for block in hits):
                 hits.pop()
                 computed -= self.blocks.size
                 count = min(sequence.length - computed, budget)
             needed = self._blocks_for(computed + count) - len(hits)
-            spare = len(self.running)  # a block for each running sequence, or it would preempt the newcomer at once
-            if needed + spare > self.blocks.free - self.blocks.unheld(hits):
+            spare = len(
+                self.running
+            )  # a block for each running sequence: without it the new one would soon be preempted
+            if needed + spare > self.blocks.num_free - self.blocks.num_unreferenced(hits):
                 break
             self.waiting.pop(0)
-            self.blocks.hold(hits)
-            sequence.blocks = hits + self.blocks.take(needed)
-            sequence.row = heapq.heappop(self._rows)
+            self.blocks.incref(hits)
+            sequence.blocks = hits + self.blocks.allocate(needed)
+            sequence.row = heapq.heappop(self._free_rows)
             sequence.num_computed = computed
             self.backlog += sequence.expected - computed
             sequence.expected = 0
-            sequence.published = len(hits)
+            sequence.num_cached_blocks = len(hits)
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = computed
                 self.counters.prompt_tokens += sequence.prompt_len
                 self.counters.cached_tokens += computed
             draft.new.append(self._introduce(sequence))
             bisect.insort(self.running, sequence, key=_order)
-            self._work(sequence, count, draft)
+            self._add_chunk(sequence, count, draft)
             budget -= count
 
     def _introduce(self, sequence: Sequence) -> protocol.NewSequence:
@@ -235,7 +245,7 @@ class Scheduler:
             sampling=sequence.sampling,
         )
 
-    def _work(self, sequence: Sequence, count: int, draft: _Draft) -> None:
+    def _add_chunk(self, sequence: Sequence, count: int, draft: _Draft) -> None:
         sequence.num_computed += count
         samples = sequence.num_computed == sequence.length
         self.backlog += samples - count
@@ -243,60 +253,62 @@ class Scheduler:
             sequence.in_flight += 1
             sequence.sampled_at = self._step + 1
         self.counters.chunks += not samples
-        draft.work.append(_Work(sequence, count, samples))
-        before = sequence.published
-        self._publish(sequence)
-        if sequence.published > before:  # once in a block's tokens
-            draft.offered.update(sequence.blocks[before : sequence.published])
+        draft.chunks.append(_Chunk(sequence, count, samples))
+        before = sequence.num_cached_blocks
+        self._cache_blocks(sequence)
+        if sequence.num_cached_blocks > before:  # true once per block
+            draft.cached.update(sequence.blocks[before : sequence.num_cached_blocks])
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Offer full blocks of known tokens to the prefix cache.
+    def _cache_blocks(self, sequence: Sequence) -> None:
+        """Enter full blocks of known tokens into the prefix cache.
 
-        A block is offered when the step that fills it is planned: plans are executed in order, and within a step keys
-        and values are written before any sequence reads them, except where all have one token, which _admit minds. A
-        generated token's id must be known, hence `hashes`.
+        That happens when the step that fills a block is planned. It is safe: plans are executed in order, and a step
+        writes keys and values before any sequence reads them. `_admit` handles the exception, steps in which all rows
+        have one token. Only blocks with a hash are entered, as a generated token's id must be known.
         """
         if not self.blocks.prefix_cache:
             return
         sequence.extend_hashes(self.blocks.size)
         full = min(sequence.num_computed // self.blocks.size, len(sequence.hashes))
-        for i in range(sequence.published, full):
-            self.blocks.publish(sequence.blocks[i], sequence.hashes[i])
-        sequence.published = max(sequence.published, full)
+        for i in range(sequence.num_cached_blocks, full):
+            self.blocks.cache(sequence.blocks[i], sequence.hashes[i])
+        sequence.num_cached_blocks = max(sequence.num_cached_blocks, full)
 
-    def _write(self, draft: _Draft) -> ScheduledStep:
+    def _make_plan(self, draft: _Draft) -> ScheduledStep:
         self._step += 1
         self.counters.steps += 1
-        work = sorted(draft.work, key=lambda w: w.tokens > 1)  # one-token rows first; the sort is stable
+        chunks = sorted(
+            draft.chunks, key=lambda chunk: chunk.tokens > 1
+        )  # decoding sequences first; the sort is stable
         plan = protocol.Plan(
             step=self._step,
-            rows=protocol.pack_u16([w.sequence.row for w in work]),
-            counts=protocol.pack_u32([w.tokens for w in work if w.tokens > 1]),
+            rows=protocol.pack_u16([chunk.sequence.row for chunk in chunks]),
+            counts=protocol.pack_u32([chunk.tokens for chunk in chunks if chunk.tokens > 1]),
             new=draft.new,
-            freed=protocol.pack_u16(self._freed),
+            freed=protocol.pack_u16(self._freed_rows),
             block_rows=protocol.pack_u16(draft.block_rows),
             block_ids=protocol.pack_u32(draft.block_ids),
         )
-        self._freed = []
-        return ScheduledStep(plan, [w.sequence for w in work if w.samples])
+        self._freed_rows = []
+        return ScheduledStep(plan, [chunk.sequence for chunk in chunks if chunk.samples])
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.blocks.size)
 
     # -- results
 
-    def update(self, done: ScheduledStep, outcome: protocol.StepOutput) -> list[protocol.Delta]:
-        """Add a step's sampled ids, one for each of done.sampled, and end what has ended."""
+    def update(self, done: ScheduledStep, output: protocol.StepOutput) -> list[protocol.Delta]:
+        """Add a step's sampled ids, one for each of done.sampled, and finish sequences that have ended."""
         deltas = []
-        ids, logprobs = protocol.unpack_u32(outcome.ids).tolist(), outcome.logprobs
+        ids, logprobs = protocol.unpack_u32(output.ids).tolist(), output.logprobs
         for i, (sequence, token) in enumerate(zip(done.sampled, ids, strict=True)):
             sequence.in_flight -= 1
-            if sequence.finished:  # ended or aborted after this step was planned; the token is not shown or counted
+            if sequence.finished:  # ended or aborted after this step was planned: the token is dropped
                 continue
             sequence.tokens.append(token)
-            finish, stop = self._judge(sequence, token)
+            finish, stop = self._finish_reason(sequence, token)
             if sequence.row >= 0:
-                self._publish(sequence)
+                self._cache_blocks(sequence)
             shown = [] if stop >= 0 else [token]
             self.counters.output_tokens += not sequence.sampling.pooling
             deltas.append(
@@ -307,7 +319,7 @@ class Scheduler:
                     finish=finish,
                     stop_token=stop,
                     cached_tokens=0 if sequence.reported else sequence.cached_tokens,
-                    embedding=outcome.embeddings.get(i, b""),
+                    embedding=output.embeddings.get(i, b""),
                 )
             )
             sequence.reported = True
@@ -315,7 +327,7 @@ class Scheduler:
                 self._finish(sequence)
         return deltas
 
-    def _judge(self, sequence: Sequence, token: int) -> tuple[str, int]:
+    def _finish_reason(self, sequence: Sequence, token: int) -> tuple[str, int]:
         outputs = len(sequence.tokens) - sequence.prompt_len
         if token in sequence.sampling.stop_token_ids and outputs > sequence.sampling.min_tokens:
             return "stop", token
@@ -329,24 +341,24 @@ class Scheduler:
         sequence.finished = True
         if sequence.row >= 0:
             self.running.remove(sequence)
-            self._leave_row(sequence)
+            self._free_row(sequence)
         else:
             self.waiting.remove(sequence)
 
-    def _leave_row(self, sequence: Sequence) -> None:
-        heapq.heappush(self._rows, sequence.row)
-        self._freed.append(sequence.row)
+    def _free_row(self, sequence: Sequence) -> None:
+        heapq.heappush(self._free_rows, sequence.row)
+        self._freed_rows.append(sequence.row)
         sequence.row = -1
-        self.blocks.release(sequence.blocks)
+        self.blocks.free(sequence.blocks)
         sequence.blocks = []
 
-    # -- for the curious
+    # -- checks and statistics
 
     def check_empty(self) -> None:
-        """Raise RuntimeError unless all counts are those of a scheduler without sequences; in constant time."""
+        """Raise RuntimeError unless all counts are those of a scheduler without sequences. Takes constant time."""
         self.blocks.check_empty()
-        if len(self._rows) != self.max_num_seqs:
-            raise RuntimeError(f"row accounting is broken: {len(self._rows)} of {self.max_num_seqs} rows are free")
+        if len(self._free_rows) != self.max_num_seqs:
+            raise RuntimeError(f"row accounting is broken: {len(self._free_rows)} of {self.max_num_seqs} rows are free")
         if self.running or self.waiting or self.backlog:
             listed = f"{len(self.running)} run, {len(self.waiting)} wait"
             raise RuntimeError(f"no sequence is left, but {listed}, and {self.backlog} tokens are to be computed")
@@ -357,9 +369,9 @@ class Scheduler:
             pass
 
     def audit(self) -> Iterator[None]:
-        """`check`, a slice of blocks at a time. No step may be planned before its end; it may be dropped."""
+        """`check` in steps, a slice of blocks each. No step may be planned before its end; it may be dropped."""
         rows = [s.row for s in self.running]
-        if len(set(rows)) != len(rows) or set(rows) & set(self._rows):
+        if len(set(rows)) != len(rows) or set(rows) & set(self._free_rows):
             raise RuntimeError(f"row accounting is broken: {sorted(rows)}")
         if self.backlog != sum(s.remaining - s.expected for s in self._by_id.values()):
             raise RuntimeError(f"the backlog of {self.backlog} tokens is not what the sequences have to compute")
@@ -370,8 +382,8 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting),
             blocks_total=self.blocks.count,
-            blocks_used=self.blocks.used,
-            blocks_cached=self.blocks.cached,
+            blocks_used=self.blocks.num_used,
+            blocks_cached=self.blocks.num_cached,
             **asdict(self.counters),
         )
 

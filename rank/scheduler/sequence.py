@@ -1,4 +1,4 @@
-"""One sequence as the lead sees it: its tokens, its blocks, and how far it has been computed."""
+"""One sequence in the scheduler: its tokens, its blocks and how much of it is computed."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from .blocks import Hash, extend_chain
 
 
 class Sequence:
-    """`num_computed` runs after `length`; what lies between is to be computed, whether prompt or output.
+    """The tokens between `num_computed` and `length` are still to be computed, whether prompt or output.
 
-    `length` counts tokens whose ids are still on their way from the device: a step is planned before the one before it
-    has been read back. Only `tokens` are known here.
+    `length` includes sampled tokens whose ids have not arrived from the device: a step is planned before the result of
+    the previous one is read. `tokens` has the known ids only.
     """
 
     def __init__(self, request: Request, arrival: int, hashes: list[Hash]):
         self.id = request.id
         self.sampling = request.sampling
-        self.order = (request.priority, arrival)  # who goes first
+        self.order = (request.priority, arrival)  # of scheduling: lower goes first
         self.salt = request.cache_salt
         self.tokens: list[int] = unpack_u32(request.tokens).tolist()
         self.prompt_len = len(self.tokens)
-        self.row = -1  # its place in the ranks' batch state; -1 while it waits
+        self.row = -1  # its row in the workers' BatchState; -1 while it waits
         self.blocks: list[int] = []
         self.num_computed = 0
-        self.in_flight = 0  # sampled tokens whose ids have not arrived
+        self.in_flight = 0  # sampled tokens whose ids have not arrived yet
         self.sampled_at = 0  # the step that sampled its newest token
-        self.hashes = hashes  # of the known tokens' full blocks, as far as anybody asked
-        self.published = 0  # leading blocks that were offered to the prefix cache
-        self.expected = 0  # tokens that it will probably find in the prefix cache; 0 from its admission on
-        self.cached_tokens = -1  # of the prompt; -1 until first admitted
-        self.reported = False  # its first delta has gone out
+        self.hashes = hashes  # of the known tokens' full blocks, as far as they were needed
+        self.num_cached_blocks = 0  # leading blocks that were passed to Blocks.cache
+        self.expected = 0  # tokens that the prefix cache will probably have; 0 once it is admitted
+        self.cached_tokens = -1  # prompt tokens found in the prefix cache; -1 until first admitted
+        self.reported = False  # its first delta has been sent
         self.finished = False
 
     @property
@@ -47,9 +47,9 @@ class Sequence:
 
     @property
     def ends_by_length(self) -> bool:
-        """Its last allowed token has been sampled, though perhaps not read back."""
+        """Whether its last allowed token has been sampled; the id may not have arrived yet."""
         return self.num_outputs >= self.sampling.max_tokens
 
     def extend_hashes(self, block_size: int) -> None:
-        """Hash the known tokens' full blocks that are not hashed yet."""
+        """Hash those full blocks of the known tokens that are not hashed yet."""
         extend_chain(self.hashes, self.tokens, block_size, self.salt)

@@ -1,4 +1,4 @@
-"""The lead's end of the unix socket to the front. Neither side may hold the step loop up."""
+"""Rank 0's end of the unix socket to the server process. It never blocks the step loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .. import protocol
 
 
 class ServerLink:
-    """Non-blocking in both directions: what the front does not take yet waits in a buffer here.
+    """Non-blocking in both directions: messages that the socket does not take yet wait in a buffer.
 
-    `fail` may be called by another thread (the watchdog), hence the lock around the buffer.
+    A lock guards the buffer, because the watchdog's thread may call `fail`.
     """
 
     def __init__(self, path: str):
@@ -23,24 +23,26 @@ class ServerLink:
         try:
             self._socket.connect(path)
         except OSError as error:
-            raise errors.FatalError(f"the front cannot be reached at {path}: {error}", errors.RANK_FAILED) from None
+            raise errors.FatalError(
+                f"the server process cannot be reached at {path}: {error}", errors.RANK_FAILED
+            ) from None
         self._socket.setblocking(False)
         self._frames = protocol.Frames(protocol.ToScheduler)
         self._out = bytearray()
-        self._lock = threading.RLock()  # SIGTERM's handler may speak while the main thread does
+        self._lock = threading.RLock()  # reentrant: SIGTERM's handler may send while the main thread sends
         self._wakeup, wake = socket.socketpair()
         wake.setblocking(False)
         self._wakeup.setblocking(False)
         self._wake = wake
-        self._poll = select.poll()  # not select: ranks hold many sockets, and it takes none above 1023
+        self._poll = select.poll()  # not select(), which takes no descriptor above 1023: ranks have many
         self._poll.register(self._socket)
         self._poll.register(self._wakeup, select.POLLIN)
-        self.signalled = False  # SIGUSR1 has arrived: drain
+        self.signalled = False  # SIGUSR1 has arrived: the job is to drain
 
     def catch_signals(self) -> None:
-        """SIGUSR1 drains. Its arrival ends a blocking `receive`. For the main thread.
+        """Make SIGUSR1 set `signalled` and end a blocking `receive`. Call it in the main thread.
 
-        The launcher has blocked the signal, so one that came while the weights were loading arrives now.
+        The launcher has blocked the signal: one sent during startup arrives now.
         """
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGUSR1, self._on_usr1)
@@ -55,15 +57,15 @@ class ServerLink:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as the socket takes now."""
+        """Send as much of the buffer as the socket takes now."""
         with self._lock, contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._out:
                 del self._out[: self._socket.send(self._out)]
 
     def receive(self, seconds: float | None) -> list[protocol.ToScheduler]:
-        """The front's messages; waits up to `seconds` for the first (None: until something happens).
+        """The server's messages. Waits up to `seconds` for one; None: until a message or a signal comes.
 
-        Raises exits.Stop when the front has gone.
+        Raises FatalError when the server process has gone.
         """
         wanted = select.POLLIN | (select.POLLOUT if self._out else 0)
         self._poll.modify(self._socket, wanted)
@@ -82,11 +84,11 @@ class ServerLink:
         except ConnectionResetError:
             data = b""
         if not data:
-            raise errors.FatalError("the front has gone, so nobody is left to answer to", errors.RANK_FAILED)
+            raise errors.FatalError("the server process has gone, so nobody is left to answer to", errors.RANK_FAILED)
         return self._frames.feed(data)
 
     def fail(self, message: str, code: int) -> None:
-        """Last words before this process ends: tell the front why. Waits for it for a second at most."""
+        """Tell the server why this process ends. Blocks for a second at most."""
         with self._lock, contextlib.suppress(OSError):
             self._out += protocol.frame(protocol.Fatal(message, code))
             self._socket.settimeout(1)
@@ -94,7 +96,7 @@ class ServerLink:
             self._out.clear()
 
     def close(self) -> None:
-        """Hand the last bytes over and hang up."""
+        """Send what is left in the buffer, for five seconds at most, and close the socket."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.settimeout(5)
             self._socket.sendall(self._out)

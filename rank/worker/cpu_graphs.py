@@ -1,7 +1,7 @@
-"""A CPU's decode steps by record and replay: kernels/cpp/graph.py under the interface of graphs.py's DecodeGraphs.
+"""Records and replays decode steps on CPUs: kernels/cpp/graph.py behind the interface of graphs.py's DecodeGraphs.
 
-Recording computes the step as well, so that each number of rows is recorded when it first comes up, and nothing is
-filled up. Where something besides C++ operations computes, as MPI does between hosts, such steps stay as they are.
+Recording also computes the step. So each batch size is recorded when it first occurs, and batches are not padded. Steps
+that need more than C++ operations, such as MPI between hosts, are not recorded.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ log = logging.getLogger("phalanx")
 
 
 class Head(NamedTuple):
-    """What the head makes of a replayed step, valid until the next replay."""
+    """The head's output in a replayed step, valid until the next replay."""
 
     logits: Tensor  # Model.logits of all rows
-    best: tuple[Tensor, Tensor]  # argmax of them
+    best: tuple[Tensor, Tensor]  # their argmax
 
 
 class _Captured(NamedTuple):
     layers: Graph
     hidden: Tensor
-    head: tuple[Graph, Head] | None  # None: something else than our operations computes there
+    head: tuple[Graph, Head] | None  # None: the head needs more than C++ operations
 
 
 class CpuDecodeGraphs:
-    """Made and used in the step thread."""
+    """Decode graphs of a CPU rank. Made and used in the step thread."""
 
-    head: Head | None = None  # of the latest replay, where the head is replayed as well
+    head: Head | None = None  # of the last replay, where the head is replayed too
 
-    def __init__(self, model: Model, rows: BatchState, last: Tensor, caches: list[tuple[Tensor, Tensor]]):
-        self.model, self.rows, self.last, self.caches = model, rows, last.numpy(), caches
+    def __init__(self, model: Model, state: BatchState, last: Tensor, caches: list[tuple[Tensor, Tensor]]):
+        self.model, self.state, self.last, self.caches = model, state, last.numpy(), caches
         self.block_size = caches[0][0].shape[1]
-        self.most = min(len(rows.length), MOST_ROWS)  # of more, torch's products are in every step
+        self.most = min(len(state.length), MOST_ROWS)  # beyond, torch computes the GEMMs, which cannot be recorded
         self._ids, self._positions, self._slots = torch.zeros(3, self.most, dtype=torch.int64)
         self._lengths = torch.zeros(self.most, dtype=torch.int32)
-        self._tables = torch.zeros(self.most, rows.table.shape[1], dtype=torch.int32)
+        self._tables = torch.zeros(self.most, state.table.shape[1], dtype=torch.int32)
         self._starts = torch.arange(self.most + 1, dtype=torch.int32)
         self._inputs = [x.numpy() for x in (self._ids, self._positions, self._slots, self._lengths, self._tables)]
         self._memory = Memory()
@@ -58,14 +58,14 @@ class CpuDecodeGraphs:
     def close(self) -> None:
         self._captured.clear()
 
-    def suits(self, work: ScheduledBatch) -> bool:
-        n = len(work.rows)
-        return self._able and 0 < n <= self.most and work.num_decodes == n and bool(work.samples.all())
+    def supports(self, scheduled: ScheduledBatch) -> bool:
+        n = len(scheduled.rows)
+        return self._able and 0 < n <= self.most and scheduled.num_decodes == n and bool(scheduled.samples.all())
 
-    def replay(self, work: ScheduledBatch) -> tuple[Tensor, Tensor]:
-        """The residual stream [B, hidden] of a step that suits, and its rows [B]; valid until the next replay."""
-        n = len(work.rows)
-        self._fill(work)
+    def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
+        """The residual stream [B, hidden] of a supported step, and its rows [B]. Valid until the next replay."""
+        n = len(scheduled.rows)
+        self._fill(scheduled)
         self.head = None
         if n in self._captured:
             layers, hidden, head = self._captured[n]
@@ -74,22 +74,22 @@ class CpuDecodeGraphs:
                 head[0].replay()
                 self.head = head[1]
         else:
-            hidden = self._capture(n, work)
-        return hidden, torch.from_numpy(work.rows)
+            hidden = self._capture(n, scheduled)
+        return hidden, torch.from_numpy(scheduled.rows)
 
-    def _fill(self, work: ScheduledBatch) -> None:
-        n, row, starts = len(work.rows), work.rows, work.starts
+    def _fill(self, scheduled: ScheduledBatch) -> None:
+        n, row, starts = len(scheduled.rows), scheduled.rows, scheduled.starts
         ids, positions, slots, lengths, tables = self._inputs
-        given = given_ids(self.rows, work)
+        given = given_ids(self.state, scheduled)
         np.copyto(ids[:n], np.where(given < 0, self.last[row], given))
         positions[:n] = starts
         block, offset = np.divmod(starts, self.block_size)
-        slots[:n] = self.rows.table[row, block].astype(np.int64) * self.block_size + offset
+        slots[:n] = self.state.table[row, block].astype(np.int64) * self.block_size + offset
         lengths[:n] = starts + 1
         width = int(block.max()) + 1
-        tables[:n, :width] = self.rows.table[row, :width]
+        tables[:n, :width] = self.state.table[row, :width]
 
-    def _capture(self, n: int, work: ScheduledBatch) -> Tensor:
+    def _capture(self, n: int, scheduled: ScheduledBatch) -> Tensor:
         batch = Batch(
             ids=self._ids[:n],
             positions=self._positions[:n],
@@ -100,7 +100,7 @@ class CpuDecodeGraphs:
             sample_at=self._ids[:0],
             num_decodes=n,
             query_lens=[1] * n,
-            kv_lens=(work.starts + 1).tolist(),
+            kv_lens=(scheduled.starts + 1).tolist(),
             caches=self.caches,
         )
         hidden, layers, reason = capture(lambda: self.model.forward([batch]), self._memory)

@@ -1,7 +1,7 @@
-"""The ranks of a replica as the lead's step loop sees them: a plan goes out to them, and its outcome comes back.
+"""Executors send a replica's ranks their plans and return the step outputs to rank 0's step loop.
 
-Rank 0 is the first rank of the first replica and computes with it. Of every other replica the first rank, the one that
-samples, reports to rank 0 over the group that the replica's plans come by.
+Rank 0 is the first rank of the first replica and computes with it. The first rank of every other replica samples, and
+sends step outputs to rank 0 over the group on which the replica gets its plans.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ...comm.watchdog import LocalWatchdog
 from .. import protocol
 from .model_runner import ModelRunner, StepFuture
 
-POLL_INTERVAL = 1e-4  # seconds between looks for a report that is waited for
+POLL_INTERVAL = 1e-4  # seconds between polls for a step output
 
 
 class ResultChannel(Protocol):
-    """Bytes from a replica's first rank to rank 0; comm/mpi.py and comm/threads.py have it."""
+    """Bytes from a replica's first rank to rank 0; comm/mpi.py and comm/threads.py implement it."""
 
-    def post(self, data: bytes) -> None: ...
+    def send(self, data: bytes) -> None: ...
 
     def collect(self) -> list[bytes]: ...
 
 
 class LocalExecutor:
-    """The replica that rank 0 belongs to."""
+    """The executor of the replica that rank 0 belongs to."""
 
     def __init__(self, control: PlanBroadcast, runner: ModelRunner):
         self.control = control
@@ -49,18 +49,18 @@ class LocalExecutor:
 
 
 class RemoteExecutor:
-    """Another replica: nothing of it is computed in this process."""
+    """The executor of another replica, which computes in other processes."""
 
-    def __init__(self, control: PlanBroadcast, mail: ResultChannel):
+    def __init__(self, control: PlanBroadcast, channel: ResultChannel):
         self.control = control
-        self.mail = mail
-        self._open: deque[RemoteStepFuture] = deque()  # in the order of their plans, in which the reports come
+        self.channel = channel
+        self._pending: deque[RemoteStepFuture] = deque()  # in the order of the plans, which is that of the step outputs
 
     def start(self, plan: protocol.Plan) -> RemoteStepFuture:
         self.control.publish(protocol.encode_plan(plan))
         result = RemoteStepFuture(self)
         if plan.stop < 0:
-            self._open.append(result)
+            self._pending.append(result)
         else:
             while self.control.progress():
                 pass
@@ -70,36 +70,39 @@ class RemoteExecutor:
         return self.control.progress()
 
     def collect(self) -> None:
-        for data in self.mail.collect():
-            self._open.popleft().told = protocol.decode_step_output(data)
+        """Assign the step outputs that have arrived."""
+        for data in self.channel.collect():
+            self._pending.popleft().result = protocol.decode_step_output(data)
 
 
 class RemoteStepFuture:
-    def __init__(self, team: RemoteExecutor):
-        self._team = team
-        self.told: protocol.StepOutput | None = None
+    """The output of a step of another replica."""
+
+    def __init__(self, executor: RemoteExecutor):
+        self._executor = executor
+        self.result: protocol.StepOutput | None = None
 
     def wait(self, seconds: float | None) -> bool:
         until = None if seconds is None else time.monotonic() + seconds
-        while self.told is None:
-            self._team.progress()
-            self._team.collect()
-            if self.told is None:
+        while self.result is None:
+            self._executor.progress()
+            self._executor.collect()
+            if self.result is None:
                 if until is not None and time.monotonic() >= until:
                     return False
                 time.sleep(POLL_INTERVAL)
         return True
 
-    def outcome(self) -> protocol.StepOutput:
-        assert self.told is not None
-        return self.told
+    def output(self) -> protocol.StepOutput:
+        assert self.result is not None
+        return self.result
 
 
 class Reporter:
-    """First rank of another replica: a thread that waits for results, in order, and tells rank 0."""
+    """Runs on the first rank of another replica: a thread that sends step outputs to rank 0, in order."""
 
-    def __init__(self, mail: ResultChannel, watch: LocalWatchdog):
-        self._mail = mail
+    def __init__(self, channel: ResultChannel, watch: LocalWatchdog):
+        self._channel = channel
         self._watch = watch
         self._results: queue.SimpleQueue[StepFuture | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._report, name="report", daemon=True)
@@ -109,7 +112,7 @@ class Reporter:
         self._results.put(result)
 
     def finish(self) -> None:
-        """Report what is still to come, then end."""
+        """Send what is still to come, then end the thread."""
         self._results.put(None)
         self._thread.join()
 
@@ -117,13 +120,13 @@ class Reporter:
         try:
             while (result := self._results.get()) is not None:
                 result.wait(None)
-                self._mail.post(protocol.encode_step_output(result.outcome()))
+                self._channel.send(protocol.encode_step_output(result.output()))
         except BaseException as error:
             self._watch.fail(error)
 
 
 def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | None) -> int:
-    """Every rank but rank 0: execute plans until one says stop; its exit code."""
+    """The main loop of every rank but rank 0: execute plans until one says stop. Returns its exit code."""
     while True:
         plan = protocol.decode_plan(control.receive())
         if plan.stop >= 0:

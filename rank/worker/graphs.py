@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: a step of one token per sequence is replayed with one call.
+"""CUDA graphs of decode steps: one call replays a step in which every sequence has one token.
 
-A graph reads what `Upload.fill` has sent and ends with the residual stream; head and sampler follow outside. Batches
-are captured in a few sizes and filled up with rows that write and read nothing. NCCL's collectives are captured with
-the rest, so all ranks capture the same sizes in the same order, and graphs must be dropped before the communicators.
+A graph reads what `Upload.fill` has copied and ends with the residual stream; head and sampler run outside it. A few
+batch sizes are captured, and batches are padded with rows that write and read nothing. NCCL's collectives are captured
+too, so all ranks must capture the same sizes in the same order, and must free the graphs before the communicators.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .batch_builder import given_ids
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
-LARGEST = 512  # sequences: beyond, launches cost less than the work
+LARGEST = 512  # sequences; beyond, kernel launches are no bottleneck
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that are captured: close enough together that filling up costs little."""
+    """The batch sizes that are captured, close enough together that padding costs little."""
     most = min(max_num_seqs, LARGEST)
     steps = [1, 2, 4, *range(8, 65, 8), *range(80, LARGEST + 1, 16)]
     return [size for size in steps if size < most] + [most]
 
 
 def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
-    """Products without a bias of the captured sizes that the library's algorithm is chosen for."""
+    """The GEMMs of captured steps that are tuned: those of more than MOST_ROWS rows, without a bias."""
     captured = [size for size in capture_sizes(max_num_seqs) if size > MOST_ROWS]
     peers = symmetric_memory_of(model.tensor)
     for module in model.modules():
@@ -49,29 +49,29 @@ def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
 
 
 def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iterator[jit.KernelVariant]:
-    """What GEMMs of the captured sizes are compiled as, where that is for each size another."""
+    """The kernels to compile ahead for the small GEMMs of captured steps: each batch size has its own variants."""
     few = [size for size in capture_sizes(max_num_seqs) if size <= MOST_ROWS]
     for module in model.modules():
         matrix = module.matrix if isinstance(module, Linear) else None
         if matrix is not None:
             gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
-            # A stage's first half has a norm of its own, all others leave it to the product where they are alone.
+            # Without tensor parallelism a GEMM fuses the norm before it, except in a pipeline stage's first sublayer.
             for norm in (False, True) if alone and isinstance(module, QKVParallel) else (alone and bool(gate),):
                 yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, device_caps(device))
 
 
 class DecodeGraphs:
-    """Made and used in the step thread, on the stream that it works on."""
+    """Decode graphs of a GPU rank. Made and used in the step thread, on its CUDA stream."""
 
-    head = None  # follows outside
+    head = None  # it runs outside the graph
 
     def __init__(
-        self, model: Model, rows: BatchState, last: Tensor, caches: list[tuple[Tensor, Tensor]], upload: Upload
+        self, model: Model, state: BatchState, last: Tensor, caches: list[tuple[Tensor, Tensor]], upload: Upload
     ):
-        self.model, self.rows, self.last, self.caches, self.upload = model, rows, last, caches, upload
+        self.model, self.state, self.last, self.caches, self.upload = model, state, last, caches, upload
         self.block_size = caches[0][0].shape[1]
-        self.sizes = capture_sizes(len(rows.length))
-        most, width = self.sizes[-1], rows.table.shape[1]
+        self.sizes = capture_sizes(len(state.length))
+        most, width = self.sizes[-1], state.table.shape[1]
         device = last.device
         self._sent = torch.zeros(2 + most * (3 + width), dtype=torch.int32, device=device)
         self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=device)
@@ -82,10 +82,10 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, reached: Callable[[int], None]) -> None:
-        """All sizes, the largest first, so that the others fit into its memory. Tells how many are done."""
+        """Capture all sizes. The largest goes first, so that the others reuse its memory. Calls reached(sizes done)."""
         for done, size in enumerate(reversed(self.sizes)):
             reached(done)
-            self._run(size)  # what is compiled, loaded or allocated on first use must not happen in a capture
+            self._run(size)  # a warm-up: compiling, loading and first allocations must not happen in a capture
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -97,15 +97,16 @@ class DecodeGraphs:
         torch.cuda.current_stream().synchronize()
         self._captured.clear()
 
-    def suits(self, work: ScheduledBatch) -> bool:
-        return len(work.rows) <= self.sizes[-1] and work.num_decodes == len(work.rows) and bool(work.samples.all())
+    def supports(self, scheduled: ScheduledBatch) -> bool:
+        n = len(scheduled.rows)
+        return n <= self.sizes[-1] and scheduled.num_decodes == n and bool(scheduled.samples.all())
 
-    def replay(self, work: ScheduledBatch) -> tuple[Tensor, Tensor]:
-        """The residual stream [B, hidden] of a step that suits, and its rows [B] int32; valid until the next replay."""
-        n = len(work.rows)
-        width = int(work.starts.max()) // self.block_size + 1
-        parts = [np.array([n, width]), work.rows, given_ids(self.rows, work), work.starts]
-        table = self.rows.table[work.rows, :width]
+    def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
+        """The residual stream [B, hidden] of a supported step, and its rows [B] int32. Valid until the next replay."""
+        n = len(scheduled.rows)
+        width = int(scheduled.starts.max()) // self.block_size + 1
+        parts = [np.array([n, width]), scheduled.rows, given_ids(self.state, scheduled), scheduled.starts]
+        table = self.state.table[scheduled.rows, :width]
         self.upload.fill(self._sent, [*(p.astype(np.int32) for p in parts), table])
         graph, hidden = self._captured[next(size for size in self.sizes if size >= n)]
         graph.replay()

@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, and the tensors themselves."""
+"""Sizes and allocates the KV cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ... import errors
 from ...comm.base import Comm
 
 MIB = 1 << 20
-# Of what is free after loading. On CPUs others want memory too; on GPUs it is what loading and the largest step
-# leave, and the rest is for graphs, libraries' workspaces and fragments.
+# The cache's default share of the free memory. On CPUs other processes need memory too. On GPUs free means after
+# loading and the largest step; the rest is for CUDA graphs, libraries' workspaces and fragmentation.
 FRACTION = {"cpu": 0.4, "cuda": 0.95}
 
 
 def free_memory(device: torch.device, ranks_here: int) -> int:
-    """Bytes that one rank may still take: of its GPU, or its part of this host's (or container's) memory."""
+    """Bytes that one rank may still allocate: on its GPU, or as its share of this host's (or container's) memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = min(psutil.virtual_memory().available, *_cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
@@ -29,10 +29,10 @@ def free_memory(device: torch.device, ranks_here: int) -> int:
 
 
 def _cgroup_rooms(own: Path, mount: Path) -> list[int]:
-    """Bytes left in this process's memory cgroup and in each above it: Slurm and containers limit jobs there.
+    """Bytes left in this process's memory cgroup and in each above it, where Slurm and containers limit jobs.
 
-    Both versions: v2's line is `0::/path`, v1's `N:...,memory,...:/path` under mount/memory. Page cache that can be
-    dropped counts as room.
+    Reads both versions: v2's line is `0::/path`, v1's `N:...,memory,...:/path` under mount/memory. Page cache that can
+    be dropped counts as free.
     """
     rooms = [1 << 62]
     for line in own.read_text().splitlines() if own.exists() else []:
@@ -54,15 +54,15 @@ def _cgroup_rooms(own: Path, mount: Path) -> list[int]:
 
 
 def num_blocks(world: Comm, block_bytes: int, wanted: int, memory: int) -> int:
-    """Blocks that every rank can hold: at most `wanted`, as many as fit in the poorest rank's `memory` bytes."""
+    """Blocks that every rank can hold: as many as fit in the smallest `memory` of all ranks, at most `wanted`."""
     mine = min(wanted, memory // block_bytes)
     return int(world.all_gather(torch.tensor([mine])).min())
 
 
 def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -> int:
-    """The longest sequence that the pool can hold alone: without it, admission could wait for ever.
+    """The longest sequence that may be served: it must fit in the pool alone, or admission could wait for ever.
 
-    Raises exits.Stop when the user chose a length that does not fit, or when nothing does.
+    Raises FatalError where the user chose a length that does not fit, or where there is no block at all.
     """
     room = blocks * block_size
     if room >= max_model_len:
@@ -86,8 +86,8 @@ def allocate(
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take a page of memory when it is first written, not before: numpy leaves the zeroing to the system.
+    """Zeros whose pages take memory only when they are first written, as numpy leaves the zeroing to the kernel.
 
-    torch.zeros writes all of it at once, gigabytes that most jobs never use.
+    torch.zeros would write gigabytes at once that most jobs never use.
     """
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,9 +1,9 @@
-"""Executes plans on one rank: prepare, forward through this rank's layers, sample.
+"""Executes plans on one rank: builds the batch, runs this rank's layers, samples.
 
-On a CPU the work runs in one thread, the step thread, which stands for the device's stream: `start` returns at once and
-plans queue up behind each other. All tensor communication happens in it, in plan order. On a GPU it has a stream of
-its own, and nothing in it waits for the device. Steps in which every sequence decodes are replayed, as CUDA graphs or
-as recorded C++ operations, unless there are pipeline stages: messages between those would have to be captured too.
+The step thread does all of it, in plan order; `start` only queues a plan. All tensor communication happens in the step
+thread. On a CPU it stands for the device's stream. On a GPU it launches kernels on a CUDA stream of its own and never
+waits for the device. Steps in which every sequence decodes are replayed, as CUDA graphs or as recorded C++ operations.
+With pipeline stages they are not: the messages between stages would have to be captured too.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
 log = logging.getLogger("phalanx")
-MIN_MICROBATCH_TOKENS = 1024  # of fewer, products would leave a part of the GPU idle
+MIN_MICROBATCH_TOKENS = 1024  # fewer would not fill the GPU with the GEMMs' tiles
 
 
 class DeviceOutput(NamedTuple):
-    """What a step has made, still on the device."""
+    """A step's output, still on the device."""
 
-    ids: Tensor | None = None  # [S] int64, sampled; None: nothing was, or not here
-    explained: Logprobs | None = None
-    pooled: dict[int, Tensor] = {}  # by index into ids: embeddings, [hidden] f32
+    ids: Tensor | None = None  # [S] int64, sampled; None: the step samples nothing, or another rank does
+    logprobs: Logprobs | None = None
+    pooled: dict[int, Tensor] = {}  # embeddings [hidden] f32, by index into ids
 
 
 class StepFuture:
-    """A step's outcome, filled in by the step thread; on a GPU it is still on its way to the host then."""
+    """A step's output. The step thread sets it; on a GPU its copy to the host is then still running."""
 
     def __init__(self) -> None:
         self._ready = threading.Event()
-        self._computed = DeviceOutput()
+        self._output = DeviceOutput()
         self._copied: torch.cuda.Event | None = None
 
     def set(self, computed: DeviceOutput) -> None:
-        ids, explained, pooled = computed
+        ids, logprobs, pooled = computed
         if ids is not None and ids.is_cuda:
-            if explained is not None:
-                tensors = map(_to_host, (explained.chosen, explained.values, explained.ids))
-                explained = Logprobs(explained.rows, explained.counts, *tensors)
-            computed = DeviceOutput(_to_host(ids), explained, {i: _to_host(vector) for i, vector in pooled.items()})
+            if logprobs is not None:
+                tensors = map(_to_host, (logprobs.chosen, logprobs.values, logprobs.ids))
+                logprobs = Logprobs(logprobs.rows, logprobs.counts, *tensors)
+            computed = DeviceOutput(_to_host(ids), logprobs, {i: _to_host(vector) for i, vector in pooled.items()})
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
-        self._computed = computed
+        self._output = computed
         self._ready.set()
 
     def wait(self, seconds: float | None) -> bool:
-        """True once the step is computed and its outcome is on the host."""
+        """Wait for so many seconds, or without limit. Returns whether the output is on the host."""
         if not self._ready.wait(seconds):
             return False
         if self._copied is None or self._copied.query():
@@ -81,30 +81,31 @@ class StepFuture:
         time.sleep(seconds)
         return self._copied.query()
 
-    def outcome(self) -> protocol.StepOutput:
-        if self._computed.ids is None:
+    def output(self) -> protocol.StepOutput:
+        """The step output. Call it only after `wait` has returned True."""
+        if self._output.ids is None:
             return protocol.StepOutput(b"")
-        ids, logprobs = self._computed.ids.tolist(), {}
-        if (explained := self._computed.explained) is not None:
-            parts = (explained.chosen.tolist(), explained.values.tolist(), explained.ids.tolist())
-            for row, count, chosen, values, top in zip(explained.rows, explained.counts, *parts, strict=True):
+        ids, logprobs = self._output.ids.tolist(), {}
+        if (found := self._output.logprobs) is not None:
+            parts = (found.chosen.tolist(), found.values.tolist(), found.ids.tolist())
+            for row, count, chosen, values, top in zip(found.rows, found.counts, *parts, strict=True):
                 logprobs[row] = protocol.TokenLogprob(
                     ids[row], chosen, list(zip(top[:count], values[:count], strict=True))
                 )
-        embeddings = {i: vector.numpy().tobytes() for i, vector in self._computed.pooled.items()}
+        embeddings = {i: vector.numpy().tobytes() for i, vector in self._output.pooled.items()}
         return protocol.StepOutput(protocol.pack_u32(ids), logprobs, embeddings)
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy that is there once the stream has come so far."""
+    """An asynchronous copy into pinned memory, complete once the CUDA stream has reached it."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def min_microbatch_tokens(model: Model, mesh: Mesh, device: torch.device) -> int:
-    """Of each of two parts that steps are cut into, so that the one's sums hide behind the other's products.
+    """The fewest tokens of a microbatch. Two of them hide one's all-reduces behind the other's GEMMs.
 
-    0: none is, as on CPUs, where nothing computes beside a sum, or on GPUs where cuDNN takes whole prompts. Small sums
-    are not worth it: allreduce.py is quick.
+    0: steps are not split. That is so on CPUs, which cannot overlap them, and on GPUs other than Hopper, where cuDNN
+    computes whole prompts. All-reduces that the kernels of allreduce.py support are too fast to be worth hiding.
     """
     if device.type != "cuda" or mesh.tensor.size == 1 or not device_caps(device).hopper:
         return 0
@@ -112,34 +113,36 @@ def min_microbatch_tokens(model: Model, mesh: Mesh, device: torch.device) -> int
 
 
 class ModelRunner:
+    """One rank's worker. Every rank has one and gets the same plans in the same order."""
+
     def __init__(
         self,
         model: Model,
         mesh: Mesh,
-        rows: BatchState,
+        state: BatchState,
         sampler: Sampler,
         caches: list[tuple[Tensor, Tensor]],
         watch: LocalWatchdog,
     ):
         self.model = model
         self.mesh = mesh
-        self.rows = rows
+        self.state = state
         self.sampler = sampler
         self.caches = caches
         self.watch = watch
         self.device = sampler.device
         self.block_size = caches[0][0].shape[1]
-        self._last = torch.zeros(len(rows.length), dtype=torch.int64, device=self.device)  # newest token of each row
-        # First stage: rows whose ids the last stage still owes, a step each, on the host and on the device.
+        self._last = torch.zeros(len(state.length), dtype=torch.int64, device=self.device)  # each row's newest token
+        # First pipeline stage: the rows of each step whose ids have not come from the last stage; on host and device.
         self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
-        self._pool = Pooler(model)
-        self._greedy = np.zeros(len(rows.length), bool)  # rows whose next token the largest logit decides alone
+        self._pooler = Pooler(model)
+        self._greedy = np.zeros(len(state.length), bool)  # rows whose next token is the argmax of the unchanged logits
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
-        self._least = min_microbatch_tokens(model, mesh, self.device)
+        self._min_microbatch_tokens = min_microbatch_tokens(model, mesh, self.device)
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
-        self.ready = threading.Event()  # the step thread can execute plans; where it cannot, the process ends
+        self.ready = threading.Event()  # the step thread can execute plans; if it fails before, the process ends
         self._thread = threading.Thread(target=self._execute_all, name="step", daemon=True)
         self._thread.start()
 
@@ -149,7 +152,7 @@ class ModelRunner:
         return result
 
     def finish(self) -> None:
-        """Execute what is queued, then end the step thread."""
+        """Execute the queued plans, then end the step thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -175,10 +178,10 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._enter_device()
         elif self.mesh.stages == 1 and ops.available():
-            self._graphs = CpuDecodeGraphs(self.model, self.rows, self._last, self.caches)
+            self._graphs = CpuDecodeGraphs(self.model, self.state, self._last, self.caches)
 
     def _finished(self, number: int) -> None:
-        """The step has been computed or, on a GPU, launched: there the watch asks for its end."""
+        """Record that a step is computed or, on a GPU, launched; there `_poll_device` finds its end."""
         if self.device.type == "cpu":
             self.watch.finished = number
         else:
@@ -187,22 +190,22 @@ class ModelRunner:
             self._launched.append((number, event))
 
     def _poll_device(self) -> None:
-        """In the watch's thread: which steps the device has finished. A collective that hangs is seen only so."""
+        """Tell the watchdog which steps the device has finished, in its thread: so it notices a hanging collective."""
         while self._launched and self._launched[0][1].query():
             self.watch.finished, _ = self._launched.popleft()
 
     def _enter_device(self) -> None:
         self.watch.poll_device = self._poll_device
         torch.cuda.set_device(self.device)
-        torch.cuda.synchronize()  # what the main thread left on its stream: weights, the cache
-        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
+        torch.cuda.synchronize()  # the main thread's CUDA stream: weights, the cache
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
         self.watch.begin("choosing kernels")
-        chosen = autotune.tune(gemms(self.model, len(self.rows.length)))
+        chosen = autotune.tune(gemms(self.model, len(self.state.length)))
         custom_allreduce.agree_on_tuning(self.mesh.tensor)
         if chosen and self.mesh.world.rank == 0:
             log.info(chosen)
         if self.mesh.stages == 1:
-            graphs = self._graphs = DecodeGraphs(self.model, self.rows, self._last, self.caches, self._upload)
+            graphs = self._graphs = DecodeGraphs(self.model, self.state, self._last, self.caches, self._upload)
             started = time.monotonic()
             self.watch.begin("capturing CUDA graphs")
             graphs.capture(self.watch.reached)
@@ -211,11 +214,12 @@ class ModelRunner:
                 log.info("captured CUDA graphs of %d batch sizes in %.1f s", count, seconds)
 
     def _enter(self, plan: protocol.Plan) -> None:
-        """Rows leave and sequences enter. What the ranks choose their collectives by has to be known to all of them."""
+        """Apply freed rows and new sequences to pooler and sampler. All ranks must know the pooled and the greedy rows:
+        the choice of collectives depends on them."""
         for row in protocol.unpack_u16(plan.freed):
-            self._pool.leave(row)
+            self._pooler.leave(row)
         for new in plan.new:
-            self._pool.enter(new)
+            self._pooler.enter(new)
             self._greedy[new.row] = is_plain_greedy(new.sampling)
         if self._samples_here:
             for row in protocol.unpack_u16(plan.freed):
@@ -224,72 +228,72 @@ class ModelRunner:
                 self.sampler.enter(new)
 
     def _execute(self, plan: protocol.Plan) -> DeviceOutput:
-        work = self.rows.apply(plan)
+        scheduled = self.state.apply(plan)
         self._enter(plan)
-        self._receive_ids(self._owed(work.rows))
-        if self._graphs is not None and self._graphs.suits(work) and self._pool.empty:
-            return DeviceOutput(*self._sample(*self._graphs.replay(work), work, self._graphs.head))
-        last_token_only, least = self.mesh.last, self._least
-        if not self._pool.empty:  # embeddings are made of all rows in their order
-            last_token_only, least = False, 0
+        self._receive_ids(self._owed(scheduled.rows))
+        if self._graphs is not None and self._graphs.supports(scheduled) and self._pooler.empty:
+            return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, self._graphs.head))
+        last_token_only, min_tokens = self.mesh.last, self._min_microbatch_tokens
+        if not self._pooler.empty:  # pooling needs all rows, in order
+            last_token_only, min_tokens = False, 0
         batches, sampled_rows = build_batches(
-            self.rows, work, self._last, self.caches, self.block_size, self._upload, last_token_only, least
+            self.state, scheduled, self._last, self.caches, self.block_size, self._upload, last_token_only, min_tokens
         )
         pipe = self.mesh.pipe
         hidden = None
         if not self.mesh.first:
-            shape = int(work.counts.sum()), self.model.hidden_size
+            shape = int(scheduled.counts.sum()), self.model.hidden_size
             hidden = torch.empty(shape, dtype=self.model.dtype, device=self.device)
             pipe.recv(hidden, pipe.rank - 1)
         hidden = self.model.forward(batches, hidden)
         if not self.mesh.last:
             pipe.send(hidden, pipe.rank + 1)
             if self.mesh.first and len(sampled_rows):
-                self._awaited.append((work.sampled_rows, sampled_rows))
+                self._awaited.append((scheduled.sampled_rows, sampled_rows))
             return DeviceOutput()
-        pooled = self._pool.take(hidden, work) if self._samples_here and not self._pool.empty else {}
-        if not work.samples.any():
+        pooled = self._pooler.pool(hidden, scheduled) if self._samples_here and not self._pooler.empty else {}
+        if not scheduled.samples.any():
             return DeviceOutput()
         sampled = hidden if last_token_only else hidden[batches[0].sample_at]
-        return DeviceOutput(*self._sample(sampled, sampled_rows, work), pooled)
+        return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled), pooled)
 
     @property
     def _samples_here(self) -> bool:
         return self.mesh.last and self.mesh.tensor.rank == 0
 
     def _sample(
-        self, hidden: Tensor, sampled_rows: Tensor, work: ScheduledBatch, head: Head | None = None
+        self, hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch, head: Head | None = None
     ) -> tuple[Tensor, Logprobs | None]:
-        """Ids [S] on every rank of the last stage. head: what it makes of `hidden`, if that has been computed."""
+        """Ids [S], on every rank of the last stage. head: the head's output for `hidden`, if a replay computed it."""
         shard = head.logits if head else self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
-        if self._greedy[work.sampled_rows].all():
-            ids, explained = tp_argmax(shard, self.mesh.tensor, head.best if head else None), None
+        if self._greedy[scheduled.sampled_rows].all():
+            ids, logprobs = tp_argmax(shard, self.mesh.tensor, head.best if head else None), None
         else:
-            ids, explained = self._sample_whole(shard, work)
+            ids, logprobs = self._sample_whole(shard, scheduled)
         self._last[sampled_rows] = ids
         if not self.mesh.first:
-            self.mesh.feedback.post(ids, 0)
-        return ids, explained
+            self.mesh.feedback.isend(ids, 0)
+        return ids, logprobs
 
-    def _sample_whole(self, shard: Tensor, work: ScheduledBatch) -> tuple[Tensor, Logprobs | None]:
-        """Of all the logits, on one rank, so that rounding cannot split the group."""
+    def _sample_whole(self, shard: Tensor, scheduled: ScheduledBatch) -> tuple[Tensor, Logprobs | None]:
+        """Sample from the whole vocabulary on one rank and broadcast the ids, as rounding may differ between ranks."""
         logits = self.mesh.tensor.all_gather(shard.contiguous())  # [tp, S, vocab / tp]
-        rows = work.sampled_rows
-        explained = None
+        rows = scheduled.sampled_rows
+        logprobs = None
         if self._samples_here:
             logits = logits.permute(1, 0, 2).reshape(len(rows), -1)[:, : self.model.vocab_size]
-            ids, explained = self.sampler.sample(logits.float(), rows, work.outputs[work.samples])
+            ids, logprobs = self.sampler.sample(logits.float(), rows, scheduled.outputs[scheduled.samples])
         else:
             ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
-        return self.mesh.tensor.broadcast(ids, 0), explained
+        return self.mesh.tensor.broadcast(ids, 0), logprobs
 
     def _owed(self, rows: np.ndarray) -> int:
-        """First of several stages: how many steps' ids have to be here before these rows can be computed."""
+        """On the first of several stages: how many steps' ids must be received before these rows can be computed."""
         owed = [i + 1 for i, (awaited, _) in enumerate(self._awaited) if np.isin(rows, awaited).any()]
         return owed[-1] if owed else 0
 
     def _receive_ids(self, steps: int) -> None:
-        """The ids of the oldest steps that the last stage owes: as late as they are needed, so that no stage idles."""
+        """Receive the ids of the oldest steps from the last stage, as late as possible, so that no stage idles."""
         for _ in range(steps):
             _, rows = self._awaited.popleft()
             ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)

@@ -1,4 +1,4 @@
-"""Embeddings: what the last layer makes of a sequence's tokens, as one vector."""
+"""Pools a sequence's hidden states into one vector: the embeddings endpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .state import ScheduledBatch
 
 
 class Pooler:
-    """The rows whose sequences are to become vectors; of hidden states as the head would read them."""
+    """Keeps the rows whose sequences want an embedding. It pools hidden states after the final norm."""
 
     def __init__(self, model: Model):
         self._model = model
-        self._sums: dict[int, Tensor | None] = {}  # row → sum over its tokens [hidden] f32; None: its last token counts
+        self._sums: dict[int, Tensor | None] = {}  # row → sum of hidden states [hidden] f32; None: last token
 
     def enter(self, new: protocol.NewSequence) -> None:
         self.leave(new.row)
@@ -32,21 +32,21 @@ class Pooler:
     def empty(self) -> bool:
         return not self._sums
 
-    def take(self, hidden: Tensor, work: ScheduledBatch) -> dict[int, Tensor]:
-        """hidden [T, hidden] of a step's tokens. The vectors [hidden] f32 of sequences that end with it, by their place
-        among those that sample."""
+    def pool(self, hidden: Tensor, scheduled: ScheduledBatch) -> dict[int, Tensor]:
+        """Add a step's hidden states [T, hidden]. Returns the vectors [hidden] f32 of the sequences that it completes,
+        by their index among the sampled rows."""
         found = {}
-        ends = np.cumsum(work.counts)
-        places = np.cumsum(work.samples) - 1
-        for i in range(len(work.rows)):
-            row, stop = int(work.rows[i]), int(ends[i])
+        ends = np.cumsum(scheduled.counts)
+        places = np.cumsum(scheduled.samples) - 1
+        for i in range(len(scheduled.rows)):
+            row, stop = int(scheduled.rows[i]), int(ends[i])
             if row not in self._sums:
                 continue
             total = self._sums[row]
             if total is not None:
-                total += self._model.normed(hidden[stop - int(work.counts[i]) : stop]).float().sum(0)
-            if work.samples[i]:
+                total += self._model.normed(hidden[stop - int(scheduled.counts[i]) : stop]).float().sum(0)
+            if scheduled.samples[i]:
                 last = self._model.normed(hidden[stop - 1 : stop])[0].float()
-                length = int(work.starts[i] + work.counts[i])
+                length = int(scheduled.starts[i] + scheduled.counts[i])
                 found[int(places[i])] = last if total is None else total / length
         return found

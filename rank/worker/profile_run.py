@@ -1,6 +1,6 @@
-"""The first steps on a GPU.
+"""The profile run: the first steps on a GPU, before the KV cache is allocated.
 
-The largest one shows how much memory is left for the cache. Small ones compile what the first requests would wait for.
+The largest step shows how much memory steps need. Small ones compile the kernels that requests would wait for.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..model.base import Model
 from ..model.batch import Batch
 from .sampler import Sampler, tp_argmax
 
-# Attention in Triton (paged.py) and GEMMs of few rows (skinny.py) have a kernel for each range of lengths.
-# Here is one length of each range. Of a prompt's tokens in a step:
+# Triton attention (attention_triton.py) and GEMMs of few rows (skinny.py) have a kernel for each range of lengths.
+# These lists have one length of each range. Prompt tokens in a step:
 PROMPTS = 2, 3, 9, 17, 33, 65
-# Of the tokens that a decoding sequence attends to:
+# Tokens that a decoding sequence attends to:
 ATTENDED = 1, 257, 513, 1025, 2049, 4097
 
 
 @torch.no_grad()
 def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequences: int, block_size: int) -> int:
-    """Bytes at the peak of a step of `tokens` prompt tokens that samples `sequences` rows. Collective over the mesh.
+    """Run the largest step and the small ones. Returns the peak bytes of the largest. Collective over the mesh.
 
-    Afterwards every kernel that steps need is compiled.
+    The largest step has `tokens` prompt tokens and samples `sequences` rows. Afterwards all kernels are compiled.
     """
     device = sampler.device
     torch.cuda.synchronize()
@@ -41,17 +41,17 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
     hidden = model.forward([_prompts(model, tokens, block_size, device)], hidden)
     if mesh.last:
         shard = model.logits(hidden[torch.arange(sequences, device=device) % tokens])
-        tp_argmax(shard, mesh.tensor)  # what greedy sequences need
+        tp_argmax(shard, mesh.tensor)  # compiles what greedy sequences need
         logits = mesh.tensor.all_gather(shard).permute(1, 0, 2).reshape(sequences, -1)[:, : model.vocab_size]
         if mesh.tensor.rank == 0:
             for row in range(sequences):
-                sampling = protocol.SamplingParams(max_tokens=1, top_p=0.9)  # a full sort: what takes most
+                sampling = protocol.SamplingParams(max_tokens=1, top_p=0.9)  # a full sort takes the most memory
                 sampler.enter(protocol.NewSequence(row, protocol.pack_u32([0]), 1, 0, b"", sampling))
             sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
     small = list(small_steps(model, tokens, block_size, device))
-    if mesh.last:  # where only sampled rows go on in the last layer
+    if mesh.last:  # this stage's last layer computes sampled rows only
         two = _prompts(model, 2, block_size, device)
-        small += [_narrowed(two, longest) for longest in (2, model.max_model_len)]
+        small += [_last_token_only(two, longest) for longest in (2, model.max_model_len)]
     for batch in small:
         model.forward([batch], hidden.new_zeros(len(batch.ids), model.hidden_size))
     torch.cuda.synchronize()
@@ -61,9 +61,9 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
 
 
 def small_steps(model: Model, tokens: int, block_size: int, device: torch.device) -> Iterator[Batch]:
-    """Steps that between them use every kernel that a step of at most `tokens` tokens may choose.
+    """Steps that together use every kernel that a step of at most `tokens` tokens may choose.
 
-    Each kernel takes seconds to compile: at the start, not while a request waits.
+    A kernel takes seconds to compile, which must not happen while a request waits.
     """
     for count in PROMPTS:
         if count <= min(tokens, model.max_model_len):
@@ -76,29 +76,26 @@ def small_steps(model: Model, tokens: int, block_size: int, device: torch.device
 
 
 def _prompts(model: Model, tokens: int, block_size: int, device: torch.device) -> Batch:
-    """Prompts as long as the model takes.
-
-    As beside embeddings all rows go through all layers together: no step takes more.
-    """
+    """A step of prompts as long as the model takes, all rows through all layers: no step needs more memory."""
     longest = min(tokens, model.max_model_len)
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     return _whole(model, counts, block_size, device)
 
 
 def _decode(model: Model, longest: int, block_size: int, device: torch.device) -> Batch:
-    """A decoding sequence. longest: its length, as far as kernels are chosen by that."""
+    """A step of one decoding sequence. longest: its length, by which kernels are chosen."""
     one = _whole(model, [1], block_size, device)
     return dataclasses.replace(one, num_decodes=1, kv_lens=[longest])
 
 
 def _mixed(model: Model, longest: int, block_size: int, device: torch.device) -> Batch:
-    """The same beside a prompt."""
+    """A step of one decoding sequence and a prompt."""
     two = _whole(model, [1, 2], block_size, device)
     return dataclasses.replace(two, num_decodes=1, kv_lens=[longest, 2])
 
 
 def _whole(model: Model, counts: list[int], block_size: int, device: torch.device) -> Batch:
-    """Prompts of so many tokens, all in the same blocks of one layer's cache."""
+    """A step of prompts with these token counts, all in the same blocks of one layer's cache."""
     tokens, blocks = sum(counts), -(-max(counts) // block_size)
     spec = model.kv_spec
     cache = torch.zeros(2, blocks, block_size, spec.kv_heads, spec.head_dim, dtype=model.dtype, device=device)
@@ -119,8 +116,8 @@ def _whole(model: Model, counts: list[int], block_size: int, device: torch.devic
     )
 
 
-def _narrowed(prompt: Batch, longest: int) -> Batch:
-    """Of the same, one sequence: its last token alone is sampled. longest: its length, as far as kernels go by that."""
+def _last_token_only(prompt: Batch, longest: int) -> Batch:
+    """The step of which only the prompt's last token is sampled. longest: its length, by which kernels are chosen."""
     none = prompt.query_starts[:1]
     last = dataclasses.replace(
         prompt, ids=prompt.ids[:0], positions=prompt.positions[-1:], slots=prompt.slots[-1:], sample_at=none.long(),

@@ -1,8 +1,8 @@
-"""From logits to token ids, vectorised over the batch, every row with its own parameters.
+"""Samples token ids from logits, vectorised over the batch; each row has its own parameters.
 
-A draw is the arg-max of logits plus Gumbel noise (Gumbel-max trick; Maddison et al. 2014), and the noise is a hash of
-(seed, output position, vocabulary index) alone: what else is in the batch, how many ranks run and how often a sequence
-was preempted change nothing.
+A draw is the argmax of logits plus Gumbel noise (Gumbel-max trick; Maddison et al. 2014). The noise is a hash of
+(seed, output position, vocabulary index) alone, so the rest of the batch, the number of ranks and preemptions do not
+change it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .. import protocol
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the increment of SplitMix64 (Steele et al. 2014)
 _MIX1, _MIX2 = -4658895280553007687, -7723592293110705685  # its finaliser's multipliers
-_PREFIX = 1024  # the likeliest tokens, among which a nucleus is looked for before a whole row is sorted
-_GREEDY = 1e-5  # temperatures below are 0: dividing by them would overflow
+_PREFIX = 1024  # the likeliest tokens, which are searched for the nucleus before the whole row is sorted
+_GREEDY = 1e-5  # lower temperatures count as 0: dividing by them would overflow
 
 
 class Logprobs(NamedTuple):
     """The model's own log-probabilities, before bias, penalties and temperature, of R rows of a batch."""
 
     rows: list[int]  # [R] places in the batch
-    counts: list[int]  # [R] how many of the likeliest tokens each wants
+    counts: list[int]  # [R] how many of the likeliest tokens each requests
     chosen: Tensor  # [R] f32, of the sampled ids
     values: Tensor  # [R, most] f32, best first
     ids: Tensor  # [R, most] int64
@@ -53,17 +53,17 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def is_plain_greedy(s: protocol.SamplingParams) -> bool:
-    """Whether the token is the arg-max of the logits as they are, and nothing else is asked of them."""
+    """Whether the token is the argmax of the unchanged logits, and no log-probabilities are requested."""
     edited = s.logit_bias or (s.min_tokens and s.stop_token_ids)
     penalised = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
     return s.temperature < _GREEDY and s.logprobs < 0 and not edited and not penalised
 
 
 def tp_argmax(shard: Tensor, tensor: Comm, best: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """The arg-max [S] int64 of logits split by vocabulary, shard [S, width] on each rank; the same on all ranks.
+    """The argmax [S] int64 of logits that are split by vocabulary, shard [S, width] a rank; the same on all ranks.
 
-    Each rank gives its best for a row, not the row: of 256 rows and 128k tokens, 2 KB instead of 66 MB of 2 ranks. Of
-    equal ones the first wins, as it does in a whole row. best: argmax(shard), if it is known; not kept.
+    Each rank sends its best value and index of a row, not the row: 2 KB instead of 66 MB for 256 rows of 128k tokens on
+    2 ranks. Of equal values the first wins, as in an unsplit row. best: argmax(shard), if it is known; not kept.
     """
     value, index = best or argmax(shard)
     if tensor.size == 1:
@@ -74,24 +74,24 @@ def tp_argmax(shard: Tensor, tensor: Comm, best: tuple[Tensor, Tensor] | None = 
 
 
 class Sampler:
-    """Holds each row's parameters and, for those with penalties, counts of its tokens. Logits are [S, vocab] f32."""
+    """Keeps each row's parameters and, for rows with penalties, its token counts. Logits are [S, vocab] f32."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
         self.vocab_size = vocab_size
         self.device = device
         self._parameters: list[protocol.SamplingParams] = [protocol.SamplingParams(max_tokens=1)] * max_num_seqs
-        # Columns, so that a batch is judged without a loop over its rows.
+        # Columns, so that a batch needs no loop over its rows.
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._seed = np.zeros(max_num_seqs, np.int64)
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.ones(max_num_seqs, np.float32)
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._logprobs = np.full(max_num_seqs, -1, np.int64)
-        self._edits = np.zeros(max_num_seqs, bool)  # bias or end tokens that may come too early
+        self._edits = np.zeros(max_num_seqs, bool)  # logit bias, or stop tokens that min_tokens forbids for now
         self._penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, frequency, presence
-        self._slot = np.full(max_num_seqs, -1, np.int64)  # of the row's counts below; -1: it has no penalties
+        self._slot = np.full(max_num_seqs, -1, np.int64)  # the row's index in the tables below; -1: it has no penalties
         self._free_slots: list[int] = []
-        self._counts = torch.zeros(0, vocab_size, device=device)  # [slots, vocab] f32: how often in the output
+        self._counts = torch.zeros(0, vocab_size, device=device)  # [slots, vocab] f32: occurrences in the output
         self._prompts = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # [slots, vocab]: in the prompt
 
     def enter(self, new: protocol.NewSequence) -> None:
@@ -110,7 +110,7 @@ class Sampler:
             self._count(row, new)
 
     def _count(self, row: int, new: protocol.NewSequence) -> None:
-        """Give the row a slot and count the tokens that it has already."""
+        """Allocate a slot for the row and count the tokens that it already has."""
         if not self._free_slots:
             held = len(self._counts)
             more = max(4, held)
@@ -133,8 +133,10 @@ class Sampler:
             self._slot[row] = -1
 
     def sample(self, logits: Tensor, rows: np.ndarray, outputs: np.ndarray) -> tuple[Tensor, Logprobs | None]:
-        """Ids [S] int64 for rows [S] that have sampled outputs [S] tokens before, and the log-probabilities of those
-        that want them. May overwrite logits."""
+        """Ids [S] int64, and the log-probabilities of the rows that request them. May overwrite logits.
+
+        rows: [S]. outputs: [S], how many tokens each row has sampled before.
+        """
         shown = np.flatnonzero(self._logprobs[rows] >= 0)
         raw = logits[torch.from_numpy(shown).to(self.device, non_blocking=True)] if len(shown) else None
         penalised = np.flatnonzero(self._slot[rows] >= 0)
@@ -151,10 +153,11 @@ class Sampler:
         if len(penalised):
             slots = self._column(self._slot, rows[penalised])
             self._counts[slots, ids[torch.from_numpy(penalised).to(self.device, non_blocking=True)]] += 1
-        return ids, self._explain(raw, shown, rows, ids)
+        return ids, self._gather_logprobs(raw, shown, rows, ids)
 
     def _penalise(self, logits: Tensor, at: np.ndarray, rows: np.ndarray) -> None:
-        """CTRL's penalty on what was seen, OpenAI's two on what was sampled; in place on logits[at]."""
+        """Penalise logits[at] in place: CTRL's repetition penalty on all tokens of the sequence, OpenAI's frequency and
+        presence penalties on its output."""
         index = torch.from_numpy(at).to(self.device, non_blocking=True)
         slots = self._column(self._slot, rows[at])
         repetition, frequency, presence = self._column(self._penalties, rows[at])[:, :, None].unbind(1)  # [R, 1] each
@@ -165,7 +168,7 @@ class Sampler:
         logits[index] = x - frequency * counts - presence * sampled
 
     def _edit(self, logits: Tensor, at: np.ndarray, rows: np.ndarray, outputs: np.ndarray) -> None:
-        """Add biases and forbid end tokens that would come too early, in place."""
+        """Add logit biases and forbid stop tokens before min_tokens, in place."""
         bias: list[tuple[int, int, float]] = []
         for i in at.tolist():
             s = self._parameters[rows[i]]
@@ -184,12 +187,12 @@ class Sampler:
         seeds, positions = self._column(self._seed, rows), torch.from_numpy(outputs).to(self.device, non_blocking=True)
         x = logits / self._column(self._temperature, rows)[:, None]
         cut = (self._top_k[rows] > 0) | (self._top_p[rows] < 1)
-        # min_p's floor is relative to the likeliest token, which no other rule drops; log 0 is -inf and keeps all.
+        # min_p's floor is relative to the likeliest token, which top_k and top_p keep. log 0 is -inf: no floor.
         floor = x.amax(-1, keepdim=True) + torch.log(self._column(self._min_p, rows))[:, None]
         ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         every = torch.arange(self.vocab_size, device=self.device)[None]
         free = torch.from_numpy(np.flatnonzero(~cut)).to(self.device, non_blocking=True)
-        # One row at a time on a CPU: its noise stays in the cache.
+        # On a CPU one row at a time, so that its noise stays in the CPU's cache.
         for at in free.split(1 if self.device.type == "cpu" else max(1, len(free))):
             noise = gumbel(seeds[at], positions[at], every).add_(x[at])
             ids[at] = noise.masked_fill_(x[at] < floor[at], -math.inf).argmax(-1)
@@ -202,9 +205,10 @@ class Sampler:
         return ids
 
     def _groups(self, x: Tensor, rows: np.ndarray, cut: np.ndarray) -> list[tuple[np.ndarray, int]]:
-        """The cut rows with the number of likeliest tokens that hold all their candidates; 0 is the vocabulary.
+        """The rows with top_k or top_p, grouped by how many of the likeliest tokens contain all candidates; 0 is all.
 
-        Whether _PREFIX tokens hold a nucleus is looked up on CPUs only: GPUs sort fast, and this would wait for them.
+        Whether _PREFIX tokens contain the nucleus is tested on CPUs only: GPUs sort fast, and the test would make the
+        host wait for them.
         """
         top_k = self._top_k[rows]
         small = cut & (top_k > 0) & (top_k <= _PREFIX)
@@ -219,7 +223,7 @@ class Sampler:
         return [(group, width) for group, width in [*groups, (rest, 0)] if len(group)]
 
     def _candidates(self, x: Tensor, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-        """The logits, best first, that top_k and then top_p leave (-inf elsewhere), and their ids; [R, C] each."""
+        """The logits that top_k and then top_p keep (-inf elsewhere), best first, and their ids; [R, C] each."""
         if width:
             values, ids = x.topk(min(width, self.vocab_size), dim=-1)
         else:
@@ -234,12 +238,12 @@ class Sampler:
         ]  # top_p counts what top_k has left
         p = (values - torch.where(whole, x.logsumexp(-1, keepdim=True), values.logsumexp(-1, keepdim=True))).exp()
         top_p = self._column(self._top_p, rows)[:, None]
-        before = p.cumsum(-1) - p  # probability of the better ones; the best is always kept
+        before = p.cumsum(-1) - p  # the probability of all better ones; the best is always kept
         drop = (before >= top_p) & (top_p < 1)
         drop[:, 0] = False
         return values.masked_fill(drop, -math.inf), ids
 
-    def _explain(self, raw: Tensor | None, shown: np.ndarray, rows: np.ndarray, ids: Tensor) -> Logprobs | None:
+    def _gather_logprobs(self, raw: Tensor | None, shown: np.ndarray, rows: np.ndarray, ids: Tensor) -> Logprobs | None:
         if raw is None:
             return None
         logprobs = raw.log_softmax(-1)

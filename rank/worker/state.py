@@ -1,4 +1,4 @@
-"""What every rank remembers of the sequences between steps: one row each, on the host."""
+"""The sequence state that every rank keeps between steps: one row a sequence, on the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .. import protocol
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """What one plan asks for, row by row in the plan's order; one-token rows come first."""
+    """What one plan schedules, row by row in the plan's order. Rows with one token come first."""
 
-    rows: np.ndarray  # [B] int64
+    rows: np.ndarray  # [B] int64 indices into BatchState
     starts: np.ndarray  # [B] tokens computed before this step
     counts: np.ndarray  # [B] tokens to compute
-    samples: np.ndarray  # [B] bool: the row's last known token is among them
+    samples: np.ndarray  # [B] bool: they include the row's last token, so the step samples the next
     outputs: np.ndarray  # [B] tokens that the row has sampled before this step
 
     @property
@@ -25,14 +25,14 @@ class ScheduledBatch:
 
     @property
     def last_tokens(self) -> ScheduledBatch:
-        """The rows that sample, as if their last tokens were all that there is to compute."""
+        """The rows that sample, with their last token only."""
         at = np.flatnonzero(self.samples)
         ones = np.ones(len(at), np.int64)
         last = (self.starts + self.counts)[at] - 1
         return ScheduledBatch(self.rows[at], last, ones, ones.astype(bool), self.outputs[at])
 
     def cut(self, at: int) -> tuple[ScheduledBatch, ScheduledBatch]:
-        """The tokens before `at` and the others. A row that it divides is in both, as in two chunks of a prompt."""
+        """Split into two microbatches after `at` tokens. A row at the split is in both, like two chunks of a prompt."""
         begins = np.cumsum(self.counts) - self.counts
         before = np.clip(at - begins, 0, self.counts)
         first, second = before > 0, before < self.counts
@@ -52,7 +52,7 @@ class ScheduledBatch:
 
 
 class BatchState:
-    """Plans are applied in order; each leaves the rows as they will be after its step."""
+    """Each row's tokens, lengths and block table. `apply` brings it to the state after the plan's step."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
         self.table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
@@ -70,7 +70,7 @@ class BatchState:
         for row, block in zip(rows, ids, strict=True):
             self.table[row, self.num_blocks[row]] = block
             self.num_blocks[row] += 1
-        return self._work(plan)
+        return self._scheduled_batch(plan)
 
     def _enter(self, new: protocol.NewSequence) -> None:
         row = new.row
@@ -82,7 +82,7 @@ class BatchState:
         self.table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
 
-    def _work(self, plan: protocol.Plan) -> ScheduledBatch:
+    def _scheduled_batch(self, plan: protocol.Plan) -> ScheduledBatch:
         rows = np.frombuffer(plan.rows, np.uint16).astype(np.int64)
         counts = np.ones(len(rows), np.int64)
         longer = np.frombuffer(plan.counts, np.uint32)

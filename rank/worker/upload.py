@@ -1,4 +1,4 @@
-"""Host arrays to the device: one copy for all arrays of a step, which waits for nothing."""
+"""Copies a step's host arrays to the device: one asynchronous copy for all of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-RING = 8  # pinned buffers: with more steps under way, as from eight stages on, the oldest copy is waited for
+RING = 8  # pinned buffers; with more steps in flight, as from eight pipeline stages on, an upload waits for the oldest
 ALIGN = 16
 
 
 class Upload:
-    """On a CPU arrays are used as they are."""
+    """One rank's upload buffers. On a CPU it uses the arrays as they are, without a copy."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -20,6 +20,7 @@ class Upload:
         self._next = 0
 
     def send(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """The arrays as tensors on the device, in newly allocated memory."""
         if self.device.type == "cpu":
             return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
         starts = np.cumsum([0] + [-(-a.nbytes // ALIGN) * ALIGN for a in arrays]).tolist()
@@ -35,14 +36,14 @@ class Upload:
         ]
 
     def fill(self, target: Tensor, parts: list[np.ndarray]) -> None:
-        """The parts, all of target's dtype, one behind the other to the beginning of `target`, on a GPU."""
+        """Copy the parts, all of target's dtype, one after the other to the beginning of `target`. GPUs only."""
         count = sum(p.size for p in parts)
         host = self._host(count * target.element_size()).view(parts[0].dtype)
         np.concatenate([p.reshape(-1) for p in parts], out=host)
         self._copy(target[:count])
 
     def _host(self, size: int) -> np.ndarray:
-        """`size` bytes of a pinned buffer that no copy reads any more."""
+        """`size` bytes of a pinned buffer that no running copy reads."""
         if not self._buffers:
             self._buffers = [torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
             self._copied = [torch.cuda.Event() for _ in range(RING)]

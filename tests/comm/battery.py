@@ -46,7 +46,7 @@ def messages(comm) -> None:
         assert got.tolist() == [(r - 1) % n, i]
     large = [torch.full((100_000,), float(i)) for i in range(3)]  # beyond what any backend sends before it is taken
     for x in large:
-        comm.post(x, (r + 1) % n)
+        comm.isend(x, (r + 1) % n)
     for i in range(3):
         assert comm.recv(torch.empty(100_000), (r - 1) % n).unique().tolist() == [i]
 
@@ -114,17 +114,17 @@ def over_shared_memory(world) -> None:
     from phalanx.comm.base import all_reduce_add_norm
 
     comm = shm.ShmComm(world)
-    assert comm.board is not None
+    assert comm.shm is not None
     _, stream = all_reduce_add_norm(comm, torch.full((2, 8), comm.rank + 1.0), torch.ones(2, 8), torch.ones(8), 1e-5)
-    assert (stream == 1 + comm.size * (comm.size + 1) / 2).all() and comm.board.calls == 1  # with the norm
+    assert (stream == 1 + comm.size * (comm.size + 1) / 2).all() and comm.shm.calls == 1  # with the norm
     for size in (1, 1000, shm.SLOT, shm.SLOT + 1):
         x = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
         want = sum(world.all_gather(x))
         torch.testing.assert_close(comm.all_reduce(x), want)
         assert len(set(broadcast.gather_bytes(world, x.numpy().tobytes()))) == 1
-    assert comm.board.calls == 4
+    assert comm.shm.calls == 4
     collectives(comm)
-    assert comm.board.calls == 8  # its sums and gathers of f32, and its sums of shorter floats
+    assert comm.shm.calls == 8  # its sums and gathers of f32, and its sums of shorter floats
     assert shm.share(world, 4096, able=world.rank > 0) is None
 
 

@@ -44,17 +44,17 @@ def test_what_the_kernels_take():
 
 
 @pytest.mark.parametrize(
-    "why, why_not_copies, said",
+    "why, why_not_dma, said",
     [
         ("", "", []),
         ("rank 1 is elsewhere", "", ["all-reduces go over NCCL alone: rank 1 is elsewhere"]),
         ("", "rank 0: no such call", ["large all-reduces go over NCCL: rank 0: no such call"]),
     ],
 )
-def test_the_log_says_why_nccl_does_it(monkeypatch, caplog, why, why_not_copies, said):
+def test_the_log_says_why_nccl_does_it(monkeypatch, caplog, why, why_not_dma, said):
     class Group:
         def __init__(self, host):
-            self.rank, self.size, self.why, self.why_not_copies = host.rank, host.size, why, why_not_copies
+            self.rank, self.size, self.why, self.why_not_dma = host.rank, host.size, why, why_not_dma
 
     monkeypatch.setattr(nccl, "NcclComm", lambda host: host)
     monkeypatch.setattr(custom_allreduce, "CustomAllReduceComm", Group)
@@ -80,7 +80,7 @@ def test_sums_beside_products_are_copied_in_pieces(monkeypatch, count, calls):
 
     monkeypatch.setattr(custom_allreduce, "MAX_BYTES", 16)
     group = custom_allreduce.CustomAllReduceComm.__new__(custom_allreduce.CustomAllReduceComm)
-    group._copies = Copies()
+    group._dma = Copies()
     x = torch.arange(count).bfloat16()
     rest = group.all_reduce_partial(x)
     assert sent == calls
@@ -92,7 +92,7 @@ def test_without_copies_nccl_makes_sums_beside_products(monkeypatch):
     monkeypatch.setattr(custom_allreduce.NcclComm, "all_reduce", lambda self, x: x.mul_(2))
     monkeypatch.setattr(custom_allreduce.allreduce, "supports", lambda x, ranks: False)
     group = custom_allreduce.CustomAllReduceComm.__new__(custom_allreduce.CustomAllReduceComm)
-    group._copies, group.peers, group.size = None, None, 2
+    group._dma, group.peers, group.size = None, None, 2
     x = torch.ones(3)
     assert group.all_reduce_partial(x) is None and x.tolist() == [2, 2, 2]
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from phalanx import errors
 from phalanx.comm import startup
-from phalanx.comm.startup import Doing, Start, Unmoved, laggards
+from phalanx.comm.startup import StallTimer, StartupProgress, StartupState, laggards
 from phalanx.comm.watchdog import Watchdog
 
-LOADS = Doing(2, 500, "loading weights", "rank/model/weights/striped.py: next")
-WAITS = Doing(2, 500, "loading weights", "comm/mpi.py: all_to_allv")
-LATER = Doing(3, 0, "measuring a step", "comm/mpi.py: all_gather")
+LOADS = StartupState(2, 500, "loading weights", "rank/model/weights/striped.py: next")
+WAITS = StartupState(2, 500, "loading weights", "comm/mpi.py: all_to_allv")
+LATER = StartupState(3, 0, "measuring a step", "comm/mpi.py: all_gather")
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ def test_who_holds_the_others_up(ranks, want):
 
 
 def test_what_changes_is_no_standstill():
-    one = Unmoved(10)
+    one = StallTimer(10)
     assert not any(one.lasts(now, now // 9) for now in range(100))
     assert not one.lasts(100, None) and not one.lasts(200, None), "nothing that should change"
     assert not one.lasts(201, "a") and one.lasts(212, "a")
 
 
 def test_a_rank_tells_its_phase_its_progress_and_its_place():
-    one, ready, go = Start(), threading.Event(), threading.Event()
+    one, ready, go = StartupProgress(), threading.Event(), threading.Event()
 
     def work():
         one.begin("loading weights")
@@ -70,7 +70,7 @@ def watch():
     one._hosts = ["a", "b", "c"]
     one._start = SimpleNamespace(look=lambda: LATER)
     one._peers = {1: SimpleNamespace(), 2: SimpleNamespace()}
-    one._standstill = Unmoved(600)
+    one._standstill = StallTimer(600)
     one._give_up = lambda *said: one.said.append(said)
     return one
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from phalanx.comm import threads
 from phalanx.comm.broadcast import broadcast_bytes
-from phalanx.comm.watchdog import Watchdog, _Peer, _StallTimer
+from phalanx.comm.watchdog import Watchdog, _Peer, _StepStall
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_messages_are_read_however_they_are_cut():
 
 
 def test_a_step_is_stalled_only_when_the_same_one_stays_open():
-    stall = _StallTimer(range(2), 10)
+    stall = _StepStall(range(2), 10)
     assert not stall.stuck(0, {0: (3, 2), 1: (3, 2)})
     assert not stall.stuck(9, {0: (3, 2), 1: (3, 2)})
     assert stall.stuck(11, {0: (3, 2), 1: (3, 2)})
@@ -99,7 +99,7 @@ def test_a_step_is_stalled_only_when_the_same_one_stays_open():
 
 
 def test_each_replica_is_judged_by_its_own_steps():
-    busy, stuck = _StallTimer(range(2), 10), _StallTimer(range(2, 4), 10)
+    busy, stuck = _StepStall(range(2), 10), _StepStall(range(2, 4), 10)
     for now in range(13):
         steps = {0: (now + 1, now), 1: (now + 1, now), 2: (7, 6), 3: (7, 7)}
         assert not busy.stuck(now, steps)
@@ -108,7 +108,7 @@ def test_each_replica_is_judged_by_its_own_steps():
 
 def test_a_pause_of_the_watch_itself_is_no_standstill():
     """A whole job that was stopped and goes on, as Slurm suspends one."""
-    stall = _StallTimer(range(2), 10)
+    stall = _StepStall(range(2), 10)
     steps = {0: (3, 2), 1: (3, 2)}
     assert not stall.stuck(0, steps)
     stall.forgive(100)

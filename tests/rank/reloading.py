@@ -47,7 +47,7 @@ class ReloadingRank(main.Rank):
                 for delta in replica.finish():
                     tokens += delta.tokens
         print(json.dumps(dict(tokens=tokens)), file=sys.stderr, flush=True)
-        replica.ranks.start(protocol.Plan(step=-1, stop=0))
+        replica.executor.start(protocol.Plan(step=-1, stop=0))
         return 0
 
 

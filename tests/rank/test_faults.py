@@ -266,14 +266,14 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
 def test_a_front_that_is_not_there():
     done = alone(server_socket="/nowhere/lead")
     assert done.returncode == 70
-    assert "phalanx: the front cannot be reached at /nowhere/lead: " in done.stderr
+    assert "phalanx: the server process cannot be reached at /nowhere/lead: " in done.stderr
 
 
 def test_a_front_that_goes_away_ends_the_job(checkpoint):
     with Engine(checkpoint, 2) as engine:
         engine.socket.close()
         assert engine.process.wait(10) == 70
-        assert f"rank 0 on {HOST}: the front has gone, so nobody is left to answer to" in engine.log()
+        assert f"rank 0 on {HOST}: the server process has gone, so nobody is left to answer to" in engine.log()
         assert gone(engine.ready.pids)
 
 

@@ -1,4 +1,4 @@
-"""One file per architecture; its name is the `model_type` of config.json. No torch is imported to know the names."""
+"""One file per architecture, named after the `model_type` of config.json. `supported` works without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def supported() -> list[str]:
-    """The model types that there is a file for."""
+    """The names of all architectures."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 

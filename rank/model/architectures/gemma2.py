@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma team 2024, arXiv 2408.00118): norms after the sublayers too, soft caps, every other layer a window."""
+"""Gemma 2 (Gemma team 2024, arXiv 2408.00118): post-norms, soft caps, and sliding windows."""
 
 from __future__ import annotations
 

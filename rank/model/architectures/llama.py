@@ -1,4 +1,4 @@
-"""Llama 1 to 3 (Touvron et al. 2023, arXiv 2302.13971; arXiv 2407.21783) and the many models of its shape."""
+"""Llama 1 to 3 (Touvron et al. 2023, arXiv 2302.13971; arXiv 2407.21783) and the many models with its layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Args(base.Args):
         return self.attention_bias
 
     def attention_params(self, index: int) -> AttentionParams:
-        """How the layer weighs its keys."""
+        """The attention parameters of a layer: scale, window, soft cap."""
         return AttentionParams(scale=self.head_dim**-0.5)
 
 

@@ -18,7 +18,7 @@ class Args(llama.Args):
 
     def __post_init__(self) -> None:
         named, layers = len(self.layer_types), self.num_hidden_layers
-        # More entries than layers may be left over from a model that was cut short.
+        # More entries than layers are allowed: models with layers removed have them.
         if self.use_sliding_window and self.sliding_window is not None and 0 < named < layers:
             entries = "1 entry" if named == 1 else f"{named} entries"
             raise FatalError(
@@ -39,7 +39,7 @@ class Args(llama.Args):
         return AttentionParams(scale=self.head_dim**-0.5, window=self._window(index))
 
     def _window(self, index: int) -> int:
-        """Of a layer; 0 is none."""
+        """A layer's sliding window in tokens; 0: none."""
         if not self.use_sliding_window or self.sliding_window is None:
             return 0
         slides = self.layer_types[index] == "sliding_attention" if self.layer_types else index >= self.max_window_layers

@@ -1,4 +1,4 @@
-"""Qwen3, dense (Yang et al. 2025, arXiv 2505.09388): Llama with a norm on each query's and key's head."""
+"""Qwen3, dense (Yang et al. 2025, arXiv 2505.09388): Llama with QK norm."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How weights are stored and multiplied: one file a format, each with a class `Part`, some outputs of a linear.
+"""Weight formats: one file each, with a class `Part` that holds some outputs of a linear.
 
-A linear is a list of parts, so that its outputs may differ in format, as in mixed GGUF files. A part names its tensors
-(`fields`), multiplies (`forward`), and may bring what was loaded into another form once it is whole (`finish`): for the
-device, or, where a model is quantised while it is loaded, in its format.
+A linear is a list of parts, so its outputs may differ in format, as in mixed GGUF files. A part names its tensors
+(`fields`) and computes its outputs (`forward`). Once it is loaded, `finish` may convert it: it repacks it for the
+device, or quantises it where a model is quantised while loading.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ ChooseFormat = Callable[[str], type[Part]]  # from a tensor's path in the checkp
 
 
 def dense(path: str) -> type[Part]:
-    """Every linear as checkpoints in 16 and 32 bit hold it."""
+    """The default: unquantised weights of 16 or 32 bits for every linear."""
     return Part
 
 
 def names() -> list[str]:
-    """The formats that there is a file for."""
+    """The names of all formats."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def in_situ(name: str) -> ChooseFormat:
-    """Quantise in this format while loading, all linears but the head."""
+    """Quantise all linears but the head in this format while loading."""
     part = importlib.import_module(f".{name}", __name__).Part
     return lambda path: Part if path.startswith(("lm_head", "model.embed_tokens")) else part

@@ -1,3 +1,5 @@
+"""Attention over the paged KV cache, with rotary embedding."""
+
 from __future__ import annotations
 
 from torch import Tensor
@@ -9,9 +11,9 @@ from .residual import Normed
 
 
 class PagedAttention:
-    """Rotates queries and keys, writes the step's keys and values to a layer's cache and attends to all that it holds.
+    """Applies the rotary embedding, writes the step's keys and values to the layer's cache, and attends to the cache.
 
-    `layer` counts this stage's layers: it chooses the cache.
+    layer: the layer's index in this pipeline stage, by which it finds its cache.
     """
 
     def __init__(self, layer: int, params: AttentionParams):
@@ -20,10 +22,10 @@ class PagedAttention:
     def __call__(
         self, h: Normed, q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, batch: Batch, norms: QKNorm | None = None
     ) -> Tensor:
-        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], which may be overwritten, are made of h.
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] are computed from h, and may be overwritten.
 
-        Returns [T, heads * head_dim]; in the last layer only sampled rows go on: [S, heads * head_dim], and h's
-        stream with them. norms: what each head of q and of k passes before it is rotated.
+        Returns [T, heads * head_dim]. In the last layer only sampled rows continue: it returns [S, heads * head_dim]
+        and reduces h's residual stream to the same rows. norms: the QK norm, before the rotary embedding.
         """
         cache = batch.caches[self.layer]
         if batch.sampled is None or self.layer < len(batch.caches) - 1:

@@ -1,4 +1,4 @@
-"""The embedding table and the head, split by vocabulary; a vocabulary that does not divide is padded."""
+"""The token embedding and the head, split by vocabulary over the tensor group. Uneven vocabularies are padded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from .shard import even, whole
 
 
 class VocabParallelEmbedding(ShardedModule):
+    """Looks up token embeddings. With tensor parallelism it costs an all-reduce."""
+
     fields = (Field("weight", "oi"),)
 
     def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, scale: float = 1.0):
-        """scale: of what is looked up, rounded to its dtype."""
+        """scale: a factor on the embeddings, rounded to their dtype."""
         super().__init__()
         self.scale = scale
         self.tensor = mesh.tensor
@@ -38,16 +40,16 @@ class VocabParallelEmbedding(ShardedModule):
 
 
 class ParallelLMHead(ColumnParallel):
-    """Logits of this rank's part of the vocabulary. Tied models share the embedding's matrix."""
+    """Computes the logits of this rank's shard of the vocabulary. In tied models it shares the embedding's weight."""
 
     def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, scale: float = 1.0, softcap: float = 0.0):
-        """scale: of the logits. softcap: they become softcap * tanh(x / softcap) then; 0: they stay."""
+        """scale: a factor on the logits. softcap: then x becomes softcap * tanh(x / softcap); 0: no cap."""
         self.scale, self.softcap = scale, softcap
         self.vocab = even(vocab_size, mesh.tensor.rank, mesh.tensor.size)
         super().__init__(whole(hidden_size), (self.vocab,), bias=False)
 
     def tie(self, table: VocabParallelEmbedding) -> None:
-        """Share the embedding's parameter; it is filled there."""
+        """Share the embedding's parameter, which is loaded there."""
         part = cast(Part, self.parts[0])
         part.weight, part.sources = table.weight, ()
 

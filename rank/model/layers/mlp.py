@@ -1,3 +1,5 @@
+"""The gated MLP and its activations."""
+
 from __future__ import annotations
 
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ from ....errors import MODEL, FatalError
 from .linear import GatedColumnParallel, RowParallel
 from .residual import Normed, Partial
 
-# config.json's names of activations.
+# config.json's name of an activation → the kernels' name
 NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -30,7 +32,7 @@ class GatedMLP(nn.Module):
     """down(act(gate(h)) * up(h))."""
 
     def __init__(self, hidden: int, inner: int, mesh: Mesh, bias: bool = False, act: str = "silu"):
-        """act: as config.json names it. Raises FatalError where it is not known."""
+        """act: the activation's name in config.json. Raises FatalError where it is unknown."""
         super().__init__()
         self.gate_up_proj = GatedColumnParallel(hidden, inner, mesh, bias, activation(act))
         self.down_proj = RowParallel(inner, hidden, mesh, bias)

@@ -1,3 +1,5 @@
+"""RMS norms (Zhang and Sennrich 2019, arXiv 1910.07467), plain and fused with the residual add."""
+
 from __future__ import annotations
 
 import torch
@@ -10,12 +12,12 @@ from .shard import whole
 
 
 class RMSNorm(ShardedModule):
-    """Over the last axis."""
+    """The RMS norm over the last axis."""
 
     fields = (Field("weight", "o"),)
 
     def __init__(self, size: int, eps: float, offset: float = 0.0):
-        """offset: what checkpoints have left out of the weight, as 1 in Gemma's."""
+        """offset: is added to the loaded weight; 1 for Gemma, whose checkpoints store weight - 1."""
         super().__init__()
         self.outputs = (whole(size),)
         self.eps, self.offset = eps, offset
@@ -30,8 +32,8 @@ class RMSNorm(ShardedModule):
 
 
 class AddRMSNorm(RMSNorm):
-    """The norm before a sublayer: of the residual stream and what is still to be added to it."""
+    """The norm before a sublayer. It adds the pending sublayer output to the residual stream first."""
 
     def forward(self, stream: ResidualStream) -> Normed:  # type: ignore[override]
-        """Nothing is computed before the linear behind it reads it."""
+        """A lazy norm: the linear that reads it computes it, or fuses it."""
         return Normed(self, stream)

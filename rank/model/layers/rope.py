@@ -1,4 +1,4 @@
-"""Rotary tables for every kind of rope that checkpoints of the Llama family use. All is computed in f32."""
+"""Tables of rotary embeddings for all rope types of the Llama family. They are computed in f32."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Parameters = dict[str, Any]
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of all positions below max_model_len; how a token is turned depends on its position alone.
+    """A table of cosines and sines for all positions below max_model_len. A token's rotation depends on its position
+    alone.
 
-    Dynamic NTK scaling (bloc97 and emozilla, 2023) makes the frequencies depend on the sequence's length. Here a token
-    at position p is turned as in a sequence of p + 1 tokens, which is what transformers computes when it decodes token
-    by token, and what it computes for any sequence of up to max_position_embeddings. Longer prompts differ from its
-    result: there all tokens of one forward pass take the frequencies of the whole prompt's length, so that its result
-    depends on how the prompt was cut into passes. A cache whose blocks are shared by sequences of different lengths
-    cannot follow that.
+    Dynamic NTK scaling (bloc97 and emozilla, 2023) makes frequencies depend on the sequence's length. Here the token at
+    position p gets the frequencies of a sequence of p + 1 tokens. transformers computes the same when it decodes token
+    by token, and for any sequence of up to max_position_embeddings. For longer prompts it differs: it gives all tokens
+    of a forward pass the frequencies of the whole prompt, so its result depends on how the prompt is chunked. A KV
+    cache whose blocks sequences of different lengths share cannot do that.
     """
 
     def __init__(self, parameters: Parameters, head_dim: int, max_positions: int, max_model_len: int):
@@ -35,7 +35,7 @@ class RotaryEmbedding(nn.Module):
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         if dim % 2:
             raise FatalError(
-                f"config.json: rope turns pairs of dimensions, but {dim} of a head's {head_dim} are odd", MODEL
+                f"config.json: rope needs an even number of dimensions, but it gets {dim} of a head's {head_dim}", MODEL
             )
         try:
             frequencies, scale = KINDS[kind](parameters, dim, max_positions, max_model_len)
@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.mul_(scale) if scale != 1.0 else table, persistent=False)
 
     def forward(self, positions: Tensor) -> CosSin:
-        """positions: [T] int64."""
+        """The cosines and sines of positions [T] int64."""
         return cos_sin(self.table, positions)
 
 
@@ -73,7 +73,7 @@ def _dynamic(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[
 
 
 def _llama3(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
-    """Llama 3.1 (arXiv 2407.21783): long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1 (arXiv 2407.21783): low frequencies are divided by `factor`, high ones kept, others interpolated."""
     frequencies = 1.0 / _wavelengths(p["rope_theta"], dim)
     factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
     original = p["original_max_position_embeddings"]
@@ -85,13 +85,13 @@ def _llama3(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[T
 
 
 def _yarn(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): by parts, with the attention's temperature on cosines and sines."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): NTK-by-parts; its attention temperature scales cosines and sines."""
     base, original = p["rope_theta"], p["original_max_position_embeddings"]
     factor = p.get("factor") or max_positions / original
 
-    def dimension(turns: float) -> float:
-        """Where a wave turns this often within the original context."""
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def dimension(rotations: float) -> float:
+        """The dimension whose wave makes so many rotations within the original context."""
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
     if p.get("truncate", True):
@@ -108,8 +108,8 @@ def _yarn(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Ten
 def _longrope(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor per frequency, of two lists.
 
-    The long ones are for contexts beyond the original one. A cache whose blocks are shared cannot change from one list
-    to the other as a sequence grows, so the longest sequence that is served decides (--max-model-len).
+    The long list is for contexts beyond the original one. A cache with shared blocks cannot switch lists as a sequence
+    grows, so the longest sequence that is served decides (--max-model-len).
     """
     original = p["original_max_position_embeddings"]
     factors = torch.tensor(p["long_factor" if length > original else "short_factor"], dtype=torch.float32)
@@ -134,7 +134,7 @@ def _yarn_temperature(p: Parameters, factor: float) -> float:
 
 
 def _wavelengths(base: float | Tensor, dim: int) -> Tensor:
-    """base ** (2i / dim): the waves' lengths over 2 pi."""
+    """base ** (2i / dim): the wavelengths divided by 2 pi."""
     return base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 

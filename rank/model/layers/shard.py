@@ -1,4 +1,4 @@
-"""Which part of an axis a rank holds."""
+"""Says which part of an axis a rank holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """`width` entries of an axis of `size`, from `start`. Where they reach past the end, the rank holds zeros."""
+    """`width` entries from `start` of an axis of `size`. Entries past the end are padding: zeros."""
 
     size: int
     start: int
@@ -15,7 +15,7 @@ class Shard:
 
     @property
     def stop(self) -> int:
-        """The end of what the axis really has."""
+        """The end of the shard without its padding."""
         return min(self.start + self.width, self.size)
 
 
@@ -24,25 +24,25 @@ def whole(size: int) -> Shard:
 
 
 def even(size: int, rank: int, ranks: int) -> Shard:
-    """Equal widths for all ranks; where that does not divide, the last ones are padded, or empty."""
+    """Equal widths for all ranks. Where the size does not divide, the last ranks' shards are padded or empty."""
     width = -(-size // ranks)
     return Shard(size, min(rank * width, size), width)
 
 
 def key_heads(kv_heads: int, rank: int, ranks: int) -> Shard:
-    """In heads. With fewer key heads than ranks, neighbours hold the same one, as their query heads share it."""
+    """The key heads of a rank. With fewer key heads than ranks, neighbouring ranks hold copies of the same one."""
     if kv_heads >= ranks:
         return even(kv_heads, rank, ranks)
     return Shard(kv_heads, rank * kv_heads // ranks, 1)
 
 
-def scaled(span: Shard, factor: int) -> Shard:
-    """A span of heads, in the heads' elements."""
-    return Shard(span.size * factor, span.start * factor, span.width * factor)
+def scaled(shard: Shard, factor: int) -> Shard:
+    """A shard of heads as a shard of their elements."""
+    return Shard(shard.size * factor, shard.start * factor, shard.width * factor)
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """The layers of a pipeline stage, as even as possible; later stages get fewer, as the last has the head as well."""
+    """The layers of a pipeline stage, as even as possible. Later stages get fewer: the last one has the head too."""
     each, more = divmod(layers, stages)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))

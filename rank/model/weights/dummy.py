@@ -1,4 +1,4 @@
-"""Random weights for measuring and testing without a checkpoint: the same whole model however it is cut."""
+"""Random weights for benchmarks and tests without a checkpoint. They do not depend on how the model is sharded."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from .slicing import Slice
 
-# Every tensor is a window into one endless repetition of this many uniform numbers. A prime: no row length divides it,
-# so that rows of a matrix differ. Uniform as the random weights of other engines are: what is multiplied decides how
-# much power a product takes, and with it how long; normal numbers take 0.7 % more (docs/performance.md).
+# Every tensor is a window into one endless repetition of this many numbers. It is prime, so no row length divides it
+# and the rows of a matrix differ. The numbers are uniform, as in other engines: the values decide how much power a GEMM
+# takes, and with it how long it runs. Normal numbers take 0.7 % more (docs/performance.md).
 PERIOD = 1_048_573
 
 
 class Dummy:
-    """Fills slices. Element i of a tensor depends on the tensor's name and i alone, so any cut gives the same model."""
+    """Fills slices. Element i of a tensor depends on the tensor's name and on i alone."""
 
     def __init__(self, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.rand(PERIOD, generator=generator).sub_(0.5).mul_(12**0.5)  # of standard deviation 1
+        self._pool = torch.rand(PERIOD, generator=generator).sub_(0.5).mul_(12**0.5)  # standard deviation 1
         self._ready: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def fill(self, part: Slice, target: Tensor) -> None:
-        """Weights of standard deviation 1 / sqrt(inputs) keep activations near 1; norms are 1, biases small."""
+        """Fill a slice. Weights have standard deviation 1 / sqrt(inputs), to keep activations near 1; norms are 1."""
         if target.numel() == 0:
             return
         if len(part.shape) == 1 and part.tensor.endswith(".weight"):
@@ -35,7 +35,7 @@ class Dummy:
         first, last = part.ranges[-1]
         start = zlib.crc32(part.tensor.encode()) + (part.ranges[0][0] * columns if len(part.shape) > 1 else 0) + first
         pool = self._extended(target, last - first)
-        # Row r is the window at start + r * columns; runs of rows that do not wrap around are copied at once.
+        # Row r is the window at start + r * columns. Rows that do not wrap around are copied together.
         done = 0
         while done < len(rows):
             offset = (start + done * columns) % PERIOD
@@ -45,7 +45,7 @@ class Dummy:
             done += count
 
     def _extended(self, like: Tensor, width: int) -> Tensor:
-        """The pool on a device, with its beginning repeated after its end."""
+        """The pool in `like`'s dtype on its device, followed by at least its first `width` numbers again."""
         width = 1 << (width - 1).bit_length()
         key = like.device, like.dtype, width
         if key not in self._ready:

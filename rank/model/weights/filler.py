@@ -1,6 +1,6 @@
-"""Fills a model layer by layer: a layer gets memory when its first bytes come, and is finished when its last have.
+"""Fills a model module by module, so that a model quantised while loading is never in memory unquantised as a whole.
 
-So a model that is quantised while it is loaded is never in memory as a whole before.
+A module gets memory when its first bytes arrive, and `finish()` is called when its last have arrived.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from .slicing import ShardedModule, Slice, slices
 
 
 class Filler:
+    """Every loader writes each slice to its `target`, reports what has `arrived`, and calls `close` at the end."""
+
     def __init__(self, layers: Iterable[ShardedModule], device: torch.device, dtype: torch.dtype):
         self._device, self._dtype = device, dtype
         self._left = {layer: sum(part.numel for part in slices(layer)) for layer in layers}  # elements to come
-        self._made: dict[nn.Parameter, nn.Parameter] = {}  # by their likes on the meta device: shared ones stay shared
-        self._empty: set[ShardedModule] = set(self._left)  # those without memory
+        # By the parameter on the meta device, so that modules that share one share its memory.
+        self._made: dict[nn.Parameter, nn.Parameter] = {}
+        self._empty: set[ShardedModule] = set(self._left)  # modules without memory
 
     def target(self, part: Slice) -> Tensor:
-        """Where a slice's elements go."""
+        """The part of the parameter that a slice fills."""
         self._make(part.module)
         return part.target
 
     def arrived(self, part: Slice, count: int) -> None:
-        """So many elements of a slice are in their place."""
+        """Report that `count` elements of a slice are in place."""
         if not count:
             return
         self._left[part.module] -= count
@@ -35,14 +38,14 @@ class Filler:
             del self._left[part.module]
 
     def close(self) -> None:
-        """Everything has arrived: finish what has no bytes of its own, as a tied head or a share that is padding."""
+        """Finish the modules that get no bytes of their own: a tied head, or a shard that is padding."""
         for layer in self._left:
             self._make(layer)
         for layer in self._left:
             layer.finish()
 
     def _make(self, layer: ShardedModule) -> None:
-        """Memory for a layer's parameters: zeros, as what a slice does not fill is padding."""
+        """Allocate a module's parameters as zeros: what no slice fills is padding."""
         if layer not in self._empty:
             return
         self._empty.remove(layer)

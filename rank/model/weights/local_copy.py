@@ -1,8 +1,9 @@
-"""Copies of a model on the node's own disk or memory, which the ranks of a node, and later jobs, read instead.
+"""Copies a model to the node's own disk or memory (--stage). The node's ranks, and later jobs, read the copy.
 
-Whoever holds the lock copies, the other ranks of the node wait for it and find all done: nobody has to know who is on
-which node. A file gets its name when it is whole, so that an interrupted job leaves nothing that looks complete. What
-each is a copy of is noted beside them: not every file system keeps a time of change as another one has it.
+The rank that gets the lock copies. The node's other ranks wait for the lock and find the copy, so no rank needs to know
+which ranks share its node. A file gets its name only when it is complete: an interrupted job leaves none that looks
+complete. A note beside the files records each original's size and time of change, because not every file system can
+store that time exactly.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from ....errors import USAGE, FatalError
 from ...safetensors_header import INDEX, weight_files
 
 CHUNK = 16 << 20  # bytes of one read
-COPIES = 4  # files at once: network file systems are faster for several readers
-LOOK = 0.2  # seconds between words about progress
+COPIES = 4  # files copied at once: network file systems are faster with several readers
+LOOK = 0.2  # seconds between progress reports
 LOCK, NOTE, PART = ".lock", ".copies", ".part"
 
-Identity = list[int]  # of a file: its size and its time of change in nanoseconds
+Identity = list[int]  # a file's size and its time of change in nanoseconds
 
 
 def make_local_copy(
     source: Path, into: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[Path, int]:
-    """The copy of the model directory `source` below `into`, and how many bytes were copied for it by this call.
+    """Copy the model directory `source` to a directory below `into`. Returns that and the bytes that this call copied.
 
-    A file that has not changed since it was copied is not copied again. Raises Stop in words for the user.
+    Files that have not changed since they were copied are not copied again. Raises FatalError with a message for the
+    user.
     """
     name = f"{source.name}-{hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]}"
     target = into / name
@@ -55,7 +57,7 @@ def make_local_copy(
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Waits without spinning; the kernel frees the lock of a process that dies."""
+    """Hold a file lock. Waiting does not spin, and the kernel frees the lock of a process that dies."""
     with file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -65,7 +67,7 @@ def _names(source: Path) -> list[str]:
     """The files that ranks read."""
     weights = dict.fromkeys(weight_files(source).values())
     for name in weights:
-        if os.path.basename(name) != name:  # it could be written outside the copy
+        if os.path.basename(name) != name:  # it would be written outside the copy
             raise FatalError(
                 f"{source}: {name}, which the index names, is in another directory: it cannot be staged", USAGE
             )
@@ -79,7 +81,7 @@ def _bring(source: Path, target: Path, into: Path, progress: Callable[[int, int]
     missing = [name for name in names if name not in there]
     for file in target.iterdir():
         if file.name not in (LOCK, NOTE, *there):
-            file.unlink()  # of an interrupted copy, or of what the model was before
+            file.unlink()  # left by an interrupted copy or an earlier version of the model
     total = sum((source / name).stat().st_size for name in missing)
     free = shutil.disk_usage(target).free
     if total > free:
@@ -94,10 +96,10 @@ def _identity(found: os.stat_result) -> Identity:
 
 
 def _noted(target: Path) -> dict[str, Identity]:
-    """What the files here are copies of; of files that are not there any more, too."""
+    """The identities of the originals, by file name; also of files that are no longer there."""
     try:
         return dict(json.loads((target / NOTE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # none yet, or cut off with the machine's power
+    except (OSError, ValueError, TypeError):  # no note yet, or one cut short by a power failure
         return {}
 
 
@@ -114,7 +116,7 @@ def _no_space(into: Path, text: str) -> FatalError:
 
 
 class _Copy:
-    """`copies` is what is there already."""
+    """One run of copying. copies: the identities of the files that are complete already."""
 
     def __init__(self, source: Path, target: Path, into: Path, copies: dict[str, Identity]):
         self._source, self._target, self._into = source, target, into
@@ -124,9 +126,9 @@ class _Copy:
         self._failed = False
 
     def run(self, names: list[str], total: int, progress: Callable[[int, int], None]) -> None:
-        """Raises what the first failing copy raised, when all have ended."""
+        """Copy the files. When all copies have ended, raises the error of the first that failed."""
         progress(0, total)
-        self._note()  # without those that are copied now
+        self._note()  # without the files that are about to be replaced
         with ThreadPoolExecutor(COPIES, "stage") as pool:
             left = [pool.submit(self._one, name) for name in names]
             under_way = set(left)
@@ -140,9 +142,9 @@ class _Copy:
         part = self._target / (name + PART)
         try:
             with (self._source / name).open("rb", buffering=0) as source, part.open("wb", buffering=0) as copy:
-                found = os.fstat(source.fileno())  # before: what changes meanwhile is seen at the next start
+                found = os.fstat(source.fileno())  # before copying: the next start then notices a change meanwhile
                 self._all(source.fileno(), copy.fileno())
-                os.fsync(copy.fileno())  # the name must not outlive a crash that the contents do not
+                os.fsync(copy.fileno())  # or a crash could leave the name without the contents
             if not self._failed:
                 part.replace(self._target / name)
                 with self._lock:

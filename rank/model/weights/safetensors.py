@@ -1,4 +1,4 @@
-"""Reads the slices that a rank asks for from a checkpoint's safetensors files."""
+"""Reads slices of tensors from a checkpoint's safetensors files."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from ...safetensors_header import INDEX, Entry, Index, rows
 from .slicing import Slice
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-POPULATE_READ = 22  # madvise: fault pages in, and fail where reading them would raise SIGBUS; Linux 5.14
+POPULATE_READ = 22  # madvise: fault pages in, and fail where an access would raise SIGBUS; Linux 5.14
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 class Checkpoint:
-    """The tensors of a model directory. `names` maps each, as the model spells it, to its own name."""
+    """The tensors of a model directory. `names` maps the model's name of a tensor to the checkpoint's."""
 
-    def __init__(self, path: Path, listing: Index, rename: Callable[[str], str] = lambda name: name):
+    def __init__(self, path: Path, index: Index, rename: Callable[[str], str] = lambda name: name):
         self.path = path
-        self.listing = listing
-        self.names = {rename(name): name for name in listing.files}
+        self.index = index
+        self.names = {rename(name): name for name in index.files}
         self._maps: dict[str, mmap.mmap] = {}
 
     def find(self, wanted: str) -> tuple[str, Entry]:
-        """A tensor, as the model spells it: its file and what the header says. Raises Stop where it is not there."""
+        """The file and header entry of a tensor, by the model's name. Raises FatalError where it is missing."""
         if wanted not in self.names:
             raise FatalError(f"{self.path} has no tensor {wanted}", MODEL)
         name = self.names[wanted]
-        file = self.listing.files[name]
-        entry = self.listing.headers[file].get(name)
+        file = self.index.files[name]
+        entry = self.index.headers[file].get(name)
         if entry is None:
             raise FatalError(f"{self.path / file} has no tensor {name}, which {INDEX} says is there", MODEL)
         return file, entry
 
     def check(self, part: Slice) -> None:
-        """Raises Stop unless the slice's tensor is there, of the expected shape and a readable dtype."""
+        """Raises FatalError unless the slice's tensor is present, with the expected shape and a supported dtype."""
         file, entry = self.find(part.tensor)
         name = self.names[part.tensor]
         if entry.shape != part.shape:
@@ -57,8 +57,8 @@ class Checkpoint:
             raise FatalError(f"{self.path / file}: {name} has dtype {entry.dtype}; supported are {supported}", MODEL)
 
     def fill(self, part: Slice, target: Tensor) -> None:
-        """Copy the slice into `target`, converting to its dtype on its device. The file is mapped."""
-        if target.numel() == 0:  # a rank whose share of the axis is padding alone
+        """Copy the slice from the mapped file into `target`, in its dtype and on its device."""
+        if target.numel() == 0:  # this rank's shard is padding alone
             return
         file, entry = self.find(part.tensor)
         ranges = part.ranges if len(part.shape) > 1 else (*part.ranges, (0, 1))
@@ -76,26 +76,26 @@ class Checkpoint:
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._maps:
             with (self.path / file).open("rb") as opened:
-                # A private copy, which torch may see as writable; nothing is written, so nothing is copied.
+                # Copy-on-write: torch needs a writable buffer. Nothing is written, so nothing is copied.
                 self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
 
 
 def _fetch(mapped: mmap.mmap, start: int, stop: int) -> None:
-    """Get bytes into memory before they are touched, where an error would end the process without a word.
+    """Read bytes of the file into memory ahead of the access, where an I/O error would kill the process by SIGBUS.
 
-    Whole rows: what a matrix that is cut by columns has between a rank's parts is read over, not skipped.
+    It reads whole rows: of a matrix that is split by columns, the other ranks' columns are read as well.
     """
     begin = start // mmap.PAGESIZE * mmap.PAGESIZE
     if stop > len(mapped):  # it became shorter after its header was read
         raise OSError(errno.EFAULT, "")
-    # Through ctypes, which lets the watchdog's thread run meanwhile: mmap's own call keeps the interpreter's lock, for
-    # minutes where a disk is slow.
+    # Through ctypes, which releases the interpreter lock for the watchdog's thread. mmap's own call would hold it, for
+    # minutes with a slow disk.
     libc = ctypes.CDLL(None, use_errno=True)
     address = np.frombuffer(mapped, np.uint8).ctypes.data + begin
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(stop - begin), POPULATE_READ):
         number = ctypes.get_errno()
-        if number != errno.EINVAL:  # an older kernel
+        if number != errno.EINVAL:  # an older kernel, which does not know the advice
             raise OSError(number, os.strerror(number))
 
 
@@ -106,7 +106,7 @@ def _why(error: OSError) -> str:
 
 
 def window(data: Tensor, entry: Entry, first: int, ranges: Ranges) -> Tensor:
-    """A view [rows, ..., bytes] of `ranges` of a tensor in bytes, which hold whole rows of it from `first` on."""
+    """A view [rows, ..., bytes] of `ranges` of a tensor. data: the bytes of its rows from `first` on."""
     size = DTYPES[entry.dtype].itemsize
     inner = rows(entry.shape)[1:]
     whole = data.view(-1, *inner[:-1], inner[-1] * size)
@@ -116,8 +116,8 @@ def window(data: Tensor, entry: Entry, first: int, ranges: Ranges) -> Tensor:
 
 
 def elements(data: Tensor, entry: Entry) -> Tensor:
-    """Bytes [..., bytes] as what they are."""
+    """Bytes [..., bytes] as elements of the tensor's dtype."""
     dtype = DTYPES[entry.dtype]
-    if data.storage_offset() % dtype.itemsize:  # a header of odd length, which old files have
+    if data.storage_offset() % dtype.itemsize:  # the header has an odd length, as in old files
         data = data.clone(memory_format=torch.contiguous_format)
     return data.view(dtype)

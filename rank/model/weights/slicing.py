@@ -1,4 +1,4 @@
-"""Which piece of which checkpoint tensor goes where: one description for every kind of layer and weight format."""
+"""Says which slice of which checkpoint tensor fills which part of a parameter, for all layers and weight formats."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from ..layers.shard import Shard
 
 
 class Field(NamedTuple):
-    """One tensor of a layer as checkpoints store it."""
+    """One tensor of a module, as checkpoints store it."""
 
     name: str
-    axes: str  # one letter per axis: "o" runs along the layer's outputs, "i" along its inputs
+    axes: str  # one letter an axis: "o" for the module's outputs, "i" for its inputs
 
 
 class Source(NamedTuple):
-    """Where checkpoints hold one of a layer's outputs."""
+    """Where a checkpoint holds one of a module's outputs."""
 
-    path: str  # of the tensors, without the field's name
-    start: int = 0  # first of the outputs, in a tensor that holds several of them
-    size: int = 0  # outputs of that tensor; 0: it holds this one alone
+    path: str  # the tensors' names without the field's name
+    start: int = 0  # offset of this output in a tensor that holds several
+    size: int = 0  # size of that tensor's output axis; 0: it holds this output alone
 
 
 class ShardedModule(nn.Module):
-    """A layer with weights, cut for this rank. Checkpoints may hold each of several outputs apart.
+    """A module with weights, sharded for this rank. Checkpoints may hold each of its outputs in another tensor.
 
-    Parameters are made on the meta device; loading gives them their device and dtype.
+    Its parameters are made on the meta device. Loading gives them their device and dtype.
     """
 
     fields: tuple[Field, ...]
-    sources: tuple[Source, ...] = ()  # one per output; empty: what fills another module fills this one
+    sources: tuple[Source, ...] = ()  # one per output; empty: another module fills the shared parameters
     outputs: tuple[Shard, ...]
     inputs: Shard
 
     def finish(self) -> None:
-        """Called once when all of the layer is loaded: bring the weights into the form that is computed with."""
+        """Convert the weights to the form that kernels use. Called once, when all of them are loaded."""
 
 
 def pack_weight(layer: ShardedModule) -> None:
-    """Replace `weight` by its packed form, if it has one on this device. A tied layer's own `weight` stays."""
+    """Replace `weight` by its packed form, if this device has one. The module that it is tied to keeps its own."""
     plain = layer.get_parameter("weight")
     packed = pack(plain)
     if packed is not plain:
@@ -54,7 +54,7 @@ def pack_weight(layer: ShardedModule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """`tensor[ranges]` of a checkpoint fills a part of the same shape of a module's parameter."""
+    """`tensor[ranges]` of a checkpoint fills a part of a module's parameter of the same shape."""
 
     tensor: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -69,7 +69,7 @@ class Slice:
 
     @property
     def target(self) -> Tensor:
-        """The part of the parameter as it is now."""
+        """The part of the parameter, in its present memory."""
         target = self.module.get_parameter(self.field).data
         for axis, ((start, stop), at) in enumerate(zip(self.ranges, self.starts, strict=True)):
             target = target.narrow(axis, at, stop - start)
@@ -77,7 +77,7 @@ class Slice:
 
 
 def slices(layer: ShardedModule) -> Iterator[Slice]:
-    """All that fills one layer's parameters."""
+    """The slices that fill one module's parameters."""
     for field in layer.fields if layer.sources else ():
         if getattr(layer, field.name) is None:  # no bias
             continue

@@ -1,9 +1,9 @@
-"""Loads a checkpoint so that each of its bytes leaves the file system once per job.
+"""Striped loading: one rank reads each byte of a checkpoint and sends it to the ranks that need it.
 
-The tensors that anybody needs are cut, in the order in which they lie in the files, into one stripe per rank. A rank
-reads its stripe from end to end in large chunks, a few of them ahead, and in every round all ranks send each other what
-the others need of the chunks at hand. All ranks know the headers and every rank's slices, so that both ends of a
-message compute its contents alike and no word is needed beside the bytes.
+It is for network file systems, from which each byte is read once a job. The tensors that any rank needs are divided, in
+file order, into one stripe per rank. A rank reads its stripe in large chunks, a few of them ahead. In every round, all
+ranks exchange the parts of their current chunks that others need. All ranks know all headers and all ranks' slices, so
+both ends of a message compute its layout, and messages have no headers.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .slicing import Slice
 
 log = logging.getLogger(__name__)
 
-CHUNK = 32 << 20  # bytes of one read, at most
-ROUND = 512 << 20  # bytes that a rank may be sent in one round: with many ranks, chunks are smaller
-READERS = 2  # reads of a rank under way at once: network file systems are slow to answer, not slow to send
-PATIENCE = 30.0  # seconds without an answer of the file system after which that is logged
-ALIGN = 16  # bytes: where a message's parts begin, so that they can be seen as elements
+CHUNK = 32 << 20  # most bytes of one read
+ROUND = 512 << 20  # most bytes that a rank receives in a round: with many ranks, chunks are smaller
+READERS = 2  # concurrent reads of a rank: network file systems have high latency, not low bandwidth
+PATIENCE = 30.0  # seconds after which a read without an answer is logged
+ALIGN = 16  # bytes: the alignment of a message's parts, so that they can be viewed as elements
 
 
 class Piece(NamedTuple):
-    """Rows first to last of a tensor; they begin `offset` bytes into their chunk."""
+    """Rows first to last of a tensor, `offset` bytes into a chunk."""
 
     tensor: str
     first: int
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """`size` bytes of a file from `start` on, all of them pieces of tensors."""
+    """`size` bytes of a file from `start` on, which consist of pieces."""
 
     file: str
     start: int
@@ -60,19 +60,19 @@ class Chunk(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows first to last of a piece's tensor go to the `place`-th slice that the receiver has of it."""
+    """Rows first to last of a piece's tensor, for the receiver's slice number `place` of that tensor."""
 
     piece: Piece
     place: int
     first: int
     last: int
-    ranges: Ranges  # of all axes after the rows
+    ranges: Ranges  # of the axes after the first
 
 
 def cut(tensors: Sequence[tuple[str, str, Entry]], stripes: int, most: int = CHUNK) -> list[list[Chunk]]:
-    """Tensors (name, file, entry), in the files' order, as equal stripes of chunks of at most `most` bytes.
+    """Divide tensors (name, file, entry), in file order, into equal stripes of chunks of at most `most` bytes.
 
-    Cuts lie between rows, so that stripes differ by a row, and a chunk has one row however long that is.
+    Divisions lie between rows, so stripes differ by up to a row, and a chunk has at least one row.
     """
     total = sum(entry.stop - entry.start for _, _, entry in tensors)
     found: list[list[Chunk]] = [[] for _ in range(stripes)]
@@ -100,7 +100,7 @@ def cut(tensors: Sequence[tuple[str, str, Entry]], stripes: int, most: int = CHU
 
 
 def moves(chunk: Chunk, wanted: dict[str, list[Ranges]]) -> Iterator[Move]:
-    """What of a chunk goes to a rank that wants these slices, in the order in which it is sent."""
+    """The parts of a chunk that a rank with these slices needs, in the order of sending."""
     for piece in chunk.pieces:
         for place, ranges in enumerate(wanted.get(piece.tensor, ())):
             first, last = max(piece.first, ranges[0][0]), min(piece.last, ranges[0][1])
@@ -109,9 +109,9 @@ def moves(chunk: Chunk, wanted: dict[str, list[Ranges]]) -> Iterator[Move]:
 
 
 class Striped:
-    """One rank's part in loading. Collective over world: made and filled by all ranks.
+    """One rank's side of striped loading. Collective over world: all ranks make one and call `fill`.
 
-    `parts` may be without memory yet. buffers: bytes of the host's memory that `fill` takes on this rank.
+    `parts` need no memory before `fill`. buffers: bytes of host memory that `fill` takes on this rank.
     """
 
     def __init__(self, checkpoint: Checkpoint, parts: Sequence[Slice], world: HostComm):
@@ -129,7 +129,7 @@ class Striped:
         needed = [(name, *checkpoint.find(name)) for name in dict.fromkeys(n for one in self._wanted for n in one)]
         needed.sort(key=lambda one: (one[1], one[2].start))
         self._entries = {name: entry for name, _, entry in needed}
-        # The last stage has the first ranks: dealt from the end, many bytes are where they are needed already.
+        # The last pipeline stage has the first ranks: assigned in reverse, many bytes need not be sent.
         self._stripes = cut(needed, world.size, min(CHUNK, ROUND // world.size))[::-1]
         self.total = sum(chunk.size for stripe in self._stripes for chunk in stripe)
         self._mine = self._stripes[world.rank]
@@ -138,10 +138,7 @@ class Striped:
         self.buffers = math.prod(Reader.buffers(self._mine)) + sum(self._most)
 
     def fill(self, filler: Filler, progress: Callable[[int, int], None]) -> None:
-        """Read and exchange everything.
-
-        progress gets the bytes that all ranks have read so far, and all there are.
-        """
+        """Read and exchange everything. progress gets the bytes that all ranks have read so far, and all bytes."""
         self._filler = filler
         self._outbox, self._inbox = (torch.empty(size, dtype=torch.uint8) for size in self._most)
         started, done = time.monotonic(), 0
@@ -165,29 +162,29 @@ class Striped:
         return zip_longest(*self._stripes)
 
     def _exchange(self, chunks: Sequence[Chunk | None], data: Tensor) -> None:
-        """One round: `data` [bytes] is this rank's chunk; chunks are those of all ranks."""
+        """Exchange one round. data: [bytes] of this rank's chunk. chunks: those of all ranks."""
         me = self._world.rank
         own = chunks[me]
         for move in moves(own, self._wanted[me]) if own is not None else ():
-            self._put(move, self._see(data, move))
+            self._store(move, self._view(data, move))
         if self._world.size == 1:
             return
         out, into = self._messages(chunks)
         out_bytes, in_bytes = [[self._bytes(message) for message in side] for side in (out, into)]
         at = 0
         for move in (move for one in out for move in one):
-            seen = self._see(data, move)
-            self._outbox[at : at + seen.numel()].view(seen.shape).copy_(seen)
-            at += self._room(move)
+            view = self._view(data, move)
+            self._outbox[at : at + view.numel()].view(view.shape).copy_(view)
+            at += self._padded_size(move)
         inbox = self._inbox[: sum(in_bytes)]
         self._world.all_to_allv(self._outbox[:at], out_bytes, inbox, in_bytes)
         at = 0
         for move in (move for one in into for move in one):
-            self._put(move, inbox[at : at + math.prod(self._shape(move))].view(self._shape(move)))
-            at += self._room(move)
+            self._store(move, inbox[at : at + math.prod(self._shape(move))].view(self._shape(move)))
+            at += self._padded_size(move)
 
     def _messages(self, chunks: Sequence[Chunk | None]) -> tuple[list[list[Move]], list[list[Move]]]:
-        """What this rank sends to each rank in a round, and what it gets from each."""
+        """What this rank sends to each rank in a round, and what it receives from each."""
         me = self._world.rank
         own = chunks[me]
         out = [list(moves(own, wanted)) if own is not None and r != me else [] for r, wanted in enumerate(self._wanted)]
@@ -195,26 +192,26 @@ class Striped:
         return out, into
 
     def _bytes(self, message: list[Move]) -> int:
-        return sum(map(self._room, message))
+        return sum(map(self._padded_size, message))
 
     def _shape(self, move: Move) -> tuple[int, ...]:
-        """Of a move's bytes: as its elements, the last axis longer."""
+        """The shape of a move's bytes: that of its elements, with the last axis in bytes."""
         size = DTYPES[self._entries[move.piece.tensor].dtype].itemsize
         inner = [stop - start for start, stop in move.ranges]
         return (move.last - move.first, *inner[:-1], inner[-1] * size)
 
-    def _room(self, move: Move) -> int:
-        """Bytes that a move takes in a message."""
+    def _padded_size(self, move: Move) -> int:
+        """Bytes that a move takes in a message, padding included."""
         return -(-math.prod(self._shape(move)) // ALIGN) * ALIGN
 
-    def _see(self, data: Tensor, move: Move) -> Tensor:
-        """A view [rows, ..., bytes] of what moves, in the chunk's bytes."""
+    def _view(self, data: Tensor, move: Move) -> Tensor:
+        """A view [rows, ..., bytes] of a move in the chunk's bytes."""
         piece, entry = move.piece, self._entries[move.piece.tensor]
         whole = data[piece.offset : piece.offset + (piece.last - piece.first) * entry.width]
         return window(whole, entry, piece.first, ((move.first, move.last), *move.ranges))
 
-    def _put(self, move: Move, data: Tensor) -> None:
-        """Copy bytes [rows, ..., bytes] to where they belong, as what they are."""
+    def _store(self, move: Move, data: Tensor) -> None:
+        """Copy bytes [rows, ..., bytes] into the slice that they belong to, as elements."""
         name = move.piece.tensor
         top = self._wanted[self._world.rank][name][move.place][0][0]
         part = self._parts[name][move.place]
@@ -225,7 +222,7 @@ class Striped:
 
 
 class Reader:
-    """Reads chunks in order, READERS of them ahead, in threads of its own. A context manager."""
+    """Reads chunks in order, READERS of them ahead, in its own threads. A context manager."""
 
     def __init__(self, path: Path, chunks: Sequence[Chunk]):
         self._path = path
@@ -240,23 +237,23 @@ class Reader:
 
     @staticmethod
     def buffers(chunks: Sequence[Chunk]) -> tuple[int, int]:
-        """How many buffers reading these chunks takes, and the bytes of each."""
+        """How many buffers these chunks need, and the bytes of each."""
         longest = max((chunk.size for chunk in chunks), default=0)
-        return min(len(chunks), READERS + 1), longest  # one is with the caller
+        return min(len(chunks), READERS + 1), longest  # the caller has one more
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._pool.shutdown(wait=kind is None, cancel_futures=True)  # a read that hangs must not keep an error back
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)  # a hanging read must not hold an error back
         if kind is None:
             for fd in self._files.values():
                 os.close(fd)
 
     def next(self) -> Tensor:
-        """The next chunk's bytes; they may be overwritten by the call after.
+        """The next chunk's bytes, valid until the next call.
 
-        A file server that is restarted answers again after minutes, so that a read has no time limit.
+        A read has no time limit, because a restarted file server answers again after minutes.
         """
         self._begin()
         chunk, read = self._ahead.popleft()
@@ -306,5 +303,5 @@ class Reader:
 
 
 def _not_empty(parts: Sequence[Slice]) -> list[Slice]:
-    """A rank whose share of an axis is padding alone wants nothing of it."""
+    """Drop the slices of a rank whose shard of an axis is padding alone."""
     return [part for part in parts if part.numel]

@@ -86,6 +86,6 @@ def test_who_waits_long_sleeps(isa):
 
 def test_what_it_takes():
     (board,) = boards(1)
-    assert board.takes(torch.zeros(2, SLOT // 2)) and not board.takes(torch.zeros(SLOT + 1))
-    assert not board.takes(torch.zeros(0)) and not board.takes(torch.zeros(8).bfloat16())
-    assert board.takes(torch.zeros(SLOT // 3), 3) and not board.takes(torch.zeros(SLOT // 2), 3)
+    assert board.fits(torch.zeros(2, SLOT // 2)) and not board.fits(torch.zeros(SLOT + 1))
+    assert not board.fits(torch.zeros(0)) and not board.fits(torch.zeros(8).bfloat16())
+    assert board.fits(torch.zeros(SLOT // 3), 3) and not board.fits(torch.zeros(SLOT // 2), 3)

@@ -136,7 +136,7 @@ def test_ranks_that_do_not_meet(tmp_path):
     done = run_ranks(2, script, "--no-speeds", "--device", "cpu", "--timeout", "3")
     assert done.returncode != 0
     assert (
-        "FAIL  ranks        the ranks did not meet within 3 s; "
+        "FAIL  ranks        the ranks did not connect over MPI within 3 s; "
         "are all hosts up and reachable, with the same Phalanx and MPI?"
     ) in done.stdout.splitlines()
 

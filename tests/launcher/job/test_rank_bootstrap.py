@@ -259,4 +259,4 @@ def test_a_front_that_does_not_start(monkeypatch):
     monkeypatch.setattr(rank_bootstrap, "SERVER_PATIENCE", 0.05)
     with pytest.raises(FatalError) as stop:
         rank_bootstrap._await_socket("/nowhere/lead")
-    assert (str(stop.value), stop.value.code) == ("the front did not start within 0.05 s", 70)
+    assert (str(stop.value), stop.value.code) == ("the server process did not start within 0.05 s", 70)

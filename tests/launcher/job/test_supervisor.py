@@ -149,7 +149,7 @@ def test_killed_front(tmp_path, ranks):
     with serve(tmp_path, "--np", str(ranks)) as job:
         os.kill(job.up(ranks).front(), signal.SIGKILL)
         assert job.end() == 70
-        assert "phalanx: the front was killed by signal 9" in job.output
+        assert "phalanx: the server process was killed by signal 9" in job.output
 
 
 def test_killed_front_and_ranks_that_do_not_notice(tmp_path):

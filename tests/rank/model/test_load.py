@@ -257,7 +257,7 @@ def test_extra_tensors(small, caplog):
      "rope type 'proportional' is not supported; supported are default, linear, dynamic, llama3, yarn, longrope"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' needs 'short_factor'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' needs 'low_freq_factor'"),
-    ({"head_dim": 7}, "rope turns pairs of dimensions, but 7 of a head's 7 are odd"),
+    ({"head_dim": 7}, "rope needs an even number of dimensions, but it gets 7 of a head's 7"),
 ])  # fmt: skip
 def test_configs_that_an_architecture_refuses(small, change, message):
     config = json.loads((small / "config.json").read_text())

@@ -104,7 +104,7 @@ def compute(comm, path, tp, pp, narrow, early=False, **options):
             grid.pipe.send(hidden, grid.pipe.rank + 1)
     assert not early or (grid.tensor.count > 0 and not grid.tensor.under_way)
     # Steps in which a prompt's single token comes first stay whole.
-    assert parts == ([2, 2, 1, 2, 1, 2, 2] if options.get("least") else [1] * len(STEPS))
+    assert parts == ([2, 2, 1, 2, 1, 2, 2] if options.get("min_tokens") else [1] * len(STEPS))
     return found
 
 
@@ -159,7 +159,7 @@ def test_a_step_may_be_cut(checkpoint, monkeypatch, name, tp, pp, narrow):
     path = checkpoint(**MODELS[name])
     if pp > MODELS[name]["num_hidden_layers"]:
         pytest.skip("more stages than layers")
-    for plain, cut in zip(sampled_rows(path), sampled_rows(path, tp, pp, narrow, least=1), strict=True):
+    for plain, cut in zip(sampled_rows(path), sampled_rows(path, tp, pp, narrow, min_tokens=1), strict=True):
         assert len(plain) == 0 or distance(plain, cut) < TOLERANCE * plain.abs().max()
 
 
@@ -167,5 +167,5 @@ def test_a_step_may_be_cut(checkpoint, monkeypatch, name, tp, pp, narrow):
 def test_what_begins_a_sum_leaves_it_alone_until_it_has_ended(checkpoint, monkeypatch, narrow):
     monkeypatch.setattr(module, "TILE", 4)
     path = checkpoint(num_hidden_layers=3)
-    plain, early = (sampled_rows(path, 2, 1, narrow, early=early, least=1) for early in (False, True))
+    plain, early = (sampled_rows(path, 2, 1, narrow, early=early, min_tokens=1) for early in (False, True))
     assert all(map(torch.equal, plain, early))

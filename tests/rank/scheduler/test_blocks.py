@@ -11,12 +11,12 @@ def hashes(count, salt=""):
 
 def test_blank_blocks_are_taken_before_cached_ones():
     blocks = Blocks(4, 1)
-    first = blocks.take(2)
+    first = blocks.allocate(2)
     for block, digest in zip(first, hashes(2), strict=True):
-        blocks.publish(block, digest)
-    blocks.release(first)
-    assert (blocks.free, blocks.cached) == (4, 2)
-    assert not set(blocks.take(2)) & set(first)
+        blocks.cache(block, digest)
+    blocks.free(first)
+    assert (blocks.num_free, blocks.num_cached) == (4, 2)
+    assert not set(blocks.allocate(2)) & set(first)
     assert blocks.match(hashes(2)) == first
 
 
@@ -24,56 +24,56 @@ def test_the_least_recently_used_goes_first_and_a_sequences_end_before_its_begin
     blocks = Blocks(4, 1)
     a, b = hashes(2, "a"), hashes(2, "b")
     for digests in (a, b):
-        mine = blocks.take(2)
+        mine = blocks.allocate(2)
         for block, digest in zip(mine, digests, strict=True):
-            blocks.publish(block, digest)
-        blocks.release(mine)
-    blocks.hold(blocks.match(a))  # a is used again, after b
-    blocks.release(blocks.match(a))
-    blocks.take(1)
+            blocks.cache(block, digest)
+        blocks.free(mine)
+    blocks.incref(blocks.match(a))  # a is used again, after b
+    blocks.free(blocks.match(a))
+    blocks.allocate(1)
     assert [len(blocks.match(x)) for x in (a, b)] == [2, 1]
-    blocks.take(1)
+    blocks.allocate(1)
     assert [len(blocks.match(x)) for x in (a, b)] == [2, 0]
 
 
 def test_a_shared_block_is_free_when_its_last_holder_leaves():
     blocks = Blocks(2, 1)
-    mine = blocks.take(1)
-    blocks.publish(mine[0], hashes(1)[0])
-    assert blocks.unheld(mine) == 0
-    blocks.hold(mine)
-    blocks.release(mine)
-    assert blocks.used == 1
-    blocks.release(mine)
-    assert blocks.used == 0 and blocks.unheld(mine) == 1
+    mine = blocks.allocate(1)
+    blocks.cache(mine[0], hashes(1)[0])
+    assert blocks.num_unreferenced(mine) == 0
+    blocks.incref(mine)
+    blocks.free(mine)
+    assert blocks.num_used == 1
+    blocks.free(mine)
+    assert blocks.num_used == 0 and blocks.num_unreferenced(mine) == 1
 
 
 def test_of_two_equal_blocks_the_first_stays_known():
     blocks = Blocks(2, 1)
-    one, two = blocks.take(2)
+    one, two = blocks.allocate(2)
     digest = hashes(1)[0]
-    blocks.publish(one, digest)
-    blocks.publish(two, digest)
+    blocks.cache(one, digest)
+    blocks.cache(two, digest)
     assert blocks.match([digest]) == [one]
-    blocks.release([one, two])
-    assert blocks.cached == 1
+    blocks.free([one, two])
+    assert blocks.num_cached == 1
     blocks.check([])
 
 
 def test_taking_more_than_is_free_takes_nothing():
     blocks = Blocks(2, 1)
     with pytest.raises(ValueError, match="3 blocks wanted, 2 are free"):
-        blocks.take(3)
-    assert blocks.free == 2
+        blocks.allocate(3)
+    assert blocks.num_free == 2
 
 
 def cached():
     """A pool of four: two blocks are cached, two are blank, and nobody holds one."""
     blocks = Blocks(4, 1)
-    mine = blocks.take(2)
+    mine = blocks.allocate(2)
     for block, digest in zip(mine, hashes(2), strict=True):
-        blocks.publish(block, digest)
-    blocks.release(mine)
+        blocks.cache(block, digest)
+    blocks.free(mine)
     blocks.check([])
     blocks.check_empty()
     return blocks, mine
@@ -81,13 +81,13 @@ def cached():
 
 def test_the_check_finds_a_leak_and_a_double_release():
     blocks = Blocks(2, 1)
-    mine = blocks.take(1)
+    mine = blocks.allocate(1)
     blocks.check([mine])
     with pytest.raises(RuntimeError, match=r"block accounting is broken: holders of blocks \[0\]"):
         blocks.check([])
     with pytest.raises(RuntimeError, match="block accounting is broken: 1 of 2 blocks are free"):
         blocks.check_empty()
-    blocks.release(mine)
+    blocks.free(mine)
     blocks._blank.append(mine[0])
     for check in (lambda: blocks.check([]), blocks.check_empty):
         with pytest.raises(RuntimeError, match="free"):

@@ -38,7 +38,7 @@ class Link:
 def test_a_leak_is_found_when_the_last_sequence_has_ended():
     engine = Engine()
     link = Link([request("a", [1, 2, 3], 5)])
-    leak = engine.scheduler.blocks.take(1)
+    leak = engine.scheduler.blocks.allocate(1)
     with pytest.raises(RuntimeError, match="block accounting is broken"):
         StepLoop([engine.replica], link).run()
     assert leak and link.tokens("a") == alone([1, 2, 3], 5)

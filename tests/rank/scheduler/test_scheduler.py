@@ -12,7 +12,7 @@ def test_one_sequence_gets_its_tokens_and_ends_by_length():
     engine.run()
     assert engine.tokens["a"] == alone([1, 2, 3], 10)
     assert engine.finish == {"a": "length"}
-    assert engine.scheduler.blocks.used == 0
+    assert engine.scheduler.blocks.num_used == 0
 
 
 def test_a_stop_token_ends_it_and_is_not_shown():
@@ -94,7 +94,7 @@ def test_without_prefix_cache_nothing_is_shared():
         engine.scheduler.add(request(name, range(30), 3))
         engine.run()
     assert engine.cached == {"a": 0, "b": 0}
-    assert engine.scheduler.blocks.cached == 0
+    assert engine.scheduler.blocks.num_cached == 0
 
 
 def test_running_out_of_blocks_preempts_the_latest_and_changes_no_token():
@@ -124,7 +124,7 @@ def test_an_aborted_sequence_frees_its_blocks_at_once_whatever_is_in_flight():
     engine.scheduler.abort(["a"])
     engine.run()
     assert engine.finish == {"b": "length"}
-    assert engine.scheduler.blocks.used == 0
+    assert engine.scheduler.blocks.num_used == 0
     assert engine.scheduler.counters.aborted == 2
 
 
@@ -187,7 +187,7 @@ def test_any_load_gives_each_sequence_the_tokens_it_has_alone(seed):
             ended = tokens[-1] in stop
             assert engine.tokens.get(name, []) == (tokens[:-1] if ended else tokens)
             assert engine.finish[name] == ("stop" if ended else "length")
-    assert engine.scheduler.blocks.used == 0
+    assert engine.scheduler.blocks.num_used == 0
 
 
 def test_the_wire_256_decoding_sequences_that_cross_a_block_border_together_fit_in_4_kb():

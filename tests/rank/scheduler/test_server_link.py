@@ -73,13 +73,15 @@ def test_a_front_that_does_not_read_holds_nobody_up(ends):
 def test_an_end_of_file_is_the_end_of_the_job(ends):
     link, front = ends
     front.close()
-    with pytest.raises(errors.FatalError, match="the front has gone, so nobody is left to answer to") as caught:
+    with pytest.raises(
+        errors.FatalError, match="the server process has gone, so nobody is left to answer to"
+    ) as caught:
         link.receive(1)
     assert caught.value.code == errors.RANK_FAILED
 
 
 def test_a_front_that_is_not_there(tmp_path):
-    with pytest.raises(errors.FatalError, match="the front cannot be reached at .*/none: "):
+    with pytest.raises(errors.FatalError, match="the server process cannot be reached at .*/none: "):
         ServerLink(str(tmp_path / "none"))
 
 

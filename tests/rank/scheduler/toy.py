@@ -38,7 +38,7 @@ class Done:
     def wait(self, seconds):
         return True
 
-    def outcome(self):
+    def output(self):
         return protocol.StepOutput(protocol.pack_u32(self.ids))
 
 

@@ -91,7 +91,7 @@ def test_a_step_is_cut_like_chunks_of_prompts(monkeypatch):
         rows, work, _ = make(seed)
         last = torch.arange(8)
         (whole,), sampled = build_batches(rows, work, last, [], BLOCK, upload)
-        parts, same = build_batches(rows, work, last, [], BLOCK, upload, least=5)
+        parts, same = build_batches(rows, work, last, [], BLOCK, upload, min_tokens=5)
         assert torch.equal(sampled, same)
         if len(parts) == 1:
             continue

@@ -48,7 +48,7 @@ class Rank:
         n = len(chosen)
         ones = np.ones(n, np.int64)
         work = ScheduledBatch(np.array(chosen), np.array(starts), ones, ones.astype(bool), ones)
-        assert self.graphs.suits(work)
+        assert self.graphs.supports(work)
         upload = Upload(torch.device("cpu"))
         batches, rows = build_batches(self.rows, work, self.last, self.plain, BLOCK, upload)
         want = self.model.forward(batches)
@@ -102,16 +102,16 @@ def test_sums_that_others_make_are_not_recorded(tmp_path, caplog):
         rank = Rank(comm, path)
         ones = np.ones(1, np.int64)
         work = ScheduledBatch(ones, ones, ones, ones.astype(bool), ones)
-        assert rank.graphs.suits(work)
+        assert rank.graphs.supports(work)
         rank.graphs.replay(work)
-        assert not rank.graphs.suits(work) and not rank.graphs._captured
+        assert not rank.graphs.supports(work) and not rank.graphs._captured
 
     with caplog.at_level("DEBUG", "phalanx"):
         threads.run(run, 2)
     assert len([said for said in caplog.messages if "not recorded" in said]) == 2  # ranks
 
 
-def test_what_suits(tmp_path):
+def test_what_is_supported(tmp_path):
     graphs = CpuDecodeGraphs.__new__(CpuDecodeGraphs)
     graphs._able, graphs.most = True, 2
 
@@ -119,7 +119,7 @@ def test_what_suits(tmp_path):
         n = len(counts)
         return ScheduledBatch(np.arange(n), np.zeros(n, int), np.array(counts), np.array(samples, bool), np.ones(n))
 
-    assert graphs.suits(work([1], [1])) and graphs.suits(work([1, 1], [1, 1]))
-    assert not graphs.suits(work([1, 2], [1, 1])) and not graphs.suits(work([1, 1], [1, 0]))
-    assert not graphs.suits(work([1] * 3, [1] * 3)) and not graphs.suits(work([], []))
+    assert graphs.supports(work([1], [1])) and graphs.supports(work([1, 1], [1, 1]))
+    assert not graphs.supports(work([1, 2], [1, 1])) and not graphs.supports(work([1, 1], [1, 0]))
+    assert not graphs.supports(work([1] * 3, [1] * 3)) and not graphs.supports(work([], []))
     assert MOST_ROWS == 64

@@ -112,7 +112,7 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
     one = model_runner.ModelRunner.__new__(model_runner.ModelRunner)
     one.model = model()[0]
     one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank), tensor=Group(done=done))
-    one.rows, one.device, one.watch = SimpleNamespace(length=[0] * 80), None, LocalWatchdog()
+    one.state, one.device, one.watch = SimpleNamespace(length=[0] * 80), None, LocalWatchdog()
     one._last = one.caches = one._upload = None
     with caplog.at_level(logging.INFO, "phalanx"):
         one._enter_device()

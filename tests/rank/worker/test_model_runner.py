@@ -30,7 +30,7 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     runner = ModelRunner.__new__(ModelRunner)
     runner.mesh = SimpleNamespace(last=True, tensor=SimpleNamespace(rank=rank, size=2))
     runner.sampler = Samples()
-    runner._pool = Pooler(SimpleNamespace(rope=SimpleNamespace(table=torch.zeros(1)), hidden_size=3))
+    runner._pooler = Pooler(SimpleNamespace(rope=SimpleNamespace(table=torch.zeros(1)), hidden_size=3))
     runner._greedy = np.zeros(4, bool)
     kinds = [dict(temperature=0.0), dict(), dict(temperature=0.0, pooling="mean")]
     new = [
@@ -38,9 +38,9 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
         for row, kind in enumerate(kinds, 1)
     ]
     runner._enter(protocol.Plan(step=0, new=new))
-    assert runner._greedy.tolist() == [False, True, False, True] and not runner._pool.empty
+    assert runner._greedy.tolist() == [False, True, False, True] and not runner._pooler.empty
     runner._enter(protocol.Plan(step=1, freed=protocol.pack_u16([3])))
-    assert runner._pool.empty
+    assert runner._pooler.empty
     assert runner.sampler.calls == ([] if rank else [1, 2, 3, -3])
 
 

@@ -54,7 +54,10 @@ def test_the_largest_step():
 
 
 def test_the_narrowed_step():
-    same(profile_run._narrowed(profile_run._prompts(model(24), 2, BLOCK, CPU), 2), prepared(2, sampled=1, narrow=True))
+    same(
+        profile_run._last_token_only(profile_run._prompts(model(24), 2, BLOCK, CPU), 2),
+        prepared(2, sampled=1, narrow=True),
+    )
 
 
 def test_small_steps():
