@@ -10,16 +10,38 @@ import pytest
 
 ROOT = Path(phalanx.__file__).resolve().parent
 
-# From the top. A module belongs to the first room whose name begins its own; equal ranks may import each other.
+# From the top. A module belongs to the first room whose name begins its own; `.*`: what is inside a package alone. The
+# modules of a room may import each other.
 ROOMS = (
     "launcher",
     "rank.__main__",
     "rank.server",
     "rank.scheduler",
     "rank.worker",
-    "rank.model",
+    "rank.model.measure",
+    "rank.model.load",
+    "rank.model.fingerprint",
+    "rank.model.architectures.*",
+    "rank.model.base",
+    "rank.model.layers",
+    "rank.model.formats",
+    "rank.model.weights",
+    "rank.model.config",
+    "rank.model.architectures",  # which there are: its own file alone
+    "rank.model.batch",
+    "rank.model.shard",
     "comm",
-    "kernels",
+    "kernels.attention",
+    "kernels.gemm",
+    "kernels.rope",
+    "kernels.collective",
+    "kernels.norm",
+    "kernels.activation",
+    "kernels.embedding",
+    "kernels.sampling",
+    "kernels.cpp",
+    "kernels.jit",
+    "kernels.device",
     "rank.options",
     "rank.protocol",
     "rank.safetensors_header",
@@ -61,7 +83,7 @@ def imports(name: str, path: Path):
 
 
 def room(name: str) -> str:
-    return next((one for one in ROOMS if name == one or name.startswith(one + ".")), "")
+    return next((one for one in ROOMS if name == one or name.startswith(one.removesuffix("*").rstrip(".") + ".")), "")
 
 
 def test_a_room_imports_only_from_rooms_further_down():
@@ -72,7 +94,8 @@ def test_a_room_imports_only_from_rooms_further_down():
             there = room(target) if relative else ""
             if not here or not there or here == there:
                 continue
-            if ROOMS.index(there) < ROOMS.index(here) or there in APART.get(here, ()):
+            apart = next((rooms for above, rooms in APART.items() if here.startswith(above)), ())
+            if ROOMS.index(there) < ROOMS.index(here) or there.startswith(apart):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
     assert not wrong, "\n".join(wrong)
 
@@ -89,7 +112,7 @@ def test_imports_inside_the_house_are_relative():
 
 
 def test_every_module_has_a_room():
-    lost = [name for name, _ in modules() if not room(name) and name not in ("rank",)]
+    lost = [name for name, _ in modules() if not room(name) and name not in ("rank", "rank.model", "kernels")]
     assert not lost, lost
 
 

@@ -22,7 +22,7 @@ from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.residual import Normed, ResidualStream
 from .layers.rope import RotaryEmbedding
-from .layers.shard import stage_layers
+from .shard import stage_layers
 from .weights.slicing import ShardedModule, Slice, Source, slices
 
 # The types that a field of Args accepts, by its annotation. Other annotations are not checked.

@@ -23,8 +23,8 @@ from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .layers.linear import Linear, QKVParallel, RowParallel
-from .layers.shard import stage_layers
 from .load import DTYPES, choose_dtype
+from .shard import stage_layers
 from .weights.slicing import ShardedModule
 
 POSITIONS = 1  # of the rotary table, which is computed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels.gemm.linear import linear
-from ..layers.shard import Shard
+from ..shard import Shard
 from ..weights.slicing import Field, ShardedModule, Source, pack_weight
 
 

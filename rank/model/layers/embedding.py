@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from ....comm.mesh import Mesh
 from ....kernels.embedding.embedding import embedding
 from ..formats import Part
+from ..shard import even, whole
 from ..weights.slicing import Field, ShardedModule
 from .linear import ColumnParallel
 from .residual import Normed
-from .shard import even, whole
 
 
 class VocabParallelEmbedding(ShardedModule):

@@ -13,9 +13,9 @@ from ....comm.mesh import Mesh
 from ....kernels.activation.activation import gated_activation
 from ....kernels.gemm.linear import gated_linear
 from ..formats import ChooseFormat, Part
+from ..shard import Shard, even, key_heads, scaled, whole
 from ..weights.slicing import Source
 from .residual import Normed, Partial
-from .shard import Shard, even, key_heads, scaled, whole
 
 
 class Linear(nn.Module):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels.norm import norm
+from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
 from .residual import Normed, ResidualStream
-from .shard import whole
 
 
 class RMSNorm(ShardedModule):

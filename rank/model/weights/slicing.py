@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ....kernels.gemm.linear import pack
-from ..layers.shard import Shard
+from ..shard import Shard
 
 
 class Field(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.rank.model.config import read_config
-from phalanx.rank.model.layers.shard import even, key_heads, stage_layers
 from phalanx.rank.model.load import choose_dtype, load
+from phalanx.rank.model.shard import even, key_heads, stage_layers
 from phalanx.rank.model.weights import safetensors as weights
 from phalanx.rank.safetensors_header import read_index
 from safetensors.torch import load_file, save_file

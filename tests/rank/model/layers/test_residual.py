@@ -9,7 +9,7 @@ from phalanx.rank.model.layers import residual
 from phalanx.rank.model.layers.linear import ColumnParallel, GatedColumnParallel, Linear, RowParallel
 from phalanx.rank.model.layers.norm import AddRMSNorm
 from phalanx.rank.model.layers.residual import ResidualStream
-from phalanx.rank.model.layers.shard import whole
+from phalanx.rank.model.shard import whole
 from phalanx.rank.model.weights.filler import Filler
 from phalanx.rank.model.weights.slicing import ShardedModule, Source, slices
 
