@@ -43,7 +43,7 @@ class ReloadingRank(main.Rank):
         replica.scheduler.add(protocol.Request("one", protocol.pack_u32(PROMPT), request))
         while not replica.idle:
             if not replica.plan():
-                replica.wait_pushing()
+                replica.wait_with_progress()
                 for delta in replica.finish():
                     tokens += delta.tokens
         print(json.dumps(dict(tokens=tokens)), file=sys.stderr, flush=True)
