@@ -127,7 +127,7 @@ def test_killed_ten_times(checkpoint, tmp_path):
             goal = start + dice.randrange((len(names) - start) // (left + 2))
             end = time.monotonic() + (dice.random() * loading if dice.random() < 0.3 else 60)
             job.until(lambda goal=goal, end=end: finished(journal) >= goal or time.monotonic() >= end, 90)
-            time.sleep(dice.random() * 0.02)  # killed at any point of a step
+            time.sleep(dice.random() * 0.02)  # a step takes some 20 ms: killed at any point of it
             assert job.process.poll() is None, job.output
             victims = list(job.started.look())
             job.all_killed = dice.random() < 0.5
@@ -187,7 +187,7 @@ def test_signals(checkpoint, tmp_path):
         assert not job.left()
         assert finished(journal) > 3
     with Job(tmp_path, *command) as job:  # before anything is loaded
-        time.sleep(0.3)  # it is starting its ranks
+        time.sleep(0.3)  # 0.3 s later it is starting its ranks, which takes seconds
         job.process.send_signal(signal.SIGTERM)
         assert job.end(10) in (75, -15), job.output
         assert not job.left()
