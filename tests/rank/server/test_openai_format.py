@@ -99,7 +99,9 @@ def test_a_call_that_its_thoughts_were_closed_behind(front, answer, thought, cal
     events = front.events("chat/completions", **body)
     thoughts = [["reasoning_content", thought]] if thought else []
     assert order(events) == [*thoughts, *[[i, f'f{{"x": {i + 1}}}'] for i in range(calls)]]
-    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 2) + ["tool_calls"]
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 2) + [
+        "tool_calls"
+    ]
 
 
 @pytest.mark.parametrize("per_delta", [1, 100])
