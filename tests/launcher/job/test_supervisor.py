@@ -15,6 +15,7 @@ from ...processes import table
 from ..jobs import serve
 
 pytestmark = pytest.mark.timeout(60)
+ALONE = pytest.param(1, marks=pytest.mark.long)  # without mpirun, as many other tests
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -52,7 +53,7 @@ def test_a_unix_socket_goes_at_the_end(tmp_path):
         assert not path.exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_a_drain_is_asked_for_once(tmp_path, ranks):
     with serve(tmp_path, "--np", str(ranks), FAKE="deaf") as job:
         job.up(ranks).process.send_signal(signal.SIGTERM)
@@ -64,7 +65,7 @@ def test_a_drain_is_asked_for_once(tmp_path, ranks):
         assert job.end() == 130
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_the_second_signal_stops(tmp_path, ranks):
     with serve(tmp_path, "--np", str(ranks), FAKE="deaf") as job:
         job.up(ranks).process.send_signal(signal.SIGINT)
@@ -83,8 +84,19 @@ def test_a_signal_while_loading_ends_at_once(tmp_path):
         assert "phalanx: ending: no request was accepted yet" in job.output
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-@pytest.mark.parametrize("front", ["", "loading", "hangs", "rude"])
+@pytest.mark.parametrize(
+    ("front", "host"),
+    [
+        ("", "127.0.0.1"),
+        ("", "0.0.0.0"),
+        ("loading", "127.0.0.1"),
+        ("loading", "0.0.0.0"),
+        ("hangs", "127.0.0.1"),
+        pytest.param("hangs", "0.0.0.0", marks=pytest.mark.long),
+        ("rude", "127.0.0.1"),
+        pytest.param("rude", "0.0.0.0", marks=pytest.mark.long),
+    ],
+)
 def test_a_proxy_has_no_say_in_it(tmp_path, front, host):
     """Whether requests may be open is asked of the front itself, and where it does not tell, they may be."""
     proxy = {"http_proxy": "http://127.0.0.1:1", "HTTP_PROXY": "http://127.0.0.1:1", "no_proxy": ""}
@@ -99,9 +111,9 @@ def test_a_proxy_has_no_say_in_it(tmp_path, front, host):
     ("fake", "code", "why"),
     [
         ("exit:70@1", 70, "a rank failed"),
-        ("exit:71@0", 71, "a rank was stuck"),
-        ("exit:3@1", 3, "the model cannot be read"),
-        ("exit:4@1", 4, "not enough memory"),
+        pytest.param("exit:71@0", 71, "a rank was stuck", marks=pytest.mark.long),
+        pytest.param("exit:3@1", 3, "the model cannot be read", marks=pytest.mark.long),
+        ("exit:4@0", 4, "not enough memory"),
         ("exit:55@1", 1, "an error"),
     ],
 )
@@ -153,7 +165,7 @@ def test_killed_front(tmp_path, ranks):
 
 
 def test_killed_front_and_ranks_that_do_not_notice(tmp_path):
-    with serve(tmp_path, "--np", "2", FAKE="deaf") as job:
+    with serve(tmp_path, "--np", "2", FAKE="deaf", PEER_PATIENCE="1") as job:
         os.kill(job.up(2).front(), signal.SIGKILL)
         assert job.end() == 70
 
