@@ -27,7 +27,7 @@ def victim(server: Server, kind: str) -> int:
 
 CODES = {"follower": 137, "lead": 137, "front": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
 # Of the others rank/test_faults.py and launcher/job/test_supervisor.py have short tests.
-SHORT = [("follower", "load"), ("front", "load"), ("launcher", "load")]
+SHORT = [("follower", "load"), ("front", "load")]
 LONG = [(kind, when) for kind in CODES for when in ("load", "idle", "loading") if (kind, when) not in SHORT]
 
 

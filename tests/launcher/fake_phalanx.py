@@ -1,6 +1,6 @@
 """The `phalanx` command with fake ranks and a fake front; as `fake_phalanx.py member`, the small per-rank process.
 
-PEER_PATIENCE stands in for the supervisor's.
+PEER_PATIENCE stands in for the supervisor's. Restarts do not wait.
 """
 
 import os
@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 server_process.SERVER = [str(HERE / "fake_front.py")]
 rank_bootstrap.RANK = [str(HERE / "fake_rank.py")]
 supervisor.BOOTSTRAP = [__file__, "member"]
+supervisor.RESTART_DELAY = 0.1
 supervisor.PEER_PATIENCE = float(os.environ.get("PEER_PATIENCE", supervisor.PEER_PATIENCE))
 
 if __name__ == "__main__":
