@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory):
 
 def test_a_file_of_requests(checkpoint, tmp_path):
     """Two ranks under the supervisor; stopped with Ctrl-C, started again, and a third time for nothing."""
-    names = requests(tmp_path / "in.jsonl", 240, 60)
+    names = requests(tmp_path / "in.jsonl", 120, 60)
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write("nonsense\n")
     command = (str(checkpoint), "--np", "2", *RANKS, "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "8",
@@ -41,19 +41,19 @@ def test_a_file_of_requests(checkpoint, tmp_path):
         assert "stopping, asked to by a signal: " in job.output and "the same command goes on there" in job.output
         assert not job.left()
     done = finished(journal)
-    assert 20 < done < 240 and files(tmp_path) == {"out.jsonl.journal", "sum.json"}
+    assert 20 < done < 120 and files(tmp_path) == {"out.jsonl.journal", "sum.json"}
     with Job(tmp_path, *command) as job:
         assert job.end() == 0, job.output
         assert f"going on after {done} finished requests" in job.output
         assert not job.left()
     assert list(answers(tmp_path / "out.jsonl")) == names
     assert [(one["line"], one["error"]["code"]) for one in read(tmp_path / "out.errors.jsonl")] == [
-        (241, "invalid_json")
+        (121, "invalid_json")
     ]
     assert files(tmp_path) == {"out.jsonl", "out.errors.jsonl", "sum.json"}
     told = json.loads((tmp_path / "sum.json").read_text())
-    assert told["total"] == {**told["total"], "requests": 241, "answered": 240, "failed": 1}
-    assert told["run"]["requests"] == 241 - done and told["energy_joules"] is None
+    assert told["total"] == {**told["total"], "requests": 121, "answered": 120, "failed": 1}
+    assert told["run"]["requests"] == 121 - done and told["energy_joules"] is None
     with Job(tmp_path, *command) as job:
         assert job.end() == 0
         assert f"phalanx: {tmp_path}/out.jsonl has every answer already: nothing to do\n" == job.output
@@ -127,7 +127,7 @@ def test_killed_ten_times(checkpoint, tmp_path):
             goal = start + dice.randrange((len(names) - start) // (left + 2))
             end = time.monotonic() + (dice.random() * loading if dice.random() < 0.3 else 60)
             job.until(lambda goal=goal, end=end: finished(journal) >= goal or time.monotonic() >= end, 90)
-            time.sleep(dice.random() * 0.02)  # killed at any point of a step
+            time.sleep(dice.random() * 0.02)  # a step takes some 20 ms: killed at any point of it
             assert job.process.poll() is None, job.output
             victims = list(job.started.look())
             job.all_killed = dice.random() < 0.5
@@ -187,7 +187,7 @@ def test_signals(checkpoint, tmp_path):
         assert not job.left()
         assert finished(journal) > 3
     with Job(tmp_path, *command) as job:  # before anything is loaded
-        time.sleep(0.3)  # it is starting its ranks
+        time.sleep(0.3)  # 0.3 s later it is starting its ranks, which takes seconds
         job.process.send_signal(signal.SIGTERM)
         assert job.end(10) in (75, -15), job.output
         assert not job.left()

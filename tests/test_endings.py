@@ -26,12 +26,12 @@ def victim(server: Server, kind: str) -> int:
 
 
 CODES = {"follower": 137, "lead": 137, "front": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
+# Of the others rank/test_faults.py and launcher/job/test_supervisor.py have short tests.
+SHORT = [("follower", "load"), ("front", "load")]
+LONG = [(kind, when) for kind in CODES for when in ("load", "idle", "loading") if (kind, when) not in SHORT]
 
 
-@pytest.mark.parametrize(
-    "when", ["load", pytest.param("idle", marks=pytest.mark.long), pytest.param("loading", marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("kind, when", [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])
 def test_sigkill(checkpoint, kind, when):
     """SIGKILL one process; the job ends with the documented code, its clients get an error, nothing is left."""
     with Server(checkpoint, *ARGUMENTS, wait=when != "loading") as server:
@@ -64,7 +64,8 @@ def test_a_stopped_follower_is_named_to_the_client(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)]
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGUSR1))],
 )
 def test_the_first_signal_drains(checkpoint, number):
     with Server(checkpoint, *ARGUMENTS) as server:

@@ -26,7 +26,7 @@ def test_every_rank_of_an_idle_server_stays_under_one_percent_of_a_core(tmp_path
     with Server(checkpoint, "--np", "4", "--pp", "2", "--device", "cpu", "--mem", "16") as server:
         assert server.request("/v1/completions", {"prompt": "hello", "max_tokens": 5})[0] == 200
         assert len(server.ranks) == 4
-        time.sleep(2)  # what the request set going has ended
+        time.sleep(2)  # 2 s are enough for what the request set going to end
         before = cpu(server.ranks + [server.front])
         time.sleep(SECONDS)  # the processor time of so long a rest is what is measured
         used = {pid: (seconds - before[pid]) / SECONDS for pid, seconds in cpu(before).items()}

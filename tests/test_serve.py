@@ -35,7 +35,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def want(checkpoint):
-    return functools.cache(lambda count: Reference(checkpoint).yardstick(PROMPT, count, distinct=count // 4))
+    return functools.cache(lambda count: Reference(checkpoint).yardstick(PROMPT, count))
 
 
 def ask(text="Say something."):

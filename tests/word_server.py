@@ -67,7 +67,7 @@ class Generate(tornado.web.RequestHandler):
             self.event({"delta": {"role": "assistant", "content": ""}})
         for i in range(self.body["max_tokens"]):
             if i:
-                await asyncio.sleep(self.state.step)  # and for each other
+                await asyncio.sleep(self.state.step)  # as a model that takes so long for each other token
             if how == "cut" and i == 1:
                 self.detach().close()
                 return

@@ -122,7 +122,7 @@ class Slurm:
     def close(self) -> None:
         if len(self._daemons) > 1:
             self.run("scancel", "--user=root")
-            time.sleep(0.5)  # jobs end when they hear of it; what does not is killed below
+            time.sleep(0.5)  # 0.5 s are enough for jobs that end when they hear of it; the rest is killed below
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:

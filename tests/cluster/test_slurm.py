@@ -85,7 +85,7 @@ def run(slurm, script: Path, seconds: float = 400) -> tuple[dict[str, str], str]
     job = sent.stdout.strip()
 
     def busy() -> bool:
-        time.sleep(1)  # each look costs a process, and the job takes minutes
+        time.sleep(1)  # each look costs a process, and the job takes minutes, so one a second is enough
         return slurm.state(job)["JobState"] not in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 
     rest = wait(busy, seconds)

@@ -24,7 +24,7 @@ def lead(line: broadcast.MpiPlanBroadcast) -> None:
     for _ in range(WAKES):
         time.sleep(PAUSE)  # longer than QUIET_AFTER: the followers sleep
         tell(repr(time.time()).encode())
-    time.sleep(1)  # what the last wake-up set going has ended
+    time.sleep(1)  # 1 s is enough for what the last wake-up set going to end
     tell(b"rest")
     time.sleep(REST)  # the processor time of so long a rest is what is measured
     tell(b"end")

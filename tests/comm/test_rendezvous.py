@@ -76,10 +76,10 @@ def stranger(address, port=0, says=None, backlog=5):
 
 def answer(connection):
     assert connection.recv(100) == HELLO
-    time.sleep(0.3)  # the others have had their say
+    time.sleep(0.3)  # 0.3 s are enough for the others to have had their say
     for part in (ANSWER[:5], ANSWER[5:] + b"what the watch says next"):
         connection.sendall(part)
-        time.sleep(0.05)  # so that it does not arrive as one piece
+        time.sleep(0.05)  # longer than a read takes, so that it does not arrive as one piece
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_rank_has_one_connection_however_many_addresses_lead_to_rank_0(monkeyp
         time.sleep(0.1)  # connections that are not kept have closed by then
         watch.wake(range(3))
         assert comm.rank == 0 or watch.wait(2), "what it holds is not what rank 0 sends on"
-        time.sleep(0.6)  # the watch looks at what it has, and reports
+        time.sleep(0.6)  # 0.6 s are enough for the watch to look at what it has, and to report
         comm.barrier()
         watch.stop()
         comm.barrier()
@@ -213,7 +213,7 @@ def test_a_silent_stranger_does_not_keep_the_ranks_out():
         with socket.create_connection(address, timeout=5) as silent, socket.create_connection(address) as friend:
             time.sleep(0.1)  # the friend comes after rank 0 has waited for the silent one
             friend.sendall(hello[:16])
-            time.sleep(0.1)  # so that it does not arrive as one piece
+            time.sleep(0.1)  # longer than a read takes, so that it does not arrive as one piece
             friend.sendall(hello[16:])
             assert friend.recv(100) == answer
             assert silent.recv(1) == b""

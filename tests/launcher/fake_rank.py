@@ -63,7 +63,7 @@ deadline = time.monotonic() + 10
 while len((place / "up").read_text().split()) < job.announced_size and time.monotonic() < deadline:
     time.sleep(0.02)  # the others come up before this one fails
 if any(what == "kill" or what.startswith("exit:") for what in wanted):
-    time.sleep(0.3)  # what the ranks have said comes through mpirun, which loses it where one fails at once
+    time.sleep(0.3)  # long enough for mpirun to hand on what ranks say: it loses that where one fails at once
 for what in wanted:
     if what.startswith("exit:"):
         os._exit(int(what[5:]))

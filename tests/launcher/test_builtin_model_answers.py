@@ -13,9 +13,9 @@ from phalanx.launcher import builtin_model
 
 from ..server import Server
 
-# Of the answers in the first 20 held-out documents, as measured on these weights in f32:
+# Of the answers in the first so many held-out documents, as measured on these weights in f32:
 # python benchmarks/builtin_model/evaluate.py --skill copy --items 1 --perplexity 20
-PERPLEXITY = 1.1597
+PERPLEXITY = {8: 1.3418, 20: 1.1597}
 
 WEATHER = {
     "type": "function",
@@ -89,11 +89,12 @@ def at_once(work, things, server, **more):
 
 def test_the_evaluation_in_small(server):
     """Each skill a little; the card has the figures of the whole."""
-    items = [item for skill, _, _ in heldout.SKILLS for item in heldout.items(skill, 4)]
+    items = [item for skill, _, _ in heldout.SKILLS for item in heldout.items(skill, 2)]
     failed = [one for one in at_once(evaluate.answer, items, server, think=None) if not one["right"]]
     assert len(failed) <= len(items) // 8, failed
 
 
-def test_the_perplexity_is_the_one_measured(server):
-    losses = at_once(evaluate.surprise, evaluate.places(20), server)
-    assert math.exp(sum(losses) / len(losses)) < PERPLEXITY * 1.01
+@pytest.mark.parametrize("documents", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_the_perplexity_is_the_one_measured(server, documents):
+    losses = at_once(evaluate.surprise, evaluate.places(documents), server)
+    assert math.exp(sum(losses) / len(losses)) < PERPLEXITY[documents] * 1.01

@@ -117,7 +117,7 @@ def test_the_allocation_becomes_a_hostfile(name, cluster, tmp_path):
 def test_a_warning_drains_however_often_it_comes(name, cluster, tmp_path):
     job = cluster(name, CODE="0", WAITS="1")
     until((tmp_path / "started").exists)
-    time.sleep(0.2)  # until the script waits
+    time.sleep(0.2)  # 0.2 s are enough for the script to come to its wait
     job.send_signal(signal.SIGUSR1)
     time.sleep(0.1)  # while it drains, which takes it 0.3 s
     job.send_signal(signal.SIGUSR1)

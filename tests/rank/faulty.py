@@ -26,14 +26,14 @@ def execute(self, plan, real=ModelRunner._execute):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
         if place == "host-memory":
             torch.empty(1 << 50)
-        time.sleep(1000)  # never ends the step
+        time.sleep(1000)  # longer than the test runs: it never ends the step
     return real(self, plan)
 
 
 def load(path, grid, *rest, real=engine.load_model):
     if grid.world.rank == int(rank):
         if int(step):
-            time.sleep(1000)  # never loads
+            time.sleep(1000)  # longer than the test runs: it never loads
         raise ZeroDivisionError("made to fail")
     return real(path, grid, *rest)
 
@@ -42,13 +42,13 @@ def load_slowly(path, grid, *rest, real=engine.load_model):
     if grid.world.rank == int(rank):
         for done in range(int(step)):
             rest[5](done, int(step))  # progress
-            time.sleep(0.25)  # as slow as a network file system, and it gets on
+            time.sleep(0.25)  # a file takes so long from a slow network file system, and it gets on
     return real(path, grid, *rest)
 
 
 def read(self, real=Reader.next):
     if int(os.environ["OMPI_COMM_WORLD_RANK"]) == int(rank):
-        time.sleep(1000)  # never gets on
+        time.sleep(1000)  # longer than the test runs: it never gets on
     return real(self)
 
 
@@ -62,7 +62,7 @@ def prepare(self, real=ModelRunner._prepare):
 
 
 if place == "join" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
-    time.sleep(1000)  # never joins
+    time.sleep(1000)  # longer than the test runs: it never joins
 if place == "load":
     engine.load_model = load
 elif place == "slow":

@@ -26,6 +26,7 @@ from ..processes import gone, kill, wait
 from ..ranks import MEMORY, environment
 
 HOST = socket.gethostname()
+IDLE_OR_NOT = [pytest.param(False, id="idle", marks=pytest.mark.long), pytest.param(True, id="load")]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def work(engine: Engine) -> None:
     next(m for m in engine.messages() if isinstance(m, protocol.Deltas))
 
 
-@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+@pytest.mark.parametrize("load", IDLE_OR_NOT)
 def test_sigkill_of_a_follower(checkpoint, load):
     with Engine(checkpoint, 3) as engine:
         if load:
@@ -55,7 +56,7 @@ def test_sigkill_of_a_follower(checkpoint, load):
         assert engine.log().count("has died") == 1
 
 
-@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+@pytest.mark.parametrize("load", IDLE_OR_NOT)
 def test_sigkill_of_rank_0(checkpoint, load):
     with Engine(checkpoint, 2) as engine:
         if load:
@@ -65,7 +66,7 @@ def test_sigkill_of_rank_0(checkpoint, load):
         assert gone(engine.ready.pids)
 
 
-@pytest.mark.parametrize("load", [False, True], ids=["idle", "load"])
+@pytest.mark.parametrize("load", IDLE_OR_NOT)
 def test_sigkill_of_mpirun(checkpoint, load):
     with Engine(checkpoint, 2) as engine:
         if load:
@@ -75,9 +76,7 @@ def test_sigkill_of_mpirun(checkpoint, load):
         assert gone(engine.ready.pids)
 
 
-@pytest.mark.parametrize(
-    "load", [pytest.param(False, id="idle", marks=pytest.mark.long), pytest.param(True, id="load")]
-)
+@pytest.mark.parametrize("load", IDLE_OR_NOT)
 def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
     with Engine(checkpoint, 3, timeout=4) as engine:
         if load:
@@ -104,7 +103,7 @@ def faulty(checkpoint, monkeypatch, fault: str, ranks: int = 2, **options) -> En
     return Engine(checkpoint, ranks, program=(str(Path(__file__).parent / "faulty.py"),), **options)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_an_exception_in_a_step(checkpoint, monkeypatch, rank):
     with faulty(checkpoint, monkeypatch, f"step:{rank}:5") as engine:
         work(engine)
@@ -119,7 +118,7 @@ def test_an_exception_in_a_step(checkpoint, monkeypatch, rank):
 @pytest.mark.parametrize(
     "place, words",
     [
-        ("memory", "CUDA out of memory. Tried to allocate 2.00 GiB."),
+        pytest.param("memory", "CUDA out of memory. Tried to allocate 2.00 GiB.", marks=pytest.mark.long),
         ("host-memory", "DefaultCPUAllocator: can't allocate memory"),
     ],
 )
@@ -136,11 +135,11 @@ def test_memory_that_runs_out_in_a_step(checkpoint, monkeypatch, place, words):
 
 
 def test_a_rank_that_hangs_in_a_step_is_named(checkpoint, monkeypatch):
-    with faulty(checkpoint, monkeypatch, "hang:1:5", timeout=6) as engine:
+    with faulty(checkpoint, monkeypatch, "hang:1:5", timeout=4) as engine:
         work(engine)
         assert engine.wait(15) == 71
         assert engine.fatal is not None
-        assert engine.fatal.message.startswith(f"step 5 was not finished in 6 s; behind: rank 1 on {HOST}.")
+        assert engine.fatal.message.startswith(f"step 5 was not finished in 4 s; behind: rank 1 on {HOST}.")
         assert "--timeout" in engine.fatal.message
         assert gone(engine.ready.pids)
 
@@ -169,7 +168,7 @@ def test_an_exception_while_loading(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     "fault, rank, phase, options",
     [
-        ("load:1:1", 1, "loading weights (tests/rank/faulty.py: load)", {}),
+        pytest.param("load:1:1", 1, "loading weights (tests/rank/faulty.py: load)", {}, marks=pytest.mark.long),
         pytest.param("load:0:1", 0, "loading weights (tests/rank/faulty.py: load)", {}, marks=pytest.mark.long),
         ("stripe:1:0", 1, "loading weights (tests/rank/faulty.py: read)", {"load": "striped"}),
         ("start:1:1000", 1, "preparing steps", {}),
@@ -193,7 +192,7 @@ def test_loading_may_take_long_as_long_as_it_gets_on(checkpoint, monkeypatch):
         assert engine.drain() == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_an_exception_before_the_first_step(checkpoint, monkeypatch, rank):
     """As where CUDA graphs cannot be captured: the job is not ready before."""
     with pytest.raises(AssertionError, match=f"rank {rank} on {HOST}: ZeroDivisionError: made to fail") as caught:
@@ -201,39 +200,31 @@ def test_an_exception_before_the_first_step(checkpoint, monkeypatch, rank):
     assert "StopIteration" in str(caught.value), "it said that it was ready"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_job_is_ready_when_every_step_thread_is(checkpoint, monkeypatch, rank):
     with faulty(checkpoint, monkeypatch, f"start:{rank}:1") as engine:
         assert not wait(lambda: "the step thread goes on" not in engine.log(), 5)  # it comes through mpirun
         assert len(engine.generate({"one": ([5, 6], greedy(3))})["one"].tokens) == 3
 
 
-def test_the_log_says_what_fits_in_the_cache(checkpoint):
-    with Engine(checkpoint, 2, mem=2) as engine:
+def test_what_fits_in_the_cache_and_what_does_not(checkpoint):
+    """The log says what fits. The front checks lengths; a faulty one must not stop the job."""
+    with Engine(checkpoint, 2, mem=2, max_model_len=100) as engine:
         assert not wait(lambda: f"KV cache: {engine.ready.kv_tokens} tokens in" not in engine.log(), 5)
         assert "2 MiB a rank (--mem 2)" in engine.log()
         assert re.search(r" loaded \d+ MB on this rank in \d+\.\d s\n", engine.log())
         assert engine.ready.kv_tokens == 2 * 1024 * 1024 // (2 * 4 * 3 * 8 * 4) // 16 * 16
-
-
-def test_a_length_that_does_not_fit_is_refused_with_the_numbers(checkpoint):
-    with pytest.raises(AssertionError, match="the KV cache holds 672 tokens, --max-model-len asks for 2000") as error:
-        Engine(checkpoint, 1, mem=1, max_model_len=2000)
-    assert "raise --mem or --kv-fraction, lower --max-model-len, or use more ranks" in str(error.value)
-
-
-def test_what_all_ranks_refuse_is_said_once(checkpoint):
-    with pytest.raises(AssertionError, match="--tp 4 does not fit a model of 12 attention heads") as caught:
-        Engine(checkpoint, 4)
-    assert str(caught.value).count("does not fit") == 1
-
-
-def test_what_can_become_too_long_is_answered_with_an_error(checkpoint):
-    """The front checks lengths; a faulty one must not stop the job."""
-    with Engine(checkpoint, 1, max_model_len=100) as engine:
         outputs = engine.generate({"long": ([5] * 60, greedy(41)), "fine": ([5] * 60, greedy(40))})
         assert outputs["long"].finish == "error" and "up to 101 tokens, at most 100 fit" in outputs["long"].error
         assert len(outputs["fine"].tokens) == 40
+
+
+def test_what_all_ranks_refuse_is_said_once(checkpoint):
+    """A length that does not fit, with the numbers."""
+    with pytest.raises(AssertionError, match="the KV cache holds 1360 tokens, --max-model-len asks for 2000") as caught:
+        Engine(checkpoint, 2, mem=1, max_model_len=2000)
+    assert "raise --mem or --kv-fraction, lower --max-model-len, or use more ranks" in str(caught.value)
+    assert str(caught.value).count("--max-model-len asks for") == 1
 
 
 def alone(**job) -> subprocess.CompletedProcess:

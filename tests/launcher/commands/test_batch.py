@@ -172,7 +172,7 @@ def run_script(place, script, *codes, signal=False, restarts="0"):
                 deadline = time.monotonic() + 10
                 while not (place / "started").exists() and time.monotonic() < deadline:
                     time.sleep(0.02)
-                time.sleep(0.2)  # until the script waits
+                time.sleep(0.2)  # 0.2 s are enough for the script to come to its wait
                 job.send_signal(10)
             assert job.wait(10) == code
         finally:

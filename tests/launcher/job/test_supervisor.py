@@ -15,6 +15,7 @@ from ...processes import table
 from ..jobs import serve
 
 pytestmark = pytest.mark.timeout(60)
+ALONE = pytest.param(1, marks=pytest.mark.long)  # without mpirun, as many other tests
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -30,16 +31,26 @@ def test_the_first_signal_drains(tmp_path, ranks, number):
         assert job.no_directory()
 
 
-@pytest.mark.parametrize("how", ["file", "variable"])
-def test_the_key_is_for_the_front_alone(tmp_path, how):
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A job of two ranks to look at, with a key in a variable."""
+    with serve(tmp_path_factory.mktemp("two"), "--np", "2", PHALANX_API_KEY="hush-hush") as job:
+        yield job.up(2)
+
+
+def hushed(job) -> bool:
+    environs = job.read("environs")
+    return len(environs) == 4 and not [one for one in environs if "hush-hush" in one]
+
+
+def test_a_key_in_a_file_is_for_the_front_alone(tmp_path):
     (tmp_path / "key").write_text("hush-hush\n")
-    argv = ("--api-key-file", str(tmp_path / "key")) if how == "file" else ()
-    environ = {"PHALANX_API_KEY": "hush-hush"} if how == "variable" else {}
-    with serve(tmp_path, "--np", "2", *argv, **environ) as job:
-        job.up(2)
-        environs = job.read("environs")
-        assert len(environs) == 4
-        assert not [one for one in environs if "hush-hush" in one]
+    with serve(tmp_path, "--np", "2", "--api-key-file", str(tmp_path / "key")) as job:
+        assert hushed(job.up(2))
+
+
+def test_a_key_in_a_variable_is_for_the_front_alone(two):
+    assert hushed(two)
 
 
 def test_a_unix_socket_goes_at_the_end(tmp_path):
@@ -52,7 +63,7 @@ def test_a_unix_socket_goes_at_the_end(tmp_path):
         assert not path.exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_a_drain_is_asked_for_once(tmp_path, ranks):
     with serve(tmp_path, "--np", str(ranks), FAKE="deaf") as job:
         job.up(ranks).process.send_signal(signal.SIGTERM)
@@ -64,7 +75,7 @@ def test_a_drain_is_asked_for_once(tmp_path, ranks):
         assert job.end() == 130
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_the_second_signal_stops(tmp_path, ranks):
     with serve(tmp_path, "--np", str(ranks), FAKE="deaf") as job:
         job.up(ranks).process.send_signal(signal.SIGINT)
@@ -83,8 +94,19 @@ def test_a_signal_while_loading_ends_at_once(tmp_path):
         assert "phalanx: ending: no request was accepted yet" in job.output
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-@pytest.mark.parametrize("front", ["", "loading", "hangs", "rude"])
+@pytest.mark.parametrize(
+    ("front", "host"),
+    [
+        ("", "127.0.0.1"),
+        ("", "0.0.0.0"),
+        ("loading", "127.0.0.1"),
+        ("loading", "0.0.0.0"),
+        ("hangs", "127.0.0.1"),
+        pytest.param("hangs", "0.0.0.0", marks=pytest.mark.long),
+        ("rude", "127.0.0.1"),
+        pytest.param("rude", "0.0.0.0", marks=pytest.mark.long),
+    ],
+)
 def test_a_proxy_has_no_say_in_it(tmp_path, front, host):
     """Whether requests may be open is asked of the front itself, and where it does not tell, they may be."""
     proxy = {"http_proxy": "http://127.0.0.1:1", "HTTP_PROXY": "http://127.0.0.1:1", "no_proxy": ""}
@@ -99,9 +121,9 @@ def test_a_proxy_has_no_say_in_it(tmp_path, front, host):
     ("fake", "code", "why"),
     [
         ("exit:70@1", 70, "a rank failed"),
-        ("exit:71@0", 71, "a rank was stuck"),
-        ("exit:3@1", 3, "the model cannot be read"),
-        ("exit:4@1", 4, "not enough memory"),
+        pytest.param("exit:71@0", 71, "a rank was stuck", marks=pytest.mark.long),
+        pytest.param("exit:3@1", 3, "the model cannot be read", marks=pytest.mark.long),
+        ("exit:4@0", 4, "not enough memory"),
         ("exit:55@1", 1, "an error"),
     ],
 )
@@ -153,7 +175,7 @@ def test_killed_front(tmp_path, ranks):
 
 
 def test_killed_front_and_ranks_that_do_not_notice(tmp_path):
-    with serve(tmp_path, "--np", "2", FAKE="deaf") as job:
+    with serve(tmp_path, "--np", "2", FAKE="deaf", PEER_PATIENCE="1") as job:
         os.kill(job.up(2).front(), signal.SIGKILL)
         assert job.end() == 70
 
@@ -215,22 +237,20 @@ def test_a_taken_port(tmp_path):
             assert second.no_directory()
 
 
-def test_the_front_is_alone(tmp_path):
-    """A session of its own, no stdin, nothing of MPI in its environment."""
-    with serve(tmp_path, "--np", "2") as job:
-        environ = json.loads((job.up(2).place / "front-environ").read_text())
-        assert environ["session"] is True and environ["stdin"] == "/dev/null"
-        assert not [name for name in environ if name.startswith(("OMPI_", "PMIX_", "PRTE_", "PHALANX_"))]
-        assert "the front is up" in job.output and "rank 1 of 2 is up" in job.output
+def test_the_front_is_alone(two):
+    """A session of its own, no stdin, nothing of MPI in its environment, and the key."""
+    environ = json.loads((two.place / "front-environ").read_text())
+    assert environ["session"] is True and environ["stdin"] == "/dev/null"
+    ours = [name for name in environ if name.startswith(("OMPI_", "PMIX_", "PRTE_", "PHALANX_"))]
+    assert ours == ["PHALANX_API_KEY"]
+    assert "the front is up" in two.output and "rank 1 of 2 is up" in two.output
 
 
-def test_two_ranks_share_the_cores(tmp_path):
-    with serve(tmp_path, "--np", "2") as job:
-        job.up(2)
-        shares = [json.loads(job.read(f"cpus-{rank}")[0].partition("]")[0] + "]") for rank in (0, 1)]
-        if len(os.sched_getaffinity(0)) > 1:
-            assert not set(shares[0]) & set(shares[1])
-        assert set(shares[0]) | set(shares[1]) == os.sched_getaffinity(0)
+def test_two_ranks_share_the_cores(two):
+    shares = [json.loads(two.read(f"cpus-{rank}")[0].partition("]")[0] + "]") for rank in (0, 1)]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not set(shares[0]) & set(shares[1])
+    assert set(shares[0]) | set(shares[1]) == os.sched_getaffinity(0)
 
 
 def test_open_to_all_without_a_key(tmp_path):

@@ -89,9 +89,10 @@ def test_the_check_finds_a_leak_and_a_double_release():
         blocks.check_empty()
     blocks.free(mine)
     blocks._blank.append(mine[0])
-    for check in (lambda: blocks.check([]), blocks.check_empty):
-        with pytest.raises(RuntimeError, match="free"):
-            check()
+    with pytest.raises(RuntimeError, match=f"broken: block {mine[0]} is free twice"):
+        blocks.check([])
+    with pytest.raises(RuntimeError, match="block accounting is broken: 3 of 2 blocks are free, and nobody holds one"):
+        blocks.check_empty()
 
 
 def swap(blocks, mine):
@@ -123,12 +124,38 @@ def held(blocks, mine):
     blocks._references[mine[0]] = 1
 
 
-@pytest.mark.parametrize("fault", [swap, both, unknown, confused, nameless, held])
-def test_the_check_finds_what_has_gone_astray(fault):
+def leftover(blocks, mine):
+    """A hash that is known of a block that has another one."""
+    blocks._by_hash[b"other"] = mine[0]
+
+
+LOST = r"the hash of block \d does not lead to it"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (swap, r"block \d is free twice"),
+        (both, r"block 0 is held by 0, blank 1 times, cached 1 times; it is either held or free, once"),
+        (unknown, LOST),
+        (confused, LOST),
+        (nameless, LOST),
+        (held, r"holders of blocks \[0\] do not add up"),
+        (leftover, "3 hashes are known, 2 blocks have one"),
+    ],
+)
+def test_the_check_finds_what_has_gone_astray(fault, words):
     blocks, mine = cached()
     fault(blocks, mine)
-    with pytest.raises(RuntimeError, match="block accounting is broken"):
+    with pytest.raises(RuntimeError, match=f"^block accounting is broken: {words}$"):
         blocks.check([])
+
+
+def test_counts_alone_show_a_hash_too_many():
+    blocks, mine = cached()
+    leftover(blocks, mine)
+    with pytest.raises(RuntimeError, match="block accounting is broken: 3 hashes are known of 2 cached blocks"):
+        blocks.check_empty()
 
 
 def test_the_check_comes_in_slices():

@@ -147,6 +147,38 @@ def test_what_can_become_too_long_is_refused():
     assert len(engine.tokens["a"]) == 10
 
 
+def test_an_id_that_is_in_use_is_refused():
+    engine = Engine()
+    engine.scheduler.add(request("a", [1, 2, 3], 5))
+    with pytest.raises(ValueError, match="^a: up to 8 tokens, at most 100 fit, or a used id$"):
+        engine.scheduler.add(request("a", [1, 2, 3], 5))
+    engine.run()
+    assert engine.tokens["a"] == alone([1, 2, 3], 5)
+
+
+def test_what_does_not_add_up_is_told_in_numbers():
+    def fails(check, words):
+        with pytest.raises(RuntimeError, match=f"^{words}$"):
+            check()
+
+    scheduler = Engine().scheduler
+    scheduler.check_empty()
+    scheduler.check()
+    scheduler.backlog = 3
+    words = "no sequence is left, but 0 run, 0 wait, and 3 tokens are to be computed"
+    fails(scheduler.check_empty, words)
+    fails(scheduler.check, "the backlog of 3 tokens is not what the sequences have to compute")
+    scheduler.backlog = 0
+    scheduler._rows.pop()
+    fails(scheduler.check_empty, "row accounting is broken: 7 of 8 rows are free")
+
+    engine = Engine()
+    engine.scheduler.add(request("a", [1, 2, 3], 5))
+    engine.step()
+    engine.scheduler._rows.append(engine.scheduler.running[0].row)
+    fails(engine.scheduler.check, r"row accounting is broken: \[0\]")
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_any_load_gives_each_sequence_the_tokens_it_has_alone(seed):
     """Random pools, budgets, lengths, shared beginnings, stops, priorities and aborts; accounts checked every step."""

@@ -144,7 +144,7 @@ def test_wait_ready_ends_when_the_job_fails_while_loading(tmp_path):
     async def test(link, lead):
         waiting = asyncio.ensure_future(link.wait_ready())
         lead.send(protocol.Fatal("no such file: model.safetensors", 3))
-        await asyncio.sleep(0.05)  # so that the end is not read together with the word
+        await asyncio.sleep(0.05)  # longer than a read takes, so that the end is not read together with the word
         lead.writer.close()
         with pytest.raises(ApiError, match="the job ended: no such file: model.safetensors"):
             await waiting

@@ -77,6 +77,45 @@ def test_a_call_in_thoughts_that_were_not_closed(front):
     assert choice["finish_reason"] == "stop" and choice["message"]["reasoning_content"].endswith("</tool_call>")
 
 
+@pytest.mark.parametrize("per_delta", [1, 100])
+@pytest.mark.parametrize(
+    ("answer", "thought", "calls"),
+    [
+        (f"<think>\nhm\n{CALL.format(1)}\n</think>", "hm", 1),
+        (f"<think>\nhm\n{CALL.format(1)}</think>\n\n", "hm", 1),
+        (f"<think>\nhm\n{CALL.format(1)}\n{CALL.format(2)}\n</think>\n", "hm", 2),
+        (f"<think>{CALL.format(1)}</think>", None, 1),
+    ],
+    ids=["closed", "white space behind", "two calls", "nothing but a call"],
+)
+def test_a_call_that_its_thoughts_were_closed_behind(front, answer, thought, calls, per_delta):
+    front.lead.answer, front.lead.per_delta = answer, per_delta
+    body = {"messages": "hi", "tools": [TOOL]}
+    choice = front.post("chat/completions", **body).body["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"].get("reasoning_content"), choice["message"]["content"]) == (thought, None)
+    expected = [{"name": "f", "arguments": f'{{"x": {i + 1}}}'} for i in range(calls)]
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == expected
+    events = front.events("chat/completions", **body)
+    thoughts = [["reasoning_content", thought]] if thought else []
+    assert order(events) == [*thoughts, *[[i, f'f{{"x": {i + 1}}}'] for i in range(calls)]]
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 2) + [
+        "tool_calls"
+    ]
+
+
+@pytest.mark.parametrize("per_delta", [1, 100])
+def test_a_draft_that_its_thoughts_were_closed_behind(front, per_delta):
+    front.lead.answer, front.lead.per_delta = f"<think>\n{CALL.format(1)}\n</think>\n\nDone.", per_delta
+    body = {"messages": "hi", "tools": [TOOL]}
+    choice = front.post("chat/completions", **body).body["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "Done.")
+    assert choice["message"]["reasoning_content"] == CALL.format(1) and not choice["message"].get("tool_calls")
+    events = front.events("chat/completions", **body)
+    assert order(events) == [["reasoning_content", CALL.format(1)], ["content", "Done."]]
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
 def test_markers_that_are_special_tokens_reach_the_parser(make_front, tmp_path):
     model = make_model(tmp_path / "mistral", "{{ tools }}[TOOL_CALLS]{{ messages[0].content }}")
     data = json.loads((model / "tokenizer.json").read_text())

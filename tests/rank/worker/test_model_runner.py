@@ -1,10 +1,12 @@
 """What the ranks of a tensor group have to know alike, as they choose their collectives by it."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from phalanx import errors
 from phalanx.rank import protocol
 from phalanx.rank.worker import model_runner as module
 from phalanx.rank.worker.model_runner import ModelRunner, min_microbatch_tokens
@@ -61,3 +63,34 @@ def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtyp
     monkeypatch.setattr(module, "device_caps", lambda _: chip)
     model, mesh = SimpleNamespace(hidden_size=hidden, dtype=dtype), SimpleNamespace(tensor=SimpleNamespace(size=ranks))
     assert min_microbatch_tokens(model, mesh, torch.device("cpu" if device == "cpu" else "cuda")) == least
+
+
+class Watch:
+    """Stands for the watchdog, which ends the process with what it is told."""
+
+    def __init__(self):
+        self.failed = []
+
+    def fail(self, error):
+        self.failed.append(error)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), None])
+def test_memory_that_runs_out_before_the_first_step(error, monkeypatch):
+    """Graphs and workspaces are made in the step thread; nobody may take it for ready then."""
+    error = error or RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    def prepare(self):
+        raise error
+
+    monkeypatch.setattr(ModelRunner, "_prepare", prepare)
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.watch, runner.ready = Watch(), threading.Event()
+    runner._execute_all()
+    assert not runner.ready.is_set()
+    (told,) = runner.watch.failed
+    assert isinstance(told, errors.FatalError) and told.code == errors.MEMORY
+    assert str(told) == (
+        f"not enough memory for CUDA graphs and the kernels' workspaces: {str(error).rstrip('.')}. "
+        "Lower --max-num-batched-tokens, --max-num-seqs, --kv-fraction or --mem, or use more ranks"
+    )

@@ -111,7 +111,7 @@ def test_a_tiny_temperature_is_greedy():
     assert draw(s, x.clone(), [0, 1])[0] == x.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
+@pytest.mark.parametrize("spread", [0.01, pytest.param(1.0, marks=pytest.mark.long), 5.0])
 def test_a_nucleus_is_the_same_whether_the_whole_vocabulary_is_sorted_or_not(spread, monkeypatch):
     """At the smallest spread it does not fit among the likeliest 1024 tokens."""
     vocab, rows = 20_000, 40

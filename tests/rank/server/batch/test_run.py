@@ -146,7 +146,7 @@ def test_the_ranks_die(stage, capsys):
     async def die(stage):
         await stage.until(lambda: stage.batch.counts.done == 10)
         stage.lead.send(protocol.Fatal("rank 1 on two has died", 137))
-        await asyncio.sleep(0.01)  # so that the end is not read together with the word
+        await asyncio.sleep(0.01)  # longer than a read takes, so that the end is not read together with the word
         stage.lead.close()
 
     assert stage.start(die) == 137
@@ -196,7 +196,7 @@ def test_ranks_that_go_away_during_a_stop(stage, capsys, word, code, end):
         stage.batch.stop("asked to by a signal")
         if word is not None:
             stage.lead.send(word)
-            await asyncio.sleep(0.01)  # so that the end is not read together with the word
+            await asyncio.sleep(0.01)  # longer than a read takes, so that the end is not read together with the word
         stage.lead.close()
 
     assert stage.start(stop, restarts=True) == code

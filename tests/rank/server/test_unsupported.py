@@ -1,0 +1,100 @@
+"""What a user reads about a field that is not obeyed: its name, its value, why, and what to do."""
+
+import pytest
+from phalanx.rank.server import unsupported
+from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest, convert
+
+BASE = {ChatRequest: {"messages": "x"}, CompletionRequest: {"prompt": "x"}, EmbeddingRequest: {"input": "x"}}
+OUTPUT = "the output cannot be constrained yet, leave it out"
+REASONING = "the length of the reasoning cannot be limited yet, leave it out"
+LENGTH = "prompts are not cut, shorten the prompt"
+TOKENS = "it is not supported, leave it out or use logit_bias"
+SAMPLER = "this way of sampling is not supported, leave it out"
+SHOWN = "the reasoning comes in a field of its own, which the client may pass over: leave it out"
+VECTOR = "vectors are written as 32-bit floats of little-endian byte order"
+CHAT = "this is for /v1/chat/completions"
+PROMPTS = {
+    "prompt_embeds": "the server takes text and token ids only",
+    "truncate_prompt_tokens": LENGTH,
+    "extra_body": "this is an argument of the openai Python client, not a field: "
+    "send the fields in it beside the others",
+}
+COMMON = {
+    **PROMPTS,
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), OUTPUT),
+    **dict.fromkeys(("structural_tag", "structured_outputs", "grammar", "json_schema"), OUTPUT),
+    **dict.fromkeys(("regex", "ebnf", "stop_regex"), OUTPUT),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "banned_tokens", "banned_strings"), TOKENS),
+    **dict.fromkeys(("logits_processors", "custom_logit_processor"), TOKENS),
+    "prompt_logprobs": "log probabilities of the prompt are not supported",
+    "n_probs": "use logprobs",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    **dict.fromkeys(
+        ("functions", "function_call"), 'it is deprecated and not supported, use "tools" and "tool_choice"'
+    ),
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget", "max_thinking_tokens"), REASONING),
+    **dict.fromkeys(("thinking_budget_tokens", "reasoning_budget"), REASONING),
+    **dict.fromkeys(("n_predict", "max_new_tokens"), "use max_tokens"),
+    "min_new_tokens": "use min_tokens",
+    "sampling_seed": "use seed",
+    "repeat_penalty": "use repetition_penalty",
+    "no_repeat_ngram_size": "use repetition_penalty or frequency_penalty",
+    **dict.fromkeys(("mirostat", "typical_p", "top_n_sigma", "dynatemp_range", "xtc_probability"), SAMPLER),
+    **dict.fromkeys(("dry_multiplier", "tfs_z", "smoothing_factor"), SAMPLER),
+    "vllm_xargs": "arguments of vLLM's plugins are not supported",
+    "nvext": "extensions of NVIDIA's servers are not supported, use the fields of vLLM",
+    **dict.fromkeys(("lora", "lora_path"), "adapters are not supported yet"),
+}
+REASONS = {
+    ChatRequest: {
+        **COMMON,
+        **dict.fromkeys(("modalities", "audio"), "the answer is text"),
+        **dict.fromkeys(("include_reasoning", "separate_reasoning"), SHOWN),
+        "web_search_options": "there is no web search",
+        "documents": "write them into the messages",
+        "suffix": "this is for models that fill in the middle",
+    },
+    CompletionRequest: {
+        **COMMON,
+        **dict.fromkeys(("tools", "tool_choice"), CHAT),
+        "max_completion_tokens": "use max_tokens",
+        "top_logprobs": "use logprobs, which is a number here",
+    },
+    EmbeddingRequest: {
+        **PROMPTS,
+        "truncate": LENGTH,
+        "messages": "write the conversation as a text",
+        **dict.fromkeys(
+            ("input_type", "prompt_name", "instruction"), "write it into the input as the model's card says"
+        ),
+        **dict.fromkeys(("embed_dtype", "endianness"), VECTOR),
+    },
+}
+TABLES = {
+    ChatRequest: unsupported.CHAT,
+    CompletionRequest: unsupported.COMPLETION,
+    EmbeddingRequest: unsupported.EMBEDDING,
+}
+
+
+def refusal(kind, name, value):
+    with pytest.raises(ApiError) as error:
+        convert({**BASE[kind], name: value}, kind)
+    assert (error.value.status, error.value.param) == (400, name)
+    return error.value.message
+
+
+@pytest.mark.parametrize("kind", BASE)
+def test_every_reason(kind):
+    assert set(REASONS[kind]) == set(TABLES[kind])
+    for name, why in REASONS[kind].items():
+        value, shown = (False, "false") if why == SHOWN else (7, "7")
+        assert refusal(kind, name, value) == f"{name} is {shown}: {why}"
+
+
+def test_a_limit_of_the_reasoning():
+    thinking = {"type": "enabled", "budget_tokens": 100}
+    with pytest.raises(ApiError) as error:
+        convert({"messages": "x", "thinking": thinking}, ChatRequest)
+    assert error.value.message == f"thinking.budget_tokens is 100: {REASONING}"
