@@ -28,8 +28,9 @@ from ..rank.server.config import SamplingDefaults, ServerConfig
 from ..rank.server.engine_client import EngineClient
 from ..rank.server.openai_format import tool_call
 from ..rank.server.schema import ChatRequest, CompletionRequest, convert
+from ..rank.server.session import Session
 from ..rank.server.text.events import Answer
-from ..rank.server.text_engine import Session, TextEngine
+from ..rank.server.text_engine import TextEngine
 from .job import linux, mpi_env, server_process, supervisor
 from .options import option_sources
 from .options.resolve import resolve

@@ -46,6 +46,7 @@ ROOMS = (
     "rank.protocol",
     "rank.safetensors_header",
     "rank.filesystems",
+    "rank.heap",
     "errors",
 )
 # Besides the order: what a room must not import although it stands further down.

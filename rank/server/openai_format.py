@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from .. import protocol
+from .session import Choice, Session, Update
 from .text.events import Answer, Event, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from .text.tokenizer import Tokenizer
-from .text_engine import Choice, Session, Update
 
 encode = msgspec.json.encode
 LOWEST = -9999.0  # in place of -inf, which JSON does not have

@@ -5,7 +5,6 @@ The ranks of a job, their mesh and their watchdog outlive it: one engine may loa
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import time
@@ -19,6 +18,7 @@ from ... import errors
 from ...comm.mesh import Mesh
 from ...comm.watchdog import LocalWatchdog
 from ...kernels import jit
+from .. import heap
 from ..model import fingerprint
 from ..model.base import Model
 from ..model.load import load as load_model
@@ -112,7 +112,7 @@ class Engine:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         else:
-            _trim_heap()
+            heap.trim()
         self.place.world.barrier()  # nobody loads the next before all have given theirs back
 
     def _load(self, free: int, free_of_host: int) -> Model:
@@ -209,10 +209,3 @@ class Engine:
     def _say(self, text: str) -> None:
         if self.place.world.rank == 0:
             log.info(text)
-
-
-def _trim_heap() -> None:
-    """Have glibc return what was freed: it keeps it for later, where anything that is still used lies behind it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # other C libraries have none
-        trim(0)

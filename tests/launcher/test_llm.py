@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from phalanx import LLM, SamplingParams
 from phalanx.launcher.llm import JobError, _collect
+from phalanx.rank.server.session import Update
 from phalanx.rank.server.text.events import Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart
-from phalanx.rank.server.text_engine import Update
 
 from ..checkpoints import make_checkpoint
 from ..processes import gone, kill

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from ..schema import ChatRequest, CompletionRequest, EmbeddingRequest
-from ..text_engine import Session, TextEngine
+from ..session import Session
+from ..text_engine import TextEngine
 
 
 class Admission:

@@ -12,7 +12,8 @@ from ..api_error import ApiError
 from ..embeddings import embed
 from ..openai_format import ChatRenderer, Renderer, TextRenderer
 from ..schema import ChatRequest, EmbeddingRequest, decode
-from ..text_engine import Session, TextEngine
+from ..session import Session
+from ..text_engine import TextEngine
 from . import output
 from .admission import opened
 from .batch_input import Item, Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from ..text_engine import Session
+from ..session import Session
 
 REMEMBERED = 512  # requests
 MEANINGFUL = 8  # before so many have ended, their lengths say little

@@ -14,7 +14,7 @@ from ..api_error import ApiError
 from ..embeddings import embed
 from ..openai_format import ChatRenderer, Renderer, TextRenderer
 from ..schema import ChatRequest, CompletionRequest, EmbeddingRequest
-from ..text_engine import Session
+from ..session import Session
 from .handler import BodyHandler, Handler
 
 KEEP_ALIVE = b": keep-alive\n\n"
