@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -370,20 +369,6 @@ def prompt_attention(table: Table, batch: int, length: int) -> None:
     table.add(f"attention prompt {batch} x {length}", 0, versions, batch * 2 * 32 * 128 * length**2)
 
 
-def plans(table: Table) -> None:
-    """Seconds that the first call for a new length takes."""
-    if table.only and table.only not in "plans":
-        return
-    for length in (1536, 2560, 3584):
-        x, k = randn(1, 32, length, 128), randn(1, 8, length, 128)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            sdpa(x, k, k, is_causal=True, enable_gqa=True)
-        torch.cuda.synchronize()
-        print(f"cudnn plans for {length} in {time.perf_counter() - start:.3f} s", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operations whose name contains this")
@@ -401,7 +386,6 @@ def main() -> None:
         gated_products(table, asked.shapes)
         if asked.shapes == "8b":
             attentions(table)
-            plans(table)
     if asked.json:
         about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
         with open(asked.json, "a") as file:
