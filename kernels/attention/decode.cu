@@ -181,7 +181,8 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
         mbarrier_wait(ready + item % 2, item / 2);
 #pragma unroll
         for (int i = 0; i < DIM / 16; i++)
-            ldmatrix(columns[i], smem_address(now.turned + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
+            ldmatrix(columns[i],
+                     smem_address(now.turned + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
         if (warp == 0 && way.newest(span)) softmax.take_newest(now);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(taken + item % 2);

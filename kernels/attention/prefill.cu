@@ -86,8 +86,8 @@ __device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v, const int* items,
-       int count, const int* tables, int table_row, T* out, float scale, float cap) {
+prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v,
+        const int* items, int count, const int* tables, int table_row, T* out, float scale, float cap) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -96,7 +96,10 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
     launch_dependents();
     if (thread == 0) {
         mbarrier_init(&q_full, 1), mbarrier_init(&q_empty, 8);
-        for (int s = 0; s < STAGES; s++) mbarrier_init(k_full + s, 1), mbarrier_init(v_full + s, 1), mbarrier_init(k_empty + s, 8), mbarrier_init(v_empty + s, 8);
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(k_full + s, 1), mbarrier_init(v_full + s, 1);
+            mbarrier_init(k_empty + s, 8), mbarrier_init(v_empty + s, 8);
+        }
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -107,7 +110,8 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
         int t = 0, n = 0;
         for (int i; (i = pick(n)) < count * HEADS; n++) {
             const Work work(items, i / HEADS);
-            const int head = i % HEADS, column = head / (HEADS / KV_HEADS) * DIM, *table = tables + (long long)work.sequence * table_row;
+            const int head = i % HEADS, column = head / (HEADS / KV_HEADS) * DIM;
+            const int* table = tables + (long long)work.sequence * table_row;
             auto block = [&](int j) {  // of the cache, for this lane's box of a tile
                 int token = j * TILE + lane * BOX;
                 return lane < PER_TILE && token < work.length ? table[token / SIZE] * SIZE + token % SIZE : -1;
@@ -127,7 +131,8 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
                     __syncwarp();
                     if (now >= 0)
                         for (int h = 0; h < HALVES; h++)
-                            tma_load(at + stage * TILE_BYTES + (h * TILE + lane * BOX) * 128, map, column + h * 64, now, full + stage);
+                            tma_load(at + stage * TILE_BYTES + (h * TILE + lane * BOX) * 128, map, column + h * 64, now,
+                                     full + stage);
                 };
                 bring(&of_k, k_at, k_full, k_empty);
                 bring(&of_v, v_at, v_full, v_empty);
@@ -142,7 +147,8 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
         const Work work(items, i / HEADS);
         const int head = i % HEADS, skip = group * 64, above = work.position + skip;
         // Tiles that this group's rows see; the block's others are only handed back.
-        const int tiles = work.stop() - work.first(), mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
+        const int tiles = work.stop() - work.first();
+        const int mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
         unsigned q[Q_SHARED ? 1 : DIM / 16][4];
         mbarrier_wait(&q_full, n);
         if constexpr (!Q_SHARED) {

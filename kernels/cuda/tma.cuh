@@ -33,28 +33,27 @@ __device__ inline void mbarrier_arrive(Barrier* barrier) {
 
 __device__ inline void mbarrier_wait(Barrier* barrier, int round) {
     asm volatile(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(smem_address(barrier)),
-        "r"(round & 1)
-        : "memory");
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
+        ::"r"(smem_address(barrier)), "r"(round & 1) : "memory");
 }
 
 // What a map says is brought near, so that the first copy does not wait for it. Maps are arguments: no grid_wait() is
 // needed.
-__device__ inline void prefetch_tensor_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ inline void prefetch_tensor_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 
 // The box of `map` that begins with these inputs and rows.
 __device__ inline void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                     to),
-                 "l"(map), "r"(input), "r"(row), "r"(smem_address(barrier))
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(map), "r"(input), "r"(row), "r"(smem_address(barrier))
                  : "memory");
 }
 
 // The box of a map that counts runs of 64 inputs: of these runs and rows.
 __device__ inline void tma_load_runs(unsigned to, const TensorMap* map, int run, int row, Barrier* barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-                     to),
-                 "l"(map), "r"(0), "r"(run), "r"(row), "r"(smem_address(barrier))
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(to), "l"(map), "r"(0), "r"(run), "r"(row), "r"(smem_address(barrier))
                  : "memory");
 }
 

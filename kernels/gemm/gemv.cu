@@ -50,7 +50,8 @@ __device__ inline void reduce_add_norm(const T* x, const T* residual, const Weig
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* residual, const T* norm_weight, float eps, T* sum) {
+gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* residual, const T* norm_weight, float eps,
+     T* sum) {
     extern __shared__ uint4 memory[];
     uint4* xs = memory;
     int lane = threadIdx.x % 32;

@@ -51,7 +51,8 @@ __device__ inline void store(const float* sums, const T* bias, T* y, int first, 
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The block's tiles, `mine` of them, WHOLE.
-__device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* full, Barrier* empty, int mine, int width, int rows) {
+__device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* full, Barrier* empty, int mine, int width,
+                                   int rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float sum[PARTS][WIDTH / 2];  // of row warp * 16 + lane / 4 and 8 below, pairs of outputs lane % 4 * 2 of each eight
     for (int t = 0, n = 0; t < mine; t++) {
@@ -66,7 +67,8 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
                 const unsigned long long a = smem_descriptor(stage + (BOXES * M + i / 4 * ROWS) * 128 + i % 4 * 32, 16);
 #pragma unroll
                 for (int p = 0; p < PARTS; p++)
-                    wgmma(T(), sum[p], a, smem_descriptor(stage + (i / 4 * M + p * WIDTH) * 128 + i % 4 * 32, 16), i > 0 || n > start);
+                    wgmma(T(), sum[p], a, smem_descriptor(stage + (i / 4 * M + p * WIDTH) * 128 + i % 4 * 32, 16),
+                          i > 0 || n > start);
             }
             wgmma_commit();
             wgmma_wait<0>();  // with one more chunk under way ptxas would serialize them
@@ -99,7 +101,8 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ TensorMap of_w, const T* bias, T* y, int rows, int outputs) {
+pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ TensorMap of_w, const T* bias, T* y, int rows,
+               int outputs) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];

@@ -55,7 +55,8 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
                     if (n >= STAGES) mbarrier_wait(empty + stage, n / STAGES - 1);
                     mbarrier_expect(full + stage, STAGE);
                     tma_load(to, &of_x, c * KC, place.row + rank * ROWS, full + stage);
-                    tma_load_multicast(to + X_BYTES + rank * OUTS * KC * 2, &of_w, c * KC, rank * OUTPUTS + place.out, full + stage);
+                    tma_load_multicast(to + X_BYTES + rank * OUTS * KC * 2, &of_w, c * KC, rank * OUTPUTS + place.out,
+                                       full + stage);
                 }
             }
         }
@@ -73,7 +74,8 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < KC / 16; k++)
-                    wgmma(T(), sum, smem_descriptor(from + group * 64 * KC * 2 + k * 32, 16), smem_descriptor(from + X_BYTES + k * 32, 16), k > 0 || c > 0);
+                    wgmma(T(), sum, smem_descriptor(from + group * 64 * KC * 2 + k * 32, 16),
+                          smem_descriptor(from + X_BYTES + k * 32, 16), k > 0 || c > 0);
                 wgmma_commit();
                 if (c > 0) {
                     wgmma_wait<1>();  // the chunk before has been read
@@ -93,7 +95,8 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         const int at = k * 16 + j * 4 + h * 2;
-                        x[j] = pack<T>(gated<T, ACT>(sum[at], sum[at + OUTS / 2]), gated<T, ACT>(sum[at + 1], sum[at + 1 + OUTS / 2]));
+                        x[j] = pack<T>(gated<T, ACT>(sum[at], sum[at + OUTS / 2]),
+                                       gated<T, ACT>(sum[at + 1], sum[at + 1 + OUTS / 2]));
                     }
                     exchange_quads(x);
                     if (row < rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
