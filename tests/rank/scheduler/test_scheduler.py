@@ -169,13 +169,13 @@ def test_what_does_not_add_up_is_told_in_numbers():
     fails(scheduler.check_empty, words)
     fails(scheduler.check, "the backlog of 3 tokens is not what the sequences have to compute")
     scheduler.backlog = 0
-    scheduler._rows.pop()
+    scheduler._free_rows.pop()
     fails(scheduler.check_empty, "row accounting is broken: 7 of 8 rows are free")
 
     engine = Engine()
     engine.scheduler.add(request("a", [1, 2, 3], 5))
     engine.step()
-    engine.scheduler._rows.append(engine.scheduler.running[0].row)
+    engine.scheduler._free_rows.append(engine.scheduler.running[0].row)
     fails(engine.scheduler.check, r"row accounting is broken: \[0\]")
 
 
