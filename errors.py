@@ -1,4 +1,4 @@
-"""The exit codes of a Phalanx job: one table for launcher, ranks and front. docs/exit-codes.md is for users."""
+"""The exit codes of a Phalanx job: one table for all its processes. docs/exit-codes.md is for users."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ ERROR = 1  # an error that no other code names
 USAGE = 2  # a wrong option, environment or way of starting
 MODEL = 3  # the model cannot be read: a file missing, truncated, or of an unsupported kind
 MEMORY = 4  # not enough memory for the weights, the KV cache or a step
-RANK_FAILED = 70  # an uncaught exception in a rank, or its front ended
+RANK_FAILED = 70  # an uncaught exception in a rank, or its server process ended
 RANK_STUCK = 71  # a rank did not answer or finish a step within --timeout, or the start came to a standstill
 UNFINISHED = 75  # a batch job that has to be started again: its time was over, or it was asked to stop
 RANK_KILLED = 137  # a rank, or mpirun, was ended by a signal
@@ -36,7 +36,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_for(what: str, advice: str) -> Iterator[None]:
-    """Raise Stop with the advice where memory runs out; what: that it was needed for."""
+    """Raise FatalError with the advice where memory runs out; what: that it was needed for."""
     try:
         yield
     except Exception as error:

@@ -280,7 +280,8 @@ class Watchdog(LocalWatchdog):
             self._judge_steps(now)
 
     def _judge_start(self, now: float) -> None:
-        everybody = {r: p.doing for r, p in self._peers.items()} | {0: self._start.look() if self._start else None}
+        mine = self._start  # the main thread may take it away meanwhile
+        everybody = {r: p.doing for r, p in self._peers.items()} | {0: mine.look() if mine else None}
         ranks = {r: doing for r, doing in everybody.items() if doing is not None}
         if not self._standstill.lasts(now, {r: d[:2] for r, d in ranks.items()} or None):
             return

@@ -232,7 +232,7 @@ def variant_text(source: str, sizes: dict[str, int | torch.dtype]) -> str:
 
 
 def compile_text(name: str, text: str, arch: str) -> bytes:
-    """Raises Stop with the compiler's words."""
+    """Raises FatalError with the compiler's words."""
     try:
         from cupy.cuda import nvrtc
     except ImportError as error:

@@ -68,7 +68,7 @@ def chosen(where: option_sources.ParsedOptions[Any], verb: str) -> FoundServer:
 
 
 def request(server: FoundServer, path: str, body: dict[str, Any] | None = None) -> Any:
-    """The open answer. Raises Stop with what the server says, or with what to do where none answers."""
+    """The open answer. Raises FatalError with what the server says, or with what to do where none answers."""
     headers = {"Content-Type": "application/json"}
     if server.key:
         headers["Authorization"] = f"Bearer {server.key}"
@@ -103,8 +103,8 @@ def model(server: FoundServer) -> dict[str, Any]:
 def find(wanted: str, verb: str, url: str = "") -> FoundServer | None:
     """The job of that name, or the only one; None where none runs and none was asked for.
 
-    `url` is how it is reached where that is not what its file says. Raises Stop with what to do if there is a choice,
-    or if the server cannot be reached from this host.
+    `url` is how it is reached where that is not what its file says. Raises FatalError with what to do if there are
+    several, or if the server cannot be reached from this host.
     """
     jobs = server_registry.running(server_registry.directory(), mpi_env.hostname())
     matching = {name: job for name, job in jobs.items() if wanted in ("", *_names(name, job))}

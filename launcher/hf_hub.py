@@ -31,7 +31,7 @@ def is_id(text: str) -> bool:
 
 
 def model(id: str, waiting: bool = False) -> str:
-    """The directory of a model, which is fetched only if the cache does not have all of it. Raises Stop.
+    """The directory of a model, which is fetched only if the cache does not have all of it. Raises FatalError.
 
     Nothing is fetched while the other ranks of a running MPI job are `waiting`, for --timeout at most.
     """
@@ -48,7 +48,7 @@ def model(id: str, waiting: bool = False) -> str:
 def fetch(id: str, revision: str = "", to: str = "") -> str:
     """Bring a model here: into the cache, or the directory `to`. What is there already is not fetched again.
 
-    Returns its directory; raises Stop with what to do.
+    Returns its directory; raises FatalError with what to do.
     """
     import huggingface_hub as hub  # here: it takes half a second, and most models are directories
     from huggingface_hub.utils import disable_progress_bars
@@ -98,7 +98,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _chosen(id: str, names: list[str]) -> list[str]:
-    """The files to fetch. Raises Stop if the model is in a format that is not served."""
+    """The files to fetch. Raises FatalError if the model is in a format that is not served."""
 
     def matches(name: str, patterns: list[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,6 +1,6 @@
 """The library: `LLM(DIR, np=2).generate(prompts, SamplingParams(…))` in any Python program.
 
-The ranks are a supervised job of their own processes; this process hosts what the front would be, the session code
+The ranks are a supervised job of their own processes; this one does what a server process would, the session code
 and the socket to rank 0, on an asyncio loop in a thread. However this process ends, the job ends with it.
 """
 

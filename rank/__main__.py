@@ -68,7 +68,7 @@ class Rank:
             plans, mail = lines[grid.replica]
             reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
             return follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None)
-        pools = [Blocks(limits.blocks, limits.block_size, self.options.prefix_cache) for _ in lines]
+        pools = [Blocks(limits.blocks, limits.block_size, engine.options.prefix_cache) for _ in lines]
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
         executors += [RemoteExecutor(*line) for line in lines[1:]]
         counts = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
@@ -76,12 +76,12 @@ class Rank:
         return self.lead([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
 
     def connect(self) -> None:
-        """Rank 0: reach the front, which passes on how loading goes."""
+        """Rank 0: reach the server process, which passes on how loading goes."""
         self.link = ServerLink(self.job.server_socket)
         self.watch.on_failure = self.link.fail
 
     def lead(self, replicas: list[Replica], model: Model) -> int:
-        """Rank 0: serve the front until it drains."""
+        """Rank 0: serve the server process until it drains."""
         assert self.link is not None
         if threading.current_thread() is threading.main_thread():
             self.link.catch_signals()
@@ -164,7 +164,7 @@ class Rank:
         ]
 
     def _progress(self, phase: str) -> Callable[[int, int], None]:
-        """Told of bytes done and all bytes; it tells the watch, and on rank 0 the front."""
+        """Told of bytes done and all bytes; it tells the watch, and on rank 0 the server process."""
         self.watch.begin(phase)
         show = Progress(phase, self.link.send, self.job.columns).look if self.link else None
 

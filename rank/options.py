@@ -2,7 +2,7 @@
 
 An option can come from the command line, from the environment (`PHALANX_` and the field's name in capitals), from a
 YAML file (`--config`; the field's or any flag's name) or from the default below, in this order. launcher/options
-reads the sources; ranks and front only receive an `Options`.
+reads the sources; ranks and server process only receive an `Options`.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0  # as announced by whatever started us; MPI's own word counts
     announced_size: int = 1  # to be compared with Get_size()
     local_rank: int = 0
-    server_socket: str = ""  # unix socket of the front; "" on all ranks but 0
+    server_socket: str = ""  # unix socket of the server process; "" on all ranks but 0
     device_index: int = -1  # of the GPU on this node; -1: the CPU, or the local rank's
     bound: str = ""  # the same in words, for the log
     columns: int = 0  # of the terminal that rank 0's stderr ends on; 0: none

@@ -2,7 +2,7 @@
 
 Two wires use these types and nothing else:
 
-* front <-> lead, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
+* server <-> rank 0, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
   `ToScheduler` in one direction and `ToServer` in the other;
 * lead -> every rank of a replica, a broadcast of one `Plan` for each step; of replicas without rank 0 an `Outcome`
   comes back for each.
@@ -40,7 +40,7 @@ def unpack_u16(data: bytes) -> array:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one sequence is sampled and when it ends. The front has resolved every default and validated every range."""
+    """How one sequence is sampled and when it ends. The server has resolved all defaults and checked all ranges."""
 
     max_tokens: int  # at least 1; prompt + max_tokens fits the model's context
     temperature: float = 1.0  # 0 is greedy
@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     presence_penalty: float = 0.0  # over output only, as OpenAI documents them
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    seed: int = 0  # always set: the front draws one where the request has none
+    seed: int = 0  # always set: the server process draws one where the request has none
     logprobs: int = -1  # -1 none, 0 the sampled token's only, n > 0 also the n most likely tokens'
     stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included unless ignore_eos
     min_tokens: int = 0  # stop_token_ids cannot be sampled before this many tokens
@@ -75,7 +75,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish what was accepted, then end the ranks with this exit code. The front sends no new request after this."""
+    """Finish what was accepted, then end the ranks with this exit code. The server sends no request after this."""
 
     code: int = 0
 
@@ -142,7 +142,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Draining(msgspec.Struct, frozen=True, tag="draining"):
-    """The ranks were asked to drain (SIGUSR1). The front answers with `Drain` once its last request is here."""
+    """The ranks were asked to drain (SIGUSR1). The server answers with `Drain` once its last request is here."""
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):

@@ -51,7 +51,7 @@ def rows(shape: Sequence[int]) -> tuple[int, ...]:
 def weight_files(path: Path) -> dict[str, str]:
     """Which file holds each tensor by the index, or the single file under the name "" where there is no index.
 
-    Raises Stop where there are no weights or the index is garbled.
+    Raises FatalError where there are no weights or the index is garbled.
     """
     index = path / INDEX
     if index.exists():
@@ -64,7 +64,7 @@ def weight_files(path: Path) -> dict[str, str]:
 
 
 def read_index(path: Path) -> Index:
-    """The headers of all weight files. Raises Stop in words for the user where one is missing, damaged or cut off."""
+    """The headers of all weight files. Raises FatalError where one is missing, damaged or cut off."""
     files = weight_files(path)
     found = list(dict.fromkeys(files.values()))
     for file in found:
@@ -77,7 +77,7 @@ def read_index(path: Path) -> Index:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """A file's tensors. Raises Stop where it is no safetensors file, or longer or shorter than its header says."""
+    """A file's tensors. Raises FatalError where it is none, or not as long as its header says."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:

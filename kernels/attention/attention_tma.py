@@ -60,14 +60,15 @@ def _boxed(q: Tensor, keys: Tensor) -> bool:
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
     side_by_side = q.stride()[1:] == (dim, 1) and keys.is_contiguous()
     counted = keys.shape[2] * SEQUENCES <= jit.COUNTERS  # by decode: one for each sequence and key head
-    return dim in DIMS and whole and aligned and side_by_side and counted and q.shape[1] <= 16 * keys.shape[2]
+    group = 16 if dim <= 128 else 8  # query heads of a key head; decode has no registers for more
+    return dim in DIMS and whole and aligned and side_by_side and counted and q.shape[1] <= group * keys.shape[2]
 
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
     cap: float, newest: CurrentKV | None = None,
 ) -> None:  # fmt: skip
-    """The newest token of each of n sequences, as paged.decode: q and out [n, heads, head_dim], out contiguous.
+    """The newest token of each of n sequences, as attention_triton.decode: q, out [n, heads, head_dim], out contiguous.
 
     With `newest`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made q, k
     and v, a product, may still run: all else that is read must be what the kernels before that one wrote.
@@ -128,7 +129,7 @@ def prefill(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, items: Tensor, out: Tensor,
     scale: float, window: int, cap: float,
 ) -> None:  # fmt: skip
-    """The rows of `items`, which is work() on the device; q and out [T, heads, dim], out contiguous."""
+    """The rows of `items`, which is prefill_work() on the device; q and out [T, heads, dim], out contiguous."""
     (rows, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
     stages, tile = STAGES[dim], KEYS[dim]
     box = math.gcd(size, tile)

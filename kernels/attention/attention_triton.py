@@ -32,7 +32,7 @@ def _slots(tables, positions, valid, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turn(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Both halves [heads, HALF] of heads, normed and rotated, rounded after either, as cuda/rope.cu does it."""
+    """Both halves [heads, HALF] of heads, normed and rotated, rounded after either, as rope/rope.cu does it."""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     if NORM:

@@ -27,8 +27,8 @@ struct Step {  // pointers and sizes that the warps share
 };
 
 #if __CUDA_ARCH__ >= 900
-// Where a token's piece of 16 bytes lies in a tile, whose runs of 64 elements of a token stand side by side: the
-// engine's swizzle changes places of pieces by the run's number.
+// Where a token's piece of 16 bytes lies in a tile, whose runs of 64 elements of a token stand side by side:
+// TMA's swizzle changes places of pieces by the run's number.
 __device__ inline unsigned lies(int token, int half, int piece) {
     const int run = token * HALVES + half;
     return run * 128 + (piece ^ run % 8) * 16;

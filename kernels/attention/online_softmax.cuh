@@ -91,14 +91,14 @@ struct OnlineSoftmax {
     }
 };
 
-__device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // the four warps
+__device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // the warps that multiply
 
 struct Part {  // of what is known of a head: the mean of values, of which a lane has DIM / 32, and its weight's logarithm
     Vec<float, DIM / 32> mean;
     float weight;
 };
 
-// What the four warps have stored of head g.
+// What those warps have stored of head g.
 __device__ inline Part merge(const float* tops, const float* values, int g) {
     Part part = {{}, MINUS_INFINITY};
     float top = MINUS_INFINITY, sum = 0;

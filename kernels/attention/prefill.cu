@@ -1,11 +1,11 @@
 // softmax(scale q k^T) v of prompts over the paged cache, causal: 128 rows of one head at a time, for sm_90 alone.
 //
-// One warp has TMA bring keys and values from the cache, block by block, to shared memory, STAGES tiles of
-// 128 tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous
+// One warp has TMA bring keys and values from the cache, block by block, to shared memory, STAGES tiles of TILE
+// tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous
 // tensor-core instructions, 64 rows each. While a tile's scores become weights, the products of the next scores and of
 // the last values are under way. Heads of more than 128 elements leave no registers for q, which is read from shared
 // memory then. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
-// 2407.08608). All operands lie in boxes of 64 elements with the engine's 128-byte swizzle.
+// 2407.08608). All operands lie in boxes of 64 elements with TMA's 128-byte swizzle.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -16,7 +16,7 @@ constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = TILE * DIM * 2;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-struct Work {  // of an item: a sequence's rows, as work() of kernels/attention/attention_tma.py lists them
+struct Work {  // of an item: a sequence's rows, as prefill_work() of kernels/attention/attention_tma.py lists them
     int sequence, row, rows, position, length;
 
     __device__ Work(const int* items, int i) {

@@ -1,7 +1,7 @@
 // How decode.cu's blocks share out what is read. Index arithmetic alone: tests/kernels/attention/test_stream_k.py has a
 // CPU do it, too.
 //
-// The engine's boxes of all sequences stand in one row, a sequence of which nothing is read as one, and are cut into
+// TMA's boxes of all sequences stand in one row, a sequence of which nothing is read as one, and are cut into
 // runs of as many boxes each. A border near a sequence's beginning or end moves there, as a part costs more than what
 // it is moved by. Each block finds its two borders alone; of a sequence that they divide, also which runs have parts of
 // it.

@@ -20,7 +20,7 @@ from ..norm.norm import add_rms_norm_reference
 
 SLOT = 8 << 20  # bytes that one call can sum
 SENT = 2 << 20  # bytes up to which, of more than two ranks and with the norm, to write shares to the others is faster
-INBOX = 2 * SLOT - SENT  # and SENT are a mailbox: for all of two ranks' input, or for shares and then their sums
+INBOX = 2 * SLOT - SENT  # and SENT are a LL buffer: for all of two ranks' input, or for shares and then their sums
 # Where there are more than two ranks:
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
 FEW = 2  # rows that are summed and normed faster one after the other
@@ -29,12 +29,12 @@ MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than Peers.bl
 THREADS = 512
 MOST_THREADS = 1024
 MOST_RANKS = 8
-RECV_BUFFER = SLOT  # bytes of a region where others' parts of a product arrive, of spread.py
+RECV_BUFFER = SLOT  # bytes of a region where others' parts of a product arrive, of gemm_reduce_scatter.py
 ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MOST_BLOCKS}  # constants of the kernels
 
 
 def recv_buffer_at(size: int) -> int:
-    """Where the landing begins in a region of `size` ranks: behind two slots, Signals of barrier.cuh, two mailboxes."""
+    """Where the receive buffer begins in a region of `size` ranks: behind two slots, the Signals, two LL buffers."""
     return 2 * SLOT + 4 * MOST_BLOCKS * (1 + size) + 2 * (INBOX + SENT)
 
 
@@ -92,7 +92,7 @@ def supports(x: Tensor, ranks: int) -> bool:
 def all_reduce(x: Tensor, peers: SymmetricMemory) -> Tensor:
     """The sum of x over the group, in place; accumulated in f32 in rank order, so that all ranks get the same bits.
 
-    x is contiguous and `suits`. Every rank calls the same in the same order, on one stream.
+    x is contiguous and `supports` says so. Every rank calls the same in the same order, on one stream.
     """
     if peers.size > 2 and x.nbytes > ONE_SHOT and x.numel() % peers.size == 0:
         return two_shot(x, peers)
@@ -138,13 +138,13 @@ def supports_norm(x: Tensor, ranks: int) -> bool:
 
 
 def supports_push(x: Tensor, ranks: int) -> bool:
-    """Whether a mailbox has room; not for rows that are very short for so many ranks, of which some get whole vectors
+    """Whether a LL buffer has room; not for rows that are very short for so many ranks, of which some get whole vectors
     of up to 16 bytes and others none."""
     return x.nbytes <= SENT and x.nbytes + len(x) * ranks * 16 <= INBOX
 
 
 def supports_one_way_push(x: Tensor, ranks: int) -> bool:
-    """Whether a mailbox has room for all of everybody's."""
+    """Whether a LL buffer has room for all of everybody's."""
     return x.nbytes * ranks <= INBOX + SENT
 
 
@@ -171,7 +171,7 @@ def two_shot_add_norm(
     blocks: int = BLOCKS,
     threads: int = THREADS,
 ) -> tuple[Tensor, Tensor]:
-    """The same of any x that suits; each rank adds up a share of each row's columns."""
+    """The same of any x that `supports` takes; each rank adds up a share of each row's columns."""
     return _launch_norm("two_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
 
 

@@ -1,7 +1,7 @@
 // How the SIZE ranks of a group meet whose GPUs map each other's memory; tests/kernels/collective/barrier_model.py runs
 // it step by step.
 //
-// Each rank has a region that the others have mapped: two slots for what it contributes, its signals, two mailboxes of
+// Each rank has a region that the others have mapped: two slots for what it contributes, its signals, two LL buffers of
 // ll.cuh, a landing for products (kernels/gemm/gemm_reduce_scatter.py). A call lays its input out in one slot and the
 // next call in the other, so that one meeting a call is enough: whoever has passed the meeting of call n + 1 knows that
 // every other rank has begun call n + 1, so that its call n, the last reader of the slot that call n + 2 writes, has

@@ -13,7 +13,7 @@ __device__ inline void mbarrier_init(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// What was written to shared memory, or read from it, comes before what the engine and asynchronous products do there.
+// What was written to shared memory, or read from it, comes before what TMA and asynchronous products do there.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // After the last mbarrier_init(), before the barriers are used.
@@ -22,7 +22,7 @@ __device__ inline void fence_mbarrier_init() {
     fence_async_proxy();
 }
 
-// The one arrival at a barrier that awaits so many bytes by the engine.
+// The one arrival at a barrier that awaits so many bytes by TMA.
 __device__ inline void mbarrier_expect(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
 }
@@ -89,8 +89,8 @@ __device__ inline void zero_smem(unsigned at) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
 }
 
-// A warp has read its part of a stage: what its loads still have on its way is read before the engine writes there
-// again. The arrival alone does not wait for them, and the engine is another proxy.
+// A warp has read its part of a stage: what its loads still have on its way is read before TMA writes there
+// again. The arrival alone does not wait for them, and TMA is another proxy.
 __device__ inline void release_stage(Barrier* empty) {
     fence_async_proxy();
     __syncwarp();

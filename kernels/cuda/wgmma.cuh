@@ -1,5 +1,5 @@
-// Hopper's asynchronous tensor-core products, whose operands lie in shared memory in boxes of 64 elements with the copy
-// engine's 128-byte swizzle (PTX ISA, Asynchronous Warpgroup Level Matrix Multiply-Accumulate). Four warps do each of
+// Hopper's asynchronous tensor-core products, whose operands lie in shared memory in boxes of 64 elements with
+// TMA's 128-byte swizzle (PTX ISA, Asynchronous Warpgroup Level Matrix Multiply-Accumulate). Four warps do each of
 // them.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The operand that begins at `start`: boxes of 8 rows of 128 bytes, 1024 bytes apart, and `apart` bytes from one run of

@@ -1,7 +1,7 @@
 """Products of many rows on GPUs by cuBLASLt, with the algorithms that were the fastest on this node.
 
 torch takes the first algorithm that the library proposes for some sizes, which can be far from the best: on an H200,
-448 rows of bf16 with a weight of 28672 x 4096 take 269 us, and 153 with the second (2026-11-22). choice.py measures
+448 rows of bf16 with a weight of 28672 x 4096 take 269 us, and 153 with the second (2026-11-22). autotune.py measures
 them before the first step; here is how they are found and called.
 """
 

@@ -5,8 +5,8 @@
 // STAGES of them ahead and on into the next tile of outputs; the others multiply them by tensor cores. As much of W as
 // fits is asked for before the kernel's predecessor has ended. With GATED, W is a gate matrix over an up matrix and y =
 // act(gate) * up. With BIAS, bias [outputs] is added. A chunk lies in shared memory as boxes of 64 inputs, whose pieces
-// of 16 bytes change places in each row (the engine's 128-byte swizzle): the eight rows that an instruction reads lie
-// in different banks. Rows of x from `rows` on are whatever lies there: to ask the engine for zeros past x's end takes
+// of 16 bytes change places in each row (TMA's 128-byte swizzle): the eight rows that an instruction reads lie
+// in different banks. Rows of x from `rows` on are whatever lies there: to ask TMA for zeros past x's end takes
 // it a fifth longer.
 //
 // With WHOLE four warps take all 64 rows of x and all of a tile's outputs by Hopper's asynchronous instructions, which

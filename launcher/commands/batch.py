@@ -1,6 +1,6 @@
 """`phalanx batch`: a file of requests becomes a file of answers, however often the job has to be started for it.
 
-The jobs process, which has the front's place, decides when the job is over and with which code.
+The jobs process, which has the server process's place, decides when the job is over and with which code.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _refuse(chosen: option_sources.ParsedOptions[BatchOptions]) -> None:
 
 
 def configure(options: BatchOptions, place: mpi_env.RankPlace | None) -> BatchConfig:
-    """The jobs process's configuration, as far as this verb knows it. Raises Stop for what cannot work."""
+    """The jobs process's configuration, as far as this verb knows it. Raises FatalError for what cannot work."""
     from ...rank.server.batch import batch_input  # here: the other ranks need none of it
 
     for name, metavar in (("input", "-i FILE"), ("output", "-o FILE")):

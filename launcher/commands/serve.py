@@ -20,7 +20,7 @@ from ..options.resolve import DEMO, in_force, joined, resolve
 
 HELP = "start the server; the default when no verb is given"
 USAGE = "phalanx [serve] [DIR] [options]: start an OpenAI-compatible server\n"
-HEALTH_PATIENCE = 2.0  # seconds for a front that shares its cores with ranks that load
+HEALTH_PATIENCE = 2.0  # seconds for a server process that shares its cores with ranks that load
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def _announce(options: Options, url: str) -> None:
 def _serving(listener: server_process.Listener, link: str) -> bool:
     """Whether a request may be open, which ending at once would lose. Where nobody can tell, one may be."""
     if not os.path.exists(link):
-        return False  # the front opens that socket when it begins to answer
+        return False  # the server process opens that socket when it begins to answer
     if not listener.url.startswith("http"):
         return True
     # Its own address and no proxy: whoever else answers under the name knows nothing of this server.

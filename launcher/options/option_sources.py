@@ -21,7 +21,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 TRUE, FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 # Variables of the program itself, not options.
 INTERNAL = (
-    "PHALANX_JOB", "PHALANX_FRONT", "PHALANX_BATCH", "PHALANX_ORDER", "PHALANX_PARENT", "PHALANX_DOCTOR",
+    "PHALANX_JOB", "PHALANX_SERVER", "PHALANX_BATCH", "PHALANX_ORDER", "PHALANX_PARENT", "PHALANX_DOCTOR",
     "PHALANX_PROBE",
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ def joined(options: Options, place: RankPlace | None) -> RankPlace | None:
 
 
 def resolve(options: Options, place: RankPlace | None) -> Options:
-    """Options with model, ranks, tp, pp and dp as they will be used. Raises Stop where they contradict each other."""
+    """Options with model, ranks, tp, pp and dp as they will be used. Raises FatalError where they contradict."""
     numbers = in_force(options, place)
     _check_devices(options, numbers["ranks"], place)
     if options.mem and options.kv_fraction:
@@ -42,7 +42,7 @@ def resolve(options: Options, place: RankPlace | None) -> Options:
 
 
 def in_force(options: Options, place: RankPlace | None) -> dict[str, int]:
-    """The numbers that replace what was chosen, for --show-config. Raises Stop where they contradict each other."""
+    """The numbers that replace what was chosen, for --show-config. Raises FatalError where they contradict."""
     if place is not None:
         _check_under_mpi(options, place)
     ranks = place.size if place is not None else ranks_of(options)

@@ -25,7 +25,7 @@ from .api_error import ApiError
 from .config import ServerConfig, take
 from .engine_client import EngineClient
 
-log = logging.getLogger("phalanx.front")
+log = logging.getLogger("phalanx.server")
 PR_SET_PDEATHSIG = 1
 IDLE_LOOK = 1.0  # seconds between two looks at whether anything is running
 LAST_WORDS = 1.5  # seconds for errors to reach the clients at the end; the launcher allows 2
@@ -37,7 +37,7 @@ def main() -> int:
     try:
         config = take()
     except ValueError as error:
-        print(f"phalanx front: {error}", file=sys.stderr)
+        print(f"phalanx server: {error}", file=sys.stderr)
         return errors.USAGE
     if not prepare(config):
         return errors.ERROR
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def prepare(config: ServerConfig) -> bool:
-    """What every process in the front's place begins with. False where its parent has ended already."""
+    """What every process in the server process's place begins with. False where its parent has ended already."""
     logging.basicConfig(
         stream=sys.stderr, level=getattr(logging, config.log_level.upper(), logging.INFO), format="%(message)s"
     )
@@ -56,7 +56,7 @@ def prepare(config: ServerConfig) -> bool:
         try:
             os.sched_setaffinity(0, config.cpus)
         except OSError as error:
-            log.warning("the front stays on all cores: cpus %s: %s", config.cpus, error)
+            log.warning("the server process stays on all cores: cpus %s: %s", config.cpus, error)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one per client
     return True

@@ -1,4 +1,4 @@
-"""The front's configuration, handed over by the launcher as one JSON in the environment variable PHALANX_FRONT."""
+"""The server process's configuration, which the launcher hands over as JSON in the environment: PHALANX_SERVER."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-VARIABLE = "PHALANX_FRONT"
+VARIABLE = "PHALANX_SERVER"
 
 
 class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,7 +47,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     cpus: list[int] = []  # cores to run on; [] keeps the inherited ones
     parent_pid: int = 0  # who must be the parent, checked after PDEATHSIG is set; 0 skips the check
     idle_exit: float = 0.0  # minutes without a request after which the job drains; 0: never
-    registry_file: str = ""  # where to write how this server is found (jobfile.py); "": nowhere
+    registry_file: str = ""  # where to write how this server is found (server_registry.py); "": nowhere
     batch_job: str = ""  # the batch system's name for the job, for that file
     end_time: float = 0.0  # when the batch system ends it, Unix time; 0: not known
 

@@ -1,4 +1,4 @@
-"""The front's end of the wire to rank 0: requests go out, deltas come in, and either side may go away."""
+"""The server process's end of the wire to rank 0: requests go out, deltas come in, and either side may go away."""
 
 from __future__ import annotations
 

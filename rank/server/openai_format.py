@@ -1,7 +1,7 @@
 """Renders a session's events in OpenAI's shapes: whole objects, and the chunks of a stream as JSON bytes.
 
 A chunk that only adds text is assembled from prepared bytes: at thousands of tokens a second that is most of the
-front's work.
+server process's work.
 """
 
 from __future__ import annotations

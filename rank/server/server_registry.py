@@ -1,9 +1,9 @@
 """The file by which `phalanx chat` finds a running server: one for each job, in the user's state directory.
 
 That directory is usually in the home that login and compute nodes share. The file holds the API key, so it is for this
-user only. The front writes it and removes it at its end; what a killed one left is recognised by `over`. In /tmp, where
-everybody may write, somebody else may have made the directory first, with a file that leads `phalanx chat`, and what is
-said there, to a server of theirs: `foreign` tells.
+user only. The server process writes it and removes it at its end; `over` recognises what a killed one left. In /tmp,
+where everybody may write, somebody else may have made the directory first, with a file that leads `phalanx chat`, and
+what is said there, to a server of theirs: `foreign` tells.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RegisteredServer(msgspec.Struct):
     url: str  # http://127.0.0.1:2000, without /v1; or unix:///PATH
     host: str
     model: str  # the name that clients see
-    pid: int  # of the front
+    pid: int  # of the server process
     start: int = 0  # of that process, in clock ticks after the boot; a later process may have the same pid
     pids: int = 0  # the namespace that counts it: a container has its own
     since: float = 0.0  # Unix time

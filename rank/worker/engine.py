@@ -106,10 +106,15 @@ class Engine:
 
     def unload(self) -> None:
         """Give all memory back that `load` took. The runner has finished: a plan said stop."""
+        watch = self.place.watch
+        watch.begin("unloading the model")
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize()
+        watch.poll_device = None  # the runner's: it would keep the model
+        watch.finished = watch.entered
         del self.runner, self.model
         gc.collect()
         if self.place.device.type == "cuda":
-            torch.cuda.synchronize()
             torch.cuda.empty_cache()
         else:
             heap.trim()

@@ -131,7 +131,7 @@ class Recorder:
         return lambda *args, **options: self.found.append((args, options))
 
 
-# What paged.decode is given: dtype, heads, key heads, head size, splits, window, cap, norms; None: turned before.
+# What Triton's decode gets: dtype, heads, key heads, head size, splits, window, cap, norms; None: turned before.
 DECODES = [
     (torch.bfloat16, 32, 8, 128, 1, 0, 0.0, False),
     (torch.bfloat16, 32, 8, 128, 32, 0, 0.0, True),

@@ -1,6 +1,7 @@
 """Ranks that serve one model after the other in one job: MODELS names their directories, a colon between.
 
 After each one rank 0 prints the tokens of a greedy prompt, and every rank the memory that it holds once it is unloaded.
+On GPUs each rank takes the one of its number on this host.
 """
 
 import json
@@ -24,6 +25,11 @@ def held(device):
 
 
 class ReloadingRank(main.Rank):
+    def __init__(self, job, *rest):
+        if job.options.device == "cuda":
+            job = msgspec.structs.replace(job, device_index=int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)))
+        super().__init__(job, *rest)
+
     def connect(self): ...
 
     def serve(self, engine, lines):

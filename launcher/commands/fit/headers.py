@@ -9,7 +9,7 @@ from .shape import ModelShape, kind_of
 
 
 def by_class(path: Path) -> dict[str, int]:
-    """Bytes of the tensors by class; empty where there are no weight files. Raises Stop where one is broken."""
+    """Bytes of the tensors by class; empty where there are no weight files. Raises FatalError where one is broken."""
     found: dict[str, int] = {}
     if not any((path / name).exists() for name in (INDEX, SINGLE)):
         return found

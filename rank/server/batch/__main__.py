@@ -1,4 +1,4 @@
-"""`python -m phalanx.rank.server.batch`: a batch job's process in the front's place. It listens to rank 0 only."""
+"""`python -m phalanx.rank.server.batch`: a batch job's process in the server's place. It listens to rank 0 only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def run(config: BatchConfig, journal: Journal) -> int:
 
 
 def setup(config: BatchConfig) -> dict[str, Any]:
-    """What answers depend on besides the input: another start must have the same. Raises Stop for broken weights."""
+    """What answers depend on besides the input, equal at each start. Raises FatalError for broken weights."""
     front = config.front
     with open(os.path.join(front.model_dir, "config.json"), "rb") as file:
         digest = blake2b(file.read(), digest_size=8).hexdigest()

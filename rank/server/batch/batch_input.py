@@ -77,7 +77,7 @@ def files(path: str) -> list[str]:
 
 
 def check(path: str) -> None:
-    """Raises Stop where there is nothing to read."""
+    """Raises FatalError where there is nothing to read."""
     if path == "-":
         return
     try:

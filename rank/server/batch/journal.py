@@ -82,7 +82,7 @@ class Found(msgspec.Struct):
 
 
 class Journal:
-    """Open for one process at a time. Raises Stop in every case that a user has to know of."""
+    """Open for one process at a time. Raises FatalError in every case that a user has to know of."""
 
     def __init__(self, path: str, input: str, setup: dict[str, Any], overwrite: bool = False):
         self.path = path

@@ -25,7 +25,7 @@ NONE = "none"
 
 
 def fingerprint(model_dir: str) -> str:
-    """Raises Stop where the weights cannot be read. NONE where there are none, as with --load-format dummy."""
+    """Raises FatalError where the weights cannot be read. NONE where there are none, as with --load-format dummy."""
     path = Path(model_dir)
     if not (path / SINGLE).exists() and not (path / INDEX).exists():
         return NONE

@@ -1,4 +1,4 @@
-"""What Prometheus sees: counters of the front's own, and the engine's statistics as they last came."""
+"""What Prometheus sees: counters of the server process's own, and the engine's statistics as they last came."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Engine(Collector):
             ("ranks", "MPI ranks of the job", ready.ranks if ready else 0),
             ("requests_running", "Sequences in the running batch", s.running),
             ("requests_waiting", "Sequences that wait for a place", s.waiting),
-            ("sequences_open", "Sequences that the front waits for", self._link.open_sequences),
+            ("sequences_open", "Sequences that the server process waits for", self._link.open_sequences),
             ("kv_cache_usage_ratio", "Share of the KV cache's blocks that sequences hold", used),
             ("kv_cache_blocks", "Blocks of the KV cache", s.blocks_total),
             ("kv_cache_reusable_blocks", "Free blocks that still hold a prefix", s.blocks_cached),

@@ -1,4 +1,4 @@
-"""Decoding rows by paged.decode, and prompts, against the torch references, where only what may be read is not NaN.
+"""Decode kernels and prompts against the torch references, where only what may be read is not NaN.
 
 Without a GPU by Triton's interpreter: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.attention.decoding
 """
@@ -95,7 +95,7 @@ BOXES = [
     Case([1, 70, 0, 33, 1500], cap=1.5, normed=True),
     Case([100 + i for i in range(150)] + [0] * 20, 4, 4, 128),
     Case([0, 1, 16, 17, 300, 5000], 16, 8, 256, window=4096, cap=50.0, unwritten=(2,)),
-    Case([64, 65, 66, 128, 129, 63], 16, 1, 256, block_size=64, normed=True),
+    Case([64, 65, 66, 128, 129, 63], 8, 1, 256, block_size=64, normed=True),
     Case([2000] * 40 + [7], 4, 4, 256, block_size=8, window=333),
 ]
 
@@ -105,10 +105,11 @@ def random_boxes(count: int, seed: int = 6) -> list[Case]:
     cases = []
     for _ in range(count):
         lengths = [draw.choice([0, 1, draw.randint(1, 80), draw.randint(1, 3000)]) for _ in range(draw.randint(1, 30))]
-        kv_heads = draw.randint(1, 4)
+        kv_heads, dim = draw.randint(1, 4), draw.choice(attention_tma.DIMS)
+        group = draw.choice([4, 8, draw.randint(1, 16 if dim <= 128 else 8)])
         cases.append(
             Case(
-                lengths, kv_heads * draw.choice([4, 8, draw.randint(1, 16)]), kv_heads, draw.choice(attention_tma.DIMS),
+                lengths, kv_heads * group, kv_heads, dim,
                 draw.choice([16, 16, 8, 64, 32]), draw.choice([0, 0, 9, 300]), draw.choice([0.0, 0.0, 1.5]),
                 draw.random() < 0.5, unwritten=tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
             )

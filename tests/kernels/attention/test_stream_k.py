@@ -16,6 +16,7 @@ class Sizes(NamedTuple):
     box: int = 16
     window: int = 0
     turn: int = 1
+    tile: int = 64
 
     def span(self, length: int) -> tuple[int, int, int]:
         """Of the tokens that are read: where the first one's box begins, and where they end; how many boxes."""
@@ -25,10 +26,19 @@ class Sizes(NamedTuple):
 
     @property
     def per_tile(self) -> int:
-        return attention_tma.TILES[128] // self.box
+        return self.tile // self.box
 
 
-SIZES = [Sizes(), Sizes(8, turn=0), Sizes(32, 70), Sizes(64), Sizes(16, 1), Sizes(8, 300, 0)]
+SIZES = [
+    Sizes(),
+    Sizes(8, turn=0),
+    Sizes(32, 70),
+    Sizes(64),
+    Sizes(16, 1),
+    Sizes(8, 300, 0),
+    Sizes(16, tile=32),
+    Sizes(8, 90, tile=32),
+]
 
 
 class Part(NamedTuple):
@@ -88,7 +98,7 @@ HARNESS = """
 #include <algorithm>
 using std::max, std::min;
 #define __device__
-constexpr int TILE = %d, LEAST = %d, BOX = %d, WINDOW = %d, TURN = %d;
+constexpr int LEAST = %d, BOX = %d, WINDOW = %d, TURN = %d, TILE = %d;
 %s
 extern "C" int walk(const int* lengths, int n, int wanted, int (*parts)[6]) {
     int all = 0, tiles = 0, found = 0;
@@ -123,7 +133,7 @@ def runs(request, tmp_path_factory):
     if compiler is None:
         return sizes, lambda lengths, wanted: model(sizes, lengths, wanted)
     folder = tmp_path_factory.mktemp("runs")
-    text = HARNESS % (attention_tma.TILES[128], attention_tma.LEAST, *sizes, jit.SOURCES["stream_k.cuh"].read_text())
+    text = HARNESS % (attention_tma.LEAST, *sizes, jit.SOURCES["stream_k.cuh"].read_text())
     source, library = folder / "runs.cpp", folder / "runs.so"
     source.write_text(text)
     subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)

@@ -36,7 +36,7 @@ class Process:
             text=True,
             start_new_session=True,
             pass_fds=[self.sock.fileno()],
-            env={**os.environ, "PHALANX_FRONT": json.dumps(config)},
+            env={**os.environ, "PHALANX_SERVER": json.dumps(config)},
         )
         self.lead = None
 
@@ -138,13 +138,13 @@ def test_ends_within_two_seconds(start, how, code):
 
 
 def test_environment_is_needed():
-    env = {name: value for name, value in os.environ.items() if name != "PHALANX_FRONT"}
+    env = {name: value for name, value in os.environ.items() if name != "PHALANX_SERVER"}
     done = subprocess.run(
         [sys.executable, "-m", "phalanx.rank.server"], env=env, capture_output=True, text=True, timeout=20
     )
     assert done.returncode == errors.USAGE
     assert done.stderr == (
-        "phalanx front: PHALANX_FRONT is not set: `phalanx serve` starts this process, it is not started by hand\n"
+        "phalanx server: PHALANX_SERVER is not set: `phalanx serve` starts this process, it is not started by hand\n"
     )
 
 
@@ -223,7 +223,7 @@ def test_ends_with_its_parent(tmp_path, model_dir):
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=[sock.fileno()],
-            env={**os.environ, "PHALANX_FRONT": json.dumps(config)},
+            env={**os.environ, "PHALANX_SERVER": json.dumps(config)},
         )
         child = os.pidfd_open(int(parent.stdout.readline()))
         port = sock.getsockname()[1]
@@ -239,7 +239,7 @@ def test_ends_with_its_parent(tmp_path, model_dir):
 
 def test_cores_that_are_not_there(start):
     said = start(cpus=[8191]).process.stdout.readline()
-    assert said.startswith("the front stays on all cores: cpus ") and said.endswith("Invalid argument\n")
+    assert said.startswith("the server process stays on all cores: cpus ") and said.endswith("Invalid argument\n")
 
 
 def test_wrong_parent(start):

@@ -216,7 +216,7 @@ def test_other_families(tmp_path):
     # tied: one embedding
     tied = {"model_type": "mistral", "intermediate_size": 128, "tie_word_embeddings": True}
     assert read(write(tmp_path / "c", base | tied)).parameters == (2 * (4 * 4096 + 3 * 8192 + 128) + 6400 + 64)
-    # a quarter of a byte more than four bits in groups of 128: an f16 scale and a zero point of half a byte for each
+    # four bits, and for each group of 128 an f16 scale and a zero point of half a byte for each
     four = more | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     quantised, plain = read(write(tmp_path / "d", base | four)), read(tmp_path / "b")
     kept = 2 * (2 * 6400 + 64 + 2 * (512 + 128))  # embedding, head, norms and router
