@@ -71,7 +71,7 @@ def fetch(id: str, revision: str = "", to: str = "") -> str:
     except KeyboardInterrupt:
         raise FatalError(f"fetching {id} was interrupted; the same command goes on where it was", STOPPED) from None
     except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
-        raise _explained(id, revision, error) from None
+        raise explained(id, revision, error) from None
     assert isinstance(path, str)
     return str(Path(path).resolve())
 
@@ -138,7 +138,8 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def _explained(id: str, revision: str, error: Any) -> FatalError:
+def explained(id: str, revision: str, error: Any) -> FatalError:
+    """What the hub's error means, and what to do."""
     from huggingface_hub import constants, errors
 
     what, where = f"model {id!r}", constants.ENDPOINT

@@ -31,7 +31,6 @@ def find(model: str) -> Found:
 
 def _from_hub(id: str) -> Path:
     import huggingface_hub as hub  # here: it takes half a second, and most models are directories
-    from huggingface_hub import constants
 
     try:
         config = hub.try_to_load_from_cache(id, "config.json")
@@ -39,10 +38,5 @@ def _from_hub(id: str) -> Path:
             hub.HfApi().model_info(id, timeout=20)  # without a network it fails at once, where the next line tries long
             config = hub.hf_hub_download(id, "config.json")
     except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise errors.FatalError(
-            f"model {id!r}: there is no such directory, and {constants.ENDPOINT} does not give its config.json "
-            f"({why}); run `phalanx pull {id}` where there is a network",
-            errors.USAGE,
-        ) from None
+        raise hf_hub.explained(id, "main", error) from None
     return Path(config).parent
