@@ -10,7 +10,7 @@ import time
 import pytest
 from phalanx.errors import UNFINISHED
 from phalanx.rank import protocol
-from phalanx.rank.server import text_engine
+from phalanx.rank.server import session
 from phalanx.rank.server.batch import batch_input, deadline, run
 from phalanx.rank.server.batch.config import VARIABLE, take
 
@@ -250,7 +250,7 @@ class Clock:
 def test_no_more_is_begun_than_fits(stage, capsys, monkeypatch):
     """Eight requests at once, which take 100 s: those that would begin at 900 might not end before 1000."""
     clock = Clock()
-    for module in (deadline, run, text_engine):
+    for module in (deadline, run, session):
         monkeypatch.setattr(module, "time", clock)
     stage.input(2000)
     stage.lead_has = {"most": 0}
