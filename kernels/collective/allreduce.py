@@ -20,7 +20,7 @@ from ..norm.norm import add_rms_norm_reference
 
 SLOT = 8 << 20  # bytes that one call can sum
 SENT = 2 << 20  # bytes up to which, of more than two ranks and with the norm, to write shares to the others is faster
-INBOX = 2 * SLOT - SENT  # and SENT are a LL buffer: for all of two ranks' input, or for shares and then their sums
+INBOX = 2 * SLOT - SENT  # and SENT are an LL buffer: for all of two ranks' input, or for shares and then their sums
 # Where there are more than two ranks:
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
 FEW = 2  # rows that are summed and normed faster one after the other
@@ -138,13 +138,13 @@ def supports_norm(x: Tensor, ranks: int) -> bool:
 
 
 def supports_push(x: Tensor, ranks: int) -> bool:
-    """Whether a LL buffer has room; not for rows that are very short for so many ranks, of which some get whole vectors
-    of up to 16 bytes and others none."""
+    """Whether an LL buffer has room; not for rows that are very short for so many ranks, of which some get whole
+    vectors of up to 16 bytes and others none."""
     return x.nbytes <= SENT and x.nbytes + len(x) * ranks * 16 <= INBOX
 
 
 def supports_one_way_push(x: Tensor, ranks: int) -> bool:
-    """Whether a LL buffer has room for all of everybody's."""
+    """Whether an LL buffer has room for all of everybody's."""
     return x.nbytes * ranks <= INBOX + SENT
 
 

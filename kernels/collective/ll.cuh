@@ -47,7 +47,7 @@ __device__ inline void ll_store_packet(void* at, const Packet<2>& y) {
 
 typedef Packet<sizeof(Vector)> LLVector;
 
-constexpr int RESULTS = INBOX / sizeof(Vector);  // of a LL buffer: from this vector on
+constexpr int RESULTS = INBOX / sizeof(Vector);  // of an LL buffer: from this vector on
 
 // Inverted, a word is zero where all its bits are set: one NaN, or two. It is sent as another of them.
 __device__ inline void ll_store(Vector* at, const Vector& p) {

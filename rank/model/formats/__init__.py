@@ -7,8 +7,6 @@ device, or quantises it where a model is quantised while loading.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 
 from .dense import Part
@@ -19,14 +17,3 @@ ChooseFormat = Callable[[str], type[Part]]  # from a tensor's path in the checkp
 def dense(path: str) -> type[Part]:
     """The default: unquantised weights of 16 or 32 bits for every linear."""
     return Part
-
-
-def names() -> list[str]:
-    """The names of all formats."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
-def in_situ(name: str) -> ChooseFormat:
-    """Quantise all linears but the head in this format while loading."""
-    part = importlib.import_module(f".{name}", __name__).Part
-    return lambda path: Part if path.startswith(("lm_head", "model.embed_tokens")) else part
