@@ -78,6 +78,9 @@ MODELS = {
         model_type="gemma3_text", head_dim=16, layer_types=["full_attention", "sliding_attention"] * 2,
         sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
     ),
+    "glm": dict(model_type="glm", head_dim=16),
+    "glm rotated whole": dict(model_type="glm", head_dim=16, attention_bias=False, partial_rotary_factor=1.0),
+    "glm4": dict(model_type="glm4", head_dim=16, num_key_value_heads=1),
     "granite": dict(
         model_type="granite", embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7,
         logits_scaling=0.5, tie_word_embeddings=True,
