@@ -81,6 +81,17 @@ MODELS = {
     "glm": dict(model_type="glm", head_dim=16),
     "glm rotated whole": dict(model_type="glm", head_dim=16, attention_bias=False, partial_rotary_factor=1.0),
     "glm4": dict(model_type="glm4", head_dim=16, num_key_value_heads=1),
+    "olmo2": dict(model_type="olmo2"),
+    "olmo2 few keys": dict(model_type="olmo2", num_key_value_heads=1, attention_bias=True, rms_norm_eps=0.1),
+    "olmo3": dict(
+        model_type="olmo3", sliding_window=11,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "granite": dict(
         model_type="granite", embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7,
         logits_scaling=0.5, tie_word_embeddings=True,
