@@ -47,19 +47,27 @@ PROGRAMS = [
     ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0, BIAS=0)),
     (
         "pipelined_gemm",
-        dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2, BIAS=1),
+        dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2, BIAS=1, SPLIT=1),
     ),
     (
         "pipelined_gemm",
-        dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=0),
+        dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=0, SPLIT=1),
     ),
     (
         "pipelined_gemm",
-        dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2, BIAS=1),
+        dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2, BIAS=1, SPLIT=1),
     ),
     (
         "pipelined_gemm",
-        dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2, BIAS=0),
+        dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2, BIAS=0, SPLIT=1),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=14336, M=64, KC=256, STAGES=3, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=1, SPLIT=2),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.float16, I=4096, M=128, KC=128, STAGES=4, TILES=8, GATED=1, WHOLE=1, ACT=0, BIAS=1, SPLIT=4),
     ),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
