@@ -19,7 +19,7 @@ from .config import Config
 from .formats import ChooseFormat, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
-from .layers.norm import RMSNorm
+from .layers.norm import LayerNorm, RMSNorm
 from .layers.residual import Normed, ResidualStream
 from .layers.rope import RotaryEmbedding
 from .shard import stage_layers
@@ -110,7 +110,16 @@ class Decoder(nn.Module):
         embedding = VocabParallelEmbedding(args.vocab_size, args.hidden_size, mesh, args.embed_scale)
         self.embed_tokens = embedding if mesh.first else None
         self.layers = nn.ModuleDict({str(i): layer(args, mesh, i, local) for local, i in enumerate(indices)})
-        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset) if mesh.last else None
+        self.norm = self.final_norm(args) if mesh.last else None
+
+    @staticmethod
+    def final_norm(args: Any) -> RMSNorm | LayerNorm:
+        return RMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The residual stream [T, hidden] before the first layer, on the first stage."""
+        assert self.embed_tokens is not None
+        return self.embed_tokens(batch.ids)
 
 
 class Model(nn.Module):
@@ -121,6 +130,7 @@ class Model(nn.Module):
     """
 
     LAYER: ClassVar[type[Layer]]
+    DECODER: ClassVar[type[Decoder]] = Decoder
     # merged linear → the names under which checkpoints hold its parts, in the order of its outputs
     MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -144,7 +154,7 @@ class Model(nn.Module):
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
         self.tied = args.tie_word_embeddings
         self.tensor = mesh.tensor
-        self.model = Decoder(args, mesh, self.LAYER)
+        self.model = self.DECODER(args, mesh, self.LAYER)
         self.rope = RotaryEmbedding(args.rope_parameters, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = (
             ParallelLMHead(args.vocab_size, args.hidden_size, mesh, args.logit_scale, args.logit_softcap)
@@ -165,7 +175,7 @@ class Model(nn.Module):
         hidden: the output of the previous stage, None on the first stage. It may be overwritten.
         """
         if self.model.embed_tokens is not None:
-            embedded = [self.model.embed_tokens(batch.ids) for batch in batches]
+            embedded = [self.model.embed(batch) for batch in batches]
         else:
             assert hidden is not None
             embedded = list(hidden.split([len(batch.ids) for batch in batches]))
