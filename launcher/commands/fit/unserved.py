@@ -237,12 +237,6 @@ def _router(hidden: int, experts: int, bias: bool = False) -> Part:
     return Part(EXPERTS, experts, hidden, bias=bias, packs=False)
 
 
-def _dense(keys: ConfigReader) -> Family:
-    attention, heads = _grouped_attention(keys, False, False, False)
-    mlp = _mlp(keys.size("hidden_size"), keys.size("intermediate_size"))
-    return _grouped(keys.size("num_hidden_layers") * (attention + mlp,), heads)
-
-
 def _mixture(keys: ConfigReader, inner: str, head_norms: bool) -> Family:
     """Experts in place of the feed-forward layer, in all layers or in those that the config names."""
     attention, heads = _grouped_attention(keys, keys.on("attention_bias"), keys.on("attention_bias"), head_norms)
@@ -338,7 +332,6 @@ def _narrow(raw: dict[str, Any]) -> float:
 
 
 FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
-    "mistral": _dense,
     "mixtral": lambda keys: _mixture(keys, "intermediate_size", head_norms=False),
     "qwen3_moe": lambda keys: _mixture(keys, "moe_intermediate_size", head_norms=True),
     "deepseek_v2": _latent,

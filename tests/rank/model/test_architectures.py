@@ -19,6 +19,9 @@ LONGROPE = {
 # What each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
+    "mistral": dict(model_type="mistral", head_dim=16, sliding_window=13),
+    "mistral no window": dict(model_type="mistral", sliding_window=None),
+    "gemma": dict(model_type="gemma", head_dim=16),
     "gemma2": dict(
         model_type="gemma2", head_dim=16, query_pre_attn_scalar=24, sliding_window=11, attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
