@@ -58,6 +58,10 @@ class Args:
     def logit_softcap(self) -> float:
         return 0.0
 
+    @property
+    def head_bias(self) -> bool:
+        return False
+
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """Raises FatalError where a key is missing or has the wrong type. A null counts as absent."""
@@ -156,14 +160,15 @@ class Model(nn.Module):
         self.tensor = mesh.tensor
         self.model = self.DECODER(args, mesh, self.LAYER)
         self.rope = RotaryEmbedding(args.rope_parameters, args.head_dim, args.max_position_embeddings, max_model_len)
-        self.lm_head = (
-            ParallelLMHead(args.vocab_size, args.hidden_size, mesh, args.logit_scale, args.logit_softcap)
-            if mesh.last
-            else None
-        )
+        self.lm_head = self._head(args, mesh) if mesh.last else None
         kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
         self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
         self._build(names, format_of)
+
+    @staticmethod
+    def _head(args: Args, mesh: Mesh) -> ParallelLMHead:
+        scale, softcap = args.logit_scale, args.logit_softcap
+        return ParallelLMHead(args.vocab_size, args.hidden_size, mesh, scale, softcap, args.head_bias)
 
     def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
         """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group.

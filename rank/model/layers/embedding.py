@@ -42,11 +42,19 @@ class VocabParallelEmbedding(ShardedModule):
 class ParallelLMHead(ColumnParallel):
     """Computes the logits of this rank's shard of the vocabulary. In tied models it shares the embedding's weight."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, scale: float = 1.0, softcap: float = 0.0):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        mesh: Mesh,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+        bias: bool = False,
+    ):
         """scale: a factor on the logits. softcap: then x becomes softcap * tanh(x / softcap); 0: no cap."""
         self.scale, self.softcap = scale, softcap
         self.vocab = even(vocab_size, mesh.tensor.rank, mesh.tensor.size)
-        super().__init__(whole(hidden_size), (self.vocab,), bias=False)
+        super().__init__(whole(hidden_size), (self.vocab,), bias)
 
     def tie(self, table: VocabParallelEmbedding) -> None:
         """Share the embedding's parameter, which is loaded there."""
