@@ -21,7 +21,7 @@ from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.norm import LayerNorm, RMSNorm
 from .layers.residual import Normed, ResidualStream
-from .layers.rope import RotaryEmbedding
+from .layers.rope import Parameters, RotaryEmbeddings
 from .shard import stage_layers
 from .weights.slicing import ShardedModule, Slice, Source, slices
 
@@ -61,6 +61,10 @@ class Args:
     @property
     def head_bias(self) -> bool:
         return False
+
+    def rope(self, index: int) -> Parameters:
+        """The rope parameters of a layer."""
+        return self.rope_parameters
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -141,6 +145,9 @@ class Model(nn.Module):
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
 
+    # How names begin of a checkpoint's tensors that are left out, as another model's: of vision, audio.
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()
+
     # Set by load():
     dtype: torch.dtype
     weight_bytes: int  # on this rank
@@ -159,7 +166,8 @@ class Model(nn.Module):
         self.tied = args.tie_word_embeddings
         self.tensor = mesh.tensor
         self.model = self.DECODER(args, mesh, self.LAYER)
-        self.rope = RotaryEmbedding(args.rope_parameters, args.head_dim, args.max_position_embeddings, max_model_len)
+        ropes = [args.rope(int(index)) for index in self.model.layers]
+        self.rope = RotaryEmbeddings(ropes, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = self._head(args, mesh) if mesh.last else None
         kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
         self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
@@ -196,8 +204,7 @@ class Model(nn.Module):
 
     def _run(self, stream: ResidualStream, batch: Batch) -> Iterator[Normed]:
         """Run one microbatch through this stage's layers, and yield at each norm."""
-        cos_sin = self.rope(batch.positions)
-        for layer in self.model.layers.values():
+        for layer, cos_sin in zip(self.model.layers.values(), self.rope(batch.positions), strict=True):
             for normed in layer(stream, cos_sin, batch):
                 if len(stream) == 0:  # the last layer samples no row
                     return
@@ -231,8 +238,8 @@ class Model(nn.Module):
         assert self.model.norm is not None
         return self.model.norm(hidden)
 
-    @staticmethod
-    def rename(name: str) -> str:
+    @classmethod
+    def rename(cls, name: str) -> str:
         """Map a checkpoint's tensor name to the path of the module's attribute."""
         return name
 
@@ -264,3 +271,22 @@ class Model(nn.Module):
         """All slices that must be read to fill this stage."""
         for layer in self.sharded_modules():
             yield from slices(layer)
+
+
+class TextOfMultimodal(Model):
+    """The text model of a multimodal checkpoint: its tensors under the names that they have where it stands alone."""
+
+    PREFIXES: ClassVar[dict[str, str]] = {
+        "language_model.": "",
+        "model.language_model.": "model.",
+    }
+    LEFT_OUT = tuple(
+        f"{under}{part}." for under in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+    )
+
+    @classmethod
+    def rename(cls, name: str) -> str:
+        for prefix, own in cls.PREFIXES.items():
+            if name.startswith(prefix):
+                return own + name.removeprefix(prefix)
+        return name

@@ -174,6 +174,9 @@ def _tell_unread(model: Model, parts: list[Slice], source: Checkpoint) -> None:
     patterns = {_pattern(name) for name in read} | {"model.embed_tokens.weight"}
     harmless = (*HARMLESS, "lm_head.weight") if model.tied else HARMLESS
     unread = [name for name in source.names if _pattern(name) not in patterns and not name.endswith(harmless)]
+    if left_out := [name for name in unread if name.startswith(model.LEFT_OUT)]:
+        log.info("text alone is served: %d tensors of the model's other parts are left out", len(left_out))
+    unread = [name for name in unread if not name.startswith(model.LEFT_OUT)]
     if unread:
         log.warning("%d tensors of the checkpoint are not used, the first is %s", len(unread), unread[0])
 

@@ -28,7 +28,6 @@ class Args(llama.Args):
     qk_layernorm: bool = False
 
     def __post_init__(self) -> None:
-        self.rope_parameters.setdefault("partial_rotary_factor", 0.5)
         for key in ("qk_layernorm", "tie_word_embeddings"):
             if getattr(self, key):
                 raise FatalError(f"config.json: {key} is true, which Phalanx does not support for phi", MODEL)
@@ -68,6 +67,6 @@ class Model(base.Model):
     LAYER, DECODER = Layer, Decoder
     MERGED = base.Model.MERGED | {"o_proj": ("dense",), "up_proj": ("fc1",), "down_proj": ("fc2",)}
 
-    @staticmethod
-    def rename(name: str) -> str:
+    @classmethod
+    def rename(cls, name: str) -> str:
         return name.replace("model.final_layernorm.", "model.norm.")

@@ -28,9 +28,6 @@ class Args(llama.Args):
     use_parallel_residual: bool = False
     qk_layernorm: bool = False
 
-    def __post_init__(self) -> None:
-        self.rope_parameters.setdefault("partial_rotary_factor", 0.25)
-
     @property
     def qkv_bias(self) -> bool:
         return self.use_qkv_bias

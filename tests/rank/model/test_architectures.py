@@ -1,17 +1,29 @@
 """Every architecture: f32 logits equal transformers' within 1e-4, however the model is cut; greedy tokens are equal."""
 
+import json
+
 import pytest
 import torch
 import transformers
+from phalanx.errors import MODEL, FatalError
 from phalanx.rank.model import architectures
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.measure import Seat, build
 
-from .harness import distance, run_steps, tokens
+from .harness import auto_model, distance, run_steps, tokens
 
 TOLERANCE = 1e-4
 COMMON = dict(
     hidden_size=48, intermediate_size=100, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6,
     vocab_size=512, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=None,
 )  # fmt: skip
+VISION = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0,
     "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0],
@@ -25,6 +37,21 @@ MODELS = {
     "gemma2": dict(
         model_type="gemma2", head_dim=16, query_pre_attn_scalar=24, sliding_window=11, attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": dict(
+        model_type="gemma3_text", num_hidden_layers=7, head_dim=16, query_pre_attn_scalar=24, sliding_window=11,
+        rope_parameters=TWO_ROPES,
+    ),
+    "gemma3": dict(
+        model_type="gemma3", vision_config=dict(model_type="siglip_vision_model"), image_token_index=500,
+        text_config=dict(
+            model_type="gemma3_text", head_dim=16, sliding_window=11, rope_parameters=TWO_ROPES,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+        ),
+    ),
+    "gemma3_text capped": dict(
+        model_type="gemma3_text", head_dim=16, layer_types=["full_attention", "sliding_attention"] * 2,
+        sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
     ),
     "granite": dict(
         model_type="granite", embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7,
@@ -57,9 +84,13 @@ MODELS = {
 def write(directory, **options):
     """A checkpoint of random weights, as transformers writes it."""
     model_type = options.pop("model_type")
-    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **options})
+    if "text_config" in options:
+        options |= {"text_config": COMMON | options["text_config"], "vision_config": VISION | options["vision_config"]}
+    else:
+        options = COMMON | options
+    config = transformers.AutoConfig.for_model(model_type, **options)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_model(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -102,6 +133,32 @@ def test_longrope_beyond_the_original_context(tmp_path, expected):
     ids = tokens(100)
     (logits,) = run_steps(path, [ids])
     assert distance(logits, expected(path, ids)) < TOLERANCE
+
+
+def test_the_vision_part_is_left_out(made, caplog):
+    caplog.set_level("INFO")
+    run_steps(made("gemma3"), [[1]])
+    (message,) = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert message.startswith("text alone is served: ") and not [
+        one for one in caplog.records if one.levelname != "INFO"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gemma2", {"layer_types": ["linear_attention"] * 4}, "layer type 'linear_attention' is not supported"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and none for layer 1"),
+        ("mistral", {"rope_parameters": TWO_ROPES}, "differ between full_attention and sliding_attention layers"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, model_type, changes, message):
+    config = COMMON | {"model_type": model_type, "head_dim": 16} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FatalError, match=message) as stop:
+        build(read_config(tmp_path), Seat(0, 1), Seat(0, 1))
+    assert stop.value.code == MODEL
 
 
 def test_each_architecture_is_here():
