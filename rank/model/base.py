@@ -15,7 +15,7 @@ from ...comm.mesh import Mesh
 from ...errors import MODEL, FatalError
 from ...kernels.rope.rope import CosSin
 from .batch import Batch
-from .config import Config
+from .config import Config, spelled
 from .formats import ChooseFormat, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
@@ -76,11 +76,11 @@ class Args:
             if field.name in given:
                 value = values[field.name] = given[field.name]
                 if not isinstance(value, TYPES.get(str(field.type), object)):
-                    raise FatalError(
-                        f"{config.path}/config.json: {field.name} is {value!r}, expected {field.type}", MODEL
-                    )
+                    name = spelled(field.name, config.model_type)
+                    raise FatalError(f"{config.path}/config.json: {name} is {value!r}, expected {field.type}", MODEL)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise FatalError(f"{config.path}/config.json has no {field.name}", MODEL)
+                name = spelled(field.name, config.model_type)
+                raise FatalError(f"{config.path}/config.json has no {name}", MODEL)
         return cls(**values)
 
 
@@ -145,6 +145,8 @@ class Model(nn.Module):
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
 
+    # parts of names of a checkpoint's tensors → what the attributes' paths have in their place, one after the other
+    RENAMED: ClassVar[dict[str, str]] = {}
     # How names begin of a checkpoint's tensors that are left out, as another model's: of vision, audio.
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
 
@@ -241,6 +243,15 @@ class Model(nn.Module):
     @classmethod
     def rename(cls, name: str) -> str:
         """Map a checkpoint's tensor name to the path of the module's attribute."""
+        for theirs, ours in cls.RENAMED.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    @classmethod
+    def spelled(cls, name: str) -> str:
+        """The other way: a tensor's name as the checkpoint would have it, for messages."""
+        for theirs, ours in reversed(cls.RENAMED.items()):
+            name = name.replace(ours, theirs)
         return name
 
     def _build(self, names: Container[str], format_of: ChooseFormat) -> None:
@@ -258,7 +269,8 @@ class Model(nn.Module):
             return [Source("model.embed_tokens")]
         parent, _, name = path.rpartition(".")
         merged = self.MERGED.get(name, (name,))
-        if len(merged) > 1 and f"{path}.weight" in names:  # the checkpoint holds it merged
+        several = len(linear.outputs) > 1
+        if several and (name not in self.MERGED or f"{path}.weight" in names):  # the checkpoint holds it merged
             ends = list(itertools.accumulate(shard.size for shard in linear.outputs))
             return [Source(path, end - shard.size, ends[-1]) for end, shard in zip(ends, linear.outputs, strict=True)]
         return [Source(f"{parent}.{part}" if parent else part) for part in merged]

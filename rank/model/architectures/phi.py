@@ -30,7 +30,7 @@ class Args(llama.Args):
     def __post_init__(self) -> None:
         for key in ("qk_layernorm", "tie_word_embeddings"):
             if getattr(self, key):
-                raise FatalError(f"config.json: {key} is true, which Phalanx does not support for phi", MODEL)
+                raise FatalError(f"config.json: {key} is true, which is not supported for phi", MODEL)
 
     @property
     def qkv_bias(self) -> bool:
@@ -66,7 +66,4 @@ class Decoder(base.Decoder):
 class Model(base.Model):
     LAYER, DECODER = Layer, Decoder
     MERGED = base.Model.MERGED | {"o_proj": ("dense",), "up_proj": ("fc1",), "down_proj": ("fc2",)}
-
-    @classmethod
-    def rename(cls, name: str) -> str:
-        return name.replace("model.final_layernorm.", "model.norm.")
+    RENAMED = {"model.final_layernorm.": "model.norm."}

@@ -1,4 +1,7 @@
-"""The token embedding and the head, split by vocabulary over the tensor group. Uneven vocabularies are padded."""
+"""The token embedding and the head, split by vocabulary over the tensor group, and learned positions.
+
+Uneven vocabularies are padded.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,21 @@ class VocabParallelEmbedding(ShardedModule):
         else:
             x = self.tensor.all_reduce(embedding(ids, self.weight, self.vocab.start, whole=False))
         return x if self.scale == 1.0 else x.mul_(torch.tensor(self.scale, dtype=x.dtype).item())
+
+
+class PositionEmbedding(ShardedModule):
+    """Learned positions: a row for each, which is added to the token's. Every rank has them all."""
+
+    fields = (Field("weight", "oi"),)
+
+    def __init__(self, positions: int, hidden_size: int):
+        super().__init__()
+        self.inputs, self.outputs = whole(hidden_size), (whole(positions),)
+        self.weight = nn.Parameter(torch.empty(positions, hidden_size, device="meta"), requires_grad=False)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions: [T] int64, below the table's. Returns [T, hidden]."""
+        return embedding(positions, self.weight)
 
 
 class ParallelLMHead(ColumnParallel):
