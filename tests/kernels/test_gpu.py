@@ -367,6 +367,8 @@ def test_rows_of_tables(width):
     ids = torch.randint(90, (13,), device="cuda")
     want = embedding.embedding_reference(ids, table, 20, whole=False)
     assert torch.equal(embedding.embedding(ids, table, 20, whole=False), want)
+    scaled = embedding.embedding_reference(ids, table, 20, whole=False, scale=6.93)
+    assert torch.equal(embedding.embedding(ids, table, 20, whole=False, scale=6.93), scaled)
     assert embedding.embedding(ids[:0], table).shape == (0, width)
     table[0] = float("nan")  # a row of no token reads none
     none = torch.tensor([-1, 3], device="cuda")
