@@ -1,9 +1,9 @@
 """Gated feed-forward layers of which each token visits a few, and the weighted sum of what they make.
 
 The experts' matrices are stacked: w13 [E, 2 I, H] is gate over up, w2 [E, H, I]. A pair is a token and one of its k
-experts; pair p is of token p // k. On GPUs the router's choice stays on the device: grids are as large as the worst case
-asks for, and what is not needed ends at once. A pair's weight scales what the first GEMM makes, so that the second one
-and the sum over a token's experts need it no more.
+experts; pair p is of token p // k. On GPUs the router's choice stays on the device: grids are as large as the worst
+case asks for, and what is not needed ends at once. A pair's weight scales what the first GEMM makes, so that the second
+one and the sum over a token's experts need it no more.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ all-reduce; a GEMM that norms its own rows, or adds its outputs to the stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -18,14 +18,28 @@ from ....kernels.gemm.linear import accumulates
 from ....kernels.norm.norm import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
-    from .linear import RowParallel
     from .norm import AddRMSNorm
 
 
-class Partial:
-    """What row-parallel linears make of their inputs: this rank's part of a sum over the tensor group, [T, H]."""
+class Summand(Protocol):
+    """What makes this rank's part of a sum over the tensor group: a row-parallel linear, or experts."""
 
-    def __init__(self, *terms: tuple[RowParallel, Tensor], scale: float = 1.0):
+    group: Comm
+
+    @property
+    def matrix(self) -> Tensor | None: ...
+
+    @property
+    def added_bias(self) -> Tensor | None: ...
+
+    def multiply(self, x: Any) -> Tensor: ...
+
+
+class Partial:
+    """What row-parallel linears or experts make of their inputs: this rank's part of a sum over the tensor group,
+    [T, H]. An input has T rows: len() of it says so."""
+
+    def __init__(self, *terms: tuple[Summand, Any], scale: float = 1.0):
         self.terms = terms
         self.scale = scale
         self._local: Tensor | None = None
