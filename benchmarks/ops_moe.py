@@ -119,12 +119,13 @@ def tune(layers: Layers, rows: int) -> None:
             continue
         groups = [moe.group(ids, layers.shape.experts, height) for _, ids, *_ in calls]
         hs = [torch.randn(ids.numel(), w2.shape[2], device="cuda").bfloat16() for _, ids, _, _, w2 in calls]
-        ups, downs = [], []
+        ups: list[tuple[float, tuple[int, ...]]] = []
+        downs: list[tuple[float, tuple[int, ...]]] = []
         for cut in (one for one in cuts() if one.rows == height):
             both = cut._replace(outputs=cut.outputs // 2)
-            up = [partial(moe_triton.expert_up, x, ids, weights, w13, g, ACTIVATIONS.index("silu"), both)
+            up: list[Call] = [partial(moe_triton.expert_up, x, ids, weights, w13, g, ACTIVATIONS.index("silu"), both)
                   for (x, ids, weights, w13, _), g in zip(calls, groups, strict=True)]  # fmt: skip
-            down = [partial(moe_triton.expert_down, h, w2, g, cut)
+            down: list[Call] = [partial(moe_triton.expert_down, h, w2, g, cut)
                     for h, g, (*_, w2) in zip(hs, groups, calls, strict=True)]  # fmt: skip
             for found, one, way in ((ups, up, both), (downs, down, cut)):
                 try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ....comm.mesh import Mesh
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.moe.router import RouterParams
+from .. import base
 from ..layers.moe import MoE
 from . import llama
 
@@ -30,11 +31,11 @@ class Layer(llama.Layer):
         self.mlp = MoE(hidden, inner, args.num_local_experts, params, mesh, args.hidden_act)
 
 
-class Model(llama.Model):
+class Model(base.Model):
     LAYER = Layer
 
     @staticmethod
     def rename(name: str) -> str:
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
-        return llama.Model.rename(name)
+        return base.Model.rename(name)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
+from .. import base
 from ..layers.linear import ColumnParallel
 from ..layers.mlp import GatedMLP
 from ..layers.moe import MoE
@@ -70,5 +71,5 @@ class Layer(llama.Layer):
             self.mlp = SharedMoE(args, mesh)
 
 
-class Model(llama.Model):
+class Model(base.Model):
     LAYER = Layer

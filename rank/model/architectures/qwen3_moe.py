@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
+from .. import base
 from ..layers.moe import MoE
 from . import qwen3
 from .qwen2_moe import ExpertArgs
@@ -23,5 +24,5 @@ class Layer(qwen3.Layer):
             self.mlp = MoE(hidden, inner, args.experts, args.router, mesh, args.hidden_act)
 
 
-class Model(qwen3.Model):
+class Model(base.Model):
     LAYER = Layer

@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     spread: str = "any"  # any; one: all tokens choose the same; few: most experts are empty
 
 
-# Counts that are no powers of two, one token, experts without tokens, all tokens to one, sizes that tiles do not divide.
+# Counts that are no powers of two, one token, empty experts, all tokens to one, sizes that tiles do not divide.
 CASES = [
     Sizes(1, 2, 5, 64, 32),
     Sizes(7, 3, 12, 48, 40),
