@@ -29,7 +29,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
         "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
+    "gpt_bigcode": {"num_key_value_heads": 1},
     "olmo3": {"rope_theta": 5e5},
+    "phi": {"partial_rotary_factor": 0.5},
+    "stablelm": {"partial_rotary_factor": 0.25},
+}  # fmt: skip
+# Keys that a model type has under another name → the usual one.
+NAMES = {
+    "gpt_bigcode": {
+        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings", "activation_function": "hidden_act",
+    },
 }  # fmt: skip
 # Model types whose layers of full attention have other rope parameters than the sliding ones. Where config.json has one
 # set, it is that of full attention; sliding layers have no scaling, and may have a base of their own.
@@ -125,23 +135,30 @@ def _integer(raw: dict[str, Any], key: str, path: Path, default: int | None = No
     value = raw.get(key)
     if value is None:
         value = default
+    name = spelled(key, raw["model_type"])
     if value is None:
-        raise FatalError(f"{path}/config.json has no {key}", MODEL)
+        raise FatalError(f"{path}/config.json has no {name}", MODEL)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FatalError(f"{path}/config.json: {key} is {value!r}, not a positive integer", MODEL)
+        raise FatalError(f"{path}/config.json: {name} is {value!r}, not a positive integer", MODEL)
     return value
 
 
 def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The text model's keys, with what checkpoints of its type leave out."""
+    """The text model's keys by their usual names, with what checkpoints of its type leave out."""
     text = raw.get("text_config")
     if text is not None:
         if not isinstance(text, dict):
             raise FatalError(f"{path}/config.json: text_config is {text!r}, not an object", MODEL)
         raw = {"model_type": raw["model_type"]} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
-    model_type = TEXT_TYPES.get(raw["model_type"], raw["model_type"])
-    given = {key: value for key, value in raw.items() if value is not None}
+    model_type = str(TEXT_TYPES.get(raw.get("model_type"), raw.get("model_type")))
+    names = NAMES.get(model_type, {})
+    given = {names.get(key, key): value for key, value in raw.items() if value is not None}
     return DEFAULTS.get(model_type, {}) | given | {"model_type": model_type}
+
+
+def spelled(key: str, model_type: str) -> str:
+    """A key as config.json of this model type has it, for messages."""
+    return next((theirs for theirs, ours in NAMES.get(model_type, {}).items() if ours == key), key)
 
 
 def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:

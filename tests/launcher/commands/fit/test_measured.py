@@ -22,6 +22,16 @@ LAYOUTS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 3)]
 COMMON = {
     "hidden_size": 384, "head_dim": 32, "intermediate_size": 500, "vocab_size": 517, "num_hidden_layers": 5,
     "num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": CONTEXT, "torch_dtype": "float32",
+    "num_experts": 7, "num_local_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 250,
+    "shared_expert_intermediate_size": 101, "mlp_only_layers": [1],
+}  # fmt: skip
+NEEDED = {  # and without which an architecture is refused
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
 }  # fmt: skip
 VARIANTS = {
     "plain": {"tie_word_embeddings": False},
@@ -68,7 +78,8 @@ def compare(path, dtype):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("model_type", architectures.supported())
 def test_bytes_of_live_ranks(tmp_path, model_type, variant, dtype):
-    compare(write(tmp_path, {"model_type": model_type, **COMMON, **VARIANTS[variant]}), dtype)
+    needed = NEEDED.get(model_type, {})
+    compare(write(tmp_path, {"model_type": model_type, **COMMON, **needed, **VARIANTS[variant]}), dtype)
 
 
 @pytest.mark.parametrize("variant", ["plain", "tied"])
@@ -94,13 +105,14 @@ def test_a_tied_head_is_counted_once_where_it_is_the_embedding(tmp_path):
 
 @pytest.mark.parametrize("model_type", architectures.supported())
 def test_the_rest_is_the_ranks(tmp_path, model_type):
-    path = write(tmp_path, {"model_type": model_type, **COMMON})
+    path = write(tmp_path, {"model_type": model_type, **COMMON, **NEEDED.get(model_type, {})})
     shape, config = read(path), rank_config.read_config(path)
     assert list(shape.degrees) == rank_config.tensor_degrees(config.num_heads, config.num_kv_heads)
     assert shape.max_positions == config.max_positions
     assert shape.unserved == ""
-    # Gate and up, and what they make of each other.
-    assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == 3 * 250
+    # Gate and up, and what they make of each other, of one layer or of two experts.
+    inner = 2 * 250 if model_type == "mixtral" else 250
+    assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == 3 * inner
 
 
 def test_the_constants_are_the_ranks():
