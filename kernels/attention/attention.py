@@ -141,7 +141,7 @@ class _ReferencePlan:
 def paged_attention_reference(
     q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, scores: AttentionParams
 ) -> Tensor:
-    name = f"attention {scores.window}"
+    name = f"attention {scores.window} {keys.shape}"
     plan = rows.scratch.get(name)
     if plan is None:  # the first layer of this step
         plan = rows.scratch[name] = _make_plan(rows, keys, scores.window)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ...comm.mesh import Mesh
 from ...errors import MODEL, FatalError
 from ...kernels.rope.rope import CosSin
 from .batch import Batch
+from .cache_spec import CacheSpec
 from .config import Config
 from .formats import ChooseFormat, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -76,20 +77,16 @@ class Args:
         return cls(**values)
 
 
-class KVSpec(NamedTuple):
-    """The shape of this rank's KV cache."""
-
-    layers: int  # of this stage
-    kv_heads: int  # of this rank
-    head_dim: int
-
-
 class Layer(nn.Module):
     """One transformer layer."""
 
     def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
         """index: of the layer in the model. local: of the layer in this pipeline stage."""
         super().__init__()
+
+    def cache_spec(self) -> CacheSpec:
+        """What the layer keeps of its sequences: what its attention does, by default `self_attn`."""
+        return cast(Any, self.self_attn).cache_spec()
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         """Add the outputs of the layer's sublayers to the residual stream [T, hidden].
@@ -151,9 +148,11 @@ class Model(nn.Module):
             if mesh.last
             else None
         )
-        kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
-        self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
         self._build(names, format_of)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Of each layer of this stage, in order."""
+        return [cast(Layer, layer).cache_spec() for layer in self.model.layers.values()]
 
     def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
         """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group.
