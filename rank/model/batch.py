@@ -32,4 +32,4 @@ class Batch:
     # The tokens at sample_at as S sequences of one token each, without ids. The last layer continues with these alone
     # once it has written keys and values. None: it continues with all tokens.
     sampled: Batch | None = None
-    scratch: dict[str, Any] = field(default_factory=dict)  # what a kernel computes once for all layers of the step
+    scratch: dict[Any, Any] = field(default_factory=dict)  # what a kernel computes once for all layers of the step

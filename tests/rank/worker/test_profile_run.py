@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from phalanx.kernels.attention import attention
+from phalanx.kernels.attention import attention, cudnn
 from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
 from phalanx.kernels.rope.rope import CosSin
@@ -99,8 +100,9 @@ class Attention:
         self.asked = set()
         for name in ("decode_kernel", "prefill_kernel"):
             monkeypatch.setattr(paged, name, Launches(getattr(paged, name), self.asked))
-        monkeypatch.setattr(attention, "device_caps", lambda _: DeviceCaps(108, "sm_80", False, False, False))
-        monkeypatch.setattr(attention, "_whole_prompt", lambda *_: None)  # by cuDNN, which compiles nothing
+        monkeypatch.setattr(paged, "device_caps", lambda _: DeviceCaps(108, "sm_80", False, False, False))
+        monkeypatch.setattr(cudnn, "_whole_prompt", lambda *_: None)  # which compiles nothing
+        monkeypatch.setattr(attention, "backends", lambda _: (cudnn, paged))
 
     def cache_specs(self):
         return [PagedKV(2, self.dim, self.dim)]
@@ -116,9 +118,9 @@ class Attention:
             cache = torch.empty(2, 9, BLOCK, 2, dim, dtype=self.dtype, device="meta").unbind()
             turn = CosSin(*torch.empty(2, count, 1, dim, device="meta"))
             if attention.supports_one_kernel(q, k, v, turn, cache[0], one):
-                attention.decode_cuda(q, k, v, turn, None, cache, one, self.scores)
+                attention.decode_newest(q, CurrentKV(k, v, turn, None, one.slots), *cache, one, self.scores)
             else:
-                attention.paged_attention_cuda(q, *cache, one, self.scores)
+                attention.paged_attention(q, *cache, one, self.scores)
         return hidden
 
 
