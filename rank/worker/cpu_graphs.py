@@ -18,6 +18,7 @@ from ...kernels.gemm.cpu_gemm import MOST_ROWS
 from ...kernels.sampling.argmax import argmax
 from ..model.base import Model
 from ..model.batch import Batch
+from ..model.cache_spec import Caches
 from .batch_builder import given_ids
 from .state import BatchState, ScheduledBatch
 
@@ -42,9 +43,8 @@ class CpuDecodeGraphs:
 
     head: Head | None = None  # of the last replay, where the head is replayed too
 
-    def __init__(self, model: Model, state: BatchState, last: Tensor, caches: list[tuple[Tensor, Tensor]]):
+    def __init__(self, model: Model, state: BatchState, last: Tensor, caches: Caches):
         self.model, self.state, self.last, self.caches = model, state, last.numpy(), caches
-        self.block_size = caches[0][0].shape[1]
         self.most = min(len(state.length), MOST_ROWS)  # beyond, torch computes the GEMMs, which cannot be recorded
         self._ids, self._positions, self._slots = torch.zeros(3, self.most, dtype=torch.int64)
         self._lengths = torch.zeros(self.most, dtype=torch.int32)
@@ -83,8 +83,8 @@ class CpuDecodeGraphs:
         given = given_ids(self.state, scheduled)
         np.copyto(ids[:n], np.where(given < 0, self.last[row], given))
         positions[:n] = starts
-        block, offset = np.divmod(starts, self.block_size)
-        slots[:n] = self.state.table[row, block].astype(np.int64) * self.block_size + offset
+        block, offset = np.divmod(starts, self.state.block_size)
+        slots[:n] = self.state.table[row, block].astype(np.int64) * self.state.block_size + offset
         lengths[:n] = starts + 1
         width = int(block.max()) + 1
         tables[:n, :width] = self.state.table[row, :width]

@@ -6,6 +6,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
 from phalanx.rank.model.load import load
+from phalanx.rank.worker import kv_cache
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.cpu_graphs import MOST_ROWS, CpuDecodeGraphs
 from phalanx.rank.worker.state import BatchState, ScheduledBatch
@@ -38,10 +39,11 @@ class Rank:
         order = np.random.default_rng(0).permutation(self.rows.table.size)
         self.rows.table[:] = order.reshape(self.rows.table.shape)
         self.last = torch.arange(SEATS) * 7 + 1
-        shape = (2, self.rows.table.size, BLOCK, model.kv_spec.kv_heads, model.kv_spec.head_dim)
         make = torch.Generator().manual_seed(comm.rank)
-        caches = [torch.randn(shape, generator=make).to(model.dtype) for _ in range(model.kv_spec.layers)]
-        self.replayed, self.plain = ([tuple(c.clone()) for c in caches] for _ in range(2))
+        specs = model.cache_specs()
+        caches = kv_cache.allocate(specs, self.rows.table.size, BLOCK, model.dtype, torch.device("cpu"))
+        caches = [[torch.randn(x.shape, generator=make).to(x.dtype) for x in layer] for layer in caches]
+        self.replayed, self.plain = ([tuple(x.clone() for x in layer) for layer in caches] for _ in range(2))
         self.graphs = CpuDecodeGraphs(model, self.rows, self.last, self.replayed)
 
     def step(self, chosen, starts):
@@ -51,7 +53,7 @@ class Rank:
         work = ScheduledBatch(np.array(chosen), np.array(starts), ones, ones.astype(bool), ones)
         assert self.graphs.supports(work)
         upload = Upload(torch.device("cpu"))
-        batches, rows = build_batches(self.rows, work, self.last, self.plain, BLOCK, upload)
+        batches, rows = build_batches(self.rows, work, self.last, self.plain, upload)
         want = self.model.forward(batches)
         logits = self.model.logits(want)
         got, same = self.graphs.replay(work)

@@ -46,12 +46,9 @@ def live(path, tp, pp, dtype):
 
     def rank(world):
         model = load(path, mesh.build(world, tp, pp), "cpu", dtype, max_model_len=CONTEXT, load_format="dummy")
-        spec = model.kv_spec
-        blocks = TOKENS // engine.BLOCK_SIZE
-        caches = kv_cache.allocate(
-            spec.layers, blocks, engine.BLOCK_SIZE, spec.kv_heads, spec.head_dim, model.dtype, torch.device("cpu")
-        )
-        return model.weight_bytes, model.rope.nbytes, sum(k.nbytes + v.nbytes for k, v in caches)
+        blocks, cpu = TOKENS // engine.BLOCK_SIZE, torch.device("cpu")
+        caches = kv_cache.allocate(model.cache_specs(), blocks, engine.BLOCK_SIZE, model.dtype, cpu)
+        return model.weight_bytes, model.rope.nbytes, sum(x.nbytes for layer in caches for x in layer)
 
     return threads.run(rank, tp * pp)
 
