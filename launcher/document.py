@@ -13,12 +13,11 @@ import msgspec
 from ..rank import protocol
 from ..rank.options import GROUPS, Options, Spec, specs
 from ..rank.server import api_error, unsupported
-from ..rank.server.batch.batch_input import KINDS
 from ..rank.server.field_meanings import MEANINGS
-from ..rank.server.http.app import ROUTES
 from ..rank.server.http.metrics import Metrics
+from ..rank.server.http.routes import routes
 from ..rank.server.sampling_params import OPENAI_DEFAULTS
-from ..rank.server.schema import RANGES, UNSUPPORTED, ChatRequest, Common, CompletionRequest, EmbeddingRequest
+from ..rank.server.schema import RANGES, ChatRequest, Common, CompletionRequest
 from .cli import verbs
 from .commands.batch import SERVER_ONLY, BatchOptions
 from .commands.bench.command import BenchOptions
@@ -155,18 +154,17 @@ def _default(spec: Spec) -> str:
 def api_page() -> str:
     """docs/api.md."""
     rows = []
-    for pattern, handler in ROUTES:
-        path = pattern.replace("(.+)", "NAME")
-        what = " ".join((handler.__doc__ or "").split("\n")[0].split())
-        batch = "yes" if path in KINDS else ""
-        rows.append((", ".join(handler.methods()), f"`{path}`", what, "yes" if handler.needs_key else "no", batch))
+    for route in routes():
+        paths = ", ".join(f"`{path}`" for path in (route.path, *route.also))
+        batch = "yes" if route.batchable else ""
+        rows.append((route.method, paths, route.about, "yes" if route.needs_key else "no", batch))
     lines = ["# HTTP endpoints", "", MADE, "", REQUESTS]
     lines += [_table(("method", "path", "answer", "needs a key", "in `phalanx batch`"), rows), ""]
     lines += ["## Fields of chat completions and completions", "", *_request(Common, (), both := _shared())]
-    for path, kind in KINDS.items():
+    for path, kind in ((route.path, route.schema) for route in routes() if route.schema):
         name = path.removeprefix("/v1/").replace("/", " ").capitalize()
-        left_out = () if kind is EmbeddingRequest else Common.__struct_fields__
-        refused = {name: one for name, one in UNSUPPORTED[kind].items() if not left_out or both.get(name) != one}
+        left_out = Common.__struct_fields__ if issubclass(kind, Common) else ()
+        refused = {name: one for name, one in kind.refused.items() if not left_out or both.get(name) != one}
         lines += [f"## {name}", "", *_request(kind, left_out, refused)]
     errors = ((str(status), f"`{name}`") for status, name in api_error.TYPES.items())
     lines += [
@@ -184,8 +182,8 @@ def api_page() -> str:
 
 def _shared() -> dict[str, unsupported.Field]:
     """What chat completions and completions refuse alike."""
-    other = UNSUPPORTED[CompletionRequest]
-    return {name: one for name, one in UNSUPPORTED[ChatRequest].items() if other.get(name) == one}
+    other = CompletionRequest.refused
+    return {name: one for name, one in ChatRequest.refused.items() if other.get(name) == one}
 
 
 def _request(

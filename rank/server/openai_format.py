@@ -6,16 +6,20 @@ server process's work.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from .. import protocol
+from .renderer import Renderer
+from .schema import ChatRequest, CompletionRequest
 from .session import Choice, Session, Update
 from .text.events import Answer, Event, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from .text.tokenizer import Tokenizer
 
 encode = msgspec.json.encode
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
 LOWEST = -9999.0  # in place of -inf, which JSON does not have
 
 
@@ -42,23 +46,25 @@ class _Collected:
         self.logprobs += update.logprobs
 
 
-class Renderer:
-    """The shapes of one endpoint for one session; see ChatRenderer and TextRenderer."""
+class OpenAiRenderer(Renderer, Generic[Request]):
+    """What chat completions and completions share."""
 
+    prefix: str  # of ids
     whole: str  # the `object` field of a whole answer ...
     part: str  # ... and of a chunk
 
-    def __init__(self, session: Session, tokenizer: Tokenizer):
-        self.session = session
-        self.request = session.request
+    def __init__(self, session: Session, request: Request, tokenizer: Tokenizer):
+        super().__init__(session)
+        self.request = request
         self.tokenizer = tokenizer
-        options = session.request.stream_options
+        self.id = self.prefix + session.id
+        options = request.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
-        self.token_ids = bool(session.request.return_token_ids)
+        self.token_ids = bool(request.return_token_ids)
         # The general way is needed where a chunk carries more than text.
-        self._simple = not (self.token_ids or self.continuous_usage or session.request.logprobs not in (None, False))
-        head = encode({"id": session.id, "object": self.part, "created": session.created, "model": session.model})
+        self._simple = not (self.token_ids or self.continuous_usage or request.logprobs not in (None, False))
+        head = encode({"id": self.id, "object": self.part, "created": session.created, "model": session.model})
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
@@ -80,6 +86,12 @@ class Renderer:
         raise NotImplementedError
 
     # Streams.
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        async for updates in self.session:
+            if data := self.chunks(updates):
+                yield data
+        yield self.last()
 
     def chunks(self, updates: list[Update]) -> bytes:
         """The events for these updates; empty where there is nothing to show yet."""
@@ -153,7 +165,7 @@ class Renderer:
                 entry["prompt_token_ids"] = choice.prompt.tokens
             choices.append(entry)
         return {
-            "id": session.id,
+            "id": self.id,
             "object": self.whole,
             "created": session.created,
             "model": session.model,
@@ -169,9 +181,10 @@ class Renderer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
 
 
-class ChatRenderer(Renderer):
+class ChatRenderer(OpenAiRenderer[ChatRequest]):
     """/v1/chat/completions."""
 
+    prefix = "chatcmpl-"
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
@@ -232,9 +245,10 @@ class ChatRenderer(Renderer):
         return {"token": text, "logprob": _logprob(logprob), "bytes": list(piece)}
 
 
-class TextRenderer(Renderer):
+class TextRenderer(OpenAiRenderer[CompletionRequest]):
     """/v1/completions."""
 
+    prefix = "cmpl-"
     whole = "text_completion"
     part = "text_completion"
 

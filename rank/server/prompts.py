@@ -30,23 +30,6 @@ def context_of(ready: protocol.Ready) -> int:
     return min(ready.max_model_len, ready.kv_tokens)
 
 
-def size(request: ChatRequest | CompletionRequest | EmbeddingRequest) -> int:
-    """Characters that are to be tokenised, nearly."""
-    if not isinstance(request, ChatRequest):
-        return sum(len(one) for one in request.prompts() if isinstance(one, str))
-    tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
-    return tools + sum(map(_message_size, request.messages))  # type: ignore[arg-type]
-
-
-def _message_size(message: Message) -> int:
-    content = message.content or ""
-    parts = (
-        [content] if isinstance(content, str) else [one if isinstance(one, str) else one.text or "" for one in content]
-    )
-    calls = len(msgspec.json.encode(message.tool_calls)) if message.tool_calls else 0
-    return calls + len(message.reasoning_content or "") + sum(map(len, parts))
-
-
 def check_values(body: bytes, context: int) -> None:
     """Refuse a body of more values than any request needs, while they are bytes and not objects: 10 MB of [1],[1],...
     take the event loop for seconds, and 50 times their memory.
@@ -175,7 +158,7 @@ def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default
     continued = bool(request.continue_final_message)
     generate = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
     knows_developer = "developer" in text.template.source
-    messages = [_mark(text, message) for message in template_messages(request.messages, knows_developer)]
+    messages = [_mark(text, message) for message in template_messages(request.conversation(), knows_developer)]
     tools, variables = text.marker.mark(tools), text.marker.mark(_variables(request, default_thinking))
     context = context_of(ready)
     rendered = text.template.render(messages, tools, generate, continued, variables, _stop_at(text, context))
@@ -244,9 +227,8 @@ def _check_tokens(tokens: list[int], vocab_size: int, param: str) -> None:
         raise bad(param, f"{param} holds token id {wrong}: this model's tokens are 0 to {vocab_size - 1}")
 
 
-def template_messages(messages: str | Sequence[Message], knows_developer: bool = False) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Message], knows_developer: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: text content, arguments of calls as objects."""
-    assert not isinstance(messages, str)
     rendered = []
     for message in messages:
         content = message.content

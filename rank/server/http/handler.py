@@ -1,4 +1,4 @@
-"""What all endpoints share: their state, the headers of every answer, errors in OpenAI's shape, bodies."""
+"""What all endpoints share: the headers of every answer, keys, errors, bodies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ import tornado.http1connection
 import tornado.web
 
 from ..api_error import ApiError
-from ..config import ServerConfig
+from ..decoding import Kind, decode
 from ..engine_client import STOPPING
-from ..schema import Kind, decode
-from ..text_engine import LARGE_BODY, TextEngine
-from .access import Access
-from .metrics import ENDPOINTS, Metrics
+from ..text_engine import LARGE_BODY
+from .routes import paths
+from .state import ServerState
 
 log = logging.getLogger(__name__)
 MAX_BODY = 64 << 20
@@ -34,26 +33,11 @@ Result = TypeVar("Result")
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
-class ServerState:
-    """What the handlers share."""
-
-    def __init__(self, sessions: TextEngine, config: ServerConfig):
-        self.sessions = sessions
-        self.config = config
-        self.access = Access(config)
-        self.keys = [key.encode() for key in config.api_keys]
-        self.link = sessions.link
-        self.metrics = Metrics(sessions.link, sessions.names[0])
-        self.started = int(time.time())
-        self.held = 0  # bytes of large bodies whose requests have not begun yet
-        self.read_until = 0.0  # on the clock of time.monotonic: when what was read of large bodies is paid for
-        self.active: dict[Handler, None] = {}  # requests that are being answered
-
-
 class Handler(tornado.web.RequestHandler):
     """Base of all endpoints."""
 
     needs_key = True
+    label = "other"  # the path's, for the metrics
     request_id = ""
 
     @property
@@ -84,13 +68,19 @@ class Handler(tornado.web.RequestHandler):
         sock = self.request.connection.stream.socket  # none: the client has gone
         self.state.access.check(self.request, sock and sock.getsockname())
         keys = self.state.keys
-        if keys and self.needs_key and self.request.method != "OPTIONS":
-            scheme, _, given = self.request.headers.get("Authorization", "").partition(" ")
-            sent = given.strip().encode("latin-1")  # the bytes that were sent
-            if scheme.lower() != "bearer" or not any([hmac.compare_digest(sent, key) for key in keys]):
-                raise ApiError(
-                    401, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', code="invalid_api_key"
-                )
+        if not keys or not self.needs_key or self.request.method == "OPTIONS":
+            return
+        if not any([hmac.compare_digest(self._sent_key(), key) for key in keys]):
+            raise ApiError(
+                401, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', code="invalid_api_key"
+            )
+
+    def _sent_key(self) -> bytes:
+        """The bytes that were sent, as OpenAI's clients do or as Anthropic's."""
+        scheme, _, given = self.request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = self.request.headers.get("X-Api-Key", "")
+        return given.strip().encode("latin-1")
 
     def on_finish(self) -> None:
         self.state.active.pop(self, None)
@@ -100,9 +90,9 @@ class Handler(tornado.web.RequestHandler):
         super().on_connection_close()
         self.state.active.pop(self, None)
 
-    def options(self, *args: str) -> None:
+    def options(self, **args: str) -> None:
         """The browser asks before it sends a request of a page of another server, which `prepare` has let in."""
-        methods = f"{', '.join(self.methods())}, OPTIONS"
+        methods = f"{', '.join(self.allowed())}, OPTIONS"
         self.set_header("Allow", methods)
         if "Origin" in self.request.headers:
             self.set_header("Access-Control-Allow-Methods", methods)
@@ -110,10 +100,13 @@ class Handler(tornado.web.RequestHandler):
             self.set_header("Access-Control-Max-Age", "86400")
         self.set_status(204)
 
-    @classmethod
-    def methods(cls) -> list[str]:
-        base = tornado.web.RequestHandler
-        return [name for name in ("GET", "POST") if getattr(cls, name.lower()) is not getattr(base, name.lower())]
+    def allowed(self) -> list[str]:
+        """The methods that this path has."""
+        return []
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        """The shape of this endpoint's errors."""
+        return error.body()
 
     def reply(self, value: object, status: int = 200) -> None:
         """Finish with a JSON object."""
@@ -130,15 +123,15 @@ class Handler(tornado.web.RequestHandler):
         self.set_status(error.status)
         if error.retry_after is not None:
             self.set_header("Retry-After", str(error.retry_after))
-        self.reply(error.body(), error.status)
+        self.reply(self.error_body(error), error.status)
 
     def _other_error(self, status: int, error: BaseException | None) -> ApiError:
         path, method = self.request.path, self.request.method
         if status == 404:
-            known = ", ".join(ENDPOINTS)
+            known = ", ".join(sorted({route.path for methods in paths().values() for route in methods.values()}))
             return ApiError(404, f"there is nothing at {path}; the endpoints are {known}", code="not_found")
         if status == 405:
-            allowed = " or ".join(self.methods())
+            allowed = " or ".join(self.allowed())
             self.set_header("Allow", f"{allowed}, OPTIONS")
             return ApiError(405, f"{method} is not allowed on {path}: use {allowed}", code="method_not_allowed")
         if isinstance(error, tornado.web.HTTPError) and status < 500:

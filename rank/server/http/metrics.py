@@ -15,7 +15,6 @@ from ..session import Session
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -54,10 +53,8 @@ class Metrics:
         self._registry.register(_Engine(link))
 
     def http(self, method: str, path: str, status: int) -> None:
-        method = method if method in METHODS else "other"
-        if path not in ENDPOINTS:  # a label per path or method that somebody tried would grow without end
-            path = "/v1/models" if path.startswith("/v1/models/") else "other"
-        self._http.labels(method, path, str(status)).inc()
+        """`path` is the route's or "other": a label for each path or method that somebody tried would have no end."""
+        self._http.labels(method if method in METHODS else "other", path, str(status)).inc()
 
     def session(self, session: Session, gone: bool) -> None:
         """A session is over; `gone`: its client went away first."""

@@ -14,7 +14,7 @@ from phalanx.rank import protocol
 from phalanx.rank.server.config import ServerConfig
 from phalanx.rank.server.engine_client import EngineClient
 from phalanx.rank.server.http.app import make_app, serve
-from phalanx.rank.server.http.handler import ServerState
+from phalanx.rank.server.http.state import ServerState
 from phalanx.rank.server.text_engine import TextEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

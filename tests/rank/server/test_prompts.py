@@ -7,6 +7,7 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server import prompts
 from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.decoding import convert
 from phalanx.rank.server.prompts import (
     chat_prompt,
     check_values,
@@ -21,7 +22,6 @@ from phalanx.rank.server.schema import (
     EmbeddingRequest,
     Function,
     Message,
-    convert,
 )
 from phalanx.rank.server.text.load import Text
 
