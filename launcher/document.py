@@ -13,7 +13,7 @@ import msgspec
 from ..rank import protocol
 from ..rank.options import GROUPS, Options, Spec, specs
 from ..rank.server import api_error, unsupported
-from ..rank.server.field_meanings import MEANINGS
+from ..rank.server.field_meanings import meaning
 from ..rank.server.http.metrics import Metrics
 from ..rank.server.http.routes import routes
 from ..rank.server.sampling_params import OPENAI_DEFAULTS
@@ -161,8 +161,12 @@ def api_page() -> str:
     lines = ["# HTTP endpoints", "", MADE, "", REQUESTS]
     lines += [_table(("method", "path", "answer", "needs a key", "in `phalanx batch`"), rows), ""]
     lines += ["## Fields of chat completions and completions", "", *_request(Common, (), both := _shared())]
-    for path, kind in ((route.path, route.schema) for route in routes() if route.schema):
-        name = path.removeprefix("/v1/").replace("/", " ").capitalize()
+    kinds: dict[type[msgspec.Struct], str] = {}
+    for route in routes():
+        if route.schema:
+            kinds.setdefault(route.schema, route.path)
+    for kind, path in kinds.items():
+        name = path.removeprefix("/v1").strip("/").replace("/", " ").capitalize()
         left_out = Common.__struct_fields__ if issubclass(kind, Common) else ()
         refused = {name: one for name, one in kind.refused.items() if not left_out or both.get(name) != one}
         lines += [f"## {name}", "", *_request(kind, left_out, refused)]
@@ -197,11 +201,13 @@ def _request(
         values = "{} to {}".format(*RANGES[field.name]) if field.name in RANGES else ""
         default = OPENAI_DEFAULTS.get(field.name)
         shown = "**needed**" if field.required else f"`{default}`" if default is not None else ""
-        rows.append((f"`{field.name}`", _type(field.type), values, shown, MEANINGS[field.name]))
+        rows.append((f"`{field.name}`", _type(field.type), values, shown, meaning(kind, field.name)))
     yield from (_table(("field", "type", "values", "default", "meaning"), rows), "")
     reasons: dict[str, list[str]] = {}
     for name, one in refused.items():
         reasons.setdefault(one.why, []).append(f"`{name}`")
+    if not reasons:
+        return
     yield from ("Refused, unless the value changes nothing:", "")
     yield from (_table(("field", "why"), ((", ".join(names), why) for why, names in reasons.items())), "")
 

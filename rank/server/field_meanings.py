@@ -1,9 +1,13 @@
 """What each field of a request means, for docs/api.md. schema.py has types and limits."""
 
+from __future__ import annotations
+
 MEANINGS = {
     # all three
     "model": "any name gets the one model; with `--strict` another name gets 404",
     "user": "ignored",
+    "metadata": "ignored",
+    "store": "ignored: answers are not kept",
     "priority": "a lower number goes first",
     "cache_salt": "cached prefixes are shared only between requests with the same salt",
     "add_special_tokens": "whether the tokenizer adds its own; of a chat's prompt only if true",
@@ -44,6 +48,7 @@ MEANINGS = {
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
     "enable_thinking": "the same; goes before `thinking`",
     "reasoning_effort": "handed to the template; `none` switches reasoning off",
+    "include_reasoning": "false leaves the reasoning out of the answer",
     "chat_template": "refused: the server's option `--chat-template` sets it",
     "chat_template_kwargs": "variables for the template",
     "add_generation_prompt": "whether the prompt ends where the assistant begins; true unless the last message goes on",
@@ -57,4 +62,15 @@ MEANINGS = {
     "embedding_type": "`mean` or `last`: which hidden states make the vector",
     "normalize": "to length 1, unless false",
     "dimensions": "keep the first so many, for models trained for that",
+    # /tokenize, /detokenize
+    "content": "llama.cpp's name of `prompt`",
+    "return_token_strs": "`token_strs`: each token's text",
+    "tokens": "token ids",
+    "TokenizeRequest.prompt": "a text; or send `messages`",
+    "TokenizeRequest.messages": "a conversation; its prompt's tokens are the answer",
 }
+
+
+def meaning(kind: type, field: str) -> str:
+    """What a field of a kind of request means: the words for this kind, or for all."""
+    return MEANINGS.get(f"{kind.__name__}.{field}") or MEANINGS[field]

@@ -64,7 +64,15 @@ class OpenAiRenderer(Renderer, Generic[Request]):
         self.token_ids = bool(request.return_token_ids)
         # The general way is needed where a chunk carries more than text.
         self._simple = not (self.token_ids or self.continuous_usage or request.logprobs not in (None, False))
-        head = encode({"id": self.id, "object": self.part, "created": session.created, "model": session.model})
+        head = encode(
+            {
+                "id": self.id,
+                "object": self.part,
+                "created": session.created,
+                "model": session.model,
+                "system_fingerprint": session.fingerprint,
+            }
+        )
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
@@ -169,6 +177,7 @@ class OpenAiRenderer(Renderer, Generic[Request]):
             "object": self.whole,
             "created": session.created,
             "model": session.model,
+            "system_fingerprint": session.fingerprint,
             "choices": choices,
             "usage": session.usage(),
         }
@@ -188,14 +197,19 @@ class ChatRenderer(OpenAiRenderer[ChatRequest]):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
+    def __init__(self, session: Session, request: ChatRequest, tokenizer: Tokenizer):
+        super().__init__(session, request, tokenizer)
+        self._shows_reasoning = request.include_reasoning is not False
+
     def text_chunk(self, index: int, event: Event) -> bytes | None:
         if isinstance(event, Text):
-            start = b'{"index":%d,"delta":{"content":'
-        elif isinstance(event, Reasoning):
-            start = b'{"index":%d,"delta":{"reasoning_content":'
+            delta = b'"content":' + encode(event.text)
+        elif isinstance(event, Reasoning) and self._shows_reasoning:
+            text = encode(event.text)
+            delta = b'"reasoning_content":' + text + b',"reasoning":' + text
         else:
             return None
-        return start % index + encode(event.text) + b'},"logprobs":null,"finish_reason":null}'
+        return b'{"index":%d,"delta":{' % index + delta + b'},"logprobs":null,"finish_reason":null}'
 
     def parts(self, update: Update) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -204,8 +218,8 @@ class ChatRenderer(OpenAiRenderer[ChatRequest]):
         for event in update.events:
             if isinstance(event, Text):
                 deltas.append({"content": event.text})
-            elif isinstance(event, Reasoning):
-                deltas.append({"reasoning_content": event.text})
+            elif isinstance(event, Reasoning) and self._shows_reasoning:
+                deltas.append({"reasoning_content": event.text, "reasoning": event.text})
             elif isinstance(event, ToolCallStart):
                 call = tool_call(ToolCall(event.id, event.name))
                 deltas.append({"tool_calls": [{"index": event.index, **call}]})
@@ -221,8 +235,8 @@ class ChatRenderer(OpenAiRenderer[ChatRequest]):
     def body(self, choice: Choice, answer: Answer) -> dict[str, Any]:
         content = answer.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning := answer.reasoning:
-            message["reasoning_content"] = reasoning
+        if (reasoning := answer.reasoning) and self._shows_reasoning:
+            message["reasoning_content"] = message["reasoning"] = reasoning
         if answer.calls:
             message["content"] = content if content.strip() else None
             message["tool_calls"] = [tool_call(call) for call in answer.calls]

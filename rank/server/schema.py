@@ -22,6 +22,7 @@ MAX_STOPS = 64
 MAX_BIASES = 1 << 16
 MAX_LOGPROBS = 20
 POOLINGS = ("mean", "last")
+PARTS = ("text", "input_text", "output_text", "refusal")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 # Field: lowest and highest value.
@@ -54,6 +55,10 @@ class Part(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    def words(self) -> str:
+        return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
 class Function(msgspec.Struct):
@@ -74,21 +79,22 @@ class Message(msgspec.Struct):
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under vLLM's newer name
 
     def characters(self) -> int:
         """Nearly how many are to be tokenised."""
         content = self.content or ""
         parts = [content] if isinstance(content, str) else content
         calls = len(msgspec.json.encode(self.tool_calls)) if self.tool_calls else 0
-        texts = [one if isinstance(one, str) else one.text or "" for one in parts]
-        return calls + len(self.reasoning_content or "") + sum(map(len, texts))
+        texts = [one if isinstance(one, str) else one.words() for one in parts]
+        return calls + len(self.reasoning_content or self.reasoning or "") + sum(map(len, texts))
 
     def check(self, at: str) -> None:
         """`at` is where it is, for the error's words."""
         if self.role not in ROLES:
             raise bad(f"{at}.role", f"{at}.role is {show(self.role)}: expected one of {', '.join(ROLES)}")
         for j, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            if isinstance(part, Part) and part.type not in ("text", "input_text", "output_text"):
+            if isinstance(part, Part) and part.type not in PARTS:
                 raise bad(
                     f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: this model takes text only"
                 )
@@ -131,6 +137,8 @@ class Common(Body, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     echo: bool | None = None
@@ -216,6 +224,7 @@ class ChatRequest(Common, kw_only=True):
     thinking: bool | dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

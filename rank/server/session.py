@@ -115,9 +115,10 @@ class Choice:
 class Session:
     """A generation that was handed to rank 0. Iterating yields lists of updates, at most one for each choice."""
 
-    def __init__(self, model: str, generation: Generation):
+    def __init__(self, model: str, generation: Generation, fingerprint: str = ""):
         self.id = uuid.uuid4().hex[:24]
         self.model = model
+        self.fingerprint = fingerprint  # of all that answers depend on besides the request
         self.prompts = generation.prompts
         self.created = int(time.time())
         self.start = time.monotonic()

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from .schema import Common
 from .session import Choice, Session
 from .text.load import Text
 from .text.tokenizer import detokenizer
+from .version import version
 
 log = logging.getLogger(__name__)
 LARGE = 1 << 17  # characters of a request's texts, which take about a tenth of a second
@@ -72,6 +74,13 @@ class TextEngine:
         self.defaults = resolve_defaults(config.sampling, self.text.generation)
         if self.text.template is not None and self.text.template.takes_tools and self.text.tool_format is None:
             log.warning("the model writes tool calls in a way that is not known here: they stay in the answer's text")
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's system_fingerprint: equal where seeds give equal answers, as far as this process knows."""
+        ready = self.link.ready
+        parts = (version(), self.names[0], self.config.model_dir, ready.ranks if ready else 0)
+        return "fp_" + blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
         if self._trim is not None:
@@ -150,7 +159,7 @@ class TextEngine:
         text, _ = self.ready()
         n = generation.n
         self.admit(n * len(generation.prompts))
-        session = Session(self.names[0], generation)
+        session = Session(self.names[0], generation, self.fingerprint)
         requests: list[protocol.Request] = []
         choices: dict[str, Choice] = {}
         for prompt, shared in zip(generation.prompts, generation.sampling, strict=True):

@@ -87,7 +87,6 @@ CHAT: dict[str, Field] = {
     **_COMMON,
     "modalities": Field("the answer is text", (["text"],)),
     **_all("the answer is text", "audio"),
-    "include_reasoning": Field(_REASONING, (True,), default=True),
     "separate_reasoning": Field(_REASONING, (True,), default=True),
     **_all("there is no web search", "web_search_options"),
     **_all("write them into the messages", "documents"),

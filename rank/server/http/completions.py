@@ -14,4 +14,4 @@ async def complete(call: Call) -> Session:
     return await call.engine.generate(call.request, completion_generation)
 
 
-ROUTES = [Route("/v1/completions", complete, CompletionRequest, TextRenderer, batchable=True)]
+ROUTES = [Route("/v1/completions", complete, CompletionRequest, TextRenderer, also=("/completions",), batchable=True)]

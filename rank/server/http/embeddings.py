@@ -19,4 +19,4 @@ async def embeddings(call: Call) -> dict[str, Any]:
     return await embed(call.engine, call.request, ended, call.release)
 
 
-ROUTES = [Route("/v1/embeddings", embeddings, EmbeddingRequest, batchable=True)]
+ROUTES = [Route("/v1/embeddings", embeddings, EmbeddingRequest, also=("/embeddings",), batchable=True)]

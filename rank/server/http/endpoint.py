@@ -52,7 +52,7 @@ class Endpoint(BodyHandler):
         query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
         call = Call(self.state.sessions, None, args, query, self.state, self.release)
         if route.schema is not None:
-            call.request = self.decoded(route.schema)
+            call.request = await self.decoded(route.schema)
         answer = route.prepare(call)
         if inspect.isawaitable(answer):
             answer = await self.run(answer)

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 import uuid
+import zlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -204,7 +205,7 @@ class BodyHandler(Handler):
         self.state.read_until = max(now, self.state.read_until) + size / LARGE_RATE
         await asyncio.sleep(self.state.read_until - now)
 
-    def body(self) -> bytes:
+    async def body(self) -> bytes:
         """The whole body, once."""
         kind = self.request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         # What a form of a web page may send is refused; clients that send no type at all are no browsers.
@@ -212,6 +213,17 @@ class BodyHandler(Handler):
             raise ApiError(415, f'the request\'s Content-Type is {kind[:100]}: send "Content-Type: application/json"')
         if self._size > MAX_BODY:
             raise self._too_large()
+        self._check_refused()
+        body = b"".join(self._body)
+        self._body.clear()
+        coding = self.request.headers.get("Content-Encoding", "identity").strip().lower()
+        if coding in ("identity", ""):
+            return body
+        if coding not in ("gzip", "x-gzip"):
+            raise ApiError(415, f"the request's Content-Encoding is {coding[:100]}: send gzip, or no coding at all")
+        return await self._inflated(body)
+
+    def _check_refused(self) -> None:
         if self._refused:
             raise ApiError(
                 429,
@@ -220,13 +232,24 @@ class BodyHandler(Handler):
                 code="busy",
                 retry_after=1,
             )
-        body = b"".join(self._body)
-        self._body.clear()
-        return body
 
-    def decoded(self, kind: type[Kind]) -> Kind:
+    async def _inflated(self, body: bytes) -> bytes:
+        """A gzip body as it was; like others it is bounded, and what all large ones hold together is too."""
+        whole = await self.state.sessions.in_pool(_inflate, body)
+        if len(whole) > MAX_BODY:
+            raise self._too_large()
+        self._size = max(self._size, len(whole))
+        if self._size > LARGE_BODY:
+            self._body.append(whole)
+            self._hold()
+            self._check_refused()
+            self._body.clear()
+            await self._pace(len(whole))
+        return whole
+
+    async def decoded(self, kind: type[Kind]) -> Kind:
         """The body's request. Raises ApiError."""
-        body = self.body()
+        body = await self.body()
         self.state.sessions.check_body(body)
         return decode(body, kind)
 
@@ -270,3 +293,15 @@ class BodyHandler(Handler):
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request's body is larger than the limit of {MAX_BODY >> 20} MiB", code="too_large")
+
+
+def _inflate(body: bytes) -> bytes:
+    """A gzip file's content; of one that is too large a little more than the limit."""
+    inflater = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        whole = inflater.decompress(body, MAX_BODY + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the request's body is not valid gzip: {error}") from None
+    if not inflater.eof and len(whole) <= MAX_BODY:
+        raise ApiError(400, "the request's body is not valid gzip: it is cut off")
+    return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..version import version
 from .routes import Call, Reply, Route
 
 
@@ -30,7 +31,27 @@ def metrics(call: Call) -> Reply:
     return Reply(call.server.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
+def ping(call: Call) -> Reply:
+    """The same status without a body."""
+    status = health(call)
+    return Reply(b"", status.status, status.headers)
+
+
+def load(call: Call) -> dict[str, int]:
+    """How many requests are being answered."""
+    assert call.server is not None
+    return {"server_load": len(call.server.active) - 1}  # this one is no load
+
+
+def versions(call: Call) -> dict[str, str]:
+    """Phalanx's version."""
+    return {"version": version()}
+
+
 ROUTES = [
-    Route("/health", health, method="GET", needs_key=False),
+    Route("/health", health, method="GET", also=("/ready", "/v1/health"), needs_key=False),
+    Route("/ping", ping, method="GET", needs_key=False),
+    Route("/load", load, method="GET", needs_key=False),
+    Route("/version", versions, method="GET", needs_key=False),
     Route("/metrics", metrics, method="GET", needs_key=False),
 ]

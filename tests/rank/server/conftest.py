@@ -231,7 +231,7 @@ class Front:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
             data = response.read()
-        if "json" in response.headers.get("Content-Type", ""):
+        if data and "json" in response.headers.get("Content-Type", ""):
             data = json.loads(data)
         return SimpleNamespace(status=response.status, headers=response.headers, body=data)
 

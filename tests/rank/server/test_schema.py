@@ -59,7 +59,6 @@ def test_values_that_constrain_nothing_are_taken(kind):
         (ChatRequest, {"modalities": ["text", "audio"]}),
         (ChatRequest, {"web_search_options": {}}),
         (ChatRequest, {"suffix": "x"}),
-        (ChatRequest, {"include_reasoning": False}),
         (ChatRequest, {"separate_reasoning": False}),
         (CompletionRequest, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         (CompletionRequest, {"max_completion_tokens": 5}),

@@ -50,7 +50,7 @@ REASONS = {
     ChatRequest: {
         **COMMON,
         **dict.fromkeys(("modalities", "audio"), "the answer is text"),
-        **dict.fromkeys(("include_reasoning", "separate_reasoning"), SHOWN),
+        "separate_reasoning": SHOWN,
         "web_search_options": "there is no web search",
         "documents": "write them into the messages",
         "suffix": "this is for models that fill in the middle",
