@@ -64,11 +64,12 @@ VARIABLES = {
     "SLURM_JOB_END_TIME": "when the job ends: `phalanx batch` is done before",
 }
 REQUESTS = """\
-Requests and answers have OpenAI's shapes. A body is JSON (`Content-Type: application/json`) of up to 64 MiB. With
-`--api-key` or `--api-key-file` each request needs `Authorization: Bearer KEY`, except for `/health` and `/metrics`. The
-answer to every request has an `X-Request-Id`: the client's own where it sent one. `"stream": true` answers with
-server-sent events that end with `data: [DONE]`; an error after the first event is an event of its own, and no `[DONE]`
-follows.
+Requests and answers have OpenAI's shapes, under `/v1/messages` Anthropic's. A body is JSON (`Content-Type:
+application/json`) of up to 64 MiB, also as gzip (`Content-Encoding: gzip`) of which that much comes out. With
+`--api-key` or `--api-key-file` a request needs `Authorization: Bearer KEY` or `X-Api-Key: KEY`, except where the table
+says no. The answer to every request has an `X-Request-Id`: the client's own where it sent one. `"stream": true` answers
+with server-sent events, which OpenAI's completions end with `data: [DONE]`; an error after the first event is the last
+event. `/openapi.json` describes all this for programs, `/docs` for people.
 
 A field that is not listed is ignored, unless it would change the answer: then it is refused with 400 and its name.
 `null` means that a field is not given. A default is the server's, unless its options or the model's

@@ -62,6 +62,17 @@ MEANINGS = {
     "embedding_type": "`mean` or `last`: which hidden states make the vector",
     "normalize": "to length 1, unless false",
     "dimensions": "keep the first so many, for models trained for that",
+    # /v1/messages
+    "CountRequest.messages": "roles are user and assistant; blocks of type `text`, `tool_use`, `tool_result`, "
+    "`thinking`. A last message of the assistant is continued",
+    "system": "a text, or blocks of type `text`",
+    "CountRequest.tools": "tools with an `input_schema`, which the client runs",
+    "CountRequest.tool_choice": '`{"type": "auto"}` or `none`; `disable_parallel_tool_use` keeps the first call only',
+    "CountRequest.thinking": "`enabled`, `adaptive` or `disabled`. `budget_tokens` is no limit here: `max_tokens` "
+    "counts thoughts and answer",
+    "output_config": "`effort`, handed to the template; `format` is refused",
+    "MessagesRequest.max_tokens": "longest answer",
+    "stop_sequences": "as `stop`",
     # /tokenize, /detokenize
     "content": "llama.cpp's name of `prompt`",
     "return_token_strs": "`token_strs`: each token's text",
@@ -73,4 +84,5 @@ MEANINGS = {
 
 def meaning(kind: type, field: str) -> str:
     """What a field of a kind of request means: the words for this kind, or for all."""
-    return MEANINGS.get(f"{kind.__name__}.{field}") or MEANINGS[field]
+    own = (MEANINGS.get(f"{one.__name__}.{field}") for one in kind.__mro__)
+    return next(filter(None, own), "") or MEANINGS[field]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-_OUTPUT = "the output cannot be constrained yet, leave it out"
+OUTPUT = "the output cannot be constrained yet, leave it out"
 THINKING = "the length of the reasoning cannot be limited yet, leave it out"
 _FUNCTIONS = 'it is deprecated and not supported, use "tools" and "tool_choice"'
 _PROMPT_LENGTH = "prompts are not cut, shorten the prompt"
@@ -41,7 +41,7 @@ _PROMPTS: dict[str, Field] = {
 _COMMON: dict[str, Field] = {
     **_PROMPTS,
     **_all(
-        _OUTPUT,
+        OUTPUT,
         "guided_json",
         "guided_regex",
         "guided_choice",
@@ -53,7 +53,7 @@ _COMMON: dict[str, Field] = {
         "ebnf",
         "stop_regex",
     ),
-    "structured_outputs": Field(_OUTPUT, ({},)),
+    "structured_outputs": Field(OUTPUT, ({},)),
     **_all(_TOKENS, "allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor"),
     **_all(_TOKENS, "banned_tokens", "banned_strings"),
     **_all("log probabilities of the prompt are not supported", "prompt_logprobs"),
@@ -108,6 +108,12 @@ EMBEDDING: dict[str, Field] = {
     **_all("write it into the input as the model's card says", "input_type", "prompt_name", "instruction"),
     "embed_dtype": Field(_VECTOR, ("float32",)),
     "endianness": Field(_VECTOR, ("native", "little")),
+}
+
+
+MESSAGES: dict[str, Field] = {
+    **_all("there are no tool servers, send the tools that the client runs", "mcp_servers"),
+    **_all("nothing is run here, send the tools that the client runs", "container"),
 }
 
 
