@@ -13,6 +13,7 @@ import msgspec
 from ..rank import protocol
 from ..rank.options import GROUPS, Options, Spec, specs
 from ..rank.server import api_error, unsupported
+from ..rank.server.decoding import Body
 from ..rank.server.field_meanings import meaning
 from ..rank.server.http.metrics import Metrics
 from ..rank.server.http.routes import routes
@@ -162,7 +163,7 @@ def api_page() -> str:
     lines = ["# HTTP endpoints", "", MADE, "", REQUESTS]
     lines += [_table(("method", "path", "answer", "needs a key", "in `phalanx batch`"), rows), ""]
     lines += ["## Fields of chat completions and completions", "", *_request(Common, (), both := _shared())]
-    kinds: dict[type[msgspec.Struct], str] = {}
+    kinds: dict[type[Body], str] = {}
     for route in routes():
         if route.schema:
             kinds.setdefault(route.schema, route.path)

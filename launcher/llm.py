@@ -43,7 +43,7 @@ Prompt = str | Sequence[int]
 # Options of a server: here nothing listens, and whoever calls sees the failure and can start again.
 _SERVER_ONLY = (
     "host", "port", "api_key", "api_key_file", "strict", "queue_size", "access_log", "restarts", "served_model_name",
-    "idle_exit", "allowed_origins", "allowed_hosts",
+    "idle_exit", "allowed_origins", "allowed_hosts", "response_store",
 )  # fmt: skip
 DRAIN_PATIENCE = 5.0
 

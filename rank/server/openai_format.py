@@ -7,7 +7,7 @@ server process's work.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -19,7 +19,6 @@ from .text.events import Answer, Event, Reasoning, Text, ToolCall, ToolCallArgum
 from .text.tokenizer import Tokenizer
 
 encode = msgspec.json.encode
-Request = TypeVar("Request", ChatRequest, CompletionRequest)
 LOWEST = -9999.0  # in place of -inf, which JSON does not have
 
 
@@ -46,14 +45,14 @@ class _Collected:
         self.logprobs += update.logprobs
 
 
-class OpenAiRenderer(Renderer, Generic[Request]):
+class OpenAiRenderer(Renderer):
     """What chat completions and completions share."""
 
     prefix: str  # of ids
     whole: str  # the `object` field of a whole answer ...
     part: str  # ... and of a chunk
 
-    def __init__(self, session: Session, request: Request, tokenizer: Tokenizer):
+    def __init__(self, session: Session, request: ChatRequest | CompletionRequest, tokenizer: Tokenizer):
         super().__init__(session)
         self.request = request
         self.tokenizer = tokenizer
@@ -190,7 +189,7 @@ class OpenAiRenderer(Renderer, Generic[Request]):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
 
 
-class ChatRenderer(OpenAiRenderer[ChatRequest]):
+class ChatRenderer(OpenAiRenderer):
     """/v1/chat/completions."""
 
     prefix = "chatcmpl-"
@@ -259,7 +258,7 @@ class ChatRenderer(OpenAiRenderer[ChatRequest]):
         return {"token": text, "logprob": _logprob(logprob), "bytes": list(piece)}
 
 
-class TextRenderer(OpenAiRenderer[CompletionRequest]):
+class TextRenderer(OpenAiRenderer):
     """/v1/completions."""
 
     prefix = "cmpl-"

@@ -39,6 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_tokens": (0, 1 << 31),
     "max_tokens": (1, 1 << 31),
     "max_completion_tokens": (1, 1 << 31),
+    "max_output_tokens": (1, 1 << 31),
     "priority": (-(1 << 31), 1 << 31),
     "top_logprobs": (0, MAX_LOGPROBS),
     "dimensions": (1, 1 << 31),

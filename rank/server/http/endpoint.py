@@ -61,14 +61,15 @@ class Endpoint(BodyHandler):
         self.release()
         if isinstance(answer, Session):
             assert route.render is not None and self.state.sessions.text is not None
-            reply = route.render(answer, call.request, self.state.sessions.text.tokenizer)
-            await self._generate(reply, call.request.stream, began)
+            answer = route.render(answer, call.request, self.state.sessions.text.tokenizer)
+        if isinstance(answer, Renderer):
+            await self._generate(answer, call.request.stream, began)
         elif isinstance(answer, Events):
             await self._stream(answer)
         else:
             self.send(answer if isinstance(answer, Reply) else Reply(answer))
 
-    get = head = post = delete = _answer  # type: ignore[assignment]
+    get = head = post = delete = _answer
 
     def send(self, reply: Reply) -> None:
         """Finish with this."""

@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -253,7 +253,7 @@ class BodyHandler(Handler):
         self.state.sessions.check_body(body)
         return decode(body, kind)
 
-    async def run(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+    async def run(self, work: Awaitable[Result]) -> Result | None:
         """Do this while the client is there; None where it has gone."""
         self._work = task = asyncio.ensure_future(work)
         await asyncio.wait([task])

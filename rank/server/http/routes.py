@@ -57,7 +57,7 @@ class Route(NamedTuple):
     """One endpoint. The first line of `prepare`'s docstring is its line in the documents."""
 
     path: str  # {name} stands for a part, such as /v1/models/{model}
-    # What the answer is: an object, a Reply, Events or, where `render` is given, a Session.
+    # What the answer is: an object, a Reply, Events, a Renderer or, where `render` is given, a Session.
     prepare: Callable[[Call], Any | Awaitable[Any]]
     schema: type[Body] | None = None  # of the body; None: there is none
     render: Callable[..., Any] | None = None  # a Renderer's class: made of session, request and tokenizer
@@ -74,7 +74,11 @@ class Route(NamedTuple):
 
     def pattern(self, path: str) -> str:
         """A regular expression for a path of it."""
-        return PART.sub(lambda part: f"(?P<{part[1]}>.+)", re.sub(r"[.+*]", r"\\\g<0>", path))
+
+        def group(part: re.Match[str]) -> str:
+            return f"(?P<{part[1]}>{'.+' if part[1] == 'model' else '[^/]+'})"  # names of models may have slashes
+
+        return PART.sub(group, re.sub(r"[.+*]", r"\\\g<0>", path))
 
 
 @functools.cache
@@ -89,12 +93,12 @@ def routes() -> tuple[Route, ...]:
 
 @functools.cache
 def paths() -> dict[str, dict[str, Route]]:
-    """The routes of each path by their methods. Paths without {name} come first, as they are the narrower ones."""
+    """The routes of each path by their methods; the narrower paths come first."""
     found: dict[str, dict[str, Route]] = {}
     for route in routes():
         for path in (route.path, *route.also):
             found.setdefault(path, {})[route.method] = route
-    return dict(sorted(found.items(), key=lambda one: "{" in one[0]))
+    return dict(sorted(found.items(), key=lambda one: ("{" in one[0], -one[0].count("/"))))
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from ..config import ServerConfig
+from ..response_store import ResponseStore
 from ..text_engine import TextEngine
 from .access import Access
 from .metrics import Metrics
@@ -19,6 +20,7 @@ class ServerState:
         self.keys = [key.encode() for key in config.api_keys]
         self.link = sessions.link
         self.metrics = Metrics(sessions.link, sessions.names[0])
+        self.responses = ResponseStore(config.response_store)
         self.started = int(time.time())
         self.held = 0  # bytes of large bodies whose requests have not begun yet
         self.read_until = 0.0  # on the clock of time.monotonic: when what was read of large bodies is paid for
