@@ -109,7 +109,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     response_store: Annotated[
         int,
         flag("--response-store", group=_SERVER, metavar="N", low=0,
-             help="how many answers of /v1/responses are kept in memory for clients to go on from; 0 keeps none"),
+             help="responses kept in memory to go on from; 0 keeps none"),
     ] = 1024  # fmt: skip
 
     chat_template: Annotated[
