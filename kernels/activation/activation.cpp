@@ -35,6 +35,13 @@ struct Gelu {
     }
 };
 
+struct Relu2 {
+    static INLINE Vec of(Vec x) {
+        Vec y = x < 0 ? (Vec){} : x;  // a NaN stays one
+        return y * y;
+    }
+};
+
 template <typename F, typename T> void gated(const Gated& a, int part, int parts) {
     Share share((a.width + LANES - 1) / LANES, part, parts);
     int64_t first = share.first * LANES, last = share.last * LANES < a.width ? share.last * LANES : a.width;
@@ -53,3 +60,5 @@ OP(gelu_f32, (gated<Gelu, float>), Gated)
 OP(gelu_bf16, (gated<Gelu, bf16>), Gated)
 OP(gelu_tanh_f32, (gated<GeluTanh, float>), Gated)
 OP(gelu_tanh_bf16, (gated<GeluTanh, bf16>), Gated)
+OP(relu2_f32, (gated<Relu2, float>), Gated)
+OP(relu2_bf16, (gated<Relu2, bf16>), Gated)

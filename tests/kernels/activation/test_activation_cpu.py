@@ -1,11 +1,13 @@
 import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation, gated_cpu
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from ..conftest import DTYPES, close
 
-FUNCTIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
+FUNCTIONS = {
+    "silu": silu, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu2": lambda x: relu(x).square(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
