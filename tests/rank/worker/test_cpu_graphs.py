@@ -58,7 +58,7 @@ class Rank:
         got, same = self.graphs.replay(work)
         assert torch.equal(same, rows)
         torch.testing.assert_close(self.graphs.head.logits, logits, atol=1e-3, rtol=1e-3)
-        assert torch.equal(self.graphs.head.best[1], logits.argmax(-1))
+        assert torch.equal(self.graphs.head.argmax(self.mesh.tensor), logits.argmax(-1))
         pairs = zip(self.replayed, self.plain, strict=True)
         caches = max(float((a - b).abs().max()) for mine, other in pairs for a, b in zip(mine, other, strict=True))
         return max(float((got - want).abs().max()), caches)
