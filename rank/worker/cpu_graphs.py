@@ -6,6 +6,7 @@ that need more than C++ operations, such as MPI between hosts, are not recorded.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...comm.base import Comm
 from ...kernels.cpp.graph import Graph, Memory, capture
 from ...kernels.gemm.cpu_gemm import MOST_ROWS
 from ...kernels.sampling.argmax import argmax
@@ -20,16 +22,34 @@ from ..model.base import Model
 from ..model.batch import Batch
 from ..model.cache_spec import Caches
 from .batch_builder import given_ids
+from .sampler import tp_argmax
 from .state import BatchState, ScheduledBatch
 
 log = logging.getLogger("phalanx")
 
 
-class Head(NamedTuple):
+class Head:
     """The head's output in a replayed step, valid until the next replay."""
 
-    logits: Tensor  # Model.logits of all rows
-    best: tuple[Tensor, Tensor]  # their argmax
+    def __init__(self, logits: Tensor, memory: Memory):
+        self.logits = logits  # Model.logits of all rows
+        self._best = argmax(logits)
+        self._memory = memory
+        self._ids: Tensor | None = None
+        self._graph: Graph | None = None
+
+    def argmax(self, group: Comm) -> Tensor:
+        """tp_argmax of the logits; recorded where the collective is C++. Ranks may differ in whether it is."""
+        if group.size == 1:
+            return self._best[1].clone()
+        if self._graph is not None and self._ids is not None:
+            self._graph.replay()
+        elif self._ids is None:
+            choose = functools.partial(tp_argmax, self.logits, group, self._best)
+            self._ids, self._graph, _ = capture(choose, self._memory)
+        else:
+            self._ids = tp_argmax(self.logits, group, self._best)
+        return self._ids.clone()
 
 
 class _Captured(NamedTuple):
@@ -110,8 +130,7 @@ class CpuDecodeGraphs:
             return hidden
 
         def head() -> Head:
-            logits = self.model.logits(hidden)
-            return Head(logits, argmax(logits))
+            return Head(self.model.logits(hidden), self._memory)
 
         self.head, graph, reason = capture(head, self._memory)
         if graph is None:

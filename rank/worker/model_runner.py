@@ -275,7 +275,7 @@ class ModelRunner:
         """Ids [S], on every rank of the last stage. head: the head's output for `hidden`, if a replay computed it."""
         shard = head.logits if head else self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
         if self._greedy[scheduled.sampled_rows].all():
-            ids, logprobs = tp_argmax(shard, self.mesh.tensor, head.best if head else None), None
+            ids, logprobs = head.argmax(self.mesh.tensor) if head else tp_argmax(shard, self.mesh.tensor), None
         else:
             ids, logprobs = self._sample_whole(shard, scheduled)
         self._last[sampled_rows] = ids

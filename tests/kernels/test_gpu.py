@@ -14,7 +14,7 @@ from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import linear, skinny, swiglu_gemm
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import rope
-from phalanx.kernels.sampling import argmax
+from phalanx.kernels.sampling import argmax, logits
 from torch.nn.functional import gelu, silu
 
 from .attention import decoding
@@ -360,6 +360,16 @@ def test_largest(rows, width, dtype):
         kept[:, 5] = float("-inf")
         assert torch.equal(argmax.argmax(x)[1], argmax.argmax_reference(kept.cpu())[1].cuda())
         assert (argmax.argmax(torch.full_like(x, float("-inf")))[1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width, present", [(4096, 4096), (4096, 4001), (37, 30)])
+@pytest.mark.parametrize("scale, softcap", [(1.0, 0.0), (0.125, 0.0), (3.0, 2.5)])
+def test_the_end_of_the_head(dtype, width, present, scale, softcap):
+    x = (torch.randn(5, width, device="cuda") * 20).to(dtype)
+    want = logits.finish_logits_reference(x.clone(), present, scale, softcap)
+    torch.testing.assert_close(logits.finish_logits(x, present, scale, softcap), want)
+    assert logits.finish_logits(x[:0], present, scale, softcap).shape == (0, width)
 
 
 @pytest.mark.parametrize("width", [4096, 36, 7])

@@ -23,6 +23,7 @@ MODELS = {
     "biased": dict(attention_bias=True, mlp_bias=True),
     "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
 }
+EAGER: dict[str, str] = {}  # models of test_architectures.py whose decode steps are not recorded: the reason
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ class Rank:
         got, same = self.graphs.replay(work)
         assert torch.equal(same, rows)
         torch.testing.assert_close(self.graphs.head.logits, logits, atol=1e-3, rtol=1e-3)
-        assert torch.equal(self.graphs.head.best[1], logits.argmax(-1))
+        assert torch.equal(self.graphs.head.argmax(self.mesh.tensor), logits.argmax(-1))
         pairs = zip(self.replayed, self.plain, strict=True)
         caches = max(float((a - b).abs().max()) for mine, other in pairs for a, b in zip(mine, other, strict=True))
         return max(float((got - want).abs().max()), caches)
@@ -86,15 +87,16 @@ def test_replayed_steps_are_what_the_others_are(tmp_path, name, count):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["phi", "stablelm parallel", "starcoder2", "gpt_bigcode"])
-def test_layer_norms_and_all_that_stands_beside_them(tmp_path, name):
-    """Parallel blocks, norms of heads, ungated MLPs and learned positions are recorded, too."""
+@pytest.mark.parametrize("name", [name for name in test_architectures.MODELS if name not in EAGER])
+def test_every_architecture_is_recorded(tmp_path, name):
+    """With its head. Operations that cannot be recorded yet belong into C++, or their model into EAGER."""
     path = test_architectures.write(tmp_path, **test_architectures.MODELS[name])
 
     def run(comm):
         rank = Rank(comm, path)
         assert max(rank.step(*step) for step in STEPS) < 1e-4
         assert sorted(rank.graphs._captured) == [1, 2, 3]
+        assert all(captured.head is not None for captured in rank.graphs._captured.values())
 
     threads.run(run, 1)
 
