@@ -144,7 +144,6 @@ class Model(nn.Module):
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
-
     # parts of names of a checkpoint's tensors → what the attributes' paths have in their place, one after the other
     RENAMED: ClassVar[dict[str, str]] = {}
     # How names begin of a checkpoint's tensors that are left out, as another model's: of vision, audio.
@@ -307,10 +306,7 @@ class Model(nn.Module):
 class TextOfMultimodal(Model):
     """The text model of a multimodal checkpoint: its tensors under the names that they have where it stands alone."""
 
-    PREFIXES: ClassVar[dict[str, str]] = {
-        "language_model.": "",
-        "model.language_model.": "model.",
-    }
+    PREFIXES: ClassVar[dict[str, str]] = {"language_model.": "", "model.language_model.": "model."}
     LEFT_OUT = tuple(
         f"{under}{part}." for under in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
     )
@@ -319,5 +315,5 @@ class TextOfMultimodal(Model):
     def rename(cls, name: str) -> str:
         for prefix, own in cls.PREFIXES.items():
             if name.startswith(prefix):
-                return own + name.removeprefix(prefix)
-        return name
+                name = own + name.removeprefix(prefix)
+        return super().rename(name)
