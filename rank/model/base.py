@@ -168,7 +168,7 @@ class Model(nn.Module):
         self.tied = args.tie_word_embeddings
         self.tensor = mesh.tensor
         self.model = self.DECODER(args, mesh, self.LAYER)
-        ropes = [args.rope(int(index)) for index in self.model.layers]
+        ropes = [args.rope(index) for index in range(args.num_hidden_layers)]
         self.rope = RotaryEmbeddings(ropes, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = self._head(args, mesh) if mesh.last else None
         kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
@@ -206,8 +206,9 @@ class Model(nn.Module):
 
     def _run(self, stream: ResidualStream, batch: Batch) -> Iterator[Normed]:
         """Run one microbatch through this stage's layers, and yield at each norm."""
-        for layer, cos_sin in zip(self.model.layers.values(), self.rope(batch.positions), strict=True):
-            for normed in layer(stream, cos_sin, batch):
+        ropes = self.rope(batch.positions)
+        for index, layer in self.model.layers.items():
+            for normed in layer(stream, ropes[int(index)], batch):
                 if len(stream) == 0:  # the last layer samples no row
                     return
                 yield normed

@@ -21,6 +21,8 @@ STRETCHING = ("linear", "dynamic")
 FULL, SLIDING = "full_attention", "sliding_attention"  # the types of layers, as config.json's layer_types has them
 # Keys of a multimodal model that stand beside its text_config and hold for the text model.
 SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+# The text model of a multimodal one whose text_config does not say.
+TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Keys that checkpoints leave out, with the values that they then mean: those of transformers' config classes.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
@@ -147,11 +149,11 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     if text is not None:
         if not isinstance(text, dict):
             raise FatalError(f"{path}/config.json: text_config is {text!r}, not an object", MODEL)
-        raw = text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
-    model_type = str(raw.get("model_type"))
+        raw = {"model_type": raw["model_type"]} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
+    model_type = TEXT_TYPES.get(raw["model_type"], raw["model_type"])
     names = NAMES.get(model_type, {})
     given = {names.get(key, key): value for key, value in raw.items() if value is not None}
-    return DEFAULTS.get(model_type, {}) | given
+    return DEFAULTS.get(model_type, {}) | given | {"model_type": model_type}
 
 
 def spelled(key: str, model_type: str) -> str:

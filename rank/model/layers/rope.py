@@ -18,7 +18,7 @@ NONE: Parameters = {"rope_type": "none"}
 
 
 class RotaryEmbeddings(nn.Module):
-    """The rotary embeddings of a pipeline stage's layers: one table for all layers of equal parameters."""
+    """The rotary embeddings of all layers: one table for those of equal parameters."""
 
     def __init__(self, layers: Sequence[Parameters], head_dim: int, max_positions: int, max_model_len: int):
         """layers: each layer's rope parameters."""

@@ -70,7 +70,7 @@ def test_max_positions_include_scaling(tmp_path, rope, positions):
 
 
 def test_ropes_of_layer_types_in_both_styles(tmp_path):
-    """Gemma 3's older config.json has full attention's scaling and sliding layers' base; its length is scaled already."""
+    """Gemma 3's older config.json has full attention's scaling, sliding layers' base, and the scaled length."""
     config = to_old_style(make_config("llama")) | {"model_type": "gemma3_text", "rope_theta": None}
     config |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4}
     old = read_config(write(tmp_path, config))
