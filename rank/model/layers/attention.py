@@ -49,6 +49,9 @@ class PagedAttention:
         and reduces h's residual stream to the same rows. norms: the QK norm, before the rotary embedding.
         """
         cache = batch.caches[self.layer]
+        if cos_sin.q_scale is not None:  # a factor and a rotation commute
+            assert norms is None
+            q.mul_(cos_sin.q_scale)
         if batch.sampled is None or self.layer < len(batch.caches) - 1:
             return store_and_attend(q, k, v, cos_sin, norms, cache, batch, self.params)
         q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots)

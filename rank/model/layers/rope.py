@@ -79,10 +79,14 @@ class RotaryEmbedding(nn.Module):
         table = torch.stack((angles.cos(), angles.sin()), dim=1)
         self.table: Tensor  # [max_model_len, 2, dim / 2] f32
         self.register_buffer("table", table.mul_(scale) if scale != 1.0 else table, persistent=False)
+        self.interleaved = bool(parameters.get("interleaved"))
+        self.temperature: Tensor | None  # [max_model_len, 1, 1] f32
+        self.register_buffer("temperature", _temperature(parameters, max_model_len), persistent=False)
 
     def forward(self, positions: Tensor) -> CosSin:
         """The cosines and sines of positions [T] int64."""
-        return cos_sin(self.table, positions)
+        q_scale = None if self.temperature is None else self.temperature.index_select(0, positions)
+        return cos_sin(self.table, positions)._replace(interleaved=self.interleaved, q_scale=q_scale)
 
 
 # Each returns the frequencies, [dim / 2] or [max_model_len, dim / 2], and a factor on cosines and sines.
@@ -169,6 +173,16 @@ def _yarn_temperature(p: Parameters, factor: float) -> float:
     if p.get("mscale") and p.get("mscale_all_dim"):
         return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
     return mscale(1.0)
+
+
+def _temperature(p: Parameters, length: int) -> Tensor | None:
+    """Llama 4's attention temperature: factors on queries, [length, 1, 1], that grow with the logarithm of how many
+    times the original context a position is away from the first. None: all are 1.
+    """
+    beta, original = p.get("llama_4_scaling_beta"), p.get("original_max_position_embeddings")
+    if not beta or not original or length <= original:
+        return None
+    return (1 + beta * torch.log1p(torch.arange(length) // original))[:, None, None]
 
 
 def _wavelengths(base: float | Tensor, dim: int) -> Tensor:

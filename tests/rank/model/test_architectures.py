@@ -24,6 +24,17 @@ TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
+TEMPERATURE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0,
     "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0],
@@ -33,6 +44,20 @@ MODELS = {
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "mistral": dict(model_type="mistral", head_dim=16, sliding_window=13),
     "mistral no window": dict(model_type="mistral", sliding_window=None),
+    "ministral": dict(
+        model_type="ministral", head_dim=16, sliding_window=13, layer_types=["full_attention", "sliding_attention"] * 2,
+    ),
+    "ministral3": dict(model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE),
+    "mistral3": dict(
+        model_type="mistral3", vision_config=dict(model_type="pixtral"), image_token_index=500,
+        tie_word_embeddings=False, text_config=dict(model_type="mistral", head_dim=16, sliding_window=13),
+    ),
+    "mistral3 of ministral3": dict(
+        model_type="mistral3", vision_config=dict(model_type="pixtral"), image_token_index=500,
+        text_config=dict(
+            model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE, tie_word_embeddings=True,
+        ),
+    ),
     "gemma": dict(model_type="gemma", head_dim=16),
     "gemma2": dict(
         model_type="gemma2", head_dim=16, query_pre_attn_scalar=24, sliding_window=11, attn_logit_softcapping=5.0,
@@ -155,11 +180,15 @@ def test_the_vision_part_is_left_out(made, caplog):
         ("gemma2", {"layer_types": ["linear_attention"] * 4}, "layer type 'linear_attention' is not supported"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and none for layer 1"),
         ("mistral", {"rope_parameters": TWO_ROPES}, "differ between full_attention and sliding_attention layers"),
+        ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta, which this model type needs"),
+        ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, model_type, changes, message):
     config = COMMON | {"model_type": model_type, "head_dim": 16} | changes
+    if "text_config" in changes:
+        config["text_config"] = COMMON | changes["text_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FatalError, match=message) as stop:
         build(read_config(tmp_path), Seat(0, 1), Seat(0, 1))
