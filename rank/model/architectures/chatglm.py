@@ -8,6 +8,7 @@ frequencies; ChatGLM2-6B-32K alone divides positions by it (Chen et al. 2023, ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ....errors import MODEL, FatalError
 from ..layers.rope import Parameters
@@ -63,7 +64,7 @@ class Args(llama.Args):
 
 
 class Model(llama.Model):
-    MERGED: dict[str, tuple[str, ...]] = {}
+    MERGED: ClassVar[dict[str, tuple[str, ...]]] = {}
     RENAMED = {
         "transformer.embedding.word_embeddings.": "model.embed_tokens.",
         "transformer.encoder.final_layernorm.": "model.norm.",
