@@ -16,15 +16,17 @@ from ...errors import MODEL, FatalError
 from ...kernels.rope.rope import CosSin
 from .batch import Batch
 from .config import Config, spelled
+from .experts.fused import StackedLinear
 from .formats import ChooseFormat, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.norm import LayerNorm, RMSNorm
 from .layers.residual import Normed, ResidualStream
 from .layers.rope import Parameters, RotaryEmbeddings
-from .shard import stage_layers
+from .shard import Shard, stage_layers
 from .weights.slicing import ShardedModule, Slice, Source, slices
 
+STACKED = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts in one tensor, whose name ends here
 # The types that a field of Args accepts, by its annotation. Other annotations are not checked.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 
@@ -246,11 +248,13 @@ class Model(nn.Module):
         """Map a checkpoint's tensor name to the path of the module's attribute."""
         for theirs, ours in cls.RENAMED.items():
             name = name.replace(theirs, ours)
-        return name
+        return f"{name}.weight" if name.endswith(STACKED) else name
 
     @classmethod
     def spelled(cls, name: str) -> str:
         """The other way: a tensor's name as the checkpoint would have it, for messages."""
+        if name.removesuffix(".weight").endswith(STACKED):
+            name = name.removesuffix(".weight")
         for theirs, ours in reversed(cls.RENAMED.items()):
             name = name.replace(ours, theirs)
         return name
@@ -260,6 +264,8 @@ class Model(nn.Module):
         for path, layer in self.named_modules():
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, names), format_of)
+            elif isinstance(layer, StackedLinear):
+                layer.sources = self._expert_sources(path, layer, names)
             elif isinstance(layer, ShardedModule) and not layer.sources:
                 layer.sources = (Source(path),)
         if self.tied and self.lm_head and self.model.embed_tokens:
@@ -272,9 +278,21 @@ class Model(nn.Module):
         merged = self.MERGED.get(name, (name,))
         several = len(linear.outputs) > 1
         if several and (name not in self.MERGED or f"{path}.weight" in names):  # the checkpoint holds it merged
-            ends = list(itertools.accumulate(shard.size for shard in linear.outputs))
-            return [Source(path, end - shard.size, ends[-1]) for end, shard in zip(ends, linear.outputs, strict=True)]
+            return self._merged_sources(path, linear.outputs)
         return [Source(f"{parent}.{part}" if parent else part) for part in merged]
+
+    def _expert_sources(self, path: str, layer: StackedLinear, names: Container[str]) -> tuple[Source, ...]:
+        """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged."""
+        if f"{path}.weight" in names:
+            return tuple(self._merged_sources(path, layer.outputs))
+        parent, _, name = path.rpartition(".")
+        return tuple(Source(f"{parent}.{{}}.{part}") for part in self.MERGED.get(name, (name,)))
+
+    @staticmethod
+    def _merged_sources(path: str, outputs: Sequence[Shard]) -> list[Source]:
+        """Of outputs that one tensor holds one after the other."""
+        ends = list(itertools.accumulate(shard.size for shard in outputs))
+        return [Source(path, end - shard.size, ends[-1]) for end, shard in zip(ends, outputs, strict=True)]
 
     def sharded_modules(self) -> list[ShardedModule]:
         """All modules with weights, in the order of computation."""

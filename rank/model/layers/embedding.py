@@ -33,13 +33,16 @@ class VocabParallelEmbedding(ShardedModule):
         self.inputs, self.outputs = whole(hidden_size), (self.vocab,)
         self.weight = nn.Parameter(torch.empty(self.vocab.width, hidden_size, device="meta"), requires_grad=False)
 
+    def finish(self) -> None:
+        self.scale = torch.tensor(self.scale, dtype=self.weight.dtype).item()
+
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [T] int64. Returns [T, hidden], equal on all ranks."""
         if self.tensor.size == 1:
-            x = embedding(ids, self.weight)
-        else:
-            x = self.tensor.all_reduce(embedding(ids, self.weight, self.vocab.start, whole=False))
-        return x if self.scale == 1.0 else x.mul_(torch.tensor(self.scale, dtype=x.dtype).item())
+            return embedding(ids, self.weight, scale=self.scale)
+        # Scaled before the sum: of each row's parts all but one are zeros.
+        part = embedding(ids, self.weight, self.vocab.start, whole=False, scale=self.scale)
+        return self.tensor.all_reduce(part)
 
 
 class PositionEmbedding(ShardedModule):

@@ -8,16 +8,13 @@ all-reduce; a GEMM that norms its own rows, or adds its outputs to the stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
 from ....kernels.gemm import skinny
 from ....kernels.gemm.linear import accumulates
-
-if TYPE_CHECKING:
-    from .linear import RowParallel
 
 
 class Norm(Protocol):
@@ -36,10 +33,25 @@ class Norm(Protocol):
         """The norm of residual + x, or of residual + (x + other), and that sum. x and residual may be overwritten."""
 
 
-class Partial:
-    """What row-parallel linears make of their inputs: this rank's part of a sum over the tensor group, [T, H]."""
+class Summand(Protocol):
+    """What makes this rank's part of a sum over the tensor group: a row-parallel linear, or experts."""
 
-    def __init__(self, *terms: tuple[RowParallel, Tensor], scale: float = 1.0):
+    group: Comm
+
+    @property
+    def matrix(self) -> Tensor | None: ...
+
+    @property
+    def added_bias(self) -> Tensor | None: ...
+
+    def multiply(self, x: Any) -> Tensor: ...
+
+
+class Partial:
+    """What row-parallel linears or experts make of their inputs: this rank's part of a sum over the tensor group,
+    [T, H]. An input has T rows: len() of it says so."""
+
+    def __init__(self, *terms: tuple[Summand, Any], scale: float = 1.0):
         self.terms = terms
         self.scale = scale
         self._local: Tensor | None = None

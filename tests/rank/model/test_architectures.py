@@ -108,6 +108,19 @@ MODELS = {
         model_type="gpt_bigcode", num_attention_heads=6, num_key_value_heads=1, scale_attn_weights=False,
         tie_word_embeddings=False, vocab_size=515,
     ),
+    "qwen2_moe": dict(
+        model_type="qwen2_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=20,
+        shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
+        max_window_layers=2,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
+        norm_topk_prob=True, decoder_sparse_step=2,
+    ),
+    "qwen3_moe unnormalised": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=28,
+    ),
+    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
 }  # fmt: skip
 
 
