@@ -31,6 +31,7 @@ ROOMS = (
     "rank.model.config",
     "rank.model.architectures",  # which there are: its own file alone
     "rank.model.batch",
+    "rank.model.cache_spec",
     "rank.model.shard",
     "comm",
     "kernels.attention",

@@ -15,6 +15,7 @@ import torch
 from phalanx import errors
 from phalanx.kernels import jit
 from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
@@ -140,6 +141,8 @@ PROGRAMS = [
     ("embedding", dict(T=torch.float32, V=1)),
     ("argmax", dict(T=torch.bfloat16, V=8)),
     ("argmax", dict(T=torch.float32, V=1)),
+    ("logits", dict(T=torch.bfloat16, V=8)),
+    ("logits", dict(T=torch.float32, V=1)),
     ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
     ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),
@@ -221,7 +224,7 @@ def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap
     wide, cache = torch.zeros(2, heads + 2 * kv_heads, dim, dtype=dtype), torch.zeros(2, 3, 16, kv_heads, dim).to(dtype)
     q, k, v = wide.split([heads, kv_heads, kv_heads], 1)
     norms = QKNorm(wide[0, 0], wide[0, 0], 1e-6) if normed else None
-    new = attention_tma.CurrentKV(k, v, CosSin(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
+    new = CurrentKV(k, v, CosSin(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
     tables, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     new = None if normed is None else new
     attention_triton.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, splits, new)

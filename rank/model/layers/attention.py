@@ -63,7 +63,8 @@ class PagedAttention:
         h.keep(batch.sample_at)
         if len(batch.sample_at) == 0:
             return q[:0].flatten(1)
-        return paged_attention(q[batch.sample_at], *cache, batch.sampled, self.params)
+        keys, values = cache
+        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, self.params)
 
 
 class ShardedRMSNorm(ShardedModule):

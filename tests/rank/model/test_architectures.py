@@ -232,5 +232,5 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
 
 
 def test_each_architecture_is_here():
-    elsewhere = {"llama", "qwen3"}  # test_fidelity.py
+    elsewhere = {"llama", "qwen3", "chatglm"}  # test_fidelity.py, test_chatglm.py
     assert {options["model_type"] for options in MODELS.values()} | elsewhere == set(architectures.supported())
