@@ -7,19 +7,29 @@ struct Embed {
     const int64_t* ids;
     const void* weight;
     void* y;
-    int64_t count, width, start, rows;  // y[t] = weight[ids[t] - start], zeros where the table has no such row
+    int64_t count, width, start, rows;  // y[t] = weight[ids[t] - start] * scale, zeros where the table has no such row
+    double scale;
 };
+
+template <typename T> INLINE void scale_row(const T* x, float scale, T* y, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(y + i, load(x + i) * scale);
+    if (i < size) store(y + i, load(x + i, size - i) * scale, size - i);
+}
 
 template <typename T> void embed(const Embed& a, int part, int parts) {
     Share share(a.width, part, parts);
-    size_t size = (share.last - share.first) * sizeof(T);
+    int64_t size = share.last - share.first;
     for (int64_t t = 0; t < a.count; t++) {
         int64_t row = a.ids[t] - a.start;
+        const T* x = (const T*)a.weight + row * a.width + share.first;
         T* y = (T*)a.y + t * a.width + share.first;
-        if (row >= 0 && row < a.rows)
-            memcpy(y, (const T*)a.weight + row * a.width + share.first, size);
+        if (row < 0 || row >= a.rows)
+            memset(y, 0, size * sizeof(T));
+        else if (a.scale == 1)
+            memcpy(y, x, size * sizeof(T));
         else
-            memset(y, 0, size);
+            scale_row(x, (float)a.scale, y, size);
     }
 }
 

@@ -1,7 +1,9 @@
 // Rows of tables, a block for each token.
 
-// y [tokens, width] = row ids[t] - start of table [rows, width], V elements at a time; zeros where the table has none.
-extern "C" __global__ void embed(const long long* ids, const T* table, T* y, int width, int start, int rows) {
+// y [tokens, width] = scale * row ids[t] - start of table [rows, width], V elements at a time; zeros where the table has
+// none.
+extern "C" __global__ void embed(const long long* ids, const T* table, T* y, int width, int start, int rows,
+                                 float scale) {
     typedef Vec<T, V> Vector;
     launch_dependents();
     grid_wait();
@@ -9,7 +11,12 @@ extern "C" __global__ void embed(const long long* ids, const T* table, T* y, int
     bool here = row >= 0 && row < rows;
     const Vector* from = (const Vector*)(table + (here ? row : 0) * width);
     Vector* to = (Vector*)(y + (long long)blockIdx.x * width);
-    for (int i = threadIdx.x; i < width / V; i += blockDim.x) to[i] = here ? from[i] : Vector{};
+    for (int i = threadIdx.x; i < width / V; i += blockDim.x) {
+        Vector row = here ? from[i] : Vector{};
+#pragma unroll
+        for (int j = 0; j < V; j++) row.x[j] = from_float<T>(to_float(row.x[j]) * scale);
+        to[i] = row;
+    }
 }
 
 // cos, sin [tokens, 2 half] f32 of row positions[t] of table [positions, 2, half]: both halves alike, the first of sin

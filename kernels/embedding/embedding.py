@@ -9,17 +9,22 @@ from .. import jit
 from ..cpp import ops
 
 
-def embedding(ids: Tensor, weight: Tensor, start: int = 0, whole: bool = True) -> Tensor:
-    """Row ids[t] - start of weight [V, H] for each t: [T, H]. An id outside the table gives zeros: on GPUs always, as
-    rows that fill a captured batch up have id -1, on CPUs unless the table is `whole`."""
+def embedding(ids: Tensor, weight: Tensor, start: int = 0, whole: bool = True, scale: float = 1.0) -> Tensor:
+    """Row ids[t] - start of weight [V, H] for each t, times scale in f32: [T, H]. An id outside the table gives zeros:
+    on GPUs always, as rows that fill a captured batch up have id -1, on CPUs unless the table is `whole`."""
     if ids.is_cuda:
-        return embedding_cuda(ids, weight, start)
+        return embedding_cuda(ids, weight, start, scale)
     if ids.is_contiguous() and weight.is_contiguous() and ops.takes(weight):
-        return embedding_cpu(ids, weight, start)
-    return embedding_reference(ids, weight, start, whole)
+        return embedding_cpu(ids, weight, start, scale)
+    return embedding_reference(ids, weight, start, whole, scale)
 
 
-def embedding_reference(ids: Tensor, weight: Tensor, start: int, whole: bool) -> Tensor:
+def embedding_reference(ids: Tensor, weight: Tensor, start: int, whole: bool, scale: float = 1.0) -> Tensor:
+    rows = _rows(ids, weight, start, whole)
+    return rows if scale == 1.0 else rows.float().mul_(scale).to(weight.dtype)
+
+
+def _rows(ids: Tensor, weight: Tensor, start: int, whole: bool) -> Tensor:
     if whole:
         return weight.index_select(0, ids)
     local = ids - start
@@ -29,20 +34,21 @@ def embedding_reference(ids: Tensor, weight: Tensor, start: int, whole: bool) ->
     return torch.masked_fill(rows, absent[:, None], 0)
 
 
-def embedding_cpu(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+def embedding_cpu(ids: Tensor, weight: Tensor, start: int, scale: float) -> Tensor:
     """An id outside the table gives zeros."""
     rows, width = weight.shape
     out = weight.new_empty(len(ids), width)
-    ops.typed("embedding", "embed", weight.dtype)(ids, weight, out, len(ids), width, start, rows)
+    sizes = len(ids), width, start, rows
+    ops.typed("embedding", "embed", weight.dtype)(ids, weight, out, *sizes, float(scale))
     return out
 
 
-def embedding_cuda(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+def embedding_cuda(ids: Tensor, weight: Tensor, start: int, scale: float) -> Tensor:
     """An id outside the table gives zeros."""
     rows, width = weight.shape
     out = weight.new_empty(len(ids), width)
     vector = jit.vector(weight, width)
     kernel = jit.kernel("embedding", "embed", weight.dtype, V=vector)
     threads = min(max(-(-width // vector // 32) * 32, 32), 512)
-    kernel((len(ids), 1, 1), threads, ids, weight, out, width, start, rows)
+    kernel((len(ids), 1, 1), threads, ids, weight, out, width, start, rows, float(scale))
     return out

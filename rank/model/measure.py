@@ -29,7 +29,7 @@ from .load import DTYPES, choose_dtype
 from .shard import stage_layers
 from .weights.slicing import ShardedModule
 
-POSITIONS = 1  # of the rotary table, which is computed
+POSITIONS = 1  # of the rotary tables, which are computed
 
 
 class Seat(NamedTuple):
@@ -100,7 +100,7 @@ def rank_of(config: Config, tp: int, dtype: torch.dtype, device: torch.device) -
         "kinds": kinds,
         "layers": layers,
         "ends": {place: weights(model, dtype, device, model.model.layers) for place, model in ends.items()},
-        "rope": whole.rope.table.nbytes // POSITIONS,  # bytes of one position
+        "rope": whole.rope.nbytes // POSITIONS,  # bytes of one position
     }
 
 

@@ -15,6 +15,8 @@ def test_embedding(isa, threads, called, dtype, width):
     assert torch.equal(embedding(ids[:1], weight), weight[3:4]) and embedding(ids[:0], weight).shape == (0, width)
     assert (embedding(torch.tensor([-1, 5]), weight)[0] == 0).all(), "rows that fill a captured batch up"
     assert len(called) == 4
+    got, want = (f(ids, weight, 3, whole=False, scale=6.93) for f in (embedding, embedding_reference))
+    assert torch.equal(got, want) and torch.equal(got[0], (weight[0].float() * 6.93).to(dtype))
 
 
 def test_cosines_and_sines(isa, threads, called):

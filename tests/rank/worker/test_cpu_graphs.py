@@ -12,6 +12,7 @@ from phalanx.rank.worker.state import BatchState, ScheduledBatch
 from phalanx.rank.worker.upload import Upload
 
 from ...checkpoints import make_checkpoint
+from ..model import test_architectures
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 BLOCK, LENGTH, SEATS = 4, 64, 6
@@ -81,6 +82,19 @@ def test_replayed_steps_are_what_the_others_are(tmp_path, name, count):
 
     threads.run(run, 1)
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["phi", "stablelm parallel", "starcoder2", "gpt_bigcode"])
+def test_layer_norms_and_all_that_stands_beside_them(tmp_path, name):
+    """Parallel blocks, norms of heads, ungated MLPs and learned positions are recorded, too."""
+    path = test_architectures.write(tmp_path, **test_architectures.MODELS[name])
+
+    def run(comm):
+        rank = Rank(comm, path)
+        assert max(rank.step(*step) for step in STEPS) < 1e-4
+        assert sorted(rank.graphs._captured) == [1, 2, 3]
+
+    threads.run(run, 1)
 
 
 def test_bf16(tmp_path):

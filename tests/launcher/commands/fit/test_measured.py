@@ -51,7 +51,7 @@ def live(path, tp, pp, dtype):
         caches = kv_cache.allocate(
             spec.layers, blocks, engine.BLOCK_SIZE, spec.kv_heads, spec.head_dim, model.dtype, torch.device("cpu")
         )
-        return model.weight_bytes, model.rope.table.nbytes, sum(k.nbytes + v.nbytes for k, v in caches)
+        return model.weight_bytes, model.rope.nbytes, sum(k.nbytes + v.nbytes for k, v in caches)
 
     return threads.run(rank, tp * pp)
 

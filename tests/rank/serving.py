@@ -1,0 +1,79 @@
+"""Ranks that serve one model after the other, as reloading.py's, and have each answer the same requests.
+
+MODELS names the directories, a colon between, and REQUESTS a JSON file:
+
+    prompts   lists of tokens
+    count     tokens that each gets
+    known     of the last prompt's answer: so many are added to the prompt, and the rest is asked for again
+    logprobs  then, of so many tokens
+    blocks    in the pool
+
+Rank 0 writes the answers beside each model's config.json, under the name that ANSWERS gives:
+
+    tokens    of each prompt
+    again     of the last prompt with its known tokens
+    logprobs  of each of these [token, log-probability], the likeliest first
+    cached    tokens of that prompt that were not computed again
+    chunks, preemptions  while all prompts were computed
+"""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+from phalanx.rank import __main__ as main
+from phalanx.rank import protocol
+from phalanx.rank.scheduler.blocks import Blocks
+from reloading import ReloadingRank
+
+
+class ServingRank(ReloadingRank):
+    def lead(self, replicas, model):
+        (replica,) = replicas
+        asked = SimpleNamespace(**json.loads(Path(os.environ["REQUESTS"]).read_text()))
+        scheduler = replica.scheduler
+        assert scheduler.blocks.count > asked.blocks
+        scheduler.blocks = Blocks(asked.blocks, scheduler.blocks.size)
+        tokens = [
+            [token for delta in deltas for token in delta.tokens]
+            for deltas in answer(replica, asked.prompts, asked.count)
+        ]
+        first = scheduler.stats()
+        known = [*asked.prompts[-1], *tokens[-1][: asked.known]]
+        (deltas,) = answer(replica, [known], asked.count - asked.known, asked.logprobs)
+        scheduler.check_empty()
+        answers = dict(
+            tokens=tokens,
+            again=[token for delta in deltas for token in delta.tokens],
+            logprobs=[entry.top for delta in deltas for entry in delta.logprobs],
+            cached=scheduler.stats().cached_tokens - first.cached_tokens,
+            chunks=first.chunks,
+            preemptions=first.preemptions,
+        )
+        directory = Path(os.environ["MODELS"].split(":")[self.served])
+        (directory / os.environ["ANSWERS"]).write_bytes(msgspec.json.encode(answers))
+        self.served += 1
+        replica.executor.start(protocol.Plan(step=-1, stop=0))
+        return 0
+
+    served = 0  # models
+
+
+def answer(replica, prompts, count, logprobs=-1):
+    """The deltas of each prompt, all computed together."""
+    sampling = protocol.SamplingParams(max_tokens=count, temperature=0.0, logprobs=logprobs)
+    found = {str(i): [] for i in range(len(prompts))}
+    for name, prompt in zip(found, prompts, strict=True):
+        replica.scheduler.add(protocol.Request(name, protocol.pack_u32(prompt), sampling))
+    while not replica.idle:
+        if not replica.plan():
+            replica.wait_with_progress()
+            for delta in replica.finish():
+                found[delta.id].append(delta)
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    os._exit(main.main(ServingRank))

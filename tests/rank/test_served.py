@@ -1,0 +1,194 @@
+"""Every architecture, served by MPI's ranks in every layout, answers as transformers does: log-probabilities and text.
+
+Prompts longer than any sliding window are computed in chunks, sequences are preempted, and a prompt is continued from
+the prefix cache. A new architecture is covered by its entry in `MODELS`.
+"""
+
+import functools
+import json
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.rank.model import architectures
+from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
+from safetensors.torch import load_file, save_file
+
+from ..engine import device
+from ..ranks import run_ranks
+from .model.test_architectures import COMMON, MODELS, write
+from .reference import Reference
+
+SERVED = {name: dict(model_type=name) for name in ("llama", "qwen3")} | MODELS
+LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "tp3": (3, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}  # tp, pp
+SHORT = "tp2"
+TOLERANCE = 1e-4  # of log-probabilities; logits that are nearer than that are a tie
+LENGTH, COUNT, KNOWN = 60, 200, 70
+PROMPTS = torch.randint(3, 512, (4, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
+BLOCKS = 52  # for the 68 that the sequences come to need: the last one is preempted
+OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=288, dtype="f32", timeout=60.0)
+TIMEOUT = 60 + 10 * len(SERVED)  # seconds of a job, on a machine that others use too
+
+pytestmark = pytest.mark.timeout(TIMEOUT + 60)
+
+
+def cases():
+    """Layouts and models; of each architecture the short suite has its first model in one layout."""
+    for layout, (tp, _) in LAYOUTS.items():
+        seen = set()
+        for name, options in SERVED.items():
+            short = layout == SHORT and options["model_type"] not in seen
+            seen.add(options["model_type"])
+            if (COMMON | options)["num_attention_heads"] % tp == 0:
+                yield pytest.param(layout, name, marks=[] if short else pytest.mark.long)
+
+
+class Expected(Reference):
+    """transformers' greedy text after PROMPTS, and its log-probabilities of the last one's from token KNOWN on."""
+
+    @torch.no_grad()
+    def __init__(self, path):
+        super().__init__(path)
+        cache, fresh, rows = None, torch.tensor(PROMPTS), []
+        for _ in range(COUNT):
+            out = self.model(fresh, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[:, -1])
+            fresh = rows[-1].argmax(-1, keepdim=True)
+        logits = torch.stack(rows, 1)  # [prompts, COUNT, vocab]
+        self.tokens = logits.argmax(-1).tolist()
+        self.logprobs = logits[-1, KNOWN:].log_softmax(-1)
+
+    def ties(self, prompt, got, want):
+        """The places where `got` takes another token than the likeliest, which is as likely; [] where got is want.
+
+        Raises AssertionError, with the place, for one that is less likely.
+        """
+        if got == want:
+            return []
+        assert len(got) == len(want), f"{len(got)} tokens, not {len(want)}"
+        logits = self.logits(prompt + got)[len(prompt) - 1 : -1]
+        behind = (logits.max(-1).values - logits[range(len(got)), got]).tolist()
+        for place, gap in enumerate(behind):
+            likeliest = int(logits[place].argmax())
+            assert gap <= TOLERANCE, f"token {place} is {got[place]}, not {likeliest}, whose logit is {gap:.2g} larger"
+        return [place for place, gap in enumerate(behind) if gap > 0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """name -> its checkpoint, with weights that make the text vary."""
+
+    def make(name):
+        path = write(tmp_path_factory.mktemp(re.sub(r"\W", "-", name)), **SERVED[name])
+        weights = load_file(path / "model.safetensors")
+        for key, x in weights.items():
+            if x.dim() > 1 and "lm_head" not in key:
+                x *= 0.1 if "embed" in key else 1.3
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+
+    return functools.cache(make)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    return functools.cache(lambda name: Expected(checkpoint(name)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The models are so small that more of them only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def answers(request, checkpoint, tmp_path_factory):
+    """(layout, name) -> what the ranks answer: one job for all architectures of a layout that are tested now."""
+    chosen = [item.callspec.params for item in request.session.items if item.function is test_served]
+
+    @functools.cache
+    def serve(layout):
+        tp, pp = LAYOUTS[layout]
+        paths = [checkpoint(params["name"]) for params in chosen if params["layout"] == layout]
+        asked = tmp_path_factory.mktemp("requests") / "requests.json"
+        requests = dict(prompts=PROMPTS, count=COUNT, known=KNOWN, logprobs=COMMON["vocab_size"], blocks=BLOCKS)
+        asked.write_text(json.dumps(requests))
+        options = Options(ranks=tp * pp, tp=tp, pp=pp, device=device(tp * pp), **OPTIONS)
+        environ = {
+            "MODELS": ":".join(map(str, paths)),
+            "REQUESTS": str(asked),
+            "ANSWERS": f"{tp}-{pp}.json",
+            JOB_ENV: encode_job(Job(options=options, announced_size=tp * pp)),
+        }
+        return run_ranks(tp * pp, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
+
+    def read(layout, name):
+        done = serve(layout)
+        tp, pp = LAYOUTS[layout]
+        file = checkpoint(name) / f"{tp}-{pp}.json"
+        assert file.exists(), f"{layout} has not come to {name}:\n{done.stderr}"
+        assert done.returncode == 0, done.stderr
+        return SimpleNamespace(**json.loads(file.read_text()))
+
+    return read
+
+
+@pytest.mark.parametrize("layout, name", list(cases()))
+def test_served(answers, expected, layout, name):
+    found, want = answers(layout, name), expected(name)
+    assert max(len(set(tokens)) for tokens in want.tokens) >= 20, f"{name}: its text would not show an error"
+    assert found.chunks > 0 and found.preemptions > 0 and found.cached >= LENGTH, f"{layout}, {name}: {found}"
+    for i, prompt in enumerate(PROMPTS):
+        check(f"{layout}, {name}, prompt {i}", want, prompt, found.tokens[i], want.tokens[i])
+    known = PROMPTS[-1] + found.tokens[-1][:KNOWN]
+    title = f"{layout}, {name}, prompt {len(PROMPTS) - 1} from its token {KNOWN} on"
+    check(title, want, known, found.again, found.tokens[-1][KNOWN:])
+    logprobs = want.logprobs
+    if known + found.again != PROMPTS[-1] + want.tokens[-1]:  # a tie
+        logprobs = want.logits(known + found.again)[len(known) - 1 : -1].log_softmax(-1)
+    for place, top in enumerate(found.logprobs):
+        ids, values = zip(*top, strict=True)
+        assert sorted(ids) == list(range(COMMON["vocab_size"]))
+        far = (torch.tensor(values) - logprobs[place, list(ids)]).abs().max()
+        assert far < TOLERANCE, f"{title}: log-probabilities of token {place} are {far:.2g} off"
+
+
+def check(title, want, prompt, got, tokens):
+    """The likeliest tokens; of several that are as likely, any."""
+    try:
+        ties = want.ties(prompt, got, tokens)
+    except AssertionError as wrong:
+        raise AssertionError(f"{title}: {wrong}") from None
+    for place in ties:
+        warnings.warn(f"{title}: token {place} is one of several that are as likely", stacklevel=2)
+
+
+def test_a_wrong_token_is_named_and_a_tie_is_told():
+    want = Expected.__new__(Expected)
+    logits = torch.zeros(5, 8)
+    logits[[1, 2, 3], [4, 5, 6]] = 1.0
+    logits[2, 7] = 1.00005
+    want.logits = lambda tokens: logits
+    check("", want, [0, 0], [4, 7, 6], [4, 7, 6])
+    with pytest.warns(UserWarning, match="tp2, llama, prompt 0: token 1 is one of several"):
+        check("tp2, llama, prompt 0", want, [0, 0], [4, 5, 6], [4, 7, 6])
+    with pytest.raises(AssertionError, match="tp2, llama, prompt 0: token 2 is 3, not 6, whose logit is 1 larger"):
+        check("tp2, llama, prompt 0", want, [0, 0], [4, 7, 3], [4, 7, 6])
+    with pytest.raises(AssertionError, match="2 tokens, not 3"):
+        check("", want, [0, 0], [4, 7], [4, 7, 6])
+
+
+def test_prompts_are_longer_than_windows():
+    for name, options in SERVED.items():
+        assert options.get("sliding_window", 0) < LENGTH, name
+
+
+def test_each_architecture_is_served():
+    assert {options["model_type"] for options in SERVED.values()} == set(architectures.supported())
