@@ -156,15 +156,16 @@ def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], filler: Fill
         source.fill(filler, progress)
     else:
         total = sum(part.numel for part in parts)
-        done = 0
+        done = each = 0
         for part in parts:
             target = filler.target(part)
             if not done:
-                progress(0, total * target.itemsize)
+                each = target.itemsize  # nearly all tensors are of the model's dtype
+                progress(0, total * each)
             source.fill(part, target)
             filler.arrived(part, part.numel)
             done += part.numel
-            progress(done * target.itemsize, total * target.itemsize)
+            progress(done * each, total * each)
     filler.close()
 
 

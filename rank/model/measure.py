@@ -126,13 +126,23 @@ def weights(
             {
                 "name": name,
                 "elements": elements,
-                "bytes": elements * dtype.itemsize,
+                "bytes": size_of(one, dtype) // copies,
                 "matrix": isinstance(one, Linear | StackedLinear | Router),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }
             | ({"expert": True, "copies": copies} if isinstance(one, StackedLinear) else {})
         )
     return found
+
+
+def size_of(module: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of its parameters in a model of this dtype."""
+    parts = [part for part in module.modules() if isinstance(part, ShardedModule)]
+    return sum(
+        one.numel() * part.dtype_of(name, dtype).itemsize
+        for part in parts
+        for name, one in part.named_parameters(recurse=False)
+    )
 
 
 def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -> bool:

@@ -51,6 +51,7 @@ class Filler:
         self._empty.remove(layer)
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if parameter not in self._made:
-                data = torch.zeros(parameter.shape, device=self._device, dtype=self._dtype)
+                dtype = layer.dtype_of(name, self._dtype)
+                data = torch.zeros(parameter.shape, device=self._device, dtype=dtype)
                 self._made[parameter] = nn.Parameter(data, requires_grad=False)
             setattr(layer, name, self._made[parameter])

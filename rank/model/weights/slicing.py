@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ....kernels.gemm.linear import pack
@@ -18,6 +19,7 @@ class Field(NamedTuple):
 
     name: str
     axes: str  # one letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts
+    dtype: torch.dtype | None = None  # None: the model's
 
 
 class Source(NamedTuple):
@@ -39,6 +41,10 @@ class ShardedModule(nn.Module):
     outputs: tuple[Shard, ...]
     inputs: Shard
     experts: Shard  # of modules that stack the weights of several experts
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """A parameter's dtype in a model of this dtype."""
+        return next((field.dtype for field in self.fields if field.name == name and field.dtype), dtype)
 
     def finish(self) -> None:
         """Convert the weights to the form that kernels use. Called once, when all of them are loaded."""

@@ -101,6 +101,15 @@ MODELS = {
     "qwen3_moe unnormalised": dict(
         model_type="qwen3_moe", head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=28,
     ),
+    "glm4_moe": dict(
+        model_type="glm4_moe", n_routed_experts=16, n_shared_experts=2, num_experts_per_tok=3,
+        moe_intermediate_size=20, n_group=4, topk_group=2, routed_scaling_factor=1.8, first_k_dense_replace=2,
+        head_dim=8, partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True,
+    ),
+    "glm4_moe plain": dict(
+        model_type="glm4_moe", n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
+        norm_topk_prob=False, first_k_dense_replace=0, head_dim=8,
+    ),
     "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
@@ -142,6 +151,9 @@ def write(directory, **options):
                 parameter.normal_(0, 0.5)
             else:
                 parameter += 0.2 * torch.randn(parameter.shape)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.3)
     model.save_pretrained(directory)
     return directory
 

@@ -23,7 +23,7 @@ COMMON = {
     "hidden_size": 384, "head_dim": 32, "intermediate_size": 500, "vocab_size": 517, "num_hidden_layers": 5,
     "num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": CONTEXT, "torch_dtype": "float32",
     "num_experts": 7, "num_local_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 250,
-    "shared_expert_intermediate_size": 101, "mlp_only_layers": [1],
+    "shared_expert_intermediate_size": 101, "mlp_only_layers": [1], "n_routed_experts": 7,
 }  # fmt: skip
 VARIANTS = {
     "plain": {"tie_word_embeddings": False},
