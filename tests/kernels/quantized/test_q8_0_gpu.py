@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
@@ -75,7 +76,7 @@ def test_linear(rows, outputs, inputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (1344, 2080), (4096, 14336)])
+@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (1344, 2080), (4096, 14336)])
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 8])
 def test_every_way_of_few_rows(rows, outputs, inputs, dtype):
     packed, weight = make(outputs, inputs)
@@ -90,20 +91,34 @@ def test_every_way_of_few_rows(rows, outputs, inputs, dtype):
 
 
 @needs_tma
-@pytest.mark.parametrize("gated", ["", "silu"])
 @pytest.mark.parametrize(
-    "outputs, inputs, dtype",
-    [(1344, 2048, torch.float16), (28672, 4096, torch.bfloat16), (4096, 14336, torch.bfloat16)],
+    "outputs, inputs, gated, dtype", [(1344, 2048, "silu", DTYPES[0]), (5000, 1024, "", DTYPES[1])]
 )
-@pytest.mark.parametrize("rows", [1, 7, 16, 29, 50, 64])
+@pytest.mark.parametrize("rows", [7, 16, 29, 64])
 def test_every_cut(rows, outputs, inputs, gated, dtype):
     """Several times in a row into memory that holds NaN: a race would show as a difference."""
     packed, weight = make(outputs, inputs)
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
-    for cut in q8_0_cuda.tile_configs(rows, outputs, inputs, bool(gated)):
+    cuts = list(q8_0_cuda.tile_configs(rows, outputs, inputs, bool(gated)))
+    sizes = [q8_0_cuda._gemm_sizes(rows, inputs, cut, gated, True) for cut in cuts]
+    jit.compile_ahead([jit.variant("quantized_gemm", dtype, **one) for one in sizes], x.device)
+    for cut in cuts:
         check([q8_0_cuda.gemm(x, packed, cut, gated, bias) for _ in range(4)], want, cut)
+
+
+@pytest.mark.parametrize("outputs, inputs, gated", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
+@pytest.mark.parametrize("rows", [1, 4, 7, 16, 32, 50, 64])
+def test_linears_of_a_model(rows, outputs, inputs, gated):
+    """Often in a row: all multiprocessors are busy, and the ring goes round many times."""
+    packed, weight = make(outputs, inputs)
+    x = rows_of(rows, inputs, torch.bfloat16)
+    if not q8_0_cuda.supports(x, packed):
+        pytest.skip("not on this GPU")
+    want = x.double() @ weight.T
+    want = gate(want, x.dtype) if gated else want
+    check([q8_0_cuda.linear(x, packed, gated) for _ in range(20)], want, rows)
 
 
 @needs_tma
