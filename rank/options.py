@@ -106,6 +106,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--queue-size", group=_SERVER, metavar="N", low=1,
              help="429 beyond this many open sequences plus --max-num-seqs"),
     ] = 1024  # fmt: skip
+    response_store: Annotated[
+        int,
+        flag("--response-store", group=_SERVER, metavar="N", low=0,
+             help="responses kept in memory to go on from; 0 keeps none"),
+    ] = 1024  # fmt: skip
 
     chat_template: Annotated[
         str, flag("--chat-template", group=_SERVER, metavar="FILE", help="a template that replaces the model's")

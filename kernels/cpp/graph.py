@@ -6,8 +6,8 @@ arguments; `Graph.replay` runs the same list on the same memory. So what changes
 that the caller fills, and may decide nothing in Python.
 
 Whatever else computes would be missing from the list: torch's own operations, or others on a tensor's memory (NumPy,
-MPI). Both are noticed, and there is no graph then, but the function's result holds. Additions in place become an
-operation of ours, allocations come out of the graphs' own memory.
+MPI). Both are noticed, and there is no graph then, but the function's result holds. Additions in place and products
+with a number become operations of ours, allocations come out of the graphs' own memory.
 """
 
 from __future__ import annotations
@@ -131,6 +131,10 @@ class _Watch(TorchDispatchMode):
             y, x = args
             ops.typed("norm", "add", y.dtype)(x, y, y.numel())
             return y
+        if func is aten.mul_.Tensor and not kwargs and _scales_plainly(*args):
+            y, factor = args
+            ops.typed("norm", "scale", y.dtype)(y, y.numel(), float(factor))
+            return y
         made = func(*args, **kwargs)
         if func.overloadpacket in ALLOCATIONS:
             return self.memory.empty(made) if made.device.type == "cpu" and made.numel() else made
@@ -142,6 +146,10 @@ class _Watch(TorchDispatchMode):
 def _adds_plainly(y: Tensor, x: Any) -> bool:
     same = isinstance(x, Tensor) and x.dtype == y.dtype and x.shape == y.shape
     return same and x.is_contiguous() and y.is_contiguous() and y.numel() > 0 and ops.takes(y)
+
+
+def _scales_plainly(y: Tensor, factor: Any) -> bool:
+    return isinstance(factor, int | float) and y.is_contiguous() and y.numel() > 0 and ops.takes(y)
 
 
 class _Escapes(TorchFunctionMode):

@@ -29,6 +29,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
         "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
+    "chatglm": {"intermediate_size": 13696},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "olmo3": {"rope_theta": 5e5},
     "phi": {"partial_rotary_factor": 0.5},
@@ -36,6 +37,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Keys that a model type has under another name → the usual one.
 NAMES = {
+    "chatglm": {
+        "num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size", "kv_channels": "head_dim",
+        "padded_vocab_size": "vocab_size", "seq_length": "max_position_embeddings", "layernorm_epsilon": "rms_norm_eps",
+        "multi_query_group_num": "num_key_value_heads", "add_bias_linear": "mlp_bias",
+    },
     "gpt_bigcode": {
         "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
         "n_positions": "max_position_embeddings", "activation_function": "hidden_act",
@@ -150,10 +156,11 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         if not isinstance(text, dict):
             raise FatalError(f"{path}/config.json: text_config is {text!r}, not an object", MODEL)
         raw = {"model_type": raw["model_type"]} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
-    model_type = str(TEXT_TYPES.get(raw.get("model_type"), raw.get("model_type")))
+    model_type = str(TEXT_TYPES.get(str(raw.get("model_type")), raw.get("model_type")))
     names = NAMES.get(model_type, {})
-    given = {names.get(key, key): value for key, value in raw.items() if value is not None}
-    return DEFAULTS.get(model_type, {}) | given | {"model_type": model_type}
+    given = {key: value for key, value in raw.items() if value is not None}
+    renamed = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
+    return DEFAULTS.get(model_type, {}) | given | renamed | {"model_type": model_type}
 
 
 def spelled(key: str, model_type: str) -> str:
@@ -166,7 +173,7 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise FatalError(f"{path}/config.json: the rope parameters are {given!r}, not an object", MODEL)
-    full, sliding = given, {}
+    full, sliding = given, dict[str, Any]()
     nested = FULL in given or SLIDING in given
     if nested:
         full, sliding = given.get(FULL) or {}, given.get(SLIDING) or {}

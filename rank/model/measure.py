@@ -21,6 +21,7 @@ from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
 from . import architectures
 from .base import Model
+from .cache_spec import block_bytes
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .layers.linear import Linear, QKVParallel, RowParallel
@@ -78,13 +79,12 @@ def rank_of(config: Config, tp: int, dtype: torch.dtype, device: torch.device) -
     """What a rank of a tensor group of `tp` holds: each layer, and what a stage has besides by its place."""
     tensor, count = Seat(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
     whole = build(config, tensor, Seat(0, 1))
-    spec = whole.kv_spec
     kinds: list[dict[str, Any]] = []
     layers = []
-    for layer in whole.model.layers.values():
+    for layer, spec in zip(whole.model.layers.values(), whole.cache_specs(), strict=True):
         held = {
             "weights": weights(layer, dtype, device),
-            "kv": 2 * spec.kv_heads * spec.head_dim * dtype.itemsize,  # bytes of one token's keys and values
+            "kv": block_bytes(spec, 1, dtype),  # of one token
             "inner": widest(layer),
             "scores": scores(layer),
         }

@@ -9,7 +9,7 @@ import msgspec
 
 KINDS = ("embedding", "attention", "MLP", "experts", "norms", "head")  # classes of tensors, in the order of reports
 CLASSES = (  # a word in a tensor's name → its class; the first that fits
-    ("embed_tokens", "embedding"),
+    ("embed_", "embedding"),  # of tokens, of positions
     ("lm_head", "head"),
     (".experts.", "experts"),
     (".gate.", "experts"),  # their router

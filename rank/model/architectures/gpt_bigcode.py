@@ -61,15 +61,15 @@ class Layer(base.Layer):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         size, eps = args.hidden_size, args.layer_norm_epsilon
-        self.ln_1 = AddLayerNorm(size, eps)
-        self.attn = llama.Attention(args, mesh, index, local)
-        self.ln_2 = AddLayerNorm(size, eps)
+        self.input_layernorm = AddLayerNorm(size, eps)
+        self.self_attn = llama.Attention(args, mesh, index, local)
+        self.post_attention_layernorm = AddLayerNorm(size, eps)
         self.mlp = MLP(size, args.n_inner or 4 * size, mesh, bias=True, act=args.hidden_act)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.ln_1(stream))
-        stream.add(self.attn(h, cos_sin, batch))
-        yield (h := self.ln_2(stream))
+        yield (h := self.input_layernorm(stream))
+        stream.add(self.self_attn(h, cos_sin, batch))
+        yield (h := self.post_attention_layernorm(stream))
         stream.add(self.mlp(h))
 
 
@@ -96,5 +96,8 @@ class Model(base.Model):
         "transformer.wpe.": "model.embed_positions.",
         "transformer.h.": "model.layers.",
         "transformer.ln_f.": "model.norm.",
-        ".attn.c_attn.": ".attn.qkv_proj.",
+        ".ln_1.": ".input_layernorm.",
+        ".attn.": ".self_attn.",
+        ".self_attn.c_attn.": ".self_attn.qkv_proj.",
+        ".ln_2.": ".post_attention_layernorm.",
     }

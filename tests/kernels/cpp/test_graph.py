@@ -41,6 +41,18 @@ def test_a_replay_computes_the_same_of_other_inputs(threads):
         torch.testing.assert_close(result, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_a_number_are_recorded(threads, dtype):
+    x = torch.randn(3, 37).to(dtype)
+    want = x.clone().mul_(0.7)
+    result, made, reason = graph.capture(lambda: x.mul_(0.7), graph.Memory())
+    assert reason == "" and len(made) == 1 and torch.equal(result, want)
+    made.replay()
+    assert torch.equal(x, want.mul_(0.7))
+    assert graph.capture(lambda: x.mul_(x), graph.Memory())[1] is None
+    assert graph.capture(lambda: x.t().mul_(2.0), graph.Memory())[1] is None
+
+
 def test_tensors_of_a_graph_share_memory_as_they_come_and_go():
     memory = graph.Memory()
     graph.capture(lambda: layers(torch.empty(4, 32)), memory)

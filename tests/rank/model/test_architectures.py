@@ -78,6 +78,26 @@ MODELS = {
         model_type="gemma3_text", head_dim=16, layer_types=["full_attention", "sliding_attention"] * 2,
         sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
     ),
+    "cohere2": dict(model_type="cohere2", sliding_window=11, logit_scale=0.7),
+    "cohere2 biased": dict(
+        model_type="cohere2", sliding_window=11, logit_scale=0.7, attention_bias=True,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e3),
+    ),
+    "glm": dict(model_type="glm", head_dim=16),
+    "glm rotated whole": dict(model_type="glm", head_dim=16, attention_bias=False, partial_rotary_factor=1.0),
+    "glm4": dict(model_type="glm4", head_dim=16, num_key_value_heads=1),
+    "olmo2": dict(model_type="olmo2"),
+    "olmo2 few keys": dict(model_type="olmo2", num_key_value_heads=1, attention_bias=True, rms_norm_eps=0.1),
+    "olmo3": dict(
+        model_type="olmo3", sliding_window=11,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "granite": dict(
         model_type="granite", embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7,
         logits_scaling=0.5, tie_word_embeddings=True,
@@ -207,6 +227,7 @@ def test_the_vision_part_is_left_out(made, caplog):
         ("mistral", {"rope_parameters": TWO_ROPES}, "differ between full_attention and sliding_attention layers"),
         ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta, which this model type needs"),
         ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block is false, which is not supported for cohere2"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],
 )  # fmt: skip
@@ -221,5 +242,5 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
 
 
 def test_each_architecture_is_here():
-    elsewhere = {"llama", "qwen3"}  # test_fidelity.py
+    elsewhere = {"llama", "qwen3", "chatglm"}  # test_fidelity.py, test_chatglm.py
     assert {options["model_type"] for options in MODELS.values()} | elsewhere == set(architectures.supported())
