@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from phalanx.benchmarks.timing import Call, energy, measure
 from phalanx.kernels.activation import activation
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
+from phalanx.kernels.device import device_caps
 from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import skinny, swiglu_gemm
 from phalanx.kernels.gemm.linear import gated_linear, linear
@@ -155,10 +156,15 @@ def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
     if skinny.supports(x, weights[0]):
         versions["ours"] = [partial(linear, x, w) for w in weights]
-    for cut in skinny.tile_configs(rows, outputs, inputs):
-        versions["m{}k{}".format(*cut)] = [partial(skinny.pipelined, x, w, cut) for w in weights]
+    for cut in tile_configs(rows, outputs, inputs):
+        versions["m{}k{}s{}".format(*cut)] = [partial(skinny.pipelined, x, w, cut) for w in weights]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
+
+
+def tile_configs(rows: int, outputs: int, inputs: int) -> Iterator[skinny.TileConfig]:
+    found = device_caps(torch.device("cuda", 0))
+    return skinny.tile_configs(rows, outputs, inputs, found.num_sms, skinny.whole_tiles(rows, found))
 
 
 def normed_product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
@@ -253,9 +259,9 @@ def layers(table: Table, shapes: str) -> None:
                 for way in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
                     product = partial(skinny.gemv, gate="silu" if is_gated else "", way=way)
                     versions[f"{name} gemv {way[0]}"] = [partial(made.run, chosen | {name: product})]
-            for cut in skinny.tile_configs(rows, *shape):
+            for cut in tile_configs(rows, *shape):
                 product = partial(skinny.pipelined, cut=cut, gate="silu" if is_gated else "")
-                versions["{} m{}k{}".format(name, *cut)] = [partial(made.run, chosen | {name: product})]
+                versions["{} m{}k{}s{}".format(name, *cut)] = [partial(made.run, chosen | {name: product})]
         bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
         table.add(f"8 layers {rows}", bytes_, versions, least=2)
 

@@ -40,19 +40,19 @@ TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", t
 COUNTERS = 1 << 16
 COMPILERS = 8  # threads
 _TWO_BYTES, _SWIZZLE_128, _PROMOTE_128 = 1, 3, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._SWIZZLE_128B, ..._L2_128B
-_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
 
 
 class _Config(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.c_void_p),
         ("count", ctypes.c_uint),
     ]
 
@@ -92,24 +92,38 @@ class Kernel:
     def __init__(self, function: ctypes.c_void_p, name: str, overlap: bool):
         self.function = function
         self.name = name
-        self._attribute = _Attribute(id=_PDL, value=1)
-        self._count = int(overlap)
+        self._overlap = overlap
+        self._attributes = functools.cache(self._make_attributes)
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, *args: Tensor | TensorMap | float, shared: int = 0
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        *args: Tensor | TensorMap | float,
+        shared: int = 0,
+        cluster: int = 1,
     ) -> None:
-        """Launch on torch's current stream. Empty grids are left out. shared: bytes of dynamic shared memory."""
+        """Launch on torch's current stream. Empty grids are left out.
+
+        shared: bytes of dynamic shared memory. cluster: blocks of one, along the grid's x.
+        """
         if 0 in grid:
             return
         values = [_c_value(a) for a in args]
         pointers = (ctypes.c_void_p * len(values))(
             *[v.address if isinstance(v, TensorMap) else ctypes.addressof(v) for v in values]
         )
-        config = _Config(
-            *grid, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
-            ctypes.pointer(self._attribute), self._count,
-        )  # fmt: skip
+        attributes = self._attributes(cluster)
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _Config(*grid, threads, 1, 1, shared, stream, ctypes.addressof(attributes), len(attributes))
         check(libcuda().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None), self.name)
+
+    def _make_attributes(self, cluster: int) -> ctypes.Array[_Attribute]:
+        """What a launch asks for besides its sizes."""
+        asked = [_Attribute(id=_PDL, value=(1,))] if self._overlap else []
+        if cluster > 1:
+            asked.append(_Attribute(id=_CLUSTER, value=(cluster, 1, 1)))
+        return (_Attribute * len(asked))(*asked)
 
 
 def _c_value(x: Tensor | TensorMap | float) -> Any:

@@ -1,4 +1,5 @@
-// Gated activations: y [T, I] = f(gate) * up of x [T, 2 I], gate beside up. Threads share the columns of every row.
+// Activations, gated: y [T, I] = f(gate) * up of x [T, 2 I], gate beside up; and plain: y = f(x). Threads share the
+// columns of every row, or the elements.
 
 #include "op.h"
 #include "simd.h"
@@ -7,6 +8,12 @@ struct Gated {
     const void* x;
     void* y;
     int64_t rows, width;
+};
+
+struct Plain {
+    const void* x;
+    void* y;  // may be x
+    int64_t count;
 };
 
 struct Silu {
@@ -36,11 +43,17 @@ struct Gelu {
 };
 
 struct Relu2 {
-    static INLINE Vec of(Vec x) {
-        Vec y = x < 0 ? (Vec){} : x;  // a NaN stays one
-        return y * y;
-    }
+    static INLINE Vec of(Vec x) { return x < 0 ? fill(0) : x * x; }  // NaNs stay NaNs
 };
+
+template <typename F, typename T> void plain(const Plain& a, int part, int parts) {
+    Share share(a.count, part, parts);
+    const T* x = (const T*)a.x;
+    T* y = (T*)a.y;
+    int64_t i = share.first;
+    for (; i + LANES <= share.last; i += LANES) store(y + i, F::of(load(x + i)));
+    if (i < share.last) store(y + i, F::of(load(x + i, share.last - i)), share.last - i);
+}
 
 template <typename F, typename T> void gated(const Gated& a, int part, int parts) {
     Share share((a.width + LANES - 1) / LANES, part, parts);
@@ -54,11 +67,13 @@ template <typename F, typename T> void gated(const Gated& a, int part, int parts
     }
 }
 
-OP(silu_f32, (gated<Silu, float>), Gated)
-OP(silu_bf16, (gated<Silu, bf16>), Gated)
-OP(gelu_f32, (gated<Gelu, float>), Gated)
-OP(gelu_bf16, (gated<Gelu, bf16>), Gated)
-OP(gelu_tanh_f32, (gated<GeluTanh, float>), Gated)
-OP(gelu_tanh_bf16, (gated<GeluTanh, bf16>), Gated)
-OP(relu2_f32, (gated<Relu2, float>), Gated)
-OP(relu2_bf16, (gated<Relu2, bf16>), Gated)
+#define ACTIVATION(name, F)                          \
+    OP(gated_##name##_f32, (gated<F, float>), Gated) \
+    OP(gated_##name##_bf16, (gated<F, bf16>), Gated) \
+    OP(name##_f32, (plain<F, float>), Plain)         \
+    OP(name##_bf16, (plain<F, bf16>), Plain)
+
+ACTIVATION(silu, Silu)
+ACTIVATION(gelu, Gelu)
+ACTIVATION(gelu_tanh, GeluTanh)
+ACTIVATION(relu2, Relu2)

@@ -12,3 +12,16 @@ extern "C" __global__ void gated_activation(const T* x, T* out, int width) {
     for (int j = 0; j < V; j++) y.x[j] = from_float<T>(activated<T, ACT>(to_float(gate.x[j]), to_float(up.x[j])));
     *(Vector*)(out + (long long)blockIdx.y * width + at) = y;
 }
+
+// y = act(x) of `count` vectors; it may be x.
+extern "C" __global__ void activation(const T* x, T* y, int count) {
+    typedef Vec<T, V> Vector;
+    launch_dependents();
+    grid_wait();
+    int at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= count) return;
+    Vector v = ((const Vector*)x)[at];
+#pragma unroll
+    for (int j = 0; j < V; j++) v.x[j] = from_float<T>(activated<T, ACT>(to_float(v.x[j]), 1.0f));
+    ((Vector*)y)[at] = v;
+}

@@ -1,4 +1,4 @@
-"""Gated activations of feed-forward layers: act(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
+"""Activations of feed-forward layers, plain, and gated: act(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,48 @@ def gated_activation(x: Tensor, activation: str = "silu") -> Tensor:
     return gated_activation_reference(x, activation)
 
 
+def activate(x: Tensor, activation: str) -> Tensor:
+    """act(x) [T, I]; computed in f32. x may be overwritten."""
+    if x.is_cuda:
+        return activate_cuda(x, activation)
+    if x.is_contiguous() and ops.takes(x):
+        ops.typed("activation", activation, x.dtype)(x, x, x.numel())
+        return x
+    return activate_reference(x, activation)
+
+
+def activate_reference(x: Tensor, activation: str) -> Tensor:
+    return _act(x.float(), activation).to(x.dtype)
+
+
 def gated_activation_reference(x: Tensor, activation: str) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    gate = gate.float()
+    return _act(gate.float(), activation).mul_(up).to(x.dtype)
+
+
+def _act(x: Tensor, activation: str) -> Tensor:
+    """A new tensor; x is f32."""
     if activation == "silu":
-        act = silu(gate)
-    elif activation == "relu2":
-        act = relu(gate).square_()
-    else:
-        act = gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return act.mul_(up).to(x.dtype)
+        return silu(x)
+    if activation == "relu2":
+        return relu(x).square_()
+    return gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def gated_cpu(name: str, x: Tensor) -> Tensor:
-    """f(gate) * up of a contiguous x, where f is one of ACTIVATIONS."""
+    """x: contiguous."""
     y = x.new_empty(len(x), x.shape[1] // 2)
-    ops.typed("activation", name, x.dtype)(x, y, *y.shape)
+    ops.typed("activation", f"gated_{name}", x.dtype)(x, y, *y.shape)
     return y
+
+
+def activate_cuda(x: Tensor, activation: str) -> Tensor:
+    x = x.contiguous()
+    vector = jit.vector(x, x.numel())
+    kernel = jit.kernel("activation", "activation", x.dtype, V=vector, ACT=ACTIVATIONS.index(activation))
+    count = x.numel() // vector
+    kernel((-(-count // THREADS), 1, 1), THREADS, x, x, count)
+    return x
 
 
 def gated_activation_cuda(x: Tensor, activation: str) -> Tensor:

@@ -69,7 +69,7 @@ def store_and_attend(
 ) -> Tensor:
     """rope_and_store_kv and then paged_attention of what it returns. q, k and v may be overwritten.
 
-    A step of decoding sequences alone is one kernel on GPUs, where heads are rotated as a whole.
+    A step of decoding sequences alone is one kernel on GPUs, where heads are rotated as a whole and not interleaved.
     """
     if q.is_cuda and supports_one_kernel(q, k, v, cos_sin, cache[0], rows):
         return decode_cuda(q, k, v, cos_sin, norms, cache, rows, scores)
@@ -82,7 +82,8 @@ def supports_one_kernel(
 ) -> bool:
     dim = q.shape[2]
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
-    return 0 < len(q) == rows.num_decodes and cos_sin.cos.shape[-1] == dim and side_by_side and keys.dtype == q.dtype
+    whole = cos_sin.cos.shape[-1] == dim and not cos_sin.interleaved
+    return 0 < len(q) == rows.num_decodes and whole and side_by_side and keys.dtype == q.dtype
 
 
 def paged_attention(

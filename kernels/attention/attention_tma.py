@@ -89,7 +89,7 @@ def decode(
     sums = parts.view(-1)[grid * 2 * group * dim :]
     arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
     # What a kernel of rotated tokens does not touch.
-    k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
+    k, v, (cos, sin, *_), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     maps = *_caches(keys, values, box, dim // 64), *_caches(keys, values, few, dim // 64)
     kernel(

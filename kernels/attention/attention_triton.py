@@ -295,7 +295,7 @@ def decode(
         sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
         arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
     # What a kernel of rotated tokens does not touch.
-    k, v, (cos, sin), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
+    k, v, (cos, sin, *_), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     decode_kernel[kv_heads, n, splits](
         q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,

@@ -57,7 +57,7 @@ __device__ inline void tma_load_runs(unsigned to, const TensorMap* map, int run,
                  : "memory");
 }
 
-// Of two blocks that share a cluster.
+// This block's place in its cluster.
 __device__ inline int cluster_rank() {
     int rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -75,7 +75,19 @@ __device__ inline void mbarrier_arrive_at(Barrier* barrier, int rank) {
         : "memory");
 }
 
-// The box to both blocks, to the same place; each one's barrier awaits its own.
+// 16 bytes of the shared memory of one of the cluster's blocks, from the address that they have in this one's.
+__device__ inline float4 load_from_block(unsigned at, int rank) {
+    unsigned there;
+    float4 x;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(there)
+                 : "memory");
+    return x;
+}
+
+// The box to both blocks of a cluster of two, to the same place; each one's barrier awaits its own.
 __device__ inline void tma_load_multicast(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "

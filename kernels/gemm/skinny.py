@@ -17,6 +17,11 @@ from ..device import DeviceCaps, device_caps
 GEMV_ROWS = 2  # more are faster on tensor cores
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (64, 128, 256)  # inputs of a chunk
+SPLITS = (4, 2, 1)  # blocks that share a tile
+# Inputs from which on sharing gains more than exchanging the sums costs. On an H200 (2026-11-23), 64 rows: 3584 x 18944
+# by four blocks takes 36.0 us instead of 39.1, 4096 x 14336 by two 30.4 instead of 31.2, and 3584 x 3584 by two 9.6
+# instead of 9.2.
+SPLIT_FROM = 12288
 GEMV_SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
 GEMV_WARPS = 8  # of a block
 NORMED = 8192  # elements of x that a block has registers for to norm them
@@ -31,6 +36,7 @@ class TileConfig(NamedTuple):
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
+    split: int = 1  # blocks that share a tile, each a part of its inputs: Hopper, from WHOLE_FROM rows on
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -84,9 +90,9 @@ def variants(
     """What the GEMM of so many rows, each, is compiled as; norm: behind a norm, where `normed_linear` takes it."""
     outputs, inputs = weight.shape
     for n in rows:
-        way = choose(n, outputs, inputs, found.num_sms, found.has_tma) if weight.element_size() == 2 else None
+        way = _choose(n, outputs, inputs, found) if weight.element_size() == 2 else None
         if isinstance(way, TileConfig):
-            whole = found.hopper and n >= WHOLE_FROM
+            whole = whole_tiles(n, found)
             yield jit.variant("pipelined_gemm", weight.dtype, **_pipelined_sizes(n, inputs, way, gate, bias, whole))
         elif way:
             how = *_gemv_way(n, outputs, found, gate), gate, bias, norm and n * inputs <= NORMED
@@ -127,17 +133,29 @@ def _pipelined_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: b
         ACT=_act(gate),
         BIAS=int(bias),
         WHOLE=int(whole),
+        SPLIT=cut.split,
     )
 
 
 def _way(x: Tensor, weight: Tensor) -> TileConfig | Literal["gemv"] | None:
     found = device_caps(x.device)
-    return choose(len(x), *weight.shape, found.num_sms, found.has_tma)
+    return _choose(len(x), *weight.shape, found)
+
+
+def _choose(rows: int, outputs: int, inputs: int, found: DeviceCaps) -> TileConfig | Literal["gemv"] | None:
+    return choose(rows, outputs, inputs, found.num_sms, found.has_tma, whole_tiles(rows, found))
+
+
+def whole_tiles(rows: int, found: DeviceCaps) -> bool:
+    """Whether tiles take all 64 rows by Hopper's instructions."""
+    return found.hopper and rows >= WHOLE_FROM
 
 
 @functools.cache
-def choose(rows: int, outputs: int, inputs: int, num_sms: int, staging: bool) -> TileConfig | Literal["gemv"] | None:
-    """The fastest way for these sizes; None: the library's."""
+def choose(
+    rows: int, outputs: int, inputs: int, num_sms: int, staging: bool, whole: bool = False
+) -> TileConfig | Literal["gemv"] | None:
+    """The fastest way for these sizes; None: the library's. whole: tiles take all 64 rows."""
     if rows <= GEMV_ROWS and inputs % 512 == 0 and outputs % 64 == 0 and rows * inputs * 2 <= GEMV_SHARED:
         return "gemv"
     if not staging:
@@ -148,16 +166,33 @@ def choose(rows: int, outputs: int, inputs: int, num_sms: int, staging: bool) ->
     padded = 8 * _row_tiles(rows, False)
     heights = [h for h in HEIGHTS if outputs % h == 0 and (h <= 128 or outputs // h <= num_sms)]
     height = min(heights, key=lambda h: -(-outputs // h // num_sms) * (h + padded / 4), default=0)
+    for split in SPLITS if whole and inputs >= SPLIT_FROM else (1,):
+        length = _length(height * split, inputs // split)
+        if height and length and _splits(height * split, outputs, inputs, num_sms, split):
+            return TileConfig(height * split, length, split)
+    return None
+
+
+def _length(height: int, inputs: int) -> int:
+    """The longest chunk for a tile of this height; 0: none divides the inputs."""
     lengths = (256, 128, 64) if height <= 64 else (128, 64) if height <= 128 else (64,)
-    length = next((length for length in lengths if inputs % length == 0), 0)
-    return TileConfig(height, length) if height and length else None
+    return next((length for length in lengths if inputs % length == 0), 0)
 
 
-def tile_configs(rows: int, outputs: int, inputs: int) -> Iterator[TileConfig]:
-    """All that `pipelined` takes for these sizes."""
-    for cut in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS)):
-        whole = rows <= MOST_ROWS and outputs % cut.outputs == 0 and inputs % cut.inputs == 0
-        if whole and stages(cut, rows)[0] > 1:
+def _splits(height: int, outputs: int, inputs: int, num_sms: int, split: int) -> bool:
+    """Whether so many blocks may share each tile of this height. All clusters must be there at once; of four blocks an
+    H200 takes 28 and more, but not 32 (2026-11-23), as one lies within a part of the GPU."""
+    at_once = outputs // height * split <= (num_sms * 7 // 8 if split > 2 else num_sms)
+    even = outputs % height == height % (8 * split) == inputs % split == 0
+    return split == 1 or (at_once and even and height in HEIGHTS)
+
+
+def tile_configs(rows: int, outputs: int, inputs: int, num_sms: int, whole: bool) -> Iterator[TileConfig]:
+    """All that `pipelined` takes for these sizes. whole: tiles take all 64 rows, so that blocks may share one."""
+    for cut in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS, SPLITS if whole else (1,))):
+        divides = outputs % cut.outputs == inputs % (cut.inputs * cut.split) == 0
+        fits = rows <= MOST_ROWS and stages(cut, rows, whole)[0] > 1
+        if fits and divides and _splits(cut.outputs, outputs, inputs, num_sms, cut.split):
             yield cut
 
 
@@ -191,18 +226,19 @@ def pipelined(x: Tensor, weight: Tensor, cut: TileConfig, gate: str = "", bias: 
     """By tensor cores, a block on each multiprocessor."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     found = device_caps(x.device)
-    whole = found.hopper and rows >= WHOLE_FROM
+    whole = whole_tiles(rows, found)
     _, shared = stages(cut, rows, whole)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
     kernel = jit.kernel(
         "pipelined_gemm", "pipelined_gemm", x.dtype, shared,
         **_pipelined_sizes(rows, inputs, cut, gate, bias is not None, whole),
     )  # fmt: skip
-    blocks = min(outputs // cut.outputs, found.num_sms)
+    blocks = min(outputs // cut.outputs * cut.split, found.num_sms)
     threads = 32 + 32 * (4 if whole else cut.outputs // 16 * _groups(cut))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
     of_w = jit.tensor_map(weight.data_ptr(), outputs, inputs, cut.outputs // 2 if gate else cut.outputs, inputs)
-    kernel((blocks, 1, 1), threads, of_x, of_w, x if bias is None else bias, y, rows, outputs, shared=shared)
+    kernel((blocks, 1, 1), threads, of_x, of_w, x if bias is None else bias, y, rows, outputs,
+           shared=shared, cluster=cut.split)  # fmt: skip
     return y
 
 
@@ -223,6 +259,8 @@ def stages(cut: TileConfig, rows: int, whole: bool = False) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as pipelined_gemm.cu lays it out."""
     padded = 8 * _row_tiles(rows, whole)
     sums = 0 if whole else _groups(cut) * cut.outputs * (padded + 1) * 4
+    if cut.split > 1:
+        sums = padded * (cut.outputs + 8) * 4
     stage = (cut.outputs + padded) * cut.inputs * 2
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums

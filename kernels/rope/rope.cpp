@@ -11,7 +11,8 @@ struct Rope {
     const void *q_weight, *k_weight;  // [dim]; null: no norm
     void *keys, *values;  // [slots, kv_heads, dim]
     const int64_t* slots;  // [tokens]; negative: not written
-    int64_t tokens, heads, kv_heads, dim, turned, q_pitch, k_pitch, v_pitch;  // pitch: elements from token to token
+    int64_t tokens, heads, kv_heads, dim, turned, interleaved;  // pairs (2i, 2i + 1), or (i, i + turned / 2)
+    int64_t q_pitch, k_pitch, v_pitch;  // elements from token to token
     double eps;
 };
 
@@ -31,10 +32,18 @@ template <typename T> INLINE void prepare(const Rope& a, int64_t token, const T*
     }
     const float *cos = a.cos + token * a.turned, *sin = a.sin + token * a.turned;
     int64_t half = a.turned / 2;
-    for (int64_t i = 0; i < half; i++) {
-        float low = head[i], high = head[half + i];
-        y[i] = narrow<T>(low * cos[i] + high * sin[i]);
-        y[half + i] = narrow<T>(high * cos[half + i] + low * sin[half + i]);
+    if (a.interleaved) {
+        for (int64_t i = 0; i < half; i++) {
+            float even = head[2 * i], odd = head[2 * i + 1];
+            y[2 * i] = narrow<T>(even * cos[i] + odd * sin[i]);
+            y[2 * i + 1] = narrow<T>(odd * cos[half + i] + even * sin[half + i]);
+        }
+    } else {
+        for (int64_t i = 0; i < half; i++) {
+            float low = head[i], high = head[half + i];
+            y[i] = narrow<T>(low * cos[i] + high * sin[i]);
+            y[half + i] = narrow<T>(high * cos[half + i] + low * sin[half + i]);
+        }
     }
     for (int64_t i = a.turned; i < a.dim; i++) y[i] = narrow<T>(head[i]);
 }

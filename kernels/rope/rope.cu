@@ -1,8 +1,8 @@
 // Queries and keys get their head's norm (NORM) and are turned; keys and values go to their slots of the paged cache.
 // A warp does PER heads of a token: Q_HEADS query heads, then KV_HEADS key heads, then as many value heads.
 //
-// DIM: elements of a head, the first TURNED of them in pairs (i, i + TURNED / 2). V: elements at a time, a divisor of
-// DIM and of TURNED / 2. C: the cache's element type. Rows of q, k and v are q_row, k_row and v_row apart.
+// DIM: elements of a head, the first TURNED of them in pairs: (2i, 2i + 1) where INTERLEAVED, else (i, i + TURNED / 2).
+// V: elements at a time, a divisor of DIM and of TURNED / 2. C: the cache's element type. Rows of q, k and v are q_row, k_row and v_row apart.
 
 constexpr int HALF = TURNED / 2;
 constexpr int PAIRS = (HALF / V + 31) / 32;           // vectors of a lane in each half
@@ -14,12 +14,26 @@ struct Head {
     Vector first[PAIRS], second[PAIRS], rest[REST ? REST : 1];
 };
 
+// V pairs, from the pair `at` on.
+__device__ inline void load_pairs(const T* from, int at, Vector& first, Vector& second) {
+    if (INTERLEAVED) {
+        Vector low = *(const Vector*)(from + 2 * at), high = *(const Vector*)(from + 2 * at + V);
+#pragma unroll
+        for (int j = 0; j < V; j++) {
+            first.x[j] = 2 * j < V ? low.x[2 * j] : high.x[2 * j - V];
+            second.x[j] = 2 * j + 1 < V ? low.x[2 * j + 1] : high.x[2 * j + 1 - V];
+        }
+    } else {
+        first = *(const Vector*)(from + at), second = *(const Vector*)(from + HALF + at);
+    }
+}
+
 __device__ inline Head load(const T* from, int lane) {
     Head h;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
         int at = (lane + i * 32) * V;
-        if (at < HALF) h.first[i] = *(const Vector*)(from + at), h.second[i] = *(const Vector*)(from + HALF + at);
+        if (at < HALF) load_pairs(from, at, h.first[i], h.second[i]);
     }
 #pragma unroll
     for (int i = 0; i < REST; i++) {
@@ -36,11 +50,25 @@ template <class E> __device__ inline void put(E* to, Vector p) {
     *(Vec<E, V>*)to = y;
 }
 
+template <class E> __device__ inline void put_pairs(E* to, int at, const Vector& first, const Vector& second) {
+    if (INTERLEAVED) {
+        Vector low, high;
+#pragma unroll
+        for (int j = 0; j < V; j++) {
+            (2 * j < V ? low.x[2 * j] : high.x[2 * j - V]) = first.x[j];
+            (2 * j + 1 < V ? low.x[2 * j + 1] : high.x[2 * j + 1 - V]) = second.x[j];
+        }
+        put(to + 2 * at, low), put(to + 2 * at + V, high);
+    } else {
+        put(to + at, first), put(to + HALF + at, second);
+    }
+}
+
 template <class E> __device__ inline void store(E* to, const Head& h, int lane) {
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
         int at = (lane + i * 32) * V;
-        if (at < HALF) put(to + at, h.first[i]), put(to + HALF + at, h.second[i]);
+        if (at < HALF) put_pairs(to, at, h.first[i], h.second[i]);
     }
 #pragma unroll
     for (int i = 0; i < REST; i++) {
@@ -56,8 +84,7 @@ __device__ inline float squares(Vector p) {
     return sum;
 }
 
-__device__ inline void scaled(Vector& p, float scale, const T* weight) {
-    Vector w = *(const Vector*)weight;
+__device__ inline void scaled(Vector& p, float scale, const Vector& w) {
 #pragma unroll
     for (int j = 0; j < V; j++) p.x[j] = from_float<T>(to_float(p.x[j]) * scale * to_float(w.x[j]));
 }
@@ -75,12 +102,15 @@ __device__ inline void normalise(Head& h, const T* weight, float eps, int lane) 
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
         int at = (lane + i * 32) * V;
-        if (at < HALF) scaled(h.first[i], scale, weight + at), scaled(h.second[i], scale, weight + HALF + at);
+        if (at >= HALF) break;
+        Vector first, second;
+        load_pairs(weight, at, first, second);
+        scaled(h.first[i], scale, first), scaled(h.second[i], scale, second);
     }
 #pragma unroll
     for (int i = 0; i < REST; i++) {
         int at = TURNED + (lane + i * 32) * V;
-        if (at < DIM) scaled(h.rest[i], scale, weight + at);
+        if (at < DIM) scaled(h.rest[i], scale, *(const Vector*)(weight + at));
     }
 }
 

@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split layout of Llama checkpoints.
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864).
 
-Dimension i of a head is paired with i + r/2, where r is the number of rotated dimensions; dimensions from r on pass
-unchanged.
+The first r dimensions of a head are rotated in pairs, the others pass unchanged. Pairs are (i, i + r/2), the half-split
+layout of Llama's checkpoints, or (2i, 2i + 1), the interleaved one of the paper, of GLM's and Cohere's checkpoints.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ CPU_MOST_DIM = 512  # as in rope.cpp
 class CosSin(NamedTuple):
     """How the tokens of one step are rotated; made once a step, applied in every layer.
 
-    cos: [T, 1, r] f32, both halves alike; sin: [T, 1, r] f32, the first half negated.
+    cos: [T, 1, r] f32, both halves alike; sin: [T, 1, r] f32, the first half negated. That is so in either layout.
     """
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
+    # [T, 1, 1] f32: each token's factor on its queries, by which attention's temperature depends on the position. It is
+    # not applied here, and has no place where queries are normed after it.
+    q_scale: Tensor | None = None
 
 
 class QKNorm(NamedTuple):
@@ -67,10 +71,14 @@ def apply_rotary(x: Tensor, cos_sin: CosSin) -> Tensor:
 
 
 def apply_rotary_reference(x: Tensor, cos_sin: CosSin) -> Tensor:
-    cos, sin = cos_sin
+    cos, sin, interleaved, _ = cos_sin
     r = cos.shape[-1]
     rotated = x[..., :r].float() if r < x.shape[-1] else x.float()
+    if interleaved:
+        rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     rotated = (rotated * cos).addcmul_(rotated.roll(r // 2, -1), sin).to(x.dtype)
+    if interleaved:
+        rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:]), -1)
 
 
@@ -121,7 +129,7 @@ def store_kv_reference(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots
 def supports_cpu(q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[Tensor, Tensor]) -> bool:
     dim = q.shape[2]
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
-    plain = all(x.is_contiguous() for x in (*cos_sin, *cache)) and cache[0].dtype == q.dtype
+    plain = all(x.is_contiguous() for x in (cos_sin.cos, cos_sin.sin, *cache)) and cache[0].dtype == q.dtype
     return side_by_side and plain and dim <= CPU_MOST_DIM and ops.takes(q)
 
 
@@ -139,7 +147,7 @@ def rope_and_store_kv_cpu(
     q_weight, k_weight, eps = norms if norms is not None else (None, None, 0.0)
     ops.typed("rope", "rope", q.dtype)(
         q, k, v, cos_sin.cos, cos_sin.sin, q_weight, k_weight, *cache, slots, tokens, heads, k.shape[1], dim,
-        cos_sin.cos.shape[-1], q.stride(0), k.stride(0), v.stride(0), float(eps),
+        cos_sin.cos.shape[-1], int(cos_sin.interleaved), q.stride(0), k.stride(0), v.stride(0), float(eps),
     )  # fmt: skip
     return q
 
@@ -164,7 +172,7 @@ def rope_and_store_kv_cuda(
     per = 1 if tokens < ENOUGH else 8
     kernel = jit.kernel(
         "rope", "rope_and_store_kv", q.dtype, C=keys.dtype, DIM=dim, TURNED=rotated, V=vector, Q_HEADS=heads,
-        KV_HEADS=kv_heads, NORM=int(norms is not None), PER=per,
+        KV_HEADS=kv_heads, NORM=int(norms is not None), PER=per, INTERLEAVED=int(cos_sin.interleaved),
     )  # fmt: skip
     q_weight, k_weight, eps = norms if norms is not None else (q, k, 0.0)
     blocks = -(-tokens * -(-(heads + 2 * kv_heads) // per) // 4)

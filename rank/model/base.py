@@ -15,16 +15,18 @@ from ...comm.mesh import Mesh
 from ...errors import MODEL, FatalError
 from ...kernels.rope.rope import CosSin
 from .batch import Batch
-from .config import Config
+from .config import Config, spelled
+from .experts.fused import StackedLinear
 from .formats import ChooseFormat, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
-from .layers.norm import RMSNorm
+from .layers.norm import LayerNorm, RMSNorm
 from .layers.residual import Normed, ResidualStream
-from .layers.rope import RotaryEmbedding
-from .shard import stage_layers
+from .layers.rope import Parameters, RotaryEmbeddings
+from .shard import Shard, stage_layers
 from .weights.slicing import ShardedModule, Slice, Source, slices
 
+STACKED = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts in one tensor, whose name ends here
 # The types that a field of Args accepts, by its annotation. Other annotations are not checked.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 
@@ -58,6 +60,14 @@ class Args:
     def logit_softcap(self) -> float:
         return 0.0
 
+    @property
+    def head_bias(self) -> bool:
+        return False
+
+    def rope(self, index: int) -> Parameters:
+        """The rope parameters of a layer."""
+        return self.rope_parameters
+
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """Raises FatalError where a key is missing or has the wrong type. A null counts as absent."""
@@ -68,11 +78,11 @@ class Args:
             if field.name in given:
                 value = values[field.name] = given[field.name]
                 if not isinstance(value, TYPES.get(str(field.type), object)):
-                    raise FatalError(
-                        f"{config.path}/config.json: {field.name} is {value!r}, expected {field.type}", MODEL
-                    )
+                    name = spelled(field.name, config.model_type)
+                    raise FatalError(f"{config.path}/config.json: {name} is {value!r}, expected {field.type}", MODEL)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise FatalError(f"{config.path}/config.json has no {field.name}", MODEL)
+                name = spelled(field.name, config.model_type)
+                raise FatalError(f"{config.path}/config.json has no {name}", MODEL)
         return cls(**values)
 
 
@@ -110,7 +120,16 @@ class Decoder(nn.Module):
         embedding = VocabParallelEmbedding(args.vocab_size, args.hidden_size, mesh, args.embed_scale)
         self.embed_tokens = embedding if mesh.first else None
         self.layers = nn.ModuleDict({str(i): layer(args, mesh, i, local) for local, i in enumerate(indices)})
-        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset) if mesh.last else None
+        self.norm = self.final_norm(args) if mesh.last else None
+
+    @staticmethod
+    def final_norm(args: Any) -> RMSNorm | LayerNorm:
+        return RMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The residual stream [T, hidden] before the first layer, on the first stage."""
+        assert self.embed_tokens is not None
+        return self.embed_tokens(batch.ids)
 
 
 class Model(nn.Module):
@@ -121,11 +140,17 @@ class Model(nn.Module):
     """
 
     LAYER: ClassVar[type[Layer]]
+    DECODER: ClassVar[type[Decoder]] = Decoder
     # merged linear → the names under which checkpoints hold its parts, in the order of its outputs
     MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
+
+    # parts of names of a checkpoint's tensors → what the attributes' paths have in their place, one after the other
+    RENAMED: ClassVar[dict[str, str]] = {}
+    # How names begin of a checkpoint's tensors that are left out, as another model's: of vision, audio.
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()
 
     # Set by load():
     dtype: torch.dtype
@@ -144,16 +169,18 @@ class Model(nn.Module):
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
         self.tied = args.tie_word_embeddings
         self.tensor = mesh.tensor
-        self.model = Decoder(args, mesh, self.LAYER)
-        self.rope = RotaryEmbedding(args.rope_parameters, args.head_dim, args.max_position_embeddings, max_model_len)
-        self.lm_head = (
-            ParallelLMHead(args.vocab_size, args.hidden_size, mesh, args.logit_scale, args.logit_softcap)
-            if mesh.last
-            else None
-        )
+        self.model = self.DECODER(args, mesh, self.LAYER)
+        ropes = [args.rope(index) for index in range(args.num_hidden_layers)]
+        self.rope = RotaryEmbeddings(ropes, args.head_dim, args.max_position_embeddings, max_model_len)
+        self.lm_head = self._head(args, mesh) if mesh.last else None
         kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
         self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
         self._build(names, format_of)
+
+    @staticmethod
+    def _head(args: Args, mesh: Mesh) -> ParallelLMHead:
+        scale, softcap = args.logit_scale, args.logit_softcap
+        return ParallelLMHead(args.vocab_size, args.hidden_size, mesh, scale, softcap, args.head_bias)
 
     def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
         """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group.
@@ -165,7 +192,7 @@ class Model(nn.Module):
         hidden: the output of the previous stage, None on the first stage. It may be overwritten.
         """
         if self.model.embed_tokens is not None:
-            embedded = [self.model.embed_tokens(batch.ids) for batch in batches]
+            embedded = [self.model.embed(batch) for batch in batches]
         else:
             assert hidden is not None
             embedded = list(hidden.split([len(batch.ids) for batch in batches]))
@@ -181,9 +208,9 @@ class Model(nn.Module):
 
     def _run(self, stream: ResidualStream, batch: Batch) -> Iterator[Normed]:
         """Run one microbatch through this stage's layers, and yield at each norm."""
-        cos_sin = self.rope(batch.positions)
-        for layer in self.model.layers.values():
-            for normed in layer(stream, cos_sin, batch):
+        ropes = self.rope(batch.positions)
+        for index, layer in self.model.layers.items():
+            for normed in layer(stream, ropes[int(index)], batch):
                 if len(stream) == 0:  # the last layer samples no row
                     return
                 yield normed
@@ -216,9 +243,20 @@ class Model(nn.Module):
         assert self.model.norm is not None
         return self.model.norm(hidden)
 
-    @staticmethod
-    def rename(name: str) -> str:
+    @classmethod
+    def rename(cls, name: str) -> str:
         """Map a checkpoint's tensor name to the path of the module's attribute."""
+        for theirs, ours in cls.RENAMED.items():
+            name = name.replace(theirs, ours)
+        return f"{name}.weight" if name.endswith(STACKED) else name
+
+    @classmethod
+    def spelled(cls, name: str) -> str:
+        """The other way: a tensor's name as the checkpoint would have it, for messages."""
+        if name.removesuffix(".weight").endswith(STACKED):
+            name = name.removesuffix(".weight")
+        for theirs, ours in reversed(cls.RENAMED.items()):
+            name = name.replace(ours, theirs)
         return name
 
     def _build(self, names: Container[str], format_of: ChooseFormat) -> None:
@@ -226,6 +264,8 @@ class Model(nn.Module):
         for path, layer in self.named_modules():
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, names), format_of)
+            elif isinstance(layer, StackedLinear):
+                layer.sources = self._expert_sources(path, layer, names)
             elif isinstance(layer, ShardedModule) and not layer.sources:
                 layer.sources = (Source(path),)
         if self.tied and self.lm_head and self.model.embed_tokens:
@@ -236,10 +276,23 @@ class Model(nn.Module):
             return [Source("model.embed_tokens")]
         parent, _, name = path.rpartition(".")
         merged = self.MERGED.get(name, (name,))
-        if len(merged) > 1 and f"{path}.weight" in names:  # the checkpoint holds it merged
-            ends = list(itertools.accumulate(shard.size for shard in linear.outputs))
-            return [Source(path, end - shard.size, ends[-1]) for end, shard in zip(ends, linear.outputs, strict=True)]
+        several = len(linear.outputs) > 1
+        if several and (name not in self.MERGED or f"{path}.weight" in names):  # the checkpoint holds it merged
+            return self._merged_sources(path, linear.outputs)
         return [Source(f"{parent}.{part}" if parent else part) for part in merged]
+
+    def _expert_sources(self, path: str, layer: StackedLinear, names: Container[str]) -> tuple[Source, ...]:
+        """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged."""
+        if f"{path}.weight" in names:
+            return tuple(self._merged_sources(path, layer.outputs))
+        parent, _, name = path.rpartition(".")
+        return tuple(Source(f"{parent}.{{}}.{part}") for part in self.MERGED.get(name, (name,)))
+
+    @staticmethod
+    def _merged_sources(path: str, outputs: Sequence[Shard]) -> list[Source]:
+        """Of outputs that one tensor holds one after the other."""
+        ends = list(itertools.accumulate(shard.size for shard in outputs))
+        return [Source(path, end - shard.size, ends[-1]) for end, shard in zip(ends, outputs, strict=True)]
 
     def sharded_modules(self) -> list[ShardedModule]:
         """All modules with weights, in the order of computation."""
@@ -249,3 +302,22 @@ class Model(nn.Module):
         """All slices that must be read to fill this stage."""
         for layer in self.sharded_modules():
             yield from slices(layer)
+
+
+class TextOfMultimodal(Model):
+    """The text model of a multimodal checkpoint: its tensors under the names that they have where it stands alone."""
+
+    PREFIXES: ClassVar[dict[str, str]] = {
+        "language_model.": "",
+        "model.language_model.": "model.",
+    }
+    LEFT_OUT = tuple(
+        f"{under}{part}." for under in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+    )
+
+    @classmethod
+    def rename(cls, name: str) -> str:
+        for prefix, own in cls.PREFIXES.items():
+            if name.startswith(prefix):
+                return own + name.removeprefix(prefix)
+        return name

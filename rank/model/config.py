@@ -1,7 +1,7 @@
 """Reads and checks a model directory's config.json, without torch: the launcher needs it too.
 
 It reads both generations of Hugging Face's config.json. `raw` is converted to the newer one: `rope_parameters` instead
-of rope_theta and rope_scaling, `dtype` instead of torch_dtype.
+of rope_theta and rope_scaling, `dtype` instead of torch_dtype. Of a multimodal model it has the keys of the text model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,32 @@ DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # Rope types whose factor extends the context beyond max_position_embeddings. Of the others, max_position_embeddings
 # is the extended length already (llama3), or they do not extend it.
 STRETCHING = ("linear", "dynamic")
+FULL, SLIDING = "full_attention", "sliding_attention"  # the types of layers, as config.json's layer_types has them
+# Keys of a multimodal model that stand beside its text_config and hold for the text model.
+SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+# The text model of a multimodal one whose text_config does not say.
+TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+# Keys that checkpoints leave out, with the values that they then mean: those of transformers' config classes.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+        "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "olmo3": {"rope_theta": 5e5},
+    "phi": {"partial_rotary_factor": 0.5},
+    "stablelm": {"partial_rotary_factor": 0.25},
+}  # fmt: skip
+# Keys that a model type has under another name → the usual one.
+NAMES = {
+    "gpt_bigcode": {
+        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings", "activation_function": "hidden_act",
+    },
+}  # fmt: skip
+# Model types whose layers of full attention have other rope parameters than the sliding ones. Where config.json has one
+# set, it is that of full attention; sliding layers have no scaling, and may have a base of their own.
+ROPE_PER_LAYER_TYPE = ("gemma3_text", "olmo3")
 
 
 @dataclass(frozen=True)
@@ -46,6 +72,7 @@ def read_config(path: str | Path) -> Config:
         raise FatalError(
             f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL
         )
+    raw = _text_config(raw, path)
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise FatalError(f"{path}: quantised weights ({method}) are not supported yet", MODEL)
@@ -108,27 +135,54 @@ def _integer(raw: dict[str, Any], key: str, path: Path, default: int | None = No
     value = raw.get(key)
     if value is None:
         value = default
+    name = spelled(key, raw["model_type"])
     if value is None:
-        raise FatalError(f"{path}/config.json has no {key}", MODEL)
+        raise FatalError(f"{path}/config.json has no {name}", MODEL)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FatalError(f"{path}/config.json: {key} is {value!r}, not a positive integer", MODEL)
+        raise FatalError(f"{path}/config.json: {name} is {value!r}, not a positive integer", MODEL)
     return value
 
 
+def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The text model's keys by their usual names, with what checkpoints of its type leave out."""
+    text = raw.get("text_config")
+    if text is not None:
+        if not isinstance(text, dict):
+            raise FatalError(f"{path}/config.json: text_config is {text!r}, not an object", MODEL)
+        raw = {"model_type": raw["model_type"]} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
+    model_type = str(TEXT_TYPES.get(raw.get("model_type"), raw.get("model_type")))
+    names = NAMES.get(model_type, {})
+    given = {names.get(key, key): value for key, value in raw.items() if value is not None}
+    return DEFAULTS.get(model_type, {}) | given | {"model_type": model_type}
+
+
+def spelled(key: str, model_type: str) -> str:
+    """A key as config.json of this model type has it, for messages."""
+    return next((theirs for theirs, ours in NAMES.get(model_type, {}).items() if ours == key), key)
+
+
 def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """One flat dict with rope_type and rope_theta, from either style. A null counts as absent."""
+    """One dict with rope_type and rope_theta, or one for each type of layer, from either style."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise FatalError(f"{path}/config.json: the rope parameters are {given!r}, not an object", MODEL)
+    full, sliding = given, {}
+    nested = FULL in given or SLIDING in given
+    if nested:
+        full, sliding = given.get(FULL) or {}, given.get(SLIDING) or {}
+    if not nested and raw.get("model_type") not in ROPE_PER_LAYER_TYPE:
+        return _rope_of(given, raw, raw.get("rope_theta"), path)
+    local = raw.get("rope_local_base_freq") or raw.get("rope_theta")
+    return {FULL: _rope_of(full, raw, raw.get("rope_theta"), path), SLIDING: _rope_of(sliding, raw, local, path)}
+
+
+def _rope_of(given: dict[str, Any], raw: dict[str, Any], theta: float | None, path: Path) -> dict[str, Any]:
+    """A null counts as absent. theta: where `given` has none."""
     rope = {key: value for key, value in given.items() if value is not None}
     rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
+    rope.setdefault("rope_theta", theta or 10000.0)
     for key, value in rope.items():
-        if isinstance(value, dict):
-            raise FatalError(
-                f"{path}/config.json: rope parameters that differ between layers are not supported yet", MODEL
-            )
-        if isinstance(value, str) and key != "rope_type":
+        if isinstance(value, str | dict) and key != "rope_type":
             raise FatalError(f"{path}/config.json: rope parameter {key} is {value!r}, not a number", MODEL)
     if raw.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
@@ -147,8 +201,10 @@ def _dtype(raw: dict[str, Any], path: Path) -> str:
 
 def _max_positions(raw: dict[str, Any], path: Path) -> int:
     """The context length: linear and dynamic rope extend max_position_embeddings, yarn extends the original length."""
-    rope = raw["rope_parameters"]
     positions = _integer(raw, "max_position_embeddings", path, default=2048)
+    if FULL in raw["rope_parameters"]:  # of these models it is the extended length
+        return positions
+    rope = raw["rope_parameters"]
     factor = float(rope.get("factor", 1.0))
     if rope["rope_type"] in STRETCHING:
         return int(positions * factor)

@@ -137,7 +137,7 @@ def _open(
     model: Model, parts: list[Slice], path: Path, index: Index, way: str, world: HostComm, speaks: bool
 ) -> Checkpoint | Striped:
     """Open and check the checkpoint; the model has no memory yet. Collective over world if striped."""
-    checkpoint = Checkpoint(path, index, model.rename)
+    checkpoint = Checkpoint(path, index, model.rename, model.spelled)
     for part in parts:  # before the first byte is read, so that a wrong file is reported at once
         checkpoint.check(part)
     if speaks:
@@ -171,9 +171,12 @@ def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], filler: Fill
 def _tell_unread(model: Model, parts: list[Slice], source: Checkpoint) -> None:
     """Log tensors that no rank reads. Layers of other stages are recognised by their names."""
     read = {part.tensor for part in parts}
-    patterns = {_pattern(name) for name in read} | {"model.embed_tokens.weight"}
+    patterns = {_pattern(name) for name in read} | {"model.embed_tokens.weight", "model.embed_positions.weight"}
     harmless = (*HARMLESS, "lm_head.weight") if model.tied else HARMLESS
     unread = [name for name in source.names if _pattern(name) not in patterns and not name.endswith(harmless)]
+    if left_out := [name for name in unread if name.startswith(model.LEFT_OUT)]:
+        log.info("text alone is served: %d tensors of the model's other parts are left out", len(left_out))
+    unread = [name for name in unread if not name.startswith(model.LEFT_OUT)]
     if unread:
         log.warning("%d tensors of the checkpoint are not used, the first is %s", len(unread), unread[0])
 

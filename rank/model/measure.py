@@ -22,12 +22,14 @@ from ...kernels.gemm.linear import PACK_FROM
 from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config, tensor_degrees
+from .experts.fused import FusedExperts, StackedLinear
 from .layers.linear import Linear, QKVParallel, RowParallel
+from .layers.moe import Router
 from .load import DTYPES, choose_dtype
 from .shard import stage_layers
 from .weights.slicing import ShardedModule
 
-POSITIONS = 1  # of the rotary table, which is computed
+POSITIONS = 1  # of the rotary tables, which are computed
 
 
 class Seat(NamedTuple):
@@ -46,6 +48,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     chosen = choose_dtype(question["dtype"], config, device)
     degrees = tensor_degrees(config.num_heads, config.num_kv_heads)
     wanted = [n for n in degrees if n <= question["most"] or n == question["tp"]]
+    whole = build(config, Seat(0, 1), Seat(0, 1))
     return {
         "model_type": config.model_type,
         "hidden": config.hidden_size,
@@ -53,7 +56,8 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "max_positions": config.max_positions,
         "checkpoint_dtype": config.dtype,
         "usual_dtype": choose_dtype("auto", config, device),
-        "parameters": sum(one.numel() for one in build(config, Seat(0, 1), Seat(0, 1)).parameters()),
+        "parameters": sum(one.numel() for one in whole.parameters()),
+        "chosen": max(map(visited, whole.modules()), default=0),
         "degrees": degrees,
         "stages": [
             [len(stage_layers(config.num_layers, i, pp)) for i in range(pp)] for pp in range(1, config.num_layers + 1)
@@ -96,7 +100,7 @@ def rank_of(config: Config, tp: int, dtype: torch.dtype, device: torch.device) -
         "kinds": kinds,
         "layers": layers,
         "ends": {place: weights(model, dtype, device, model.model.layers) for place, model in ends.items()},
-        "rope": whole.rope.table.nbytes // POSITIONS,  # bytes of one position
+        "rope": whole.rope.nbytes // POSITIONS,  # bytes of one position
     }
 
 
@@ -104,7 +108,8 @@ def weights(
     module: nn.Module, dtype: torch.dtype, device: torch.device, without: nn.Module | None = None
 ) -> list[dict[str, Any]]:
     """Each linear and each other layer of the module: its name, elements and bytes, whether it is a matrix that tokens
-    are multiplied with, and whether its bytes are another's, as a tied head's are. without: a part that is left out."""
+    are multiplied with, and whether its bytes are another's, as a tied head's are; of experts' those of one expert, and
+    how many there are. without: a part that is left out."""
     seen: set[nn.Parameter] = set()
     inside = set() if without is None else set(without.modules())
     found = []
@@ -115,15 +120,17 @@ def weights(
         shared = bool(parameters) and seen.issuperset(parameters)
         seen.update(parameters)
         inside.update(one.modules())  # the parts of a linear are the linear's
-        elements = sum(parameter.numel() for parameter in parameters)
+        copies = one.experts.width if isinstance(one, StackedLinear) else 1
+        elements = sum(parameter.numel() for parameter in parameters) // copies
         found.append(
             {
                 "name": name,
                 "elements": elements,
                 "bytes": elements * dtype.itemsize,
-                "matrix": isinstance(one, Linear),
+                "matrix": isinstance(one, Linear | StackedLinear | Router),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }
+            | ({"expert": True, "copies": copies} if isinstance(one, StackedLinear) else {})
         )
     return found
 
@@ -135,10 +142,18 @@ def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -
 
 
 def widest(layer: nn.Module) -> int:
-    """Elements of a token between two linears of a sublayer: what the one makes and what the row-parallel one takes."""
+    """Elements of a token between two linears of a sublayer: what the one makes and what the row-parallel one takes; of
+    experts those of all that it visits."""
     linears = [one for one in layer.modules() if isinstance(one, Linear)]
     pairs = ((a, b) for a, b in itertools.pairwise(linears) if isinstance(b, RowParallel))
-    return max((sum(output.width for output in a.outputs) + b.inputs.width for a, b in pairs), default=0)
+    plain = (sum(output.width for output in a.outputs) + b.inputs.width for a, b in pairs)
+    experts = (3 * one.down_proj.inputs.width * one.top_k for one in layer.modules() if isinstance(one, FusedExperts))
+    return max((*plain, *experts), default=0)
+
+
+def visited(module: nn.Module) -> int:
+    """Experts that a token visits in this layer; 0 of what has none."""
+    return module.top_k if isinstance(module, FusedExperts) else 0
 
 
 def scores(layer: nn.Module) -> int:

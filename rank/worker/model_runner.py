@@ -8,6 +8,7 @@ With pipeline stages they are not: the messages between stages would have to be 
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -112,6 +113,13 @@ def min_microbatch_tokens(model: Model, mesh: Mesh, device: torch.device) -> int
     return max(MIN_MICROBATCH_TOKENS, allreduce.SLOT // (model.hidden_size * model.dtype.itemsize) + 1)
 
 
+@functools.cache
+def step_stream(device: torch.device) -> torch.cuda.Stream:
+    """The CUDA stream of all steps on this GPU. The default stream cannot be captured; and the models of a job share
+    one, as the workspaces of GEMMs belong to a stream and stay."""
+    return torch.cuda.Stream(device)
+
+
 class ModelRunner:
     """One rank's worker. Every rank has one and gets the same plans in the same order."""
 
@@ -198,7 +206,7 @@ class ModelRunner:
         self.watch.poll_device = self._poll_device
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize()  # the main thread's CUDA stream: weights, the cache
-        torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
+        torch.cuda.set_stream(step_stream(self.device))
         self.watch.begin("choosing kernels")
         chosen = autotune.tune(gemms(self.model, len(self.state.length)))
         custom_allreduce.agree_on_tuning(self.mesh.tensor)

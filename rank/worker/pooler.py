@@ -22,7 +22,7 @@ class Pooler:
         self.leave(new.row)
         if new.sampling.pooling:
             mean = new.sampling.pooling == "mean"
-            device, width = self._model.rope.table.device, self._model.hidden_size
+            device, width = self._model.rope.device, self._model.hidden_size
             self._sums[new.row] = torch.zeros(width, device=device) if mean else None
 
     def leave(self, row: int) -> None:

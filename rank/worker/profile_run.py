@@ -15,6 +15,7 @@ from ...comm.mesh import Mesh
 from .. import protocol
 from ..model.base import Model
 from ..model.batch import Batch
+from ..model.experts.fused import FusedExperts
 from .sampler import Sampler, tp_argmax
 
 # Triton attention (attention_triton.py) and GEMMs of few rows (skinny.py) have a kernel for each range of lengths.
@@ -65,8 +66,9 @@ def small_steps(model: Model, tokens: int, block_size: int, device: torch.device
 
     A kernel takes seconds to compile, which must not happen while a request waits.
     """
-    for count in PROMPTS:
-        if count <= min(tokens, model.max_model_len):
+    experts = {n for one in model.modules() if isinstance(one, FusedExperts) for n in one.kernel_rows()}
+    for count in sorted({*PROMPTS, *experts}):
+        if count <= tokens:
             yield _prompts(model, count, block_size, device)
     for longest in ATTENDED:
         if longest <= model.max_model_len:

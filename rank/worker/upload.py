@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 RING = 8  # pinned buffers; with more steps in flight, as from eight pipeline stages on, an upload waits for the oldest
+FIRST = 1 << 19  # bytes of a buffer: to pin more takes milliseconds, and 8192 tokens of prompts fit
 ALIGN = 16
 
 
@@ -45,7 +46,7 @@ class Upload:
     def _host(self, size: int) -> np.ndarray:
         """`size` bytes of a pinned buffer that no running copy reads."""
         if not self._buffers:
-            self._buffers = [torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
+            self._buffers = [torch.empty(FIRST, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
             self._copied = [torch.cuda.Event() for _ in range(RING)]
         self._next = (self._next + 1) % RING
         self._copied[self._next].synchronize()

@@ -18,6 +18,8 @@ from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
+from phalanx.kernels.moe import moe, router
+from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.rope.rope import CosSin, QKNorm
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
@@ -36,30 +38,84 @@ def room(sizes):
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
     ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
+    ("layer_norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2, WEIGHT=1, BIAS=1)),
+    ("layer_norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, WEIGHT=0, BIAS=0)),
+    ("layer_norm", dict(T=torch.float16, N=64, V=8, THREADS=32, PARTS=1, WEIGHT=1, BIAS=0)),
     ("activation", dict(T=torch.float16, V=8, ACT=0)),
     ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
     ("activation", dict(T=torch.float32, V=1, ACT=2)),
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
-    ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, DIM=128, TURNED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8)),
-    ("rope", dict(T=torch.float32, C=torch.bfloat16, DIM=10, TURNED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1)),
+    (
+        "rope",
+        dict(
+            T=torch.bfloat16,
+            C=torch.bfloat16,
+            DIM=128,
+            TURNED=128,
+            V=2,
+            Q_HEADS=32,
+            KV_HEADS=8,
+            NORM=1,
+            PER=8,
+            INTERLEAVED=0,
+        ),
+    ),
+    (
+        "rope",
+        dict(
+            T=torch.float16,
+            C=torch.float16,
+            DIM=64,
+            TURNED=32,
+            V=2,
+            Q_HEADS=4,
+            KV_HEADS=2,
+            NORM=1,
+            PER=8,
+            INTERLEAVED=1,
+        ),
+    ),
+    (
+        "rope",
+        dict(
+            T=torch.float32,
+            C=torch.bfloat16,
+            DIM=10,
+            TURNED=6,
+            V=1,
+            Q_HEADS=3,
+            KV_HEADS=1,
+            NORM=0,
+            PER=1,
+            INTERLEAVED=1,
+        ),
+    ),
     ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0, BIAS=0)),
     ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8, ACT=0, BIAS=1)),
     ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0, BIAS=0)),
     (
         "pipelined_gemm",
-        dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2, BIAS=1),
+        dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2, BIAS=1, SPLIT=1),
     ),
     (
         "pipelined_gemm",
-        dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=0),
+        dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=0, SPLIT=1),
     ),
     (
         "pipelined_gemm",
-        dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2, BIAS=1),
+        dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2, BIAS=1, SPLIT=1),
     ),
     (
         "pipelined_gemm",
-        dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2, BIAS=0),
+        dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2, BIAS=0, SPLIT=1),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=14336, M=64, KC=256, STAGES=3, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=1, SPLIT=2),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.float16, I=4096, M=128, KC=128, STAGES=4, TILES=8, GATED=1, WHOLE=1, ACT=0, BIAS=1, SPLIT=4),
     ),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
@@ -72,6 +128,12 @@ PROGRAMS = [
     ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
+    ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
+    ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", False), True))),
+    ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
+    ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
+    ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
+    ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),
     ("embedding", dict(T=torch.float32, V=1)),
     ("argmax", dict(T=torch.bfloat16, V=8)),

@@ -8,7 +8,7 @@ from phalanx.kernels.activation.activation import gated_activation
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.embedding.embedding import embedding
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
-from phalanx.kernels.gemm.skinny import MOST_STAGES, SHARED, TileConfig, choose, stages
+from phalanx.kernels.gemm.skinny import MOST_STAGES, SHARED, TileConfig, choose, stages, tile_configs
 from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
 from phalanx.kernels.rope.rope import apply_rotary, cos_sin, store_kv_reference
 from phalanx.kernels.sampling.argmax import argmax
@@ -124,6 +124,26 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
             count, shared = stages(want, rows, whole)
             assert 2 <= count <= MOST_STAGES and shared <= SHARED
     assert (choose(1, outputs, inputs, 132, False) == "gemv") == (outputs % 64 == 0 and inputs % 512 == 0)
+
+
+@pytest.mark.parametrize(
+    "outputs, inputs, want",
+    [
+        (3584, 18944, TileConfig(128, 128, 4)),
+        (4096, 14336, TileConfig(64, 256, 2)),  # four times 32 clusters are not all there at once
+        (4096, 4096, TileConfig(32, 256)),
+        (28672, 4096, TileConfig(224, 64)),
+        (16384, 16384, TileConfig(128, 128)),  # 128 tiles
+    ],
+)
+def test_blocks_share_a_tile_where_inputs_are_many(outputs, inputs, want):
+    assert choose(64, outputs, inputs, 132, True, True) == want
+    count, shared = stages(want, 64, True)
+    assert count >= 2 and shared <= SHARED
+    for cut in tile_configs(64, outputs, inputs, 132, True):
+        assert inputs % (cut.inputs * cut.split) == outputs % cut.outputs == 0 and (
+            cut.split == 1 or cut.outputs % (8 * cut.split) == 0
+        )
 
 
 def test_the_first_of_equals_is_the_largest():

@@ -37,6 +37,7 @@ class Answer(msgspec.Struct, frozen=True):
     checkpoint_dtype: str
     usual_dtype: str
     parameters: int
+    chosen: int
     degrees: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...]
     ranks: dict[int, RankShape]

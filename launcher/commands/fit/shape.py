@@ -12,6 +12,7 @@ CLASSES = (  # a word in a tensor's name → its class; the first that fits
     ("embed_tokens", "embedding"),
     ("lm_head", "head"),
     (".experts.", "experts"),
+    (".gate.", "experts"),  # their router
     ("norm", "norms"),
     ("attn", "attention"),
     ("attention", "attention"),
@@ -21,7 +22,7 @@ WIDTHS = {"f32": 4, "bf16": 2, "f16": 2}  # bytes of an element
 
 def kind_of(name: str) -> str:
     """The class of a tensor or a layer."""
-    return next((kind for word, kind in CLASSES if word in name), "MLP")
+    return next((kind for word, kind in CLASSES if word in f"{name}."), "MLP")
 
 
 def split(size: int, ways: int) -> int:

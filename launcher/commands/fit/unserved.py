@@ -237,26 +237,6 @@ def _router(hidden: int, experts: int, bias: bool = False) -> Part:
     return Part(EXPERTS, experts, hidden, bias=bias, packs=False)
 
 
-def _dense(keys: ConfigReader) -> Family:
-    attention, heads = _grouped_attention(keys, False, False, False)
-    mlp = _mlp(keys.size("hidden_size"), keys.size("intermediate_size"))
-    return _grouped(keys.size("num_hidden_layers") * (attention + mlp,), heads)
-
-
-def _mixture(keys: ConfigReader, inner: str, head_norms: bool) -> Family:
-    """Experts in place of the feed-forward layer, in all layers or in those that the config names."""
-    attention, heads = _grouped_attention(keys, keys.on("attention_bias"), keys.on("attention_bias"), head_norms)
-    hidden, experts = keys.size("hidden_size"), keys.size("num_experts", "num_local_experts")
-    sparse = (_router(hidden, experts), *_mlp(hidden, keys.size(inner), name=EXPERTS, copies=experts))
-    plain = keys.raw.get("mlp_only_layers") or []
-    step = keys.size("decoder_sparse_step", default=1)
-    layers = tuple(
-        attention + (sparse if (i + 1) % step == 0 and i not in plain else _mlp(hidden, keys.size("intermediate_size")))
-        for i in range(keys.size("num_hidden_layers"))
-    )
-    return _grouped(layers, heads, chosen=keys.size("num_experts_per_tok"))
-
-
 def _grouped(layers: tuple[Parts, ...], heads: Heads, chosen: int = 0) -> Family:
     queries, shared, dim = heads
     return Family(layers, queries, shared, 2 * dim, dim, 2 * dim, chosen)
@@ -338,9 +318,6 @@ def _narrow(raw: dict[str, Any]) -> float:
 
 
 FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
-    "mistral": _dense,
-    "mixtral": lambda keys: _mixture(keys, "intermediate_size", head_norms=False),
-    "qwen3_moe": lambda keys: _mixture(keys, "moe_intermediate_size", head_norms=True),
     "deepseek_v2": _latent,
     "deepseek_v3": _latent,
 }

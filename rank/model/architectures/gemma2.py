@@ -11,6 +11,8 @@ from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
+from ..config import FULL, SLIDING
+from ..layers.attention import layer_type
 from ..layers.mlp import GatedMLP
 from ..layers.norm import AddRMSNorm, RMSNorm
 from ..layers.residual import Normed, ResidualStream
@@ -21,9 +23,8 @@ from . import llama
 class Args(llama.Args):
     norm_offset: ClassVar[float] = 1.0
 
-    head_dim: int = 256
     hidden_activation: str = "gelu_pytorch_tanh"
-    query_pre_attn_scalar: float = 256
+    query_pre_attn_scalar: float = 256.0
     sliding_window: int = 4096
     layer_types: list[str] = field(default_factory=list)
     attn_logit_softcapping: float | None = 50.0
@@ -38,21 +39,25 @@ class Args(llama.Args):
     def logit_softcap(self) -> float:
         return self.final_logit_softcapping or 0.0
 
+    def layer_type(self, index: int) -> str:
+        return layer_type(self.layer_types, index, FULL if index % 2 else SLIDING)
+
     def attention_params(self, index: int) -> AttentionParams:
-        slides = self.layer_types[index] == "sliding_attention" if self.layer_types else index % 2 == 0
         return AttentionParams(
             scale=self.query_pre_attn_scalar**-0.5,
-            window=self.sliding_window if slides else 0,
+            window=self.sliding_window if self.layer_type(index) == SLIDING else 0,
             softcap=self.attn_logit_softcapping or 0.0,
         )
 
 
 class Layer(base.Layer):
+    ATTENTION: type[llama.Attention] = llama.Attention
+
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         size, eps, offset = args.hidden_size, args.rms_norm_eps, args.norm_offset
         self.input_layernorm = AddRMSNorm(size, eps, offset)
-        self.self_attn = llama.Attention(args, mesh, index, local)
+        self.self_attn = self.ATTENTION(args, mesh, index, local)
         self.post_attention_layernorm = RMSNorm(size, eps, offset)
         self.pre_feedforward_layernorm = AddRMSNorm(size, eps, offset)
         self.mlp = GatedMLP(size, args.intermediate_size, mesh, act=args.hidden_activation)

@@ -57,10 +57,10 @@ class Layer(base.Layer):
 
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.input_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.input_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset)
         self.self_attn = self.ATTENTION(args, mesh, index, local)
-        self.post_attention_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.mlp_bias, args.hidden_act)
+        self.post_attention_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset)
+        self.mlp: nn.Module = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.mlp_bias, args.hidden_act)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

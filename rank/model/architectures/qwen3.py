@@ -26,8 +26,8 @@ class Args(qwen2.Args):
 class Attention(llama.Attention):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.q_norm = RMSNorm(args.head_dim, args.rms_norm_eps)
-        self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps)
+        self.q_norm = RMSNorm(args.head_dim, args.rms_norm_eps, args.norm_offset)
+        self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps, args.norm_offset)
 
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         q, k, v = self.qkv_proj.split(self.qkv_proj(h))

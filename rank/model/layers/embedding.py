@@ -1,4 +1,7 @@
-"""The token embedding and the head, split by vocabulary over the tensor group. Uneven vocabularies are padded."""
+"""The token embedding and the head, split by vocabulary over the tensor group, and learned positions.
+
+Uneven vocabularies are padded.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,37 @@ class VocabParallelEmbedding(ShardedModule):
         return self.tensor.all_reduce(part)
 
 
+class PositionEmbedding(ShardedModule):
+    """Learned positions: a row for each, which is added to the token's. Every rank has them all."""
+
+    fields = (Field("weight", "oi"),)
+
+    def __init__(self, positions: int, hidden_size: int):
+        super().__init__()
+        self.inputs, self.outputs = whole(hidden_size), (whole(positions),)
+        self.weight = nn.Parameter(torch.empty(positions, hidden_size, device="meta"), requires_grad=False)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions: [T] int64, below the table's. Returns [T, hidden]."""
+        return embedding(positions, self.weight)
+
+
 class ParallelLMHead(ColumnParallel):
     """Computes the logits of this rank's shard of the vocabulary. In tied models it shares the embedding's weight."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, scale: float = 1.0, softcap: float = 0.0):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        mesh: Mesh,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+        bias: bool = False,
+    ):
         """scale: a factor on the logits. softcap: then x becomes softcap * tanh(x / softcap); 0: no cap."""
         self.scale, self.softcap = scale, softcap
         self.vocab = even(vocab_size, mesh.tensor.rank, mesh.tensor.size)
-        super().__init__(whole(hidden_size), (self.vocab,), bias=False)
+        super().__init__(whole(hidden_size), (self.vocab,), bias)
 
     def tie(self, table: VocabParallelEmbedding) -> None:
         """Share the embedding's parameter, which is loaded there."""

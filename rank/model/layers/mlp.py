@@ -1,4 +1,4 @@
-"""The gated MLP and its activations."""
+"""MLPs, gated and not, and their activations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from .linear import GatedColumnParallel, RowParallel
+from ....kernels.activation.activation import activate
+from ..shard import even, whole
+from .linear import ColumnParallel, GatedColumnParallel, RowParallel
 from .residual import Normed, Partial
 
 # config.json's name of an activation → the kernels' name
@@ -39,3 +41,18 @@ class GatedMLP(nn.Module):
 
     def forward(self, h: Normed | Tensor) -> Partial:
         return self.down_proj(self.gate_up_proj(h))
+
+
+class MLP(nn.Module):
+    """down(act(up(h)))."""
+
+    def __init__(self, hidden: int, inner: int, mesh: Mesh, bias: bool = False, act: str = "gelu"):
+        """act: the activation's name in config.json. Raises FatalError where it is unknown."""
+        super().__init__()
+        outputs = even(inner, mesh.tensor.rank, mesh.tensor.size)
+        self.up_proj = ColumnParallel(whole(hidden), (outputs,), bias)
+        self.down_proj = RowParallel(inner, hidden, mesh, bias)
+        self.act = activation(act)
+
+    def forward(self, h: Normed | Tensor) -> Partial:
+        return self.down_proj(activate(self.up_proj(h), self.act))

@@ -1,11 +1,15 @@
-"""RMS norms (Zhang and Sennrich 2019, arXiv 1910.07467), plain and fused with the residual add."""
+"""Norms, plain and as the norm before a sublayer, which is fused with the residual add.
+
+RMS norm: Zhang and Sennrich 2019, arXiv 1910.07467. Layer norm: Ba, Kiros and Hinton 2016, arXiv 1607.06450.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from ....kernels.norm import norm
+from ....kernels.norm.layer_norm import add_layer_norm, layer_norm
+from ....kernels.norm.norm import add_rms_norm, rms_norm
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
 from .residual import Normed, ResidualStream
@@ -27,8 +31,42 @@ class RMSNorm(ShardedModule):
         if self.offset:
             self.weight.data += self.offset
 
+    @property
+    def rms_weight(self) -> Tensor:
+        return self.weight
+
+    def norm(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, self.weight, self.eps, other)
+
     def forward(self, x: Tensor) -> Tensor:
-        return norm.rms_norm(x, self.weight, self.eps)
+        return self.norm(x)
+
+
+class LayerNorm(ShardedModule):
+    """The layer norm over the last axis."""
+
+    fields = (Field("weight", "o"), Field("bias", "o"))
+    rms_weight = None
+
+    def __init__(self, size: int, eps: float, bias: bool = True, weight: bool = True):
+        """bias, weight: whether there are these; OLMo's have neither, Cohere's no bias."""
+        super().__init__()
+        self.outputs = (whole(size),)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False) if weight else None
+        self.bias = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False) if bias else None
+
+    def norm(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
 
 
 class AddRMSNorm(RMSNorm):
@@ -36,4 +74,11 @@ class AddRMSNorm(RMSNorm):
 
     def forward(self, stream: ResidualStream) -> Normed:  # type: ignore[override]
         """A lazy norm: the linear that reads it computes it, or fuses it."""
+        return Normed(self, stream)
+
+
+class AddLayerNorm(LayerNorm):
+    """The same of a layer norm."""
+
+    def forward(self, stream: ResidualStream) -> Normed:  # type: ignore[override]
         return Normed(self, stream)

@@ -8,24 +8,50 @@ all-reduce; a GEMM that norms its own rows, or adds its outputs to the stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
 from ....kernels.gemm import skinny
 from ....kernels.gemm.linear import accumulates
-from ....kernels.norm.norm import add_rms_norm, rms_norm
 
-if TYPE_CHECKING:
-    from .linear import RowParallel
-    from .norm import AddRMSNorm
+
+class Norm(Protocol):
+    """A norm of rows [T, H], as norm.py has them."""
+
+    eps: float
+
+    @property
+    def rms_weight(self) -> Tensor | None:
+        """[H] of an RMS norm: what kernels take that fuse it with what is beside it. None: it is another norm."""
+
+    def norm(self, x: Tensor) -> Tensor:
+        """A new tensor."""
+
+    def add_norm(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of residual + x, or of residual + (x + other), and that sum. x and residual may be overwritten."""
+
+
+class Summand(Protocol):
+    """What makes this rank's part of a sum over the tensor group: a row-parallel linear, or experts."""
+
+    group: Comm
+
+    @property
+    def matrix(self) -> Tensor | None: ...
+
+    @property
+    def added_bias(self) -> Tensor | None: ...
+
+    def multiply(self, x: Any) -> Tensor: ...
 
 
 class Partial:
-    """What row-parallel linears make of their inputs: this rank's part of a sum over the tensor group, [T, H]."""
+    """What row-parallel linears or experts make of their inputs: this rank's part of a sum over the tensor group,
+    [T, H]. An input has T rows: len() of it says so."""
 
-    def __init__(self, *terms: tuple[RowParallel, Tensor], scale: float = 1.0):
+    def __init__(self, *terms: tuple[Summand, Any], scale: float = 1.0):
         self.terms = terms
         self.scale = scale
         self._local: Tensor | None = None
@@ -61,13 +87,16 @@ class Partial:
         """[T, H], equal on all ranks."""
         return self.group.all_reduce(self.local())
 
-    def begin(self, residual: Tensor, weight: Tensor, eps: float) -> Work | None:
+    def begin(self, residual: Tensor, norm: Norm) -> Work | None:
         """Begin what `add_norm` makes, beside what the caller computes next; None: it has not begun."""
         x = self.local()
-        return self.group.all_reduce_async(x, lambda rest: add_rms_norm(x, residual, weight, eps, rest))
+        return self.group.all_reduce_async(x, lambda rest: norm.add_norm(x, residual, rest))
 
-    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The RMS norm of the sum and residual [T, H], and the new residual. The old one may be overwritten."""
+    def add_norm(self, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The norm of the sum and residual [T, H], and the new residual. The old one may be overwritten."""
+        weight, eps = norm.rms_weight, norm.eps
+        if weight is None:
+            return norm.add_norm(self.sum(), residual)
         alone = self._local is None and len(self.terms) == 1 and self.scale == 1.0
         if alone and isinstance(self.group, FusedComm):
             ((linear, x),) = self.terms
@@ -123,9 +152,12 @@ class ResidualStream:
 
 
 class Normed:
-    """The norm of a residual stream, before it is computed: AddRMSNorm(stream)."""
+    """The norm of a residual stream, before it is computed: AddRMSNorm(stream) or AddLayerNorm(stream).
 
-    def __init__(self, norm: AddRMSNorm, stream: ResidualStream):
+    norm: computes it where no kernel fuses it.
+    """
+
+    def __init__(self, norm: Norm, stream: ResidualStream):
         self.norm = norm
         self.stream = stream
         self._work: Work | None = None
@@ -135,7 +167,7 @@ class Normed:
         """Begin the all-reduce and the norm beside what is computed next: of another microbatch."""
         stream = self.stream
         if isinstance(stream.pending, Partial) and len(stream):
-            self._work = stream.pending.begin(stream.value, self.norm.weight, self.norm.eps)
+            self._work = stream.pending.begin(stream.value, self.norm)
 
     def tensor(self) -> Tensor:
         """[T, H], equal on all ranks."""
@@ -151,26 +183,27 @@ class Normed:
 
     def linear(self, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
         """The linear of the norm, gated by an activation or not, as one kernel, where there is one and it is faster."""
-        stream, x = self.stream, self.stream.pending
+        stream, x, by = self.stream, self.stream.pending, self.norm.rms_weight
         if self._value is not None or self._work is not None or not isinstance(x, Partial) or x.group.size > 1:
             return None
+        if by is None:
+            return None
         part = x.local()
-        norm = self.norm
-        if not skinny.supports_norm(part, stream.value, norm.weight, weight, bias):
+        if not skinny.supports_norm(part, stream.value, by, weight, bias):
             return None
         stream.pending = None
-        y, stream.value = skinny.normed_linear(part, stream.value, norm.weight, norm.eps, weight, gate, bias)
+        y, stream.value = skinny.normed_linear(part, stream.value, by, self.norm.eps, weight, gate, bias)
         return y
 
     def _compute(self) -> Tensor:
-        stream, (weight, eps) = self.stream, (self.norm.weight, self.norm.eps)
+        stream = self.stream
         x, stream.pending = stream.pending, None
         if x is None:
-            return rms_norm(stream.value, weight, eps)
+            return self.norm.norm(stream.value)
         if self._work is not None:
             normed, stream.value = self._work.wait()
         elif isinstance(x, Partial):
-            normed, stream.value = x.add_norm(stream.value, weight, eps)
+            normed, stream.value = x.add_norm(stream.value, self.norm)
         else:
-            normed, stream.value = add_rms_norm(x, stream.value, weight, eps)
+            normed, stream.value = self.norm.add_norm(x, stream.value)
         return normed

@@ -1,18 +1,45 @@
-"""Tables of rotary embeddings for all rope types of the Llama family. They are computed in f32."""
+"""Tables of rotary embeddings for all rope types. They are computed in f32."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....errors import MODEL, FatalError
+from ....kernels.embedding.embedding import embedding
 from ....kernels.rope.rope import CosSin, cos_sin
 
 Parameters = dict[str, Any]
+# The rope type of layers without positions (NoPE: Kazemnejad et al. 2023, arXiv 2305.19466): nothing is rotated.
+NONE: Parameters = {"rope_type": "none"}
+
+
+class RotaryEmbeddings(nn.Module):
+    """The rotary embeddings of all layers: one table for those of equal parameters."""
+
+    def __init__(self, layers: Sequence[Parameters], head_dim: int, max_positions: int, max_model_len: int):
+        """layers: each layer's rope parameters."""
+        super().__init__()
+        kinds = [one for i, one in enumerate(layers) if one not in layers[:i]]
+        self.kinds = nn.ModuleList(RotaryEmbedding(one, head_dim, max_positions, max_model_len) for one in kinds)
+        self.of = [kinds.index(one) for one in layers]
+
+    def forward(self, positions: Tensor) -> list[CosSin]:
+        """Each layer's cosines and sines of positions [T] int64."""
+        made = [kind(positions) for kind in self.kinds]
+        return [made[i] for i in self.of]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.buffers()).device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.buffers())
 
 
 class RotaryEmbedding(nn.Module):
@@ -27,9 +54,16 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(self, parameters: Parameters, head_dim: int, max_positions: int, max_model_len: int):
-        """`parameters` is config.json's rope_parameters; max_positions its max_position_embeddings."""
+        """`parameters` is config.json's rope_parameters, or a layer's part of it; max_positions its
+        max_position_embeddings. Raises FatalError for parameters that are not supported."""
         super().__init__()
-        kind = parameters["rope_type"]
+        kind = parameters.get("rope_type")
+        if kind is None:
+            raise FatalError(
+                f"config.json: the rope parameters differ between {' and '.join(parameters)} layers, which is not "
+                "supported for this model type",
+                MODEL,
+            )
         if kind not in KINDS:
             raise FatalError(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
@@ -46,10 +80,16 @@ class RotaryEmbedding(nn.Module):
         table = torch.stack((angles.cos(), angles.sin()), dim=1)
         self.table: Tensor  # [max_model_len, 2, dim / 2] f32
         self.register_buffer("table", table.mul_(scale) if scale != 1.0 else table, persistent=False)
+        self.interleaved = bool(parameters.get("interleaved"))
+        self.temperature: Tensor | None  # [max_model_len, 1] f32
+        self.register_buffer("temperature", _temperature(parameters, max_model_len), persistent=False)
 
     def forward(self, positions: Tensor) -> CosSin:
         """The cosines and sines of positions [T] int64."""
-        return cos_sin(self.table, positions)
+        q_scale = None
+        if self.temperature is not None:
+            q_scale = embedding(positions, self.temperature)[:, :, None]
+        return cos_sin(self.table, positions)._replace(interleaved=self.interleaved, q_scale=q_scale)
 
 
 # Each returns the frequencies, [dim / 2] or [max_model_len, dim / 2], and a factor on cosines and sines.
@@ -57,6 +97,11 @@ class RotaryEmbedding(nn.Module):
 
 def _default(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
     return 1.0 / _wavelengths(p["rope_theta"], dim), 1.0
+
+
+def _none(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """A rotation by no angle, which the fast kernels take as any other."""
+    return torch.zeros(dim // 2), 1.0
 
 
 def _linear(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
@@ -133,6 +178,16 @@ def _yarn_temperature(p: Parameters, factor: float) -> float:
     return mscale(1.0)
 
 
+def _temperature(p: Parameters, length: int) -> Tensor | None:
+    """Llama 4's attention temperature: factors on queries, [length, 1], that grow with the logarithm of how many
+    times the original context a position is away from the first. None: all are 1.
+    """
+    beta, original = p.get("llama_4_scaling_beta"), p.get("original_max_position_embeddings")
+    if not beta or not original or length <= original:
+        return None
+    return (1 + beta * torch.log1p(torch.arange(length) // original))[:, None]
+
+
 def _wavelengths(base: float | Tensor, dim: int) -> Tensor:
     """base ** (2i / dim): the wavelengths divided by 2 pi."""
     return base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -146,4 +201,5 @@ KINDS: dict[str, Callable[[Parameters, int, int, int], tuple[Tensor, float]]] = 
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,
+    "none": _none,
 }

@@ -26,16 +26,24 @@ Ranges = tuple[tuple[int, int], ...]
 class Checkpoint:
     """The tensors of a model directory. `names` maps the model's name of a tensor to the checkpoint's."""
 
-    def __init__(self, path: Path, index: Index, rename: Callable[[str], str] = lambda name: name):
+    def __init__(
+        self,
+        path: Path,
+        index: Index,
+        rename: Callable[[str], str] = lambda name: name,
+        spelled: Callable[[str], str] = lambda name: name,
+    ):
+        """rename: from the checkpoint's name to the model's; spelled: back, for a tensor that is missing."""
         self.path = path
         self.index = index
+        self.spelled = spelled
         self.names = {rename(name): name for name in index.files}
         self._maps: dict[str, mmap.mmap] = {}
 
     def find(self, wanted: str) -> tuple[str, Entry]:
         """The file and header entry of a tensor, by the model's name. Raises FatalError where it is missing."""
         if wanted not in self.names:
-            raise FatalError(f"{self.path} has no tensor {wanted}", MODEL)
+            raise FatalError(f"{self.path} has no tensor {self.spelled(wanted)}", MODEL)
         name = self.names[wanted]
         file = self.index.files[name]
         entry = self.index.headers[file].get(name)

@@ -17,13 +17,13 @@ class Field(NamedTuple):
     """One tensor of a module, as checkpoints store it."""
 
     name: str
-    axes: str  # one letter an axis: "o" for the module's outputs, "i" for its inputs
+    axes: str  # one letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts
 
 
 class Source(NamedTuple):
     """Where a checkpoint holds one of a module's outputs."""
 
-    path: str  # the tensors' names without the field's name
+    path: str  # the tensors' names without the field's name; {} for the number of an expert that has its own tensors
     start: int = 0  # offset of this output in a tensor that holds several
     size: int = 0  # size of that tensor's output axis; 0: it holds this output alone
 
@@ -38,6 +38,7 @@ class ShardedModule(nn.Module):
     sources: tuple[Source, ...] = ()  # one per output; empty: another module fills the shared parameters
     outputs: tuple[Shard, ...]
     inputs: Shard
+    experts: Shard  # of modules that stack the weights of several experts
 
     def finish(self) -> None:
         """Convert the weights to the form that kernels use. Called once, when all of them are loaded."""
@@ -54,7 +55,7 @@ def pack_weight(layer: ShardedModule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """`tensor[ranges]` of a checkpoint fills a part of a module's parameter of the same shape."""
+    """`tensor[ranges]` of a checkpoint fills a part of a module's parameter, or of one expert's in it."""
 
     tensor: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -62,6 +63,7 @@ class Slice:
     module: ShardedModule
     field: str
     starts: tuple[int, ...]  # where the part begins in the parameter
+    expert: int | None = None  # its index in the parameter, where the tensor is of one expert and lacks that axis
 
     @property
     def numel(self) -> int:
@@ -71,6 +73,8 @@ class Slice:
     def target(self) -> Tensor:
         """The part of the parameter, in its present memory."""
         target = self.module.get_parameter(self.field).data
+        if self.expert is not None:
+            target = target[self.expert]
         for axis, ((start, stop), at) in enumerate(zip(self.ranges, self.starts, strict=True)):
             target = target.narrow(axis, at, stop - start)
         return target
@@ -83,12 +87,15 @@ def slices(layer: ShardedModule) -> Iterator[Slice]:
             continue
         offset = 0
         for source, outputs in zip(layer.sources, layer.outputs, strict=True):
-            shape, ranges, starts = [], [], []
-            for axis in field.axes:
-                shard, first, at = (outputs, source.start, offset) if axis == "o" else (layer.inputs, 0, 0)
-                shape.append(source.size if axis == "o" and source.size else shard.size)
-                ranges.append((first + shard.start, first + shard.stop))
-                starts.append(at)
-            name = f"{source.path}.{field.name}"
-            yield Slice(name, tuple(shape), tuple(ranges), layer, field.name, tuple(starts))
+            for number in range(layer.experts.start, layer.experts.stop) if "{}" in source.path else (None,):
+                shape, ranges, starts = [], [], []
+                for axis in field.axes if number is None else field.axes.removeprefix("e"):
+                    shard = outputs if axis == "o" else layer.inputs if axis == "i" else layer.experts
+                    first, at = (source.start, offset) if axis == "o" else (0, 0)
+                    shape.append(source.size if axis == "o" and source.size else shard.size)
+                    ranges.append((first + shard.start, first + shard.stop))
+                    starts.append(at)
+                name = f"{source.path}.{field.name}".replace("{}", str(number))
+                index = None if number is None else number - layer.experts.start
+                yield Slice(name, tuple(shape), tuple(ranges), layer, field.name, tuple(starts), index)
             offset += outputs.width

@@ -1,13 +1,20 @@
 import pytest
 import torch
-from phalanx.kernels.activation.activation import gated_activation, gated_cpu
+from phalanx.kernels.activation.activation import ACTIVATIONS, activate, gated_activation, gated_cpu
 from torch.nn.functional import gelu, relu, silu
 
 from ..conftest import DTYPES, close
 
 FUNCTIONS = {
-    "silu": silu, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu2": lambda x: relu(x).square(),
-}  # fmt: skip
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+    "relu2": lambda x: relu(x).square(),
+}
+
+
+def test_each_activation_is_here():
+    assert tuple(FUNCTIONS) == ACTIVATIONS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -22,6 +29,23 @@ def test_gated(isa, threads, called, dtype, name, rows, width):
     assert len(called) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("rows, width", [(0, 5), (1, 1), (3, 33), (16, 64)])
+def test_activate(isa, threads, called, dtype, name, rows, width):
+    x = (torch.randn(rows, width) * 6).to(dtype)
+    want = FUNCTIONS[name](x.float())
+    close(activate(x, name), want, dtype)
+    assert called == [f"{name}_{'f32' if dtype == torch.float32 else 'bf16'}"]
+
+
+def test_activate_by_torch(called):
+    x = torch.randn(3, 10).half()
+    close(activate(x.clone(), "gelu_tanh"), gelu(x.float(), approximate="tanh"), torch.float16, 1e-3, 1e-3)
+    close(activate(torch.ones(2, 10)[:, ::2], "relu2"), torch.ones(2, 5), torch.float32)
+    assert called == []
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_not_finite_stays_so(isa, name):
     x = torch.ones(3, 2 * 20)
@@ -34,4 +58,4 @@ def test_what_is_not_finite_stays_so(isa, name):
 def test_gated_activation(called):
     x = torch.randn(3, 10)
     close(gated_activation(x), silu(x[:, :5]) * x[:, 5:], torch.float32)
-    assert called == ["silu_f32"] and gated_activation(torch.randn(3, 10)[:, :8]).shape == (3, 4)
+    assert called == ["gated_silu_f32"] and gated_activation(torch.randn(3, 10)[:, :8]).shape == (3, 4)

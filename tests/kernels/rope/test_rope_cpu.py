@@ -1,6 +1,12 @@
 import pytest
 import torch
-from phalanx.kernels.rope.rope import QKNorm, cos_sin_reference, rope_and_store_kv, rope_and_store_kv_reference
+from phalanx.kernels.rope.rope import (
+    QKNorm,
+    apply_rotary,
+    cos_sin_reference,
+    rope_and_store_kv,
+    rope_and_store_kv_reference,
+)
 
 from ..conftest import DTYPES, close
 
@@ -10,10 +16,12 @@ from ..conftest import DTYPES, close
     "heads, kv_heads, dim, rotated", [(4, 2, 8, 8), (3, 1, 10, 4), (2, 2, 64, 64), (5, 1, 120, 80)]
 )
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_and_store_kv(isa, threads, called, dtype, heads, kv_heads, dim, rotated, normed):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_and_store_kv(isa, threads, called, dtype, heads, kv_heads, dim, rotated, normed, interleaved):
     rows, slots = 3, torch.tensor([7, 0, 11])
     wide = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
     turn = cos_sin_reference(torch.randn(20, 2, rotated // 2), torch.randint(20, (rows,)))
+    turn = turn._replace(interleaved=interleaved)
     norms = QKNorm(torch.randn(dim).to(dtype), torch.randn(dim).to(dtype), 1e-6) if normed else None
     found = []
     for write, kind in ((rope_and_store_kv_reference, torch.float32), (rope_and_store_kv, dtype)):
@@ -24,6 +32,16 @@ def test_rope_and_store_kv(isa, threads, called, dtype, heads, kv_heads, dim, ro
     for want, got in zip(*found, strict=True):
         close(got, want, dtype, atol=1e-5 if dtype == torch.float32 else 6e-2)
     assert len(called) == 1
+
+
+def test_interleaved_pairs_are_neighbours():
+    """The paper's (34): (x0, x1) → (x0 cos - x1 sin, x1 cos + x0 sin), and so on."""
+    x, (cos, sin) = torch.randn(1, 1, 6), torch.randn(1, 2, 2).unbind(1)
+    turn = cos_sin_reference(torch.stack((cos, sin), 1), torch.zeros(1, dtype=torch.int64))
+    even, odd = x[..., 0:4:2], x[..., 1:4:2]
+    wanted = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    found = apply_rotary(x, turn._replace(interleaved=True))
+    assert torch.allclose(found, torch.cat((wanted, x[..., 4:]), -1))
 
 
 def test_a_negative_slot_is_not_written(isa):

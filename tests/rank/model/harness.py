@@ -114,9 +114,16 @@ def forward(model: Model, grid: mesh.Mesh, batch: Batch) -> Tensor | None:
 
 def reference(path: Path) -> Any:
     """transformers' model of a checkpoint, in f32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return auto_model(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.float32).eval()
+
+
+def auto_model(config: Any) -> Any:
+    """transformers' class that makes a model of this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def reference_logits(model: Any, ids: Sequence[int]) -> Tensor:

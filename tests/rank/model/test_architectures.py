@@ -1,17 +1,40 @@
 """Every architecture: f32 logits equal transformers' within 1e-4, however the model is cut; greedy tokens are equal."""
 
+import json
+
 import pytest
 import torch
 import transformers
+from phalanx.errors import MODEL, FatalError
 from phalanx.rank.model import architectures
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.measure import Seat, build
 
-from .harness import distance, run_steps, tokens
+from .harness import auto_model, distance, run_steps, tokens
 
 TOLERANCE = 1e-4
 COMMON = dict(
     hidden_size=48, intermediate_size=100, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6,
     vocab_size=512, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=None,
 )  # fmt: skip
+VISION = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+TEMPERATURE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0,
     "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0],
@@ -19,9 +42,41 @@ LONGROPE = {
 # What each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
+    "mistral": dict(model_type="mistral", head_dim=16, sliding_window=13),
+    "mistral no window": dict(model_type="mistral", sliding_window=None),
+    "ministral": dict(
+        model_type="ministral", head_dim=16, sliding_window=13, layer_types=["full_attention", "sliding_attention"] * 2,
+    ),
+    "ministral3": dict(model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE),
+    "mistral3": dict(
+        model_type="mistral3", vision_config=dict(model_type="pixtral"), image_token_index=500,
+        tie_word_embeddings=False, text_config=dict(model_type="mistral", head_dim=16, sliding_window=13),
+    ),
+    "mistral3 of ministral3": dict(
+        model_type="mistral3", vision_config=dict(model_type="pixtral"), image_token_index=500,
+        text_config=dict(
+            model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE, tie_word_embeddings=True,
+        ),
+    ),
+    "gemma": dict(model_type="gemma", head_dim=16),
     "gemma2": dict(
         model_type="gemma2", head_dim=16, query_pre_attn_scalar=24, sliding_window=11, attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": dict(
+        model_type="gemma3_text", num_hidden_layers=7, head_dim=16, query_pre_attn_scalar=24, sliding_window=11,
+        rope_parameters=TWO_ROPES,
+    ),
+    "gemma3": dict(
+        model_type="gemma3", vision_config=dict(model_type="siglip_vision_model"), image_token_index=500,
+        text_config=dict(
+            model_type="gemma3_text", head_dim=16, sliding_window=11, rope_parameters=TWO_ROPES,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+        ),
+    ),
+    "gemma3_text capped": dict(
+        model_type="gemma3_text", head_dim=16, layer_types=["full_attention", "sliding_attention"] * 2,
+        sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
     ),
     "granite": dict(
         model_type="granite", embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7,
@@ -34,15 +89,51 @@ MODELS = {
         max_position_embeddings=4096,
     ),
     "phi3 partial": dict(model_type="phi3", num_attention_heads=6, partial_rotary_factor=0.75),
+    "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
+    "phi wide rotation": dict(
+        model_type="phi", num_attention_heads=6, partial_rotary_factor=0.75, num_key_value_heads=None,
+        hidden_act="gelu",
+    ),
+    "stablelm": dict(model_type="stablelm", num_attention_heads=6, num_key_value_heads=6, use_qkv_bias=True),
+    "stablelm parallel": dict(
+        model_type="stablelm", num_attention_heads=6, num_key_value_heads=1, use_parallel_residual=True,
+        qk_layernorm=True, partial_rotary_factor=0.5, tie_word_embeddings=True,
+    ),
+    "starcoder2": dict(model_type="starcoder2", sliding_window=7),
+    "starcoder2 without biases": dict(
+        model_type="starcoder2", use_bias=False, tie_word_embeddings=False, num_key_value_heads=1,
+    ),
+    "gpt_bigcode": dict(model_type="gpt_bigcode", num_key_value_heads=None, n_inner=100, activation_function="gelu"),
+    "gpt_bigcode unscaled": dict(
+        model_type="gpt_bigcode", num_attention_heads=6, num_key_value_heads=1, scale_attn_weights=False,
+        tie_word_embeddings=False, vocab_size=515,
+    ),
+    "qwen2_moe": dict(
+        model_type="qwen2_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=20,
+        shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
+        max_window_layers=2,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
+        norm_topk_prob=True, decoder_sparse_step=2,
+    ),
+    "qwen3_moe unnormalised": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=28,
+    ),
+    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
 }  # fmt: skip
 
 
 def write(directory, **options):
     """A checkpoint of random weights, as transformers writes it."""
     model_type = options.pop("model_type")
-    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **options})
+    if "text_config" in options:
+        options |= {"text_config": COMMON | options["text_config"], "vision_config": VISION | options["vision_config"]}
+    else:
+        options = COMMON | options
+    config = transformers.AutoConfig.for_model(model_type, **options)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_model(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -85,6 +176,36 @@ def test_longrope_beyond_the_original_context(tmp_path, expected):
     ids = tokens(100)
     (logits,) = run_steps(path, [ids])
     assert distance(logits, expected(path, ids)) < TOLERANCE
+
+
+def test_the_vision_part_is_left_out(made, caplog):
+    caplog.set_level("INFO")
+    run_steps(made("gemma3"), [[1]])
+    (message,) = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert message.startswith("text alone is served: ") and not [
+        one for one in caplog.records if one.levelname != "INFO"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gemma2", {"layer_types": ["linear_attention"] * 4}, "layer type 'linear_attention' is not supported"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and none for layer 1"),
+        ("mistral", {"rope_parameters": TWO_ROPES}, "differ between full_attention and sliding_attention layers"),
+        ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta, which this model type needs"),
+        ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, model_type, changes, message):
+    config = COMMON | {"model_type": model_type, "head_dim": 16} | changes
+    if "text_config" in changes:
+        config["text_config"] = COMMON | changes["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FatalError, match=message) as stop:
+        build(read_config(tmp_path), Seat(0, 1), Seat(0, 1))
+    assert stop.value.code == MODEL
 
 
 def test_each_architecture_is_here():

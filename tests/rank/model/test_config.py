@@ -69,6 +69,44 @@ def test_max_positions_include_scaling(tmp_path, rope, positions):
     assert read_config(write(tmp_path, make_config("llama", rope_parameters=rope))).max_positions == positions
 
 
+def test_ropes_of_layer_types_in_both_styles(tmp_path):
+    """Gemma 3's older config.json has full attention's scaling, sliding layers' base, and the scaled length."""
+    config = to_old_style(make_config("llama")) | {"model_type": "gemma3_text", "rope_theta": None}
+    config |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4}
+    old = read_config(write(tmp_path, config))
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    assert (old.raw["rope_parameters"], old.max_positions) == (ropes, 512)
+    new = read_config(write(tmp_path, make_config("llama", rope_parameters=ropes) | {"model_type": "gemma3_text"}))
+    assert (new.raw["rope_parameters"], new.max_positions) == (ropes, 512)
+
+
+def test_the_text_model_of_a_multimodal_one(tmp_path):
+    """The keys that Gemma 3 4B's config.json has, and what it leaves out."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    whole = {
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1},
+    }
+    found = read_config(write(tmp_path, whole))
+    assert (found.model_type, found.hidden_size, found.num_layers, found.dtype) == ("gemma3", 2560, 34, "bf16")
+    assert (found.num_heads, found.num_kv_heads, found.head_dim, found.vocab_size) == (8, 4, 256, 262208)
+    assert found.max_positions == 131072
+    assert found.raw["rope_parameters"] == {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    whole["quantization_config"] = {"quant_method": "awq"}
+    assert "quantised weights (awq)" in stop(write(tmp_path, whole))
+
+
 def test_dimensions_and_defaults(tmp_path):
     config = make_config("llama")
     for key in ("num_key_value_heads", "head_dim", "dtype", "rope_parameters"):
@@ -102,9 +140,14 @@ def test_missing_and_garbled_files(tmp_path):
         ({"quantization_config": {"quant_method": "gptq"}}, "{}: quantised weights (gptq) are not supported yet"),
         ({"rope_parameters": 3}, "{}/config.json: the rope parameters are 3, not an object"),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "{}/config.json: rope parameters that differ between layers are not supported yet",
+            {"rope_parameters": {"local": {"rope_type": "default"}}},
+            "{}/config.json: rope parameter local is {{'rope_type': 'default'}}, not a number",
         ),
+        (
+            {"rope_parameters": {"full_attention": {"factor": "two"}}},
+            "{}/config.json: rope parameter factor is 'two', not a number",
+        ),
+        ({"text_config": "llama"}, "{}/config.json: text_config is 'llama', not an object"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": "two"}},
             "{}/config.json: rope parameter factor is 'two', not a number",

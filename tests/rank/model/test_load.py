@@ -134,7 +134,7 @@ def test_dtype_is_logged_once_for_all_ranks(small, caplog):
 
 def test_max_model_len_caps_and_is_capped(small, caplog):
     (model,) = load_on(small, max_model_len=100)
-    assert model.max_model_len == 100 and len(model.rope.table) == 100
+    assert model.max_model_len == 100 and len(model.rope.kinds[0].table) == 100
     (model,) = load_on(small, max_model_len=1000)
     assert model.max_model_len == 512
     assert "the model takes at most 512 tokens; 1000 were asked for" in caplog.text

@@ -32,7 +32,7 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     runner = ModelRunner.__new__(ModelRunner)
     runner.mesh = SimpleNamespace(last=True, tensor=SimpleNamespace(rank=rank, size=2))
     runner.sampler = Samples()
-    runner._pooler = Pooler(SimpleNamespace(rope=SimpleNamespace(table=torch.zeros(1)), hidden_size=3))
+    runner._pooler = Pooler(SimpleNamespace(rope=SimpleNamespace(device=torch.device("cpu")), hidden_size=3))
     runner._greedy = np.zeros(4, bool)
     kinds = [dict(temperature=0.0), dict(), dict(temperature=0.0, pooling="mean")]
     new = [

@@ -22,6 +22,8 @@ LAYOUTS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 3)]
 COMMON = {
     "hidden_size": 384, "head_dim": 32, "intermediate_size": 500, "vocab_size": 517, "num_hidden_layers": 5,
     "num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": CONTEXT, "torch_dtype": "float32",
+    "num_experts": 7, "num_local_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 250,
+    "shared_expert_intermediate_size": 101, "mlp_only_layers": [1],
 }  # fmt: skip
 VARIANTS = {
     "plain": {"tie_word_embeddings": False},
@@ -49,7 +51,7 @@ def live(path, tp, pp, dtype):
         caches = kv_cache.allocate(
             spec.layers, blocks, engine.BLOCK_SIZE, spec.kv_heads, spec.head_dim, model.dtype, torch.device("cpu")
         )
-        return model.weight_bytes, model.rope.table.nbytes, sum(k.nbytes + v.nbytes for k, v in caches)
+        return model.weight_bytes, model.rope.nbytes, sum(k.nbytes + v.nbytes for k, v in caches)
 
     return threads.run(rank, tp * pp)
 
@@ -99,8 +101,9 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     assert list(shape.degrees) == rank_config.tensor_degrees(config.num_heads, config.num_kv_heads)
     assert shape.max_positions == config.max_positions
     assert shape.unserved == ""
-    # Gate and up, and what they make of each other.
-    assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == 3 * 250
+    # Gate and up, and what they make of each other, of one layer or of two experts.
+    inner = 2 * 250 if model_type == "mixtral" else 250
+    assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == 3 * inner
 
 
 def test_the_constants_are_the_ranks():

@@ -3,11 +3,15 @@
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.comm.base import FusedComm
+from phalanx.errors import FatalError
+from phalanx.kernels.norm.layer_norm import layer_norm
 from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
 from phalanx.rank.model.formats import dense
 from phalanx.rank.model.layers import residual
 from phalanx.rank.model.layers.linear import ColumnParallel, GatedColumnParallel, Linear, RowParallel
-from phalanx.rank.model.layers.norm import AddRMSNorm
+from phalanx.rank.model.layers.mlp import MLP
+from phalanx.rank.model.layers.norm import AddLayerNorm, AddRMSNorm
 from phalanx.rank.model.layers.residual import ResidualStream
 from phalanx.rank.model.shard import whole
 from phalanx.rank.model.weights.filler import Filler
@@ -223,3 +227,92 @@ def test_rows_that_are_kept_are_those_of_the_stream_and_of_the_norm():
     got, value = world(rank, 2)
     torch.testing.assert_close(got, want[[3, 1]], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(value, total[[3, 1]], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", ["read", "begun", "whole", "nothing pending"])
+def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
+    """Even where the group, or a GEMM, fuses RMS norms."""
+
+    def rank(grid):
+        down, _, value, x = parts(grid)
+        norm = filled(AddLayerNorm(HIDDEN, 1e-5, bias))
+        assert (norm.bias is not None) is bias
+        assert isinstance(grid.tensor, FusedComm)
+        stream = ResidualStream(value)
+        stream.add(down(x).sum() if how == "whole" else down(x))
+        normed = norm(stream)
+        if how == "begun":
+            normed.begin()
+        elif how == "nothing pending":
+            stream.read()
+        assert normed.linear(norm.weight[None]) is None, "kernels that norm their rows know RMS norms"
+        return normed.tensor(), normed.tensor(), stream.read(), norm.weight, norm.bias if bias else norm.weight
+
+    class Fused(threads.ThreadComm, FusedComm):
+        def all_reduce_add_norm(self, *_):
+            raise AssertionError("a layer norm was given to an RMS norm's kernel")
+
+        gemm_all_reduce_add_norm = all_reduce_add_norm
+
+    monkeypatch.setattr(threads, "ThreadComm", Fused)
+    monkeypatch.setattr(residual.skinny, "supports_norm", lambda *_: True)
+    total, _ = plain()
+    got, again, value, weight, added = world(rank, size)
+    want = layer_norm(total, weight, added if bias else None, 1e-5)
+    for one in (got, again):
+        torch.testing.assert_close(one, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(value, total, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [AddRMSNorm, AddLayerNorm])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kept", [None, [3, 1], []])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parallel_block_reads_its_norm_twice(monkeypatch, kind, fused, kept, size):
+    """Attention may fuse the norm, and keeps the sampled rows in the last layer; the MLP's norm is then that of the
+    stream, which is added up once."""
+
+    def normed_linear(x, stream, weight, eps, matrix, gated, bias):
+        normed, total = add_rms_norm(x.clone(), stream.clone(), weight, eps)
+        return normed @ matrix.T, total
+
+    monkeypatch.setattr(residual.skinny, "supports_norm", lambda *_: fused)
+    monkeypatch.setattr(residual.skinny, "normed_linear", normed_linear)
+
+    def rank(grid):
+        down, _, value, x = parts(grid)
+        norm, mlp = filled(kind(HIDDEN, 1e-5)), MLP(HIDDEN, INNER, grid, bias=True, act="gelu_new")
+        filled(mlp.up_proj), filled(mlp.down_proj)
+        qkv = filled(ColumnParallel(whole(HIDDEN), (whole(INNER),), bias=False))
+        stream = ResidualStream(value)
+        stream.add(down(x))
+        h = norm(stream)
+        read = qkv(h)
+        rows = list(range(ROWS)) if kept is None else kept
+        if kept is not None:
+            h.keep(torch.tensor(rows, dtype=torch.int64))
+        attended = read[rows][:, down.inputs.start : down.inputs.stop].contiguous()
+        stream.add(down(attended) + mlp(h))
+        return read, stream.read()
+
+    def expected(grid):
+        down, _, value, x = parts(grid)
+        norm, mlp = filled(kind(HIDDEN, 1e-5)), MLP(HIDDEN, INNER, grid, bias=True, act="gelu_new")
+        up, out = filled(mlp.up_proj), filled(mlp.down_proj)
+        total = value + x @ down.matrix.T
+        h = norm.norm(total)
+        read = filled(ColumnParallel(whole(HIDDEN), (whole(INNER),), bias=False)).multiply(h)
+        inner = torch.nn.functional.gelu(h @ up.matrix.T + up.added_bias, approximate="tanh")
+        return read, total + read @ down.matrix.T + inner @ out.matrix.T + out.added_bias
+
+    want_read, want = world(expected, 1)
+    read, value = world(rank, size)
+    torch.testing.assert_close(read, want_read, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(value, want if kept is None else want[kept], atol=1e-4, rtol=1e-4)
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(FatalError, match="'mish' is not supported.*gelu_new"):
+        MLP(HIDDEN, INNER, mesh.build(threads_of_one(), 1, 1), act="mish")

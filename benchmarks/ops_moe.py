@@ -1,0 +1,163 @@
+"""Mixture of experts: router and experts beside the least time their bytes or their arithmetic take.
+
+    python benchmarks/ops_moe.py [--shapes qwen3-30b-a3b] [--rows 1 4 16] [--tune] [--json FILE]
+
+Rows choose experts at random, each number of rows with several choices. The byte limit counts each expert that is
+chosen once, the router, and all rows. --tune: the tiles of both grouped GEMMs that are the fastest of a few, by number
+of rows. As in ops.py, calls rotate over copies of their weights that do not fit in the cache together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from phalanx.benchmarks.ops import BANDWIDTH, FLOPS, Table, randn
+from phalanx.benchmarks.timing import Call, measure
+from phalanx.kernels.activation.activation import ACTIVATIONS
+from phalanx.kernels.moe import moe
+from phalanx.kernels.moe.moe import TileConfig
+from phalanx.kernels.moe.router import RouterParams, route
+from torch import Tensor
+
+ROWS = 1, 2, 4, 8, 16, 64, 256, 1024, 8192
+CHOICES = 12  # different ones of as many calls
+MOST_BYTES = 20e9  # of all copies of the weights
+
+
+class Shape(NamedTuple):
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
+    "qwen3-30b-a3b-tp2": Shape(128, 8, 2048, 384),
+    "mixtral-8x7b": Shape(8, 2, 4096, 14336),
+    "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
+    "qwen3-235b-a22b-tp4": Shape(128, 8, 4096, 384),
+}
+
+
+class Layers:
+    """Copies of a layer's weights, and what they are called with."""
+
+    def __init__(self, shape: Shape):
+        self.shape = experts, _, hidden, inner = shape
+        size = experts * 3 * hidden * inner * 2
+        count = max(2, min(4, int(MOST_BYTES / size)))
+        self.routers = [randn(experts, hidden) * hidden**-0.5 for _ in range(count)]
+        self.w13 = [randn(experts, 2 * inner, hidden).mul_(hidden**-0.5) for _ in range(count)]
+        self.w2 = [randn(experts, hidden, inner).mul_(inner**-0.5) for _ in range(count)]
+
+    def calls(self, rows: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+        """x, ids, weights, w13, w2 of several calls."""
+        experts, k, hidden, _ = self.shape
+        found = []
+        for i in range(CHOICES if rows < 1024 else 4):
+            ids = torch.rand(rows, experts, device="cuda").topk(k, -1).indices.int()
+            weights = torch.rand(rows, k, device="cuda").softmax(-1)
+            copy = i % len(self.w2)
+            found.append((randn(rows, hidden), ids, weights, self.w13[copy], self.w2[copy]))
+        return found
+
+    def limits(self, calls: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> tuple[float, float]:
+        """Bytes and floating-point operations of a call."""
+        _, k, hidden, inner = self.shape
+        touched = sum(len(ids.unique()) for _, ids, *_ in calls) / len(calls)
+        rows = len(calls[0][0])
+        return touched * 3 * hidden * inner * 2 + 2 * rows * hidden * 2, 2.0 * rows * k * 3 * hidden * inner
+
+
+def router(table: Table, layers: Layers, rows: int) -> None:
+    experts, k, hidden, _ = layers.shape
+    x, params = randn(rows, hidden), RouterParams(k)
+    table.add(
+        f"router {rows}x{hidden} to {k} of {experts}", (experts + rows) * hidden * 2,
+        {"ours": [partial(route, x, weight, None, params) for weight in layers.routers]},
+    )  # fmt: skip
+
+
+def experts(table: Table, layers: Layers, rows: int) -> None:
+    calls = layers.calls(rows)
+    bytes_, flops = layers.limits(calls)
+    versions: dict[str, list[Call]] = {"ours": [partial(moe.fused_experts, *one) for one in calls]}
+    if rows <= 16:
+        versions["gemv"] = [partial(moe.expert_gemv, *one) for one in calls]
+    versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, *one, "silu", tiles) for one in calls]
+                 for tiles in moe.TILINGS.values()}  # fmt: skip
+    _, k, hidden, inner = layers.shape
+    table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
+
+
+def cuts() -> Iterator[TileConfig]:
+    for rows, outputs, inputs, warps, stages in itertools.product(
+        (16, 32, 64, 128), (32, 64, 128, 256), (64, 128), (4, 8), (2, 3, 4)
+    ):
+        held = (rows + outputs) * inputs * 2 * stages
+        if held <= 200 << 10 and rows * outputs <= 128 * 256 and (warps == 4 or rows * outputs >= 64 * 128):
+            yield TileConfig(rows, outputs, inputs, warps, stages)
+
+
+def tune(layers: Layers, rows: int) -> None:
+    """Each GEMM apart: rows are those of both."""
+    from phalanx.kernels.moe import moe_triton
+
+    calls = layers.calls(rows)
+    bytes_, flops = layers.limits(calls)
+    limit = max(bytes_ / BANDWIDTH, flops / FLOPS) * 1e6
+    average = rows * layers.shape.top_k / layers.shape.experts
+    for height in (16, 32, 64, 128):
+        if height > max(16, 8 * average) or height * 16 < average:
+            continue
+        groups = [moe.group(ids, layers.shape.experts, height) for _, ids, *_ in calls]
+        hs = [torch.randn(ids.numel(), w2.shape[2], device="cuda").bfloat16() for _, ids, _, _, w2 in calls]
+        ups: list[tuple[float, tuple[int, ...]]] = []
+        downs: list[tuple[float, tuple[int, ...]]] = []
+        for cut in (one for one in cuts() if one.rows == height):
+            both = cut._replace(outputs=cut.outputs // 2)
+            up: list[Call] = [partial(moe_triton.expert_up, x, ids, weights, w13, g, ACTIVATIONS.index("silu"), both)
+                  for (x, ids, weights, w13, _), g in zip(calls, groups, strict=True)]  # fmt: skip
+            down: list[Call] = [partial(moe_triton.expert_down, h, w2, g, cut)
+                    for h, g, (*_, w2) in zip(hs, groups, calls, strict=True)]  # fmt: skip
+            for found, one, way in ((ups, up, both), (downs, down, cut)):
+                try:
+                    found.append((round(measure(one, 12, 5), 1), tuple(way)))
+                except Exception as error:  # too much shared memory, or too many registers
+                    print(f"{tuple(way)}: {error!r}"[:100], flush=True)
+        print(f"{rows} rows, limit {limit:.1f}, tiles of {height}: up {sorted(ups)[:4]} down {sorted(downs)[:4]}",
+              flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--tune", action="store_true", help="try tiles")
+    parser.add_argument("--json", help="append raw lines to this file")
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    table = Table("")
+    with torch.no_grad():
+        layers = Layers(SHAPES[asked.shapes])
+        for rows in asked.rows:
+            if asked.tune:
+                tune(layers, rows)
+            else:
+                router(table, layers, rows)
+                experts(table, layers, rows)
+    if asked.json:
+        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
+        with open(asked.json, "a") as file:
+            file.writelines(json.dumps(about | line) + "\n" for line in table.lines)
+
+
+if __name__ == "__main__":
+    main()

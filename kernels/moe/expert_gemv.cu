@@ -1,0 +1,98 @@
+// The experts of one to a few tokens: each pair of a token and one of its TOP experts reads that expert's weights as
+// fast as memory gives them. w13 [experts, 2 INNER, HIDDEN] is gate over up, w2 [experts, HIDDEN, INNER]. Pairs go
+// along the grid's first axis, so that tokens with the same expert read the same rows at about the same time, and all
+// but one from the second-level cache.
+
+constexpr int V = 8;  // elements of one access
+
+struct Access {
+    unsigned u[4];
+};
+
+// Weights are read once: they need not displace anything in the first-level cache.
+__device__ inline Access stream(const T* from) {
+    Access y;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(y.u[0]), "=r"(y.u[1]), "=r"(y.u[2]), "=r"(y.u[3])
+                 : "l"(from));
+    return y;
+}
+
+__device__ inline float dot(const Access& w, const uint4& x, float sum) {
+    const unsigned b[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 p = unpack<T>(w.u[j]), q = unpack<T>(b[j]);
+        sum += p.x * q.x;
+        sum += p.y * q.y;
+    }
+    return sum;
+}
+
+// h [pairs, INNER] = weight of the pair * act(gate) * up; a warp makes one element of it. The router's ids are what the
+// kernel before has written, so that no weight can be asked for ahead of it.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h) {
+    constexpr int STEPS = (HIDDEN / V + 31) / 32, AHEAD = STEPS < 4 ? STEPS : 4;
+    const int lane = threadIdx.x % 32, pair = blockIdx.x, o = blockIdx.y * WARPS + threadIdx.x / 32;
+    grid_wait();
+    launch_dependents();
+    const T* gate = w13 + ((long long)ids[pair] * 2 * INNER + o) * HIDDEN + lane * V;
+    const T* up = gate + (long long)INNER * HIDDEN;
+    const T* token = x + (long long)(pair / TOP) * HIDDEN + lane * V;
+    Access ring[AHEAD][2];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+        if (u * 32 + lane < HIDDEN / V) ring[u][0] = stream(gate + u * 32 * V), ring[u][1] = stream(up + u * 32 * V);
+    float sums[2] = {};
+#pragma unroll 1
+    for (int s = 0; s < STEPS; s += AHEAD) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if ((s + u) * 32 + lane < HIDDEN / V) {
+                const uint4 at = *(const uint4*)(token + (s + u) * 32 * V);
+                sums[0] = dot(ring[u][0], at, sums[0]), sums[1] = dot(ring[u][1], at, sums[1]);
+            }
+            const int next = s + u + AHEAD;
+            if (next * 32 + lane < HIDDEN / V)
+                ring[u][0] = stream(gate + next * 32 * V), ring[u][1] = stream(up + next * 32 * V);
+        }
+    }
+    const float g = warp_sum(sums[0]), y = warp_sum(sums[1]);
+    if (lane == 0) h[(long long)pair * INNER + o] = from_float<T>(gated<T, ACT>(g, y) * weights[pair]);
+}
+
+// y [tokens, HIDDEN], the sum over each token's experts; a warp makes one element of it. The ids are older than the
+// kernel before, which lets this one start when it has waited itself: the first weights are asked for ahead of it.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+expert_down(const T* h, const int* ids, const T* w2, T* y) {
+    constexpr int ROW = INNER / V, STEPS = (TOP * ROW + 31) / 32, AHEAD = STEPS < 8 ? STEPS : 8;
+    const int lane = threadIdx.x % 32, token = blockIdx.x, o = blockIdx.y * WARPS + threadIdx.x / 32;
+    const int id = lane < TOP ? ids[token * TOP + lane] : 0;
+    // Access `at` of the TOP rows that this warp reads, one after the other.
+    auto weight = [&](int at) {
+        const int k = at / ROW;  // of all lanes, as shuffles need them
+        const int expert = __shfl_sync(0xffffffffu, id, k < TOP ? k : 0);
+        Access w{};
+        if (at < TOP * ROW) w = stream(w2 + ((long long)expert * HIDDEN + o) * INNER + (at - k * ROW) * V);
+        return w;
+    };
+    Access ring[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) ring[u] = weight(u * 32 + lane);
+    grid_wait();
+    launch_dependents();
+    const T* token_h = h + (long long)token * TOP * INNER;
+    float sum = 0;
+#pragma unroll 1
+    for (int s = 0; s < STEPS; s += AHEAD) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            const int at = (s + u) * 32 + lane;
+            if (at < TOP * ROW) sum = dot(ring[u], *(const uint4*)(token_h + at * V), sum);
+            ring[u] = weight(at + AHEAD * 32);
+        }
+    }
+    const float total = warp_sum(sum);
+    if (lane == 0) y[(long long)token * HIDDEN + o] = from_float<T>(total);
+}

@@ -1,0 +1,44 @@
+// Sorts pairs of a token and an expert by expert, in one block, and cuts each expert's pairs into tiles of ROWS.
+//
+// ids [pairs] → order [pairs]: pairs, expert by expert; ends [EXPERTS + 1]: where each expert's begin; tile_expert and
+// tile_start [tiles]: a tile's expert and its first place in `order`. Tiles that are not needed have expert -1. Pairs
+// of one expert come in any order: every one of them is computed for itself.
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, int pairs, int tiles) {
+    __shared__ int counts[EXPERTS], starts[EXPERTS], first_tile[EXPERTS], total_tiles;
+    const int lane = threadIdx.x % 32;
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+    __syncthreads();
+    grid_wait();
+    launch_dependents();
+#pragma unroll 8
+    for (int p = threadIdx.x; p < pairs; p += THREADS) atomicAdd(counts + ids[p], 1);
+    __syncthreads();
+    if (threadIdx.x < 32) {  // running sums of pairs and of tiles, 32 experts at a time
+        int before = 0, tiles_before = 0;
+        for (int e = lane; e - lane < EXPERTS; e += 32) {
+            const int n = e < EXPERTS ? counts[e] : 0, m = (n + ROWS - 1) / ROWS;
+            int sum = n, tile_sum = m;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int a = __shfl_up_sync(0xffffffffu, sum, step), b = __shfl_up_sync(0xffffffffu, tile_sum, step);
+                if (lane >= step) sum += a, tile_sum += b;
+            }
+            if (e < EXPERTS) {
+                starts[e] = before + sum - n, first_tile[e] = tiles_before + tile_sum - m;
+                ends[e] = before + sum - n;
+            }
+            before += __shfl_sync(0xffffffffu, sum, 31), tiles_before += __shfl_sync(0xffffffffu, tile_sum, 31);
+        }
+        if (lane == 0) ends[EXPERTS] = before, total_tiles = tiles_before;
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS)
+        for (int i = 0; i * ROWS < counts[e]; i++)
+            tile_expert[first_tile[e] + i] = e, tile_start[first_tile[e] + i] = starts[e] + i * ROWS;
+    for (int i = total_tiles + threadIdx.x; i < tiles; i += THREADS) tile_expert[i] = -1;
+    __syncthreads();  // `starts` counts on from here
+#pragma unroll 8
+    for (int p = threadIdx.x; p < pairs; p += THREADS) order[atomicAdd(starts + ids[p], 1)] = p;
+}

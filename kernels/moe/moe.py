@@ -1,0 +1,181 @@
+"""Gated feed-forward layers of which each token visits a few, and the weighted sum of what they make.
+
+The experts' matrices are stacked: w13 [E, 2 I, H] is gate over up, w2 [E, H, I]. A pair is a token and one of its k
+experts; pair p is of token p // k. On GPUs the router's choice stays on the device: grids are as large as the worst
+case asks for, and what is not needed ends at once. A pair's weight scales what the first GEMM makes, so that the second
+one and the sum over a token's experts need it no more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import ACTIVATIONS
+from ..gemm.linear import gated_linear, linear
+
+GEMV_PAIRS = 64  # of more, many have an expert in common, and tensor cores read its weights once
+GEMV_WARPS = 4  # of a block
+GROUP_THREADS = 1024
+MOST_EXPERTS = 2048  # that group.cu has shared memory for
+
+
+class TileConfig(NamedTuple):
+    """How a grouped GEMM is cut."""
+
+    rows: int  # pairs of one expert
+    outputs: int  # of w13: so many of gate and as many of up
+    inputs: int  # of a step
+    warps: int
+    stages: int
+
+
+class Tiling(NamedTuple):
+    """Both GEMMs; their tiles have the same rows."""
+
+    up: TileConfig
+    down: TileConfig
+
+
+# Most pairs per expert → tiles.
+TILINGS = {
+    8: Tiling(TileConfig(16, 64, 128, 4, 3), TileConfig(16, 128, 128, 4, 3)),
+    32: Tiling(TileConfig(32, 64, 128, 4, 3), TileConfig(32, 128, 128, 4, 3)),
+    96: Tiling(TileConfig(64, 64, 64, 4, 3), TileConfig(64, 128, 64, 4, 3)),
+    1 << 30: Tiling(TileConfig(128, 128, 64, 8, 3), TileConfig(128, 256, 64, 8, 3)),
+}
+F32_TILING = Tiling(TileConfig(16, 32, 32, 4, 2), TileConfig(16, 32, 32, 4, 2))
+
+
+def fused_experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu") -> Tensor:
+    """The sum over j of weights[t, j] * w2[e] (act(w13's gate[e] x[t]) * w13's up[e] x[t]), e = ids[t, j]: [T, H].
+
+    x [T, H], ids [T, k] int32 below E, weights [T, k] f32, w13 [E, 2 I, H] and w2 [E, H, I] of x's dtype, contiguous.
+    """
+    if not x.is_cuda:
+        return experts_cpu(x, ids, weights, w13, w2, act)
+    x = x.contiguous()
+    if len(x) == 0:
+        return torch.empty_like(x)
+    if supports_gemv(x, ids, w13, w2):
+        return expert_gemv(x, ids, weights, w13, w2, act)
+    return grouped(x, ids, weights, w13, w2, act)
+
+
+def fused_experts_reference(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu"
+) -> Tensor:
+    """Pair by pair, in f32."""
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for t in range(len(x)):
+        for e, weight in zip(ids[t].tolist(), weights[t], strict=True):
+            inner = gated_linear(x[t : t + 1].float().cpu(), w13[e].float().cpu(), act)
+            y[t] += weight * linear(inner, w2[e].float().cpu())[0].to(y.device)
+    return y.to(x.dtype)
+
+
+def experts_cpu(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str) -> Tensor:
+    """Expert by expert, each with all of its tokens."""
+    k = ids.shape[1]
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=len(w13)).tolist()
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    for e, pairs in enumerate(order.split(counts)):
+        if len(pairs):
+            tokens = pairs // k
+            inner = gated_linear(x[tokens], w13[e], act)
+            y.index_add_(0, tokens, linear(inner, w2[e]) * weights.flatten()[pairs, None])
+    return y.to(x.dtype)
+
+
+def supports_gemv(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> bool:
+    """Whether `expert_gemv` takes these, and is the fastest."""
+    hidden, inner = w2.shape[1:]
+    whole = hidden % 8 == 0 and inner % 8 == 0  # and so rows of blocks, which are fewer
+    few = ids.numel() <= GEMV_PAIRS and ids.shape[1] <= 32
+    return few and whole and x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype and jit.plain(x, w13, w2)
+
+
+def expert_gemv(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu") -> Tensor:
+    """Two kernels that read weights pair by pair."""
+    (tokens, hidden), k, inner = x.shape, ids.shape[1], w2.shape[2]
+    h = x.new_empty(tokens * k, inner)
+    y = torch.empty_like(x)
+    consts = gemv_sizes(hidden, inner, k, act)
+    up = jit.kernel("expert_gemv", "expert_up", x.dtype, **consts)
+    up((tokens * k, inner // GEMV_WARPS, 1), GEMV_WARPS * 32, x, ids, weights, w13, h)
+    down = jit.kernel("expert_gemv", "expert_down", x.dtype, **consts)
+    down((tokens, hidden // GEMV_WARPS, 1), GEMV_WARPS * 32, h, ids, w2, y)
+    return y
+
+
+def gemv_sizes(hidden: int, inner: int, k: int, act: str) -> dict[str, int]:
+    """What expert_gemv.cu is compiled for."""
+    return dict(HIDDEN=hidden, INNER=inner, TOP=k, ACT=ACTIVATIONS.index(act), WARPS=GEMV_WARPS)
+
+
+def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
+    """The fastest of so many pairs."""
+    if dtype == torch.float32:
+        return F32_TILING
+    return next(tiles for most, tiles in TILINGS.items() if pairs <= most * experts)
+
+
+def tiling_rows(experts: int, k: int) -> list[int]:
+    """Numbers of tokens that together use every tiling, so that nothing has to be compiled while a request waits."""
+    return [1] + [most * experts // k + 1 for most in list(TILINGS)[:-1]]
+
+
+def most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """Tiles that so many pairs take at most: of each expert that has pairs the last tile may be filled in part."""
+    used = min(pairs, experts)
+    return (pairs - used) // rows + used
+
+
+class Groups(NamedTuple):
+    """Pairs sorted by expert, as group.cu makes them."""
+
+    order: Tensor  # [P] int32: pairs, expert by expert
+    ends: Tensor  # [E + 1] int32: where each expert's begin in `order`
+    tile_expert: Tensor  # [tiles] int32; -1: not needed
+    tile_start: Tensor  # [tiles] int32: first place in `order`
+
+
+def group(ids: Tensor, experts: int, rows: int) -> Groups:
+    """Sort pairs [T, k] by expert and cut them into tiles of so many rows."""
+    tiles = most_tiles(ids.numel(), experts, rows)
+    of = [torch.empty(n, dtype=torch.int32, device=ids.device) for n in (ids.numel(), experts + 1, tiles, tiles)]
+    found = Groups(*of)
+    if not ids.is_cuda:
+        return _group_reference(ids, experts, rows, found)
+    assert experts <= MOST_EXPERTS
+    kernel = jit.kernel("group", "group", torch.int64, EXPERTS=experts, ROWS=rows, THREADS=GROUP_THREADS)
+    kernel((1, 1, 1), GROUP_THREADS, ids, *found, ids.numel(), tiles)
+    return found
+
+
+def _group_reference(ids: Tensor, experts: int, rows: int, found: Groups) -> Groups:
+    flat = ids.flatten().long()
+    found.order.copy_(flat.argsort(stable=True))
+    counts = torch.bincount(flat, minlength=experts)
+    found.ends.copy_(torch.cat((counts[:0].new_zeros(1), counts.cumsum(0))))
+    found.tile_expert.fill_(-1)
+    cut = [(e, at) for e in range(experts) for at in range(int(found.ends[e]), int(found.ends[e + 1]), rows)]
+    for i, (e, at) in enumerate(cut):
+        found.tile_expert[i], found.tile_start[i] = e, at
+    return found
+
+
+def grouped(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu", tiles: Tiling | None = None
+) -> Tensor:
+    """Grouped GEMMs over pairs sorted by expert. tiles: chosen unless given."""
+    from . import moe_triton
+
+    tiles = tiles or tiling(ids.numel(), len(w13), x.dtype)
+    groups = group(ids, len(w13), tiles.up.rows)
+    h = moe_triton.expert_up(x, ids, weights, w13, groups, ACTIVATIONS.index(act), tiles.up)
+    return moe_triton.combine(moe_triton.expert_down(h, w2, groups, tiles.down), ids.shape[1])

@@ -1,0 +1,173 @@
+"""Grouped GEMMs of experts in Triton, over pairs that are sorted by expert; moe.py imports it where it is used.
+
+A program multiplies a tile of one expert's pairs with some of its outputs. Programs with the same pairs follow each
+other, so that these, and the expert's matrices for its next tile, come from the second-level cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..device import device_caps
+
+if TYPE_CHECKING:
+    from .moe import Groups, TileConfig
+
+COLUMNS = 1024  # of a program that adds up a token's experts
+
+
+@triton.jit
+def _activated(gate, up, ACT: tl.constexpr):
+    """act(gate) * up in f32; ACT as in activation.ACTIVATIONS."""
+    if ACT == 1:
+        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
+    if ACT == 3:
+        return tl.where(gate > 0, gate * gate, 0.0) * up
+    z = gate
+    if ACT == 2:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1 + tl.exp(-z)) * up
+
+
+@triton.jit
+def expert_up_kernel(
+    x, w13, order, ends, tile_expert, tile_start, weights, h,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """h [pairs, INNER] in the order of `order`: weight of the pair * act(gate) * up."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    BLOCKS: tl.constexpr = (INNER + OUTPUTS - 1) // OUTPUTS
+    tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    expert = tl.load(tile_expert + tile).to(tl.int64)
+    if expert < 0:
+        return
+    rows = tl.load(tile_start + tile) + tl.arange(0, ROWS)
+    valid = rows < tl.load(ends + expert + 1)
+    pairs = tl.load(order + rows, mask=valid, other=0)  # rows past the end compute what nobody stores
+    outputs, inputs = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+    from_x = x + (pairs // TOP).to(tl.int64)[:, None] * HIDDEN + inputs[None, :]
+    from_gate = w13 + (expert * 2 * INNER + outputs % INNER)[None, :] * HIDDEN + inputs[:, None]
+    from_up = from_gate + INNER * HIDDEN
+    gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    up = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for at in range(0, HIDDEN, INPUTS):
+        if HIDDEN % INPUTS:
+            there = inputs < HIDDEN - at
+            a = tl.load(from_x + at, mask=there[None, :], other=0.0)
+            b = tl.load(from_gate + at, mask=there[:, None], other=0.0)
+            c = tl.load(from_up + at, mask=there[:, None], other=0.0)
+        else:
+            a, b, c = tl.load(from_x + at), tl.load(from_gate + at), tl.load(from_up + at)
+        gate = tl.dot(a, b, gate, input_precision=PRECISION)
+        up = tl.dot(a, c, up, input_precision=PRECISION)
+    y = _activated(gate, up, ACT) * tl.load(weights + pairs)[:, None]
+    to = h + rows.to(tl.int64)[:, None] * INNER + outputs[None, :]
+    tl.store(to, y.to(h.dtype.element_ty), mask=valid[:, None] & (outputs < INNER)[None, :])
+
+
+@triton.jit
+def expert_down_kernel(
+    h, w2, order, ends, tile_expert, tile_start, y,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y [pairs, HIDDEN], in the pairs' own order, of h [pairs, INNER] in that of `order`."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    BLOCKS: tl.constexpr = (HIDDEN + OUTPUTS - 1) // OUTPUTS
+    tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    expert = tl.load(tile_expert + tile).to(tl.int64)
+    if expert < 0:
+        return
+    end = tl.load(ends + expert + 1)
+    rows = tl.load(tile_start + tile) + tl.arange(0, ROWS)
+    valid = rows < end
+    rows = tl.minimum(rows, end - 1)
+    outputs, inputs = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+    from_h = h + rows.to(tl.int64)[:, None] * INNER + inputs[None, :]
+    from_w = w2 + (expert * HIDDEN + outputs % HIDDEN)[None, :] * INNER + inputs[:, None]
+    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for at in range(0, INNER, INPUTS):
+        if INNER % INPUTS:
+            there = inputs < INNER - at
+            a = tl.load(from_h + at, mask=there[None, :], other=0.0)
+            b = tl.load(from_w + at, mask=there[:, None], other=0.0)
+        else:
+            a, b = tl.load(from_h + at), tl.load(from_w + at)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    to = y + tl.load(order + rows).to(tl.int64)[:, None] * HIDDEN + outputs[None, :]
+    tl.store(to, acc.to(y.dtype.element_ty), mask=valid[:, None] & (outputs < HIDDEN)[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    pairs, y, HIDDEN: tl.constexpr, TOP: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y [tokens, HIDDEN]: the sums of TOP rows each, added up in f32."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    j = tl.arange(0, PADDED)
+    there = columns < HIDDEN
+    x = tl.load(
+        pairs + (token * TOP + j)[:, None] * HIDDEN + columns[None, :],
+        mask=(j < TOP)[:, None] & there[None, :], other=0.0,
+    )  # fmt: skip
+    tl.store(y + token * HIDDEN + columns, tl.sum(x.to(tl.float32), 0).to(y.dtype.element_ty), mask=there)
+
+
+def expert_up(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, groups: Groups, act: int, cut: TileConfig
+) -> Tensor:
+    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up."""
+    hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, _overlaps(x)
+    h = x.new_empty(ids.numel(), inner)
+    grid = (len(groups.tile_expert) * triton.cdiv(inner, cut.outputs),)
+    expert_up_kernel[grid](
+        x, w13, *groups, weights, h, hidden, inner, ids.shape[1], act, cut.rows, cut.outputs, cut.inputs,
+        _precision(x), overlap, num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
+    )  # fmt: skip
+    return h
+
+
+def expert_down(h: Tensor, w2: Tensor, groups: Groups, cut: TileConfig) -> Tensor:
+    """[pairs, H], in the pairs' own order, of what `expert_up` makes."""
+    (hidden, inner), overlap = w2.shape[1:], _overlaps(h)
+    y = h.new_empty(len(h), hidden)
+    grid = (len(groups.tile_expert) * triton.cdiv(hidden, cut.outputs),)
+    expert_down_kernel[grid](
+        h, w2, *groups, y, hidden, inner, cut.rows, cut.outputs, cut.inputs, _precision(h), overlap,
+        num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
+    )  # fmt: skip
+    return y
+
+
+def combine(pairs: Tensor, top: int) -> Tensor:
+    """[T, H]: the sums of `top` rows each of pairs [T * top, H]."""
+    tokens, hidden, overlap = len(pairs) // top, pairs.shape[1], _overlaps(pairs)
+    y = pairs.new_empty(tokens, hidden)
+    columns = min(COLUMNS, triton.next_power_of_2(hidden))
+    combine_kernel[tokens, triton.cdiv(hidden, columns)](
+        pairs, y, hidden, top, triton.next_power_of_2(top), columns, overlap, num_warps=4, launch_pdl=overlap
+    )
+    return y
+
+
+def _precision(x: Tensor) -> str:
+    return "tf32" if x.element_size() == 2 else "ieee"
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether kernels may start before their predecessors have ended."""
+    return x.is_cuda and device_caps(x.device).has_pdl and x.element_size() == 2

@@ -1,0 +1,136 @@
+// Which TOP of EXPERTS each token goes to, and with which weights: a router's GEMM, scores and top-k.
+//
+// `route` is one kernel for all of it: a warp multiplies one expert's row of the router with R tokens, and the block
+// that is the last of these tokens' chooses. `choose` does the second half alone, of logits that a GEMM has made.
+// Everything is computed in f32.
+
+constexpr int V = 8;  // elements of one access
+constexpr int PER = (EXPERTS + 31) / 32;  // experts of a lane
+constexpr float LOWEST = -3.0e38f;  // below any logit that counts; a NaN is that, too, so that ids are always valid
+
+enum { SOFTMAX, SIGMOID };
+
+// A warp: `logits` [EXPERTS] of one token → its ids and weights [TOP]. bias: of sigmoid's scores, for the choice alone.
+__device__ inline void choose_experts(const float* logits, const float* bias, int* ids, float* weights, float scale) {
+    const int lane = threadIdx.x % 32;
+    float score[PER], rank[PER];
+    float top = LOWEST;
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = lane + i * 32;
+        float x = e < EXPERTS ? __ldcg(logits + e) : LOWEST;
+        score[i] = x > LOWEST ? x : LOWEST;
+        top = fmaxf(top, score[i]);
+    }
+#pragma unroll
+    for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = lane + i * 32;
+        if (SCORING == SIGMOID) {
+            score[i] = 1 / (1 + expf(-score[i]));
+            rank[i] = score[i] + (BIAS && e < EXPERTS ? bias[e] : 0.0f);
+        } else {
+            rank[i] = score[i];  // a logit, as exponentials may be equal where these are not
+            score[i] = expf(score[i] - top);
+        }
+        if (e < EXPERTS) sum += score[i];
+        if (!(rank[i] > LOWEST)) rank[i] = LOWEST;
+    }
+    sum = warp_sum(sum);
+    float mine = 0, chosen = 0;  // lane k has the k-th
+    int id = 0;
+    unsigned taken = 0;
+#pragma unroll 1
+    for (int k = 0; k < TOP; k++) {
+        float best = __int_as_float(0xff800000), value = 0;
+        int at = 1 << 30;
+#pragma unroll
+        for (int i = 0; i < PER; i++) {
+            const int e = lane + i * 32;
+            if (e < EXPERTS && !(taken >> i & 1) && rank[i] > best) best = rank[i], value = score[i], at = e;
+        }
+#pragma unroll
+        for (int step = 16; step; step >>= 1) {
+            float other = __shfl_xor_sync(0xffffffffu, best, step);
+            float its = __shfl_xor_sync(0xffffffffu, value, step);
+            int where = __shfl_xor_sync(0xffffffffu, at, step);
+            if (other > best || (other == best && where < at)) best = other, value = its, at = where;
+        }
+        if (at % 32 == lane) taken |= 1u << at / 32;
+        if (lane == k) mine = value, id = at;
+        chosen += value;
+    }
+    if (lane >= TOP) return;
+    if (SCORING == SIGMOID)
+        mine = NORMALISE ? mine / (chosen + 1e-20f) : mine;
+    else
+        mine /= NORMALISE ? chosen : sum;
+    ids[lane] = id, weights[lane] = mine * scale;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+route(const T* x, const T* router, const float* bias, float* logits, int* ids, float* weights, int* arrived, int rows,
+      float scale) {
+    constexpr int STEPS = (HIDDEN / V + 31) / 32, AHEAD = STEPS < 8 ? STEPS : 8;
+    __shared__ bool last;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int expert = blockIdx.x * WARPS + warp, first = blockIdx.y * R;
+    const uint4* row = (const uint4*)(router + (long long)min(expert, EXPERTS - 1) * HIDDEN) + lane;
+    uint4 ring[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) ring[u] = u * 32 + lane < HIDDEN / V ? __ldg(row + u * 32) : uint4{0, 0, 0, 0};
+    grid_wait();
+    launch_dependents();
+    float sums[R] = {};
+#pragma unroll 1
+    for (int s = 0; s < STEPS; s += AHEAD) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if (s + u >= STEPS) break;
+            const int at = (s + u) * 32 + lane;
+            const uint4 w = ring[u];
+            const int next = at + AHEAD * 32;
+            ring[u] = next < HIDDEN / V ? __ldg(row + next - lane) : uint4{0, 0, 0, 0};
+            const unsigned a[4] = {w.x, w.y, w.z, w.w};
+            if (at >= HIDDEN / V) continue;
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                const uint4 of_x = ((const uint4*)(x + (long long)min(first + r, rows - 1) * HIDDEN))[at];
+                const unsigned b[4] = {of_x.x, of_x.y, of_x.z, of_x.w};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    float2 p = unpack<T>(a[j]), q = unpack<T>(b[j]);
+                    sums[r] += p.x * q.x;
+                    sums[r] += p.y * q.y;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        float total = warp_sum(sums[r]);
+        if (lane == 0 && expert < EXPERTS && first + r < rows) logits[(long long)(first + r) * EXPERTS + expert] = total;
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived + blockIdx.y, 1) == (int)gridDim.x - 1;
+        if (last) arrived[blockIdx.y] = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!last) return;
+    for (int r = first + warp; r < min(first + R, rows); r += WARPS)
+        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * TOP, weights + (long long)r * TOP, scale);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+choose(const float* logits, const float* bias, int* ids, float* weights, int rows, float scale) {
+    grid_wait();
+    launch_dependents();
+    const int r = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (r < rows)
+        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * TOP, weights + (long long)r * TOP, scale);
+}

@@ -1,0 +1,105 @@
+"""A router: which experts each token goes to, and with which weights. Computed in f32, whatever the model's dtype.
+
+Scores are a softmax over all experts (Shazeer et al. 2017, arXiv 1701.06538; Mixtral, arXiv 2401.04088) or sigmoids
+with a bias that is for the choice alone (DeepSeek-V3, arXiv 2412.19437). With groups, experts are chosen from the best
+groups alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+
+ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
+SHARED_ROWS = 8  # tokens that a warp multiplies with one row of the router at once
+WARPS = 8
+SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
+
+
+class RouterParams(NamedTuple):
+    """How a model chooses and weighs experts."""
+
+    top_k: int
+    scoring: str = "softmax"
+    normalise: bool = True  # the weights of a token's experts add up to 1
+    scale: float = 1.0  # a factor on the weights
+    groups: int = 1
+    top_groups: int = 1  # groups that experts are chosen from
+    group_top: int = 2  # a group is as good as its best experts together, so many
+
+
+def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
+    """x [T, H], weight [E, H] and bias [E] f32 → ids [T, k] int32 and weights [T, k] f32 of each token's experts.
+
+    bias: added to the scores for the choice, not for the weights. Ids are valid whatever x holds, NaN too.
+    """
+    if supports(weight, params):
+        return route_cuda(x, weight, bias, params)
+    return route_reference(x, weight, bias, params)
+
+
+def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
+    logits = x.float() @ weight.float().t()
+    scores = logits.softmax(-1) if params.scoring == "softmax" else logits.sigmoid()
+    ranks = scores if bias is None else scores + bias
+    if params.groups > 1:
+        grouped = ranks.unflatten(1, (params.groups, -1))
+        best = grouped.topk(params.group_top, -1).values.sum(-1).topk(params.top_groups, -1).indices
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        ranks = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    ids = ranks.topk(params.top_k, -1).indices
+    chosen = scores.gather(1, ids)
+    if params.normalise:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + (1e-20 if params.scoring == "sigmoid" else 0))
+    return ids.int(), chosen * params.scale
+
+
+def supports(weight: Tensor, params: RouterParams) -> bool:
+    """Whether `route_cuda` takes this router."""
+    experts, hidden = weight.shape
+    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts) and params.groups == 1
+    return weight.is_cuda and weight.element_size() == 2 and sizes and jit.plain(weight)
+
+
+def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
+    """One kernel; of many tokens a GEMM and one more."""
+    x = x.contiguous()
+    rows, (experts, hidden) = len(x), weight.shape
+    ids = torch.empty(rows, params.top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(rows, params.top_k, dtype=torch.float32, device=x.device)
+    few = rows <= ROUTE_ROWS
+    logits = torch.empty(rows, experts, dtype=torch.float32, device=x.device) if few else _logits(x, weight)
+    of_bias = logits if bias is None else bias
+    if not few:
+        kernel = jit.kernel("route", "choose", x.dtype, **sizes(1, experts, hidden, params, bias is not None))
+        kernel((-(-rows // WARPS), 1, 1), WARPS * 32, logits, of_bias, ids, weights, rows, float(params.scale))
+        return ids, weights
+    together = next(n for n in (1, 2, 4, SHARED_ROWS) if rows <= n or n == SHARED_ROWS)
+    kernel = jit.kernel("route", "route", x.dtype, **sizes(together, experts, hidden, params, bias is not None))
+    arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
+    grid = -(-experts // WARPS), -(-rows // together), 1
+    kernel(grid, WARPS * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
+    return ids, weights
+
+
+def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: bool) -> dict[str, int]:
+    """What route.cu is compiled for. together: tokens of a block."""
+    return dict(
+        R=together,
+        EXPERTS=experts,
+        HIDDEN=hidden,
+        TOP=params.top_k,
+        SCORING=SCORINGS.index(params.scoring),
+        NORMALISE=int(params.normalise),
+        BIAS=int(bias),
+        WARPS=WARPS,
+    )
+
+
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    """[T, E] in f32, which rounding to x's dtype would spoil."""
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -1,0 +1,28 @@
+"""Gemma (Gemma team 2024, arXiv 2403.08295): Llama with GeGLU, scaled embeddings, and norm weights stored less 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from . import llama
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(llama.Args):
+    norm_offset: ClassVar[float] = 1.0
+
+    hidden_act: str = "gelu_pytorch_tanh"
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        # The first checkpoints say gelu and mean its tanh approximation, with which they were trained.
+        if self.hidden_act == "gelu":
+            object.__setattr__(self, "hidden_act", "gelu_pytorch_tanh")
+
+    @property
+    def embed_scale(self) -> float:
+        return self.hidden_size**0.5
+
+
+Model = llama.Model

@@ -1,0 +1,42 @@
+"""Gemma 3, text (Gemma team 2025, arXiv 2503.19786): Gemma 2 with QK norm instead of soft caps, five sliding layers to
+one of full attention, and a rope for each of the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....errors import MODEL, FatalError
+from ..config import FULL, SLIDING
+from ..layers.attention import layer_type
+from ..layers.rope import Parameters
+from . import gemma2, qwen3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(gemma2.Args):
+    sliding_window_pattern: int = 6
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_bidirectional_attention:
+            raise FatalError(
+                "config.json: use_bidirectional_attention is true: such a model makes embeddings and no text, and is "
+                "not supported",
+                MODEL,
+            )
+
+    def layer_type(self, index: int) -> str:
+        return layer_type(self.layer_types, index, SLIDING if (index + 1) % self.sliding_window_pattern else FULL)
+
+    def rope(self, index: int) -> Parameters:
+        return self.rope_parameters[self.layer_type(index)]
+
+
+class Layer(gemma2.Layer):
+    ATTENTION = qwen3.Attention
+
+
+class Model(gemma2.Model):
+    LAYER = Layer

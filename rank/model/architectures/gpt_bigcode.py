@@ -1,0 +1,100 @@
+"""SantaCoder and StarCoder (Ben Allal et al. 2023, arXiv 2301.03988; Li et al. 2023, arXiv 2305.06161).
+
+GPT-2 with multi-query attention (Shazeer 2019, arXiv 1911.02150): learned positions, layer norms, biases everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
+from ....kernels.attention.attention import AttentionParams
+from ....kernels.rope.rope import CosSin
+from .. import base
+from ..batch import Batch
+from ..layers.embedding import PositionEmbedding
+from ..layers.mlp import MLP
+from ..layers.norm import AddLayerNorm, LayerNorm
+from ..layers.residual import Normed, ResidualStream
+from ..layers.rope import NONE, Parameters
+from . import llama
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(llama.Args):
+    intermediate_size: int = 0  # is not read:
+    n_inner: int | None = None  # None: four times the hidden size
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_epsilon: float = 1e-5
+    multi_query: bool = True
+    scale_attn_weights: bool = True
+    add_cross_attention: bool = False
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.multi_query:
+            raise FatalError("config.json: multi_query is false; gpt_bigcode is served with one key head alone", MODEL)
+        if self.add_cross_attention:
+            raise FatalError("config.json: add_cross_attention is true; decoders alone are served", MODEL)
+
+    @property
+    def qkv_bias(self) -> bool:
+        return True
+
+    @property
+    def o_bias(self) -> bool:
+        return True
+
+    def attention_params(self, index: int) -> AttentionParams:
+        return AttentionParams(scale=self.head_dim**-0.5 if self.scale_attn_weights else 1.0)
+
+    def rope(self, index: int) -> Parameters:
+        return NONE
+
+
+class Layer(base.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        size, eps = args.hidden_size, args.layer_norm_epsilon
+        self.ln_1 = AddLayerNorm(size, eps)
+        self.attn = llama.Attention(args, mesh, index, local)
+        self.ln_2 = AddLayerNorm(size, eps)
+        self.mlp = MLP(size, args.n_inner or 4 * size, mesh, bias=True, act=args.hidden_act)
+
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        yield (h := self.ln_1(stream))
+        stream.add(self.attn(h, cos_sin, batch))
+        yield (h := self.ln_2(stream))
+        stream.add(self.mlp(h))
+
+
+class Decoder(base.Decoder):
+    def __init__(self, args: Args, mesh: Mesh, layer: type[base.Layer]):
+        super().__init__(args, mesh, layer)
+        positions = PositionEmbedding(args.max_position_embeddings, args.hidden_size)
+        self.embed_positions = positions if mesh.first else None
+
+    @staticmethod
+    def final_norm(args: Any) -> LayerNorm:
+        return LayerNorm(args.hidden_size, args.layer_norm_epsilon)
+
+    def embed(self, batch: Batch) -> Tensor:
+        assert self.embed_positions is not None
+        return super().embed(batch).add_(self.embed_positions(batch.positions))
+
+
+class Model(base.Model):
+    LAYER, DECODER = Layer, Decoder
+    MERGED = {"o_proj": ("c_proj",), "up_proj": ("c_fc",), "down_proj": ("c_proj",)}
+    RENAMED = {
+        "transformer.wte.": "model.embed_tokens.",
+        "transformer.wpe.": "model.embed_positions.",
+        "transformer.h.": "model.layers.",
+        "transformer.ln_f.": "model.norm.",
+        ".attn.c_attn.": ".attn.qkv_proj.",
+    }

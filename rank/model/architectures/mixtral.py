@@ -1,0 +1,41 @@
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): Llama with experts in place of the feed-forward layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....comm.mesh import Mesh
+from ....kernels.attention.attention import AttentionParams
+from ....kernels.moe.router import RouterParams
+from .. import base
+from ..layers.moe import MoE
+from . import llama
+
+NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(llama.Args):
+    num_local_experts: int
+    num_experts_per_tok: int
+    sliding_window: int | None = None
+
+    def attention_params(self, index: int) -> AttentionParams:
+        return AttentionParams(scale=self.head_dim**-0.5, window=self.sliding_window or 0)
+
+
+class Layer(llama.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        hidden, inner, params = args.hidden_size, args.intermediate_size, RouterParams(args.num_experts_per_tok)
+        self.mlp = MoE(hidden, inner, args.num_local_experts, params, mesh, args.hidden_act)
+
+
+class Model(base.Model):
+    LAYER = Layer
+
+    @staticmethod
+    def rename(name: str) -> str:
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        return base.Model.rename(name)

@@ -1,0 +1,75 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al. 2024, arXiv 2407.10671): Qwen2 with experts, one of which all tokens
+visit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ....comm.mesh import Mesh
+from ....kernels.moe.router import RouterParams
+from .. import base
+from ..layers.linear import ColumnParallel
+from ..layers.mlp import GatedMLP
+from ..layers.moe import MoE
+from ..layers.residual import Normed, Partial
+from ..shard import whole
+from . import llama, qwen2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertArgs:
+    """Which layers have experts, and which."""
+
+    num_experts: int = 0
+    num_local_experts: int = 0  # the same by another name
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] = field(default_factory=list)
+
+    @property
+    def experts(self) -> int:
+        return self.num_experts or self.num_local_experts
+
+    @property
+    def router(self) -> RouterParams:
+        return RouterParams(self.num_experts_per_tok, normalise=self.norm_topk_prob)
+
+    def sparse(self, index: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts > 0 and index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ExpertArgs, qwen2.Args):
+    shared_expert_intermediate_size: int
+
+
+class SharedMoE(MoE):
+    """With an expert that all tokens visit, weighted by a sigmoid of its own."""
+
+    def __init__(self, args: Args, mesh: Mesh):
+        hidden, inner, act = args.hidden_size, args.moe_intermediate_size, args.hidden_act
+        super().__init__(hidden, inner, args.experts, args.router, mesh, act)
+        self.shared_expert = GatedMLP(hidden, args.shared_expert_intermediate_size, mesh, act=act)
+        self.shared_expert_gate = ColumnParallel(whole(hidden), (whole(1),), bias=False)
+
+    def forward(self, h: Normed | Tensor) -> Partial:
+        x = h.tensor() if isinstance(h, Normed) else h
+        inner = self.shared_expert.gate_up_proj(x)
+        inner *= self.shared_expert_gate(x).float().sigmoid()
+        return super().forward(x) + self.shared_expert.down_proj(inner)
+
+
+class Layer(llama.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        if args.sparse(index):
+            self.mlp = SharedMoE(args, mesh)
+
+
+class Model(base.Model):
+    LAYER = Layer

@@ -1,0 +1,94 @@
+"""StableLM 3B, Zephyr and StableLM 2 (Bellagente et al. 2024, arXiv 2402.17834): Llama with layer norms and a quarter
+of each head rotated; the 12B has parallel blocks and a norm for each head's queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ....comm.mesh import Mesh
+from ....kernels.norm.layer_norm import layer_norm
+from ....kernels.rope.rope import CosSin
+from .. import base
+from ..batch import Batch
+from ..layers.mlp import GatedMLP
+from ..layers.norm import AddLayerNorm, LayerNorm
+from ..layers.residual import Normed, Partial, ResidualStream
+from ..shard import Shard, even, key_heads, whole
+from ..weights.slicing import Source
+from . import llama, phi
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(llama.Args):
+    layer_norm_eps: float = 1e-5
+    use_qkv_bias: bool = False
+    use_parallel_residual: bool = False
+    qk_layernorm: bool = False
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.use_qkv_bias
+
+    @property
+    def o_bias(self) -> bool:
+        return False
+
+
+class HeadNorms(LayerNorm):
+    """A layer norm for each head, with a weight and no bias."""
+
+    def __init__(self, path: str, heads: Shard, dim: int, eps: float):
+        """path: of the norms in the checkpoint, which has them one by one."""
+        super().__init__(heads.width * dim, eps, bias=False)
+        self.outputs = (whole(dim),) * heads.width
+        self.sources = tuple(Source(f"{path}.norms.{i}") for i in range(heads.start, heads.stop))
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, heads, dim]."""
+        assert self.weight is not None
+        return layer_norm(x, self.weight.view(-1, self.dim), None, self.eps)
+
+
+class Attention(llama.Attention):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        self.q_layernorm = self.k_layernorm = None
+        if args.qk_layernorm:
+            path, tensor, eps = f"model.layers.{index}.self_attn", mesh.tensor, args.layer_norm_eps
+            queries = even(args.num_attention_heads, tensor.rank, tensor.size)
+            keys = key_heads(args.num_key_value_heads, tensor.rank, tensor.size)
+            self.q_layernorm = HeadNorms(f"{path}.q_layernorm", queries, args.head_dim, eps)
+            self.k_layernorm = HeadNorms(f"{path}.k_layernorm", keys, args.head_dim, eps)
+
+    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        q, k, v = self.qkv_proj.split(self.qkv_proj(h))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        return self.o_proj(self.attention(h, q, k, v, cos_sin, batch))
+
+
+class Layer(base.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        size, eps = args.hidden_size, args.layer_norm_eps
+        self.input_layernorm = AddLayerNorm(size, eps)
+        self.self_attn = Attention(args, mesh, index, local)
+        self.post_attention_layernorm = None if args.use_parallel_residual else AddLayerNorm(size, eps)
+        self.mlp = GatedMLP(size, args.intermediate_size, mesh, act=args.hidden_act)
+
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        yield (h := self.input_layernorm(stream))
+        if self.post_attention_layernorm is None:
+            stream.add(self.self_attn(h, cos_sin, batch) + self.mlp(h))
+        else:
+            stream.add(self.self_attn(h, cos_sin, batch))
+            yield (h := self.post_attention_layernorm(stream))
+            stream.add(self.mlp(h))
+
+
+class Model(base.Model):
+    LAYER, DECODER = Layer, phi.Decoder

@@ -1,0 +1,66 @@
+"""Experts on this rank's device, each split over the tensor group along its inner size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....kernels.moe.moe import fused_experts, tiling_rows
+from ..layers.residual import Partial
+from ..shard import Shard, even, whole
+from ..weights.slicing import Field, ShardedModule
+
+
+class StackedLinear(ShardedModule):
+    """One linear of all experts: this rank's slice of W [experts, outputs, inputs]."""
+
+    fields = (Field("weight", "eoi"),)
+
+    def __init__(self, experts: Shard, inputs: Shard, outputs: tuple[Shard, ...]):
+        super().__init__()
+        self.experts, self.inputs, self.outputs = experts, inputs, outputs
+        shape = experts.width, sum(shard.width for shard in outputs), inputs.width
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """T tokens and their experts."""
+
+    x: Tensor  # [T, H]
+    ids: Tensor  # [T, k] int32
+    weights: Tensor  # [T, k] f32
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+class FusedExperts(nn.Module):
+    """Gated feed-forward layers of which each token visits k. Checkpoints may have them apart or stacked."""
+
+    matrix: Tensor | None = None  # no one matrix makes the sum
+    added_bias: Tensor | None = None
+
+    def __init__(self, hidden: int, inner: int, experts: int, top_k: int, mesh: Mesh, activation: str = "silu"):
+        """top_k: experts of a token. activation: the kernels' name."""
+        super().__init__()
+        part = even(inner, mesh.tensor.rank, mesh.tensor.size)
+        self.gate_up_proj = StackedLinear(whole(experts), whole(hidden), (part, part))
+        self.down_proj = StackedLinear(whole(experts), part, (whole(hidden),))
+        self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
+        """x [T, H], ids [T, k] int32, weights [T, k] f32. Nothing is multiplied before somebody reads it."""
+        return Partial((self, Routed(x, ids, weights)))
+
+    def multiply(self, routed: Routed) -> Tensor:
+        """This rank's part of the experts' weighted sums, [T, H]."""
+        w13, w2 = self.gate_up_proj.weight, self.down_proj.weight
+        return fused_experts(routed.x, routed.ids, routed.weights, w13, w2, self.activation)
+
+    def kernel_rows(self) -> list[int]:
+        """Numbers of tokens that together use every kernel there is for these experts."""
+        return tiling_rows(self.down_proj.experts.width, self.top_k)

@@ -1,0 +1,50 @@
+"""Mixture of experts in place of a feed-forward layer (Shazeer et al. 2017, arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
+from ....kernels.moe.router import RouterParams, route
+from ..experts.fused import FusedExperts
+from ..shard import whole
+from ..weights.slicing import Field, ShardedModule
+from .mlp import activation
+from .residual import Normed, Partial
+
+
+class Router(ShardedModule):
+    """Chooses each token's experts, in f32 and on every rank alike."""
+
+    fields = (Field("weight", "oi"),)
+
+    def __init__(self, hidden: int, experts: int, params: RouterParams):
+        super().__init__()
+        self.inputs, self.outputs, self.params = whole(hidden), (whole(experts),), params
+        self.weight = nn.Parameter(torch.empty(experts, hidden, device="meta"), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] → ids [T, k] int32 and weights [T, k] f32."""
+        return route(x, self.weight, None, self.params)
+
+
+class MoE(nn.Module):
+    """The weighted sum of k experts of each token. A subclass may add an expert that all tokens visit."""
+
+    def __init__(self, hidden: int, inner: int, experts: int, params: RouterParams, mesh: Mesh, act: str = "silu"):
+        """inner: of one expert. act: the activation's name in config.json. Raises FatalError where a token is to visit
+        more experts than there are."""
+        super().__init__()
+        if not 0 < params.top_k <= experts:
+            raise FatalError(
+                f"config.json: num_experts_per_tok is {params.top_k}, but there are {experts} experts", MODEL
+            )
+        self.gate = Router(hidden, experts, params)
+        self.experts = FusedExperts(hidden, inner, experts, params.top_k, mesh, activation(act))
+
+    def forward(self, h: Normed | Tensor) -> Partial:
+        """h [T, H] → this rank's part of [T, H]."""
+        x = h.tensor() if isinstance(h, Normed) else h
+        return self.experts(x, *self.gate(x))

@@ -1,0 +1,70 @@
+"""Experts on CPUs, and what the GPU's kernels are given, against pair by pair in f32."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from phalanx.kernels.moe import moe
+
+from .cases import CASES, Sizes, make, near
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8)])
+def test_on_cpus(sizes, dtype, bound):
+    given = make(sizes, dtype)
+    near(moe.fused_experts(*given), moe.fused_experts_reference(*given), bound)
+
+
+def test_strided_input():
+    given = make(Sizes(5, 2, 4, 16, 8), torch.float32)
+    wide = torch.randn(5, 40)
+    wide[:, 3:19] = given.x
+    near(moe.fused_experts(wide[:, 3:19], *given[1:]), moe.fused_experts_reference(*given), 3e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 128])
+@pytest.mark.parametrize("sizes", [one for one in CASES if one.tokens])
+def test_groups_cover_every_pair_once(sizes, rows):
+    ids = make(sizes, torch.float32).ids
+    found = moe.group(ids, sizes.experts, rows)
+    covered = []
+    for expert, start in zip(found.tile_expert.tolist(), found.tile_start.tolist(), strict=True):
+        if expert >= 0:
+            pairs = found.order[start : min(start + rows, int(found.ends[expert + 1]))]
+            assert len(pairs) and (ids.flatten()[pairs.long()] == expert).all()
+            covered += pairs.tolist()
+    assert sorted(covered) == list(range(ids.numel()))
+
+
+def test_no_more_tiles_are_needed():
+    """The most that any choice takes, by trying all splits of few pairs."""
+    for pairs in range(1, 9):
+        for rows in (1, 2, 3):
+            for experts in (1, 2, 3):
+                splits = [(a, b, pairs - a - b) for a in range(pairs + 1) for b in range(pairs + 1 - a)]
+                needed = max(sum(-(-n // rows) for n in s) for s in splits if not any(s[experts:]) or experts == 3)
+                assert moe.most_tiles(pairs, experts, rows) >= needed
+    assert moe.most_tiles(2048, 128, 16) == 128 + 1920 // 16
+
+
+def test_every_tiling_is_warmed_up():
+    for experts, k in ((128, 8), (8, 2), (60, 4)):
+        used = {moe.tiling(n * k, experts, torch.bfloat16) for n in moe.tiling_rows(experts, k)}
+        assert used == set(moe.TILINGS.values())
+
+
+def test_triton_kernels_in_the_interpreter():
+    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "phalanx.tests.kernels.moe.cases"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr

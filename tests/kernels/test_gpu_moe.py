@@ -1,0 +1,124 @@
+"""Experts and routers on a GPU against their torch references, with NaN in all that must not be read or left."""
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.moe import moe, router
+from phalanx.kernels.moe.router import RouterParams
+
+from .moe.cases import CASES, Sizes, make, near
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+KINDS = [(torch.float32, 3e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)]
+QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Fresh memory holds NaN: what a kernel does not write shows."""
+    torch.manual_seed(0)
+    held = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)]
+    del held
+    yield
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8), QWEN, Sizes(3, 3, 12, 2880, 1440, "few")])
+def test_experts(sizes, dtype, bound):
+    for act in ("silu", "gelu_tanh"):
+        given = make(sizes, dtype, "cuda")
+        near(moe.fused_experts(*given, act), moe.fused_experts_reference(*given, act), bound)
+
+
+@pytest.mark.parametrize("sizes", [one._replace(tokens=n) for one in (QWEN, CASES[0], CASES[3]) for n in (1, 5, 8)])
+def test_gemv(sizes):
+    given = make(sizes, torch.bfloat16, "cuda")
+    assert moe.supports_gemv(given.x, given.ids, given.w13, given.w2)
+    near(moe.expert_gemv(*given), moe.fused_experts_reference(*given), 4e-2)
+
+
+@pytest.mark.parametrize("tiles", moe.TILINGS.values())
+@pytest.mark.parametrize("spread", ["any", "few", "one"])
+@pytest.mark.parametrize("tokens", [1, 16, 100, 300])
+def test_tiles(tiles, spread, tokens):
+    given = make(Sizes(tokens, 4, 20, 512, 384, spread), torch.bfloat16, "cuda")
+    want = moe.fused_experts_reference(*given)
+    near(moe.grouped(*given, "silu", tiles), want, 4e-2)
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize("sizes", [*CASES, QWEN._replace(tokens=700), Sizes(9000, 8, 128, 8, 8, "few")])
+def test_groups(sizes, rows):
+    ids = make(sizes, torch.float32, "cuda").ids
+    found, want = moe.group(ids, sizes.experts, rows), moe.group(ids.cpu(), sizes.experts, rows)
+    assert torch.equal(found.ends.cpu(), want.ends)
+    assert torch.equal(found.tile_expert.cpu(), want.tile_expert)
+    needed = want.tile_expert >= 0
+    assert torch.equal(found.tile_start.cpu()[needed], want.tile_start[needed])
+    assert torch.equal(found.order.cpu().sort().values, torch.arange(ids.numel(), dtype=torch.int32))
+    chosen = ids.flatten()[found.order.long()]
+    assert torch.equal(chosen, chosen.sort().values)
+
+
+def test_a_graph_with_other_choices():
+    """What is captured holds for any choice."""
+    for tokens in (2, 50):
+        one, other = (make(Sizes(tokens, 4, 33, 256, 128), torch.bfloat16, "cuda") for _ in range(2))
+        w13, w2 = (torch.randn_like(x) * 0.06 for x in (one.w13, one.w2))
+        x, ids, weights = (y.clone() for y in one[:3])
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            moe.fused_experts(x, ids, weights, w13, w2)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            y = moe.fused_experts(x, ids, weights, w13, w2)
+            graph.capture_end()
+            for given in (one, other):
+                for to, value in zip((x, ids, weights), given[:3], strict=True):
+                    to.copy_(value)
+                graph.replay()
+                stream.synchronize()
+                near(y, moe.fused_experts_reference(*given[:3], w13, w2), 4e-2)
+
+
+ROUTERS = [
+    RouterParams(8), RouterParams(3, normalise=False), RouterParams(1), RouterParams(6, "sigmoid", True, 2.5),
+    RouterParams(4, "sigmoid", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("params", ROUTERS)
+@pytest.mark.parametrize("experts, hidden", [(128, 2048), (60, 2880), (8, 4096), (257, 64), (13, 8)])
+def test_router(params, experts, hidden):
+    if params.top_k > experts:
+        return
+    for tokens in (0, 1, 2, 3, 7, 64, 256, 257, 1000):
+        x, weight = (torch.randn(n, hidden, device="cuda").bfloat16() for n in (tokens, experts))
+        weight *= hidden**-0.5
+        bias = torch.rand(experts, device="cuda") if params.scoring == "sigmoid" else None
+        assert router.supports(weight, params)
+        ids, weights = router.route(x, weight, bias, params)
+        want_ids, _ = router.route_reference(x, weight, bias, params)
+        assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+        assert all(len(set(row)) == params.top_k for row in ids.tolist())
+        # Of scores that are as good as equal either may be chosen: nearly all choices agree, and all weights fit them.
+        agree = (ids.sort().values == want_ids.sort().values).all(-1).float().mean() if tokens else 1
+        assert agree > 0.97
+        every = params._replace(top_k=experts, normalise=False, scale=1.0)
+        all_ids, scores = router.route_reference(x, weight, None, every)
+        chosen = torch.zeros_like(scores).scatter_(1, all_ids.long(), scores).gather(1, ids.long())
+        chosen = chosen / chosen.sum(-1, keepdim=True) if params.normalise else chosen
+        torch.testing.assert_close(weights, chosen * params.scale, atol=1e-5, rtol=1e-4)
+    assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
+
+
+def test_ids_are_valid_whatever_comes():
+    for fill in (float("nan"), float("inf"), 0.0):
+        x = torch.full((9, 64), fill, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(20, 64, device="cuda").bfloat16()
+        for params in (RouterParams(4), RouterParams(4, "sigmoid")):
+            ids, _ = router.route(x, weight, None, params)
+            assert ((ids >= 0) & (ids < 20)).all() and all(len(set(row)) == 4 for row in ids.tolist())

@@ -1,0 +1,102 @@
+"""Models that an architecture does not take: what a user is told, in the names that the model's files have."""
+
+import json
+
+import pytest
+from phalanx import errors
+from phalanx.comm import mesh, threads
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.load import load
+from safetensors.torch import load_file, save_file
+
+from .test_architectures import MODELS, write
+
+REFUSED = [
+    ("phi", {"qk_layernorm": True}, "config.json: qk_layernorm is true, which is not supported for phi"),
+    ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is true, which is not supported"),
+    ("phi", {"layer_norm_eps": "small"}, "layer_norm_eps is 'small', expected float"),
+    ("stablelm", {"use_parallel_residual": 2}, "use_parallel_residual is 2, expected bool"),
+    ("starcoder2", {"hidden_act": "quick_gelu"}, "activation 'quick_gelu' is not supported"),
+    ("gpt_bigcode", {"multi_query": False}, "multi_query is false; gpt_bigcode is served with one key head alone"),
+    ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention is true; decoders alone are served"),
+    ("gpt_bigcode", {"n_head": "many"}, "config.json: n_head is 'many', not a positive integer"),
+    ("gpt_bigcode", {"n_embd": None}, "config.json has no n_embd"),
+    ("gpt_bigcode", {"activation_function": 3}, "activation_function is 3, expected str"),
+]
+MISSING = [
+    ("phi", "model.layers.1.self_attn.dense.bias"),
+    ("phi", "model.layers.0.mlp.fc2.weight"),
+    ("phi", "model.final_layernorm.bias"),
+    ("phi", "lm_head.bias"),
+    ("stablelm parallel", "model.layers.2.self_attn.q_layernorm.norms.3.weight"),
+    ("starcoder2", "model.layers.2.mlp.c_fc.bias"),
+    ("gpt_bigcode", "transformer.h.0.attn.c_attn.weight"),
+    ("gpt_bigcode", "transformer.h.3.ln_2.bias"),
+    ("gpt_bigcode", "transformer.wpe.weight"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> its checkpoint, made once."""
+    found = {}
+
+    def make(name):
+        if name not in found:
+            found[name] = write(tmp_path_factory.mktemp("model"), **MODELS[name])
+        return found[name]
+
+    return make
+
+
+def copy(path, to, change, rewrite=lambda tensors: None):
+    """The checkpoint with other keys in config.json, and tensors that were rewritten."""
+    config = json.loads((path / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | change))
+    tensors = load_file(path / "model.safetensors")
+    rewrite(tensors)
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+def stop(path):
+    with pytest.raises(errors.FatalError) as stopped:
+        threads.run(lambda comm: load(path, mesh.build(comm, 1, 1)), 1)
+    assert stopped.value.code == errors.MODEL
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize("name, change, message", REFUSED)
+def test_configs(made, tmp_path, name, change, message):
+    assert message in stop(copy(made(name), tmp_path, change))
+
+
+@pytest.mark.parametrize("name, tensor", MISSING)
+def test_missing_tensors(made, tmp_path, name, tensor):
+    assert stop(copy(made(name), tmp_path, {}, lambda tensors: tensors.pop(tensor))).endswith(f"has no tensor {tensor}")
+
+
+@pytest.mark.parametrize("name, tensor", MISSING)
+def test_misshapen_tensors(made, tmp_path, name, tensor):
+    before = []
+
+    def cut(tensors):
+        before.extend(tensors[tensor].shape)
+        tensors[tensor] = tensors[tensor][1:].clone()
+
+    message = stop(copy(made(name), tmp_path, {}, cut))
+    shapes = [" x ".join(map(str, shape)) for shape in ((before[0] - 1, *before[1:]), before)]
+    assert message.endswith(f"{tensor} is {shapes[0]}, expected {shapes[1]}")
+
+
+def test_weights_in_pickles(made, tmp_path):
+    path = copy(made("phi"), tmp_path, {})
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    assert "; pytorch_model.bin is of a kind that cannot be read yet" in stop(path)
+
+
+@pytest.mark.parametrize("name, share", [("phi", 0.5), ("stablelm", 0.25)])
+def test_how_much_of_a_head_is_rotated_where_config_json_does_not_say(made, tmp_path, name, share):
+    change = {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": None}
+    config = read_config(copy(made(name), tmp_path, change))
+    assert config.raw["rope_parameters"]["partial_rotary_factor"] == share
