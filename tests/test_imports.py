@@ -32,6 +32,7 @@ ROOMS = (
     "rank.model.shard",
     "comm",
     "kernels.attention",
+    "kernels.quantized",
     "kernels.gemm",
     "kernels.rope",
     "kernels.collective",
