@@ -6,6 +6,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
 from phalanx.rank.model.load import load
+from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import kv_cache
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.cpu_graphs import MOST_ROWS, CpuDecodeGraphs
@@ -103,11 +104,12 @@ def test_every_architecture_is_recorded(tmp_path, name):
     threads.run(run, 1)
 
 
-def test_bf16(tmp_path):
-    path = make_checkpoint(tmp_path, tokenizer=False)
+@pytest.mark.parametrize("isq", ["none", *IN_SITU])
+def test_bf16_and_quantised_weights(tmp_path, isq):
+    path = make_checkpoint(tmp_path, tokenizer=False, hidden_size=96, intermediate_size=128)
 
     def run(comm):
-        rank = Rank(comm, path, dtype="bf16")
+        rank = Rank(comm, path, dtype="bf16", isq=isq)
         assert max(rank.step(*step) for step in STEPS) < 1e-3, "the same operations"
         assert sorted(rank.graphs._captured) == [1, 2, 3]
 
