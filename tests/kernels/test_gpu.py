@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.activation import activation
+from phalanx.kernels.activation import activation, xielu
 from phalanx.kernels.attention import attention, reference
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import CurrentKV
@@ -50,6 +50,13 @@ def poison():
 def test_activate(rows, size, dtype, bound, act):
     x = (torch.randn(rows, size, device="cuda") * 3).to(dtype)
     near(activation.activate(x.clone(), act), activation.activate_reference(x, act), bound)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("rows, size", [(0, 8), (1, 1), (3, 33), (37, 4096)])
+def test_xielu(rows, size, dtype, bound):
+    x = (torch.randn(rows, size, device="cuda") * 3).to(dtype)
+    near(xielu.xielu(x.clone(), 0.9, 1.3), xielu.xielu_reference(x, 0.9, 1.3), bound)
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)

@@ -44,7 +44,7 @@ OTHERS = {
     },
 }  # fmt: skip
 REFUSED = [("phi", "tied")]
-UNGATED = ("gpt_bigcode", "phi", "starcoder2")
+UNGATED = ("apertus", "gpt_bigcode", "phi", "starcoder2")
 CASES = [(kind, name) for kind in architectures.supported() for name in VARIANTS if (kind, name) not in REFUSED]
 
 
