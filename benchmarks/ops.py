@@ -22,6 +22,7 @@ from phalanx.benchmarks.timing import Call, energy, measure
 from phalanx.kernels.activation import activation
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
+from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import skinny, swiglu_gemm
@@ -316,7 +317,7 @@ def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
         paged_attention(turned, c[0], c[1], rows, SCORES)
 
     def by_triton(c: Tensor) -> None:
-        new = attention_tma.CurrentKV(k, v, turn, None, rows.slots)
+        new = CurrentKV(k, v, turn, None, rows.slots)
         attention_triton.decode(q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, new)
 
     rest = turn, None

@@ -42,9 +42,7 @@ class ShmComm(MpiComm, FusedComm):
     def all_gather(self, x: Tensor) -> Tensor:
         if self.shm is None or not self.shm.fits(x, self.size):
             return super().all_gather(x)
-        out = x.new_zeros(self.size, *x.shape)
-        out[self.rank] = x
-        return self.all_reduce(out)
+        return self.shm.all_gather(x.contiguous())
 
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

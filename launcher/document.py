@@ -13,12 +13,12 @@ import msgspec
 from ..rank import protocol
 from ..rank.options import GROUPS, Options, Spec, specs
 from ..rank.server import api_error, unsupported
-from ..rank.server.batch.batch_input import KINDS
-from ..rank.server.field_meanings import MEANINGS
-from ..rank.server.http.app import ROUTES
+from ..rank.server.decoding import Body
+from ..rank.server.field_meanings import meaning
 from ..rank.server.http.metrics import Metrics
+from ..rank.server.http.routes import routes
 from ..rank.server.sampling_params import OPENAI_DEFAULTS
-from ..rank.server.schema import RANGES, UNSUPPORTED, ChatRequest, Common, CompletionRequest, EmbeddingRequest
+from ..rank.server.schema import RANGES, ChatRequest, Common, CompletionRequest
 from .cli import verbs
 from .commands.batch import SERVER_ONLY, BatchOptions
 from .commands.bench.command import BenchOptions
@@ -65,11 +65,12 @@ VARIABLES = {
     "SLURM_JOB_END_TIME": "when the job ends: `phalanx batch` is done before",
 }
 REQUESTS = """\
-Requests and answers have OpenAI's shapes. A body is JSON (`Content-Type: application/json`) of up to 64 MiB. With
-`--api-key` or `--api-key-file` each request needs `Authorization: Bearer KEY`, except for `/health` and `/metrics`. The
-answer to every request has an `X-Request-Id`: the client's own where it sent one. `"stream": true` answers with
-server-sent events that end with `data: [DONE]`; an error after the first event is an event of its own, and no `[DONE]`
-follows.
+Requests and answers have OpenAI's shapes, under `/v1/messages` Anthropic's. A body is JSON (`Content-Type:
+application/json`) of up to 64 MiB, also as gzip (`Content-Encoding: gzip`) of which that much comes out. With
+`--api-key` or `--api-key-file` a request needs `Authorization: Bearer KEY` or `X-Api-Key: KEY`, except where the table
+says no. The answer to every request has an `X-Request-Id`: the client's own where it sent one. `"stream": true` answers
+with server-sent events, which OpenAI's completions end with `data: [DONE]`; an error after the first event is the last
+event. `/openapi.json` describes all this for programs, `/docs` for people.
 
 A field that is not listed is ignored, unless it would change the answer: then it is refused with 400 and its name.
 `null` means that a field is not given. A default is the server's, unless its options or the model's
@@ -155,18 +156,21 @@ def _default(spec: Spec) -> str:
 def api_page() -> str:
     """docs/api.md."""
     rows = []
-    for pattern, handler in ROUTES:
-        path = pattern.replace("(.+)", "NAME")
-        what = " ".join((handler.__doc__ or "").split("\n")[0].split())
-        batch = "yes" if path in KINDS else ""
-        rows.append((", ".join(handler.methods()), f"`{path}`", what, "yes" if handler.needs_key else "no", batch))
+    for route in routes():
+        paths = ", ".join(f"`{path}`" for path in (route.path, *route.also))
+        batch = "yes" if route.batchable else ""
+        rows.append((route.method, paths, route.about, "yes" if route.needs_key else "no", batch))
     lines = ["# HTTP endpoints", "", MADE, "", REQUESTS]
     lines += [_table(("method", "path", "answer", "needs a key", "in `phalanx batch`"), rows), ""]
     lines += ["## Fields of chat completions and completions", "", *_request(Common, (), both := _shared())]
-    for path, kind in KINDS.items():
-        name = path.removeprefix("/v1/").replace("/", " ").capitalize()
-        left_out = () if kind is EmbeddingRequest else Common.__struct_fields__
-        refused = {name: one for name, one in UNSUPPORTED[kind].items() if not left_out or both.get(name) != one}
+    kinds: dict[type[Body], str] = {}
+    for route in routes():
+        if route.schema:
+            kinds.setdefault(route.schema, route.path)
+    for kind, path in kinds.items():
+        name = path.removeprefix("/v1").strip("/").replace("/", " ").capitalize()
+        left_out = Common.__struct_fields__ if issubclass(kind, Common) else ()
+        refused = {name: one for name, one in kind.refused.items() if not left_out or both.get(name) != one}
         lines += [f"## {name}", "", *_request(kind, left_out, refused)]
     errors = ((str(status), f"`{name}`") for status, name in api_error.TYPES.items())
     lines += [
@@ -184,8 +188,8 @@ def api_page() -> str:
 
 def _shared() -> dict[str, unsupported.Field]:
     """What chat completions and completions refuse alike."""
-    other = UNSUPPORTED[CompletionRequest]
-    return {name: one for name, one in UNSUPPORTED[ChatRequest].items() if other.get(name) == one}
+    other = CompletionRequest.refused
+    return {name: one for name, one in ChatRequest.refused.items() if other.get(name) == one}
 
 
 def _request(
@@ -199,11 +203,13 @@ def _request(
         values = "{} to {}".format(*RANGES[field.name]) if field.name in RANGES else ""
         default = OPENAI_DEFAULTS.get(field.name)
         shown = "**needed**" if field.required else f"`{default}`" if default is not None else ""
-        rows.append((f"`{field.name}`", _type(field.type), values, shown, MEANINGS[field.name]))
+        rows.append((f"`{field.name}`", _type(field.type), values, shown, meaning(kind, field.name)))
     yield from (_table(("field", "type", "values", "default", "meaning"), rows), "")
     reasons: dict[str, list[str]] = {}
     for name, one in refused.items():
         reasons.setdefault(one.why, []).append(f"`{name}`")
+    if not reasons:
+        return
     yield from ("Refused, unless the value changes nothing:", "")
     yield from (_table(("field", "why"), ((", ".join(names), why) for why, names in reasons.items())), "")
 

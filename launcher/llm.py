@@ -23,11 +23,13 @@ from .. import errors
 from ..rank.options import Options
 from ..rank.protocol import TokenLogprob
 from ..rank.server.api_error import ApiError
-from ..rank.server.batch.admission import Admission, enough, opened, sequences
+from ..rank.server.batch.admission import Admission, enough
 from ..rank.server.config import SamplingDefaults, ServerConfig
+from ..rank.server.decoding import convert
 from ..rank.server.engine_client import EngineClient
+from ..rank.server.generation import Make, chat_generation, completion_generation
 from ..rank.server.openai_format import tool_call
-from ..rank.server.schema import ChatRequest, CompletionRequest, convert
+from ..rank.server.schema import ChatRequest, Common, CompletionRequest
 from ..rank.server.session import Session
 from ..rank.server.text.events import Answer
 from ..rank.server.text_engine import TextEngine
@@ -41,7 +43,7 @@ Prompt = str | Sequence[int]
 # Options of a server: here nothing listens, and whoever calls sees the failure and can start again.
 _SERVER_ONLY = (
     "host", "port", "api_key", "api_key_file", "strict", "queue_size", "access_log", "restarts", "served_model_name",
-    "idle_exit", "allowed_origins", "allowed_hosts",
+    "idle_exit", "allowed_origins", "allowed_hosts", "response_store",
 )  # fmt: skip
 DRAIN_PATIENCE = 5.0
 
@@ -157,7 +159,7 @@ class LLM:
             {"prompt": prompt if isinstance(prompt, str) else [int(token) for token in prompt], **fields}
             for prompt, fields in zip(listed, _fields(sampling_params, len(listed)), strict=True)
         ]
-        return self._host.answer(bodies, CompletionRequest)
+        return self._host.answer(bodies, CompletionRequest, completion_generation)
 
     def chat(
         self,
@@ -173,7 +175,7 @@ class LLM:
             if (likeliest := chosen.pop("logprobs", None)) is not None:
                 chosen |= {"logprobs": True, "top_logprobs": likeliest}
             bodies.append({"messages": list(conversation), **chosen, **fields})
-        return self._host.answer(bodies, ChatRequest)
+        return self._host.answer(bodies, ChatRequest, chat_generation)
 
     def close(self) -> None:
         """End the job. Further calls raise."""
@@ -271,21 +273,21 @@ class _Host:
         why = fatal.message if fatal is not None else supervisor.NAMES.get(code, "see the messages above")
         return JobError(f"the job ended with exit code {code}: {why}", code)
 
-    def answer(self, bodies: list[dict[str, Any]], kind: type[CompletionRequest] | type[ChatRequest]) -> list[Output]:
+    def answer(self, bodies: list[dict[str, Any]], kind: type[Common], make: Make) -> list[Output]:
         if self._closed or self._pid != os.getpid():
             raise RuntimeError("this LLM is closed" if self._closed else "this LLM belongs to the parent process")
         try:
-            requests: list[Any] = [convert(body, kind) for body in bodies]  # type: ignore[type-var]
-            return self._run(self._answer_all(requests))
+            requests = [convert(body, kind) for body in bodies]
+            return self._run(self._answer_all(requests, make))
         except ApiError as error:
             raise ValueError(error.message) from None
 
-    async def _answer_all(self, requests: list[CompletionRequest | ChatRequest]) -> list[Output]:
+    async def _answer_all(self, requests: list[Common], make: Make) -> list[Output]:
         ready = self._link.ready
         if ready is None:
             raise await self._death()
         room = Admission(enough(ready.max_num_seqs))  # what waits beyond that waits here
-        tasks = [asyncio.ensure_future(self._answer(request, room)) for request in requests]
+        tasks = [asyncio.ensure_future(self._answer(request, make, room)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
         except ApiError as error:
@@ -296,11 +298,11 @@ class _Host:
             for task in tasks:
                 task.cancel()
 
-    async def _answer(self, request: CompletionRequest | ChatRequest, room: Admission) -> Output:
-        taken = await room.take(sequences(request))
+    async def _answer(self, request: Common, make: Make, room: Admission) -> Output:
+        taken = await room.take(request.sequences())
         try:
-            async with opened(self._sessions, request) as session:
-                return await _collect(session, request.logprobs not in (None, False))
+            with contextlib.closing(await self._sessions.generate(request, make)) as session:
+                return await _collect(session, request.likeliest() >= 0)
         finally:
             room.give(taken)
 

@@ -31,10 +31,12 @@ ROOMS = (
     "rank.model.config",
     "rank.model.architectures",  # which there are: its own file alone
     "rank.model.batch",
+    "rank.model.cache_spec",
     "rank.model.shard",
     "comm",
     "kernels.attention",
     "kernels.moe",
+    "kernels.quantized",
     "kernels.gemm",
     "kernels.rope",
     "kernels.collective",

@@ -48,7 +48,7 @@ class Pace:
         self.between.append(began - self._ended)
         work = runner.state.apply(plan)
         runner._enter(plan)
-        build_batches(runner.state, work, runner._last, runner.caches, runner.block_size, runner._upload)
+        build_batches(runner.state, work, runner._last, runner.caches, runner._upload)
         count = int(work.samples.sum())
         ids = torch.from_numpy(self._random.integers(300, 4000, count))
         runner._last[torch.from_numpy(work.sampled_rows)] = ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from .. import jit
 from ..device import SHARED, device_caps
-from ..rope.rope import CosSin, QKNorm
+from .backend import CurrentKV, Part
 
 LOG2_E = 1.4426950408889634
 DIMS = 64, 128, 256  # head sizes
@@ -27,17 +26,36 @@ KEYS = {64: 128, 128: 128, 256: 64}  # of a tile, by head size
 STAGES = {64: 6, 128: 3, 256: 2}  # tiles of keys, and as many of values, that lie in shared memory
 
 
-class CurrentKV(NamedTuple):
-    """The step's tokens as rope_and_store_kv takes them, rotated as whole heads."""
-
-    k: Tensor  # [n, kv_heads, head_dim], heads side by side, as in v
-    v: Tensor
-    cos_sin: CosSin
-    norms: QKNorm | None
-    slots: Tensor  # [n] int64; negative: not written
+def supports(part: Part) -> bool:
+    if part.values.shape != part.keys.shape:
+        return False
+    if part.decodes:
+        return supports_decode(part.q, part.keys, part.newest)
+    return supports_prefill(part.q, part.keys)
 
 
-def supports(q: Tensor, keys: Tensor, newest: CurrentKV | None = None) -> bool:
+def plan(part: Part) -> Tensor | None:
+    """Of prompts: prefill_work() on the device, the same for all layers."""
+    if part.decodes:
+        return None
+    rows, key = part.rows, "prefill_work"
+    items = rows.scratch.get(key)
+    if items is None:
+        listed = torch.from_numpy(prefill_work(rows.query_lens, rows.kv_lens, part.first, part.stop)).pin_memory()
+        items = rows.scratch[key] = listed.to(part.q.device, non_blocking=True)
+    return items
+
+
+def run(part: Part, plan: Tensor | None) -> None:
+    keys, values, rows, params = part.keys, part.values, part.rows, part.params
+    if plan is None:
+        q, out = part.decoding
+        decode(q, keys, values, rows.block_tables, rows.lengths, out, *params, part.newest)
+    else:
+        prefill(part.q, keys, values, rows.block_tables, plan, part.out, *params)
+
+
+def supports_decode(q: Tensor, keys: Tensor, newest: CurrentKV | None = None) -> bool:
     """Whether `decode` takes q [n, heads, dim] and caches like keys [blocks, size, kv_heads, dim]."""
     if len(q) > SEQUENCES or not _boxed(q, keys):
         return False

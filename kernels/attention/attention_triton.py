@@ -1,4 +1,4 @@
-"""Attention over the paged cache on GPUs, in Triton, where attention_tma does not take it; imported there alone.
+"""Attention over the paged cache on GPUs, in Triton, where attention_tma does not take it; imported on GPUs alone.
 
 Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691); the split over a sequence after Flash-Decoding (Dao
 et al. 2023). Exponentials are to the base 2. Every load of keys and values is masked by the sequence's length, so that
@@ -15,7 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import jit
 from ..device import device_caps
-from .attention_tma import LOG2_E, CurrentKV
+from .attention_tma import LOG2_E
+from .backend import CurrentKV, Part
 
 # Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
 PROGRAMS = 4
@@ -263,6 +264,33 @@ def prefill_kernel(
 
 def _overlaps(x: Tensor) -> bool:
     return x.is_cuda and device_caps(x.device).has_pdl
+
+
+def supports(part: Part) -> bool:
+    return part.values.shape == part.keys.shape
+
+
+def plan(part: Part) -> int:
+    """Of decoding sequences: how many parts each is cut in at most. Of prompts: the most tokens of one."""
+    rows, window = part.rows, part.params.window
+    if not part.decodes:
+        return max(rows.query_lens[part.first : part.stop])
+    longest = max(rows.kv_lens[: part.stop])
+    programs, num_sms = part.stop * part.keys.shape[2], device_caps(part.q.device).num_sms
+    splits = choose_kv_splits(programs, min(longest, window or longest), num_sms)
+    # Without `newest`, in a step with prompts: all that there may be, or none. Each number is a kernel of its own, to
+    # be compiled in the middle of work.
+    return MAX_KV_SPLITS if part.newest is None and splits > 1 else splits
+
+
+def run(part: Part, plan: int) -> None:
+    keys, values, tables, lengths = part.keys, part.values, part.rows.block_tables, part.rows.lengths
+    if part.decodes:
+        q, out = part.decoding
+        decode(q, keys, values, tables, lengths, out, *part.params, plan, part.newest)
+    else:
+        first, count, starts = part.first, part.stop - part.first, part.rows.query_starts
+        prefill(part.q, keys, values, tables, lengths, starts, part.out, *part.params, first, count, plan)
 
 
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:

@@ -1,38 +1,34 @@
-"""Steps of one token a sequence on CPUs: cpu_decode.cpp."""
+"""Decoding sequences on CPUs: cpu_decode.cpp."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..cpp import ops
+from .backend import Part
 
 MOST_DIM = 512  # as in cpu_decode.cpp
 
 
-def supports(q: Tensor, keys: Tensor, tables: Tensor) -> bool:
-    """q [B, heads, head_dim], keys [blocks, block_size, kv_heads, head_dim]."""
-    if q.device.type != "cpu" or not len(q) or q.dtype != keys.dtype or q.shape[2] > MOST_DIM:
+def supports(part: Part) -> bool:
+    q, keys, dim = part.q, part.keys, part.q.shape[2]
+    if not part.decodes or q.dtype != keys.dtype or dim > MOST_DIM or keys.shape != part.values.shape:
         return False
-    return q.stride()[1:] == (q.shape[2], 1) and keys.is_contiguous() and tables.stride(1) == 1 and ops.takes(q)
+    tables = part.rows.block_tables
+    return q.stride()[1:] == (dim, 1) and keys.is_contiguous() and tables.stride(1) == 1 and ops.takes(q)
 
 
-def decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    cap: float,
-) -> Tensor:
-    """[B, heads, head_dim]; a sequence of length 0 gives zeros."""
+def plan(part: Part) -> None:
+    """C++ finds keys by itself."""
+
+
+def run(part: Part, plan: None) -> None:
+    """A sequence of length 0 gives zeros."""
+    (q, out), (scale, window, cap) = part.decoding, part.params
+    keys, tables = part.keys, part.rows.block_tables
     n, heads, dim = q.shape
     size, kv_heads = keys.shape[1:3]
-    out = q.new_empty(q.shape)
     partial = q.new_empty(torch.get_num_threads(), 2, heads // kv_heads, 2 + dim, dtype=torch.float32)
-    values_ = (q, keys, values, tables, lengths, out, partial, n, heads, kv_heads, dim, size, tables.stride(0),
-               q.stride(0), window, float(scale), float(cap))  # fmt: skip
+    values_ = (q, keys, part.values, tables, part.rows.lengths, out, partial, n, heads, kv_heads, dim, size,
+               tables.stride(0), q.stride(0), window, float(scale), float(cap))  # fmt: skip
     ops.run(*((ops.typed("cpu_decode", name, q.dtype), values_) for name in ("decode", "merge")))
-    return out

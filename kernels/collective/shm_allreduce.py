@@ -35,6 +35,14 @@ class ShmAllReduce:
         """x, contiguous, becomes the ranks' sum."""
         ops.run(self._call(x))
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' x, [ranks, *x.shape]: the sum of rows that are zeros but for the rank's own. x is contiguous."""
+        ranks = self.slots.shape[1]
+        out = x.new_empty(ranks, *x.shape)
+        place = ops.op("shm_allreduce", "place_f32"), (x, out, x.numel(), self.rank, ranks)
+        ops.run(place, self._call(out))
+        return out
+
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         """residual += the ranks' sum of x, then x = the norm of it. All contiguous, x and residual [T, H]."""
         rest = x, residual, weight, None, *x.shape, float(eps)

@@ -138,8 +138,8 @@ def _pipelined_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: b
 
 
 def _way(x: Tensor, weight: Tensor) -> TileConfig | Literal["gemv"] | None:
-    found = device_caps(x.device)
-    return _choose(len(x), *weight.shape, found)
+    outputs, inputs = weight.shape
+    return _choose(len(x), outputs, inputs, device_caps(x.device))
 
 
 def _choose(rows: int, outputs: int, inputs: int, found: DeviceCaps) -> TileConfig | Literal["gemv"] | None:

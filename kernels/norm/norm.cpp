@@ -23,6 +23,13 @@ struct Add {
     int64_t count;
 };
 
+struct Scale {
+    void* x;               // [rows, width], `pitch` between rows
+    const float* factors;  // of each row; null: `factor` of all
+    int64_t rows, width, pitch;
+    double factor;
+};
+
 template <typename T> INLINE float sum_of_squares(const T* x, int64_t size) {
     Vec total = {};
     int64_t i = 0;
@@ -71,9 +78,22 @@ template <typename T> void add(const Add& a, int part, int parts) {
     add_row((const T*)a.x + share.first, (T*)a.y + share.first, share.last - share.first);
 }
 
+template <typename T> void scale(const Scale& a, int part, int parts) {
+    Share share(a.width, part, parts);
+    for (int64_t t = 0; t < a.rows; t++) {
+        T* x = (T*)a.x + t * a.pitch;
+        float factor = a.factors ? a.factors[t] : (float)a.factor;
+        int64_t i = share.first;
+        for (; i + LANES <= share.last; i += LANES) store(x + i, load(x + i) * factor);
+        if (i < share.last) store(x + i, load(x + i, share.last - i) * factor, share.last - i);
+    }
+}
+
 OP(rms_norm_f32, rms_norm<float>, RmsNorm)
 OP(rms_norm_bf16, rms_norm<bf16>, RmsNorm)
 OP(add_rms_norm_f32, add_rms_norm<float>, AddRmsNorm)
 OP(add_rms_norm_bf16, add_rms_norm<bf16>, AddRmsNorm)
 OP(add_f32, add<float>, Add)
 OP(add_bf16, add<bf16>, Add)
+OP(scale_f32, scale<float>, Scale)
+OP(scale_bf16, scale<bf16>, Scale)

@@ -130,7 +130,7 @@ def supports_cpu(q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[
     dim = q.shape[2]
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
     plain = all(x.is_contiguous() for x in (cos_sin.cos, cos_sin.sin, *cache)) and cache[0].dtype == q.dtype
-    return side_by_side and plain and dim <= CPU_MOST_DIM and ops.takes(q)
+    return side_by_side and plain and v.shape[2] == dim <= CPU_MOST_DIM and ops.takes(q)
 
 
 def rope_and_store_kv_cpu(

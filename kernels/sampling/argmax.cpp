@@ -54,6 +54,41 @@ static void choose(const Argmax& a, int part, int parts) {
     }
 }
 
+struct Candidates {
+    const float* values;  // [S]
+    const int64_t* ids;   // [S]
+    float* y;             // [2, S]: values, and ids + offset
+    int64_t rows, offset;
+};
+
+static void candidates(const Candidates& a, int part, int) {
+    if (part) return;
+    for (int64_t s = 0; s < a.rows; s++) {
+        a.y[s] = a.values[s];
+        a.y[a.rows + s] = (float)(a.ids[s] + a.offset);
+    }
+}
+
+struct Elect {
+    const float* x;  // [parts, 2, S]: candidates
+    int64_t* ids;    // [S]: of the largest value, the first such
+    int64_t rows, parts;
+};
+
+static void elect(const Elect& a, int part, int) {
+    if (part) return;
+    for (int64_t s = 0; s < a.rows; s++) {
+        const float *best = a.x + s, *x = best;
+        for (int64_t p = 1; p < a.parts; p++) {
+            x += 2 * a.rows;
+            if (*x > *best) best = x;
+        }
+        a.ids[s] = (int64_t)best[a.rows];
+    }
+}
+
 OP(find_f32, find<float>, Argmax)
 OP(find_bf16, find<bf16>, Argmax)
 OP(choose_f32, choose, Argmax)
+OP(candidates_f32, candidates, Candidates)
+OP(elect_f32, elect, Elect)

@@ -24,6 +24,26 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     return argmax_reference(x)
 
 
+def candidates(best: tuple[Tensor, Tensor], offset: int) -> Tensor:
+    """[2, S] f32 of argmax's values and ids: the values, and ids + offset, which are exact below 2^24."""
+    values, ids = best
+    if len(ids) and ops.takes(values):
+        out = values.new_empty(2, len(ids))
+        ops.op("argmax", "candidates_f32")(values, ids, out, len(ids), offset)
+        return out
+    return torch.stack((values, (ids + offset).float()))
+
+
+def elect(found: Tensor) -> Tensor:
+    """The ids [S] int64 of the largest of candidates [parts, 2, S]; of equal values the first part's."""
+    parts, _, rows = found.shape
+    if rows and found.is_contiguous() and ops.takes(found):
+        ids = found.new_empty(rows, dtype=torch.int64)
+        ops.op("argmax", "elect_f32")(found, ids, rows, parts)
+        return ids
+    return found[:, 1].gather(0, found[:, 0].argmax(0)[None])[0].long()
+
+
 def argmax_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     values, ids = x.max(-1)
     return values.float(), ids

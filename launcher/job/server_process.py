@@ -177,6 +177,7 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
         allowed_origins=list(options.allowed_origins),
         allowed_hosts=[*options.allowed_hosts, *_own_name(listener)],
         queue_size=options.queue_size,
+        response_store=options.response_store,
         restarts_expected=options.restarts > 0,
         sampling=SamplingDefaults(**defaults),
         generation_config="auto" if options.generation_config else "none",

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ...comm.mesh import Mesh
 from ...errors import MODEL, FatalError
 from ...kernels.rope.rope import CosSin
 from .batch import Batch
+from .cache_spec import CacheSpec
 from .config import Config, spelled
 from .experts.fused import StackedLinear
 from .formats import ChooseFormat, dense
@@ -86,20 +87,17 @@ class Args:
         return cls(**values)
 
 
-class KVSpec(NamedTuple):
-    """The shape of this rank's KV cache."""
-
-    layers: int  # of this stage
-    kv_heads: int  # of this rank
-    head_dim: int
-
-
 class Layer(nn.Module):
     """One transformer layer."""
 
     def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
         """index: of the layer in the model. local: of the layer in this pipeline stage."""
         super().__init__()
+
+    def cache_spec(self) -> CacheSpec:
+        """What the layer keeps of its sequences: what its one sublayer with a cache does."""
+        (attention,) = [sublayer for sublayer in self.children() if hasattr(sublayer, "cache_spec")]
+        return cast(Any, attention).cache_spec()
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         """Add the outputs of the layer's sublayers to the residual stream [T, hidden].
@@ -146,7 +144,6 @@ class Model(nn.Module):
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
-
     # parts of names of a checkpoint's tensors → what the attributes' paths have in their place, one after the other
     RENAMED: ClassVar[dict[str, str]] = {}
     # How names begin of a checkpoint's tensors that are left out, as another model's: of vision, audio.
@@ -155,6 +152,7 @@ class Model(nn.Module):
     # Set by load():
     dtype: torch.dtype
     weight_bytes: int  # on this rank
+    num_weights: int  # of its linears
 
     def __init__(
         self,
@@ -173,14 +171,16 @@ class Model(nn.Module):
         ropes = [args.rope(index) for index in range(args.num_hidden_layers)]
         self.rope = RotaryEmbeddings(ropes, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = self._head(args, mesh) if mesh.last else None
-        kv_heads = max(args.num_key_value_heads // mesh.tensor.size, 1)
-        self.kv_spec = KVSpec(len(self.model.layers), kv_heads, args.head_dim)
         self._build(names, format_of)
 
     @staticmethod
     def _head(args: Args, mesh: Mesh) -> ParallelLMHead:
         scale, softcap = args.logit_scale, args.logit_softcap
         return ParallelLMHead(args.vocab_size, args.hidden_size, mesh, scale, softcap, args.head_bias)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Of each layer of this stage, in order."""
+        return [cast(Layer, layer).cache_spec() for layer in self.model.layers.values()]
 
     def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
         """The residual stream after this stage's layers, [T, hidden], equal on all ranks of the tensor group.
@@ -277,7 +277,7 @@ class Model(nn.Module):
         parent, _, name = path.rpartition(".")
         merged = self.MERGED.get(name, (name,))
         several = len(linear.outputs) > 1
-        if several and (name not in self.MERGED or f"{path}.weight" in names):  # the checkpoint holds it merged
+        if several and (name not in self.MERGED or f"{path}.weight" in names):
             return self._merged_sources(path, linear.outputs)
         return [Source(f"{parent}.{part}" if parent else part) for part in merged]
 
@@ -307,10 +307,7 @@ class Model(nn.Module):
 class TextOfMultimodal(Model):
     """The text model of a multimodal checkpoint: its tensors under the names that they have where it stands alone."""
 
-    PREFIXES: ClassVar[dict[str, str]] = {
-        "language_model.": "",
-        "model.language_model.": "model.",
-    }
+    PREFIXES: ClassVar[dict[str, str]] = {"language_model.": "", "model.language_model.": "model."}
     LEFT_OUT = tuple(
         f"{under}{part}." for under in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
     )
@@ -319,5 +316,5 @@ class TextOfMultimodal(Model):
     def rename(cls, name: str) -> str:
         for prefix, own in cls.PREFIXES.items():
             if name.startswith(prefix):
-                return own + name.removeprefix(prefix)
-        return name
+                name = own + name.removeprefix(prefix)
+        return super().rename(name)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .cache_spec import Caches
+
 
 @dataclass(slots=True)
 class Batch:
@@ -26,8 +28,8 @@ class Batch:
     num_decodes: int
     query_lens: list[int]  # tokens of each sequence in this step and in the cache: query_starts and lengths on the host
     kv_lens: list[int]
-    caches: list[tuple[Tensor, Tensor]]  # per local layer: keys, values [blocks, block_size, kv_heads, head_dim]
+    caches: Caches  # per local layer: the tensors that its cache_spec() asks for
     # The tokens at sample_at as S sequences of one token each, without ids. The last layer continues with these alone
     # once it has written keys and values. None: it continues with all tokens.
     sampled: Batch | None = None
-    scratch: dict[str, Any] = field(default_factory=dict)  # what a kernel computes once for all layers of the step
+    scratch: dict[Any, Any] = field(default_factory=dict)  # what a kernel computes once for all layers of the step

@@ -156,7 +156,7 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         if not isinstance(text, dict):
             raise FatalError(f"{path}/config.json: text_config is {text!r}, not an object", MODEL)
         raw = {"model_type": raw["model_type"]} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
-    model_type = str(TEXT_TYPES.get(raw.get("model_type"), raw.get("model_type")))
+    model_type = str(TEXT_TYPES.get(str(raw.get("model_type")), raw.get("model_type")))
     names = NAMES.get(model_type, {})
     given = {key: value for key, value in raw.items() if value is not None}
     renamed = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
@@ -173,7 +173,7 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise FatalError(f"{path}/config.json: the rope parameters are {given!r}, not an object", MODEL)
-    full, sliding = given, {}
+    full, sliding = given, dict[str, Any]()
     nested = FULL in given or SLIDING in given
     if nested:
         full, sliding = given.get(FULL) or {}, given.get(SLIDING) or {}

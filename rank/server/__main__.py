@@ -79,7 +79,7 @@ class Server:
     async def run(self) -> int:
         """Serve until a signal or the job's end; returns the exit code."""
         from .http.app import make_app, serve
-        from .http.handler import ServerState
+        from .http.state import ServerState
         from .text_engine import TextEngine
 
         loop = asyncio.get_running_loop()

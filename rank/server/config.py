@@ -36,6 +36,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     allowed_origins: list[str] = []  # whose web pages may call this server, such as http://localhost:3000; "*": any
     allowed_hosts: list[str] = []  # names of this server besides those it knows, for when it has no key; "*": any
     queue_size: int = 1024  # open sequences beyond max_num_seqs before 429
+    response_store: int = 1024  # of /v1/responses how many are kept in memory; 0: none
     restarts_expected: bool = False  # a new lead may come after one is lost: stay and answer 503 meanwhile
     sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
     generation_config: str = "auto"  # "auto": the model directory's file; "none": ignore it; else a file's path

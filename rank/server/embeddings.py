@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-import uuid
 from array import array
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import protocol
 from .api_error import ApiError, bad
+from .generation import LoadedModel
+from .prompts import embedding_inputs
 from .schema import EmbeddingRequest
 from .text_engine import TextEngine
-
-
-class Embedded(NamedTuple):
-    id: str
-    prompt_tokens: int
-    body: dict[str, Any]  # of the response, as OpenAI has it
 
 
 async def embed(
@@ -27,13 +22,14 @@ async def embed(
     request: EmbeddingRequest,
     ended: Callable[[str, list[list[int]]], None] = lambda *_: None,
     tokenised: Callable[[], None] = lambda: None,
-) -> Embedded:
-    """The vectors of all inputs; a task that is cancelled frees its sequences. Raises ApiError.
+) -> dict[str, Any]:
+    """OpenAI's object with the vectors of all inputs; a task that is cancelled frees its sequences. Raises ApiError.
 
     `ended` is told how the sequences ended, "stop", "error" or "cancelled", and their tokens. `tokenised` is called
     once the texts are not needed any more.
     """
-    prompts, pooling = await sessions.embedding(request)
+    prompts, pooling = await sessions.prepare(request, _inputs)
+    sessions.admit(len(prompts))
     tokenised()
     requests = [
         protocol.Request(
@@ -63,13 +59,17 @@ async def embed(
         ended(finish, prompts)
     data = await sessions.in_pool(_data, [vectors[one.id] for one in requests], request)
     used = sum(map(len, prompts))
-    body = {
+    return {
         "object": "list",
         "data": data,
         "model": sessions.names[0],
         "usage": {"prompt_tokens": used, "total_tokens": used},
     }
-    return Embedded(f"embd-{uuid.uuid4().hex[:24]}", used, body)
+
+
+def _inputs(model: LoadedModel, request: EmbeddingRequest) -> tuple[list[list[int]], str]:
+    """Token ids of each input, and how the model pools them."""
+    return embedding_inputs(model.text, request, model.ready), request.embedding_type or model.text.pooling
 
 
 def _data(vectors: list[bytes], request: EmbeddingRequest) -> list[dict[str, Any]]:

@@ -1,9 +1,13 @@
 """What each field of a request means, for docs/api.md. schema.py has types and limits."""
 
+from __future__ import annotations
+
 MEANINGS = {
     # all three
     "model": "any name gets the one model; with `--strict` another name gets 404",
     "user": "ignored",
+    "metadata": "ignored",
+    "store": "ignored: answers are not kept",
     "priority": "a lower number goes first",
     "cache_salt": "cached prefixes are shared only between requests with the same salt",
     "add_special_tokens": "whether the tokenizer adds its own; of a chat's prompt only if true",
@@ -44,6 +48,7 @@ MEANINGS = {
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
     "enable_thinking": "the same; goes before `thinking`",
     "reasoning_effort": "handed to the template; `none` switches reasoning off",
+    "include_reasoning": "false leaves the reasoning out of the answer",
     "chat_template": "refused: the server's option `--chat-template` sets it",
     "chat_template_kwargs": "variables for the template",
     "add_generation_prompt": "whether the prompt ends where the assistant begins; true unless the last message goes on",
@@ -57,4 +62,41 @@ MEANINGS = {
     "embedding_type": "`mean` or `last`: which hidden states make the vector",
     "normalize": "to length 1, unless false",
     "dimensions": "keep the first so many, for models trained for that",
+    # /v1/messages
+    "CountRequest.messages": "roles are user and assistant; blocks of type `text`, `tool_use`, `tool_result`, "
+    "`thinking`. A last message of the assistant is continued",
+    "system": "a text, or blocks of type `text`",
+    "CountRequest.tools": "tools with an `input_schema`, which the client runs",
+    "CountRequest.tool_choice": '`{"type": "auto"}` or `none`; `disable_parallel_tool_use` keeps the first call only',
+    "CountRequest.thinking": "`enabled`, `adaptive` or `disabled`. `budget_tokens` is no limit here: `max_tokens` "
+    "counts thoughts and answer",
+    "output_config": "`effort`, handed to the template; `format` is refused",
+    "MessagesRequest.max_tokens": "longest answer",
+    "stop_sequences": "as `stop`",
+    # /v1/responses
+    "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning",
+    "instructions": "the system message",
+    "previous_response_id": "go on from a response that is kept (`--response-store`)",
+    "ResponsesRequest.store": "false keeps the response out of the store",
+    "background": "answer at once; the response is made meanwhile and asked for by its id",
+    "max_output_tokens": "longest answer, its reasoning included",
+    "ResponsesRequest.tools": "tools of type `function`, which the client runs",
+    "ResponsesRequest.tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
+    "ResponsesRequest.reasoning": "`effort` is handed to the template, as `reasoning_effort`; `summary` is ignored",
+    "text": "`format` of type `text` only",
+    "include": "only `reasoning.encrypted_content`, of which there is none",
+    "truncation": "only `disabled`",
+    "ResponsesRequest.metadata": "comes back in the response",
+    # /tokenize, /detokenize
+    "content": "llama.cpp's name of `prompt`",
+    "return_token_strs": "`token_strs`: each token's text",
+    "tokens": "token ids",
+    "TokenizeRequest.prompt": "a text; or send `messages`",
+    "TokenizeRequest.messages": "a conversation; its prompt's tokens are the answer",
 }
+
+
+def meaning(kind: type, field: str) -> str:
+    """What a field of a kind of request means: the words for this kind, or for all."""
+    own = (MEANINGS.get(f"{one.__name__}.{field}") for one in kind.__mro__)
+    return next(filter(None, own), "") or MEANINGS[field]

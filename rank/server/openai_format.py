@@ -6,11 +6,14 @@ server process's work.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
 from .. import protocol
+from .renderer import Renderer
+from .schema import ChatRequest, CompletionRequest
 from .session import Choice, Session, Update
 from .text.events import Answer, Event, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from .text.tokenizer import Tokenizer
@@ -42,23 +45,33 @@ class _Collected:
         self.logprobs += update.logprobs
 
 
-class Renderer:
-    """The shapes of one endpoint for one session; see ChatRenderer and TextRenderer."""
+class OpenAiRenderer(Renderer):
+    """What chat completions and completions share."""
 
+    prefix: str  # of ids
     whole: str  # the `object` field of a whole answer ...
     part: str  # ... and of a chunk
 
-    def __init__(self, session: Session, tokenizer: Tokenizer):
-        self.session = session
-        self.request = session.request
+    def __init__(self, session: Session, request: ChatRequest | CompletionRequest, tokenizer: Tokenizer):
+        super().__init__(session)
+        self.request = request
         self.tokenizer = tokenizer
-        options = session.request.stream_options
+        self.id = self.prefix + session.id
+        options = request.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
-        self.token_ids = bool(session.request.return_token_ids)
+        self.token_ids = bool(request.return_token_ids)
         # The general way is needed where a chunk carries more than text.
-        self._simple = not (self.token_ids or self.continuous_usage or session.request.logprobs not in (None, False))
-        head = encode({"id": session.id, "object": self.part, "created": session.created, "model": session.model})
+        self._simple = not (self.token_ids or self.continuous_usage or request.logprobs not in (None, False))
+        head = encode(
+            {
+                "id": self.id,
+                "object": self.part,
+                "created": session.created,
+                "model": session.model,
+                "system_fingerprint": session.fingerprint,
+            }
+        )
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
@@ -80,6 +93,12 @@ class Renderer:
         raise NotImplementedError
 
     # Streams.
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        async for updates in self.session:
+            if data := self.chunks(updates):
+                yield data
+        yield self.last()
 
     def chunks(self, updates: list[Update]) -> bytes:
         """The events for these updates; empty where there is nothing to show yet."""
@@ -153,10 +172,11 @@ class Renderer:
                 entry["prompt_token_ids"] = choice.prompt.tokens
             choices.append(entry)
         return {
-            "id": session.id,
+            "id": self.id,
             "object": self.whole,
             "created": session.created,
             "model": session.model,
+            "system_fingerprint": session.fingerprint,
             "choices": choices,
             "usage": session.usage(),
         }
@@ -169,20 +189,26 @@ class Renderer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
 
 
-class ChatRenderer(Renderer):
+class ChatRenderer(OpenAiRenderer):
     """/v1/chat/completions."""
 
+    prefix = "chatcmpl-"
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
+    def __init__(self, session: Session, request: ChatRequest, tokenizer: Tokenizer):
+        super().__init__(session, request, tokenizer)
+        self._shows_reasoning = request.include_reasoning is not False
+
     def text_chunk(self, index: int, event: Event) -> bytes | None:
         if isinstance(event, Text):
-            start = b'{"index":%d,"delta":{"content":'
-        elif isinstance(event, Reasoning):
-            start = b'{"index":%d,"delta":{"reasoning_content":'
+            delta = b'"content":' + encode(event.text)
+        elif isinstance(event, Reasoning) and self._shows_reasoning:
+            text = encode(event.text)
+            delta = b'"reasoning_content":' + text + b',"reasoning":' + text
         else:
             return None
-        return start % index + encode(event.text) + b'},"logprobs":null,"finish_reason":null}'
+        return b'{"index":%d,"delta":{' % index + delta + b'},"logprobs":null,"finish_reason":null}'
 
     def parts(self, update: Update) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -191,8 +217,8 @@ class ChatRenderer(Renderer):
         for event in update.events:
             if isinstance(event, Text):
                 deltas.append({"content": event.text})
-            elif isinstance(event, Reasoning):
-                deltas.append({"reasoning_content": event.text})
+            elif isinstance(event, Reasoning) and self._shows_reasoning:
+                deltas.append({"reasoning_content": event.text, "reasoning": event.text})
             elif isinstance(event, ToolCallStart):
                 call = tool_call(ToolCall(event.id, event.name))
                 deltas.append({"tool_calls": [{"index": event.index, **call}]})
@@ -208,8 +234,8 @@ class ChatRenderer(Renderer):
     def body(self, choice: Choice, answer: Answer) -> dict[str, Any]:
         content = answer.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning := answer.reasoning:
-            message["reasoning_content"] = reasoning
+        if (reasoning := answer.reasoning) and self._shows_reasoning:
+            message["reasoning_content"] = message["reasoning"] = reasoning
         if answer.calls:
             message["content"] = content if content.strip() else None
             message["tool_calls"] = [tool_call(call) for call in answer.calls]
@@ -232,9 +258,10 @@ class ChatRenderer(Renderer):
         return {"token": text, "logprob": _logprob(logprob), "bytes": list(piece)}
 
 
-class TextRenderer(Renderer):
+class TextRenderer(OpenAiRenderer):
     """/v1/completions."""
 
+    prefix = "cmpl-"
     whole = "text_completion"
     part = "text_completion"
 

@@ -30,23 +30,6 @@ def context_of(ready: protocol.Ready) -> int:
     return min(ready.max_model_len, ready.kv_tokens)
 
 
-def size(request: ChatRequest | CompletionRequest | EmbeddingRequest) -> int:
-    """Characters that are to be tokenised, nearly."""
-    if not isinstance(request, ChatRequest):
-        return sum(len(one) for one in request.prompts() if isinstance(one, str))
-    tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
-    return tools + sum(map(_message_size, request.messages))  # type: ignore[arg-type]
-
-
-def _message_size(message: Message) -> int:
-    content = message.content or ""
-    parts = (
-        [content] if isinstance(content, str) else [one if isinstance(one, str) else one.text or "" for one in content]
-    )
-    calls = len(msgspec.json.encode(message.tool_calls)) if message.tool_calls else 0
-    return calls + len(message.reasoning_content or "") + sum(map(len, parts))
-
-
 def check_values(body: bytes, context: int) -> None:
     """Refuse a body of more values than any request needs, while they are bytes and not objects: 10 MB of [1],[1],...
     take the event loop for seconds, and 50 times their memory.
@@ -165,6 +148,17 @@ def embedding_inputs(text: Text, request: EmbeddingRequest, ready: protocol.Read
 
 def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default_thinking: bool | None) -> Prompt:
     """The conversation as the model's template writes it; default_thinking is for requests that do not say."""
+    rendered, thinking = render_chat(text, request, ready, default_thinking)
+    _check_length(text, rendered, context_of(ready), "messages")
+    tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))
+    _check_tokens(tokens, ready.vocab_size, "messages")
+    return Prompt(tokens, thinking=thinking)
+
+
+def render_chat(
+    text: Text, request: ChatRequest, ready: protocol.Ready, default_thinking: bool | None
+) -> tuple[str, bool]:
+    """The prompt's text, with MARK in what only looks like control tokens; whether it ends within the reasoning."""
     if text.template is None:
         raise ApiError(
             400, "this model has no chat template: use /v1/completions, or start the server with one", "messages"
@@ -175,20 +169,35 @@ def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default
     continued = bool(request.continue_final_message)
     generate = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
     knows_developer = "developer" in text.template.source
-    messages = [_mark(text, message) for message in template_messages(request.messages, knows_developer)]
+    messages = [_mark(text, message) for message in template_messages(request.conversation(), knows_developer)]
     tools, variables = text.marker.mark(tools), text.marker.mark(_variables(request, default_thinking))
-    context = context_of(ready)
-    rendered = text.template.render(messages, tools, generate, continued, variables, _stop_at(text, context))
+    rest = (tools, generate, continued, variables, _stop_at(text, context_of(ready)))
+    try:
+        rendered = text.template.render(messages, *rest)
+    except ApiError as error:
+        merged = _merged(messages)
+        if merged is None or error.code == "context_length_exceeded":
+            raise
+        try:
+            rendered = text.template.render(merged, *rest)
+        except ApiError:
+            raise error from None
     thinking = False
     if text.reasoning is not None:
         last = (messages[-1]["content"] or "") if continued else ""  # a message of calls may have none
         thinking = rendered.rstrip().endswith(text.reasoning.open) or last.rfind(text.reasoning.open) > last.rfind(
             text.reasoning.close
         )
-    _check_length(text, rendered, context, "messages")
-    tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))
-    _check_tokens(tokens, ready.vocab_size, "messages")
-    return Prompt(tokens, thinking=thinking)
+    return rendered, thinking
+
+
+def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """All system messages as one at the beginning, as many templates take no other; None where it is so already."""
+    system = [message["content"] or "" for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    if not system or (len(system) == 1 and messages[0]["role"] == "system"):
+        return None
+    return [{"role": "system", "content": "\n\n".join(system)}, *others]
 
 
 def _stop_at(text: Text, context: int) -> Callable[[str], None] | None:
@@ -244,22 +253,21 @@ def _check_tokens(tokens: list[int], vocab_size: int, param: str) -> None:
         raise bad(param, f"{param} holds token id {wrong}: this model's tokens are 0 to {vocab_size - 1}")
 
 
-def template_messages(messages: str | Sequence[Message], knows_developer: bool = False) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Message], knows_developer: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: text content, arguments of calls as objects."""
-    assert not isinstance(messages, str)
     rendered = []
     for message in messages:
         content = message.content
         if isinstance(content, list):
-            content = "\n".join(part if isinstance(part, str) else part.text or "" for part in content)
+            content = "\n".join(part if isinstance(part, str) else part.words() for part in content)
         elif content is None and not message.tool_calls:
             content = ""
         # Most templates know "system"; OpenAI renamed it.
         role = "system" if message.role == "developer" and not knows_developer else message.role
         entry: dict[str, Any] = {"role": role, "content": content}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(message, name)) is not None:
-                entry[name] = value
+        thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        named = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thoughts}
+        entry |= {name: value for name, value in named.items() if value is not None}
         if message.tool_calls:
             entry["tool_calls"] = [
                 {

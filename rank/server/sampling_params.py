@@ -9,7 +9,8 @@ from typing import Any
 from .. import protocol
 from .api_error import ApiError, bad
 from .config import SamplingDefaults
-from .schema import ChatRequest, CompletionRequest, show
+from .decoding import show
+from .schema import Common
 
 OPENAI_DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
@@ -38,22 +39,19 @@ def resolve_defaults(configured: SamplingDefaults, generation: dict[str, Any]) -
     return resolved
 
 
-def max_tokens(request: ChatRequest | CompletionRequest, default: int | None, prompt: int, context: int) -> int:
+def max_tokens(request: Common, default: int | None, prompt: int, context: int) -> int:
     """How many tokens may be generated. Raises ApiError 400 with both numbers where they do not fit."""
     if prompt == 0:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
-    name = "messages" if isinstance(request, ChatRequest) else "prompt"
     if prompt >= context:
         raise ApiError(
             400,
             f"the prompt has {prompt} tokens, but this model's context is {context} tokens, "
             "the answer included; shorten the prompt",
-            name,
+            request.prompt_field,
             "context_length_exceeded",
         )
-    wanted = request.max_tokens
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        wanted = request.max_completion_tokens
+    wanted = request.limit()
     if wanted is None:
         return min(default or context, context - prompt)
     if prompt + wanted > context:
@@ -67,8 +65,8 @@ def max_tokens(request: ChatRequest | CompletionRequest, default: int | None, pr
     return wanted
 
 
-def sampling(
-    request: ChatRequest | CompletionRequest,
+def sampling_params(
+    request: Common,
     defaults: dict[str, Any],
     end_tokens: Sequence[int],
     stop_tokens: Sequence[int],
@@ -88,10 +86,6 @@ def sampling(
         if tokens and max(tokens) >= vocab_size:
             raise bad(name, f"{name} names token {show(max(tokens))}: this model's tokens are 0 to {vocab_size - 1}")
     ends = (*(request.stop_token_ids or ()), *stop_tokens, *(() if request.ignore_eos else end_tokens))
-    if isinstance(request, ChatRequest):
-        logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-    else:
-        logprobs = -1 if request.logprobs is None else request.logprobs
     # The default is the seed itself, not where a sequence of seeds begins: the order in which requests arrive, or in
     # which a batch job is taken up again, must not decide what is drawn.
     seed = _or(request.seed, defaults["seed"])
@@ -99,7 +93,7 @@ def sampling(
         max_tokens=limit,
         logit_bias=bias,
         seed=random.getrandbits(63) if seed is None else seed & SEED_MASK,
-        logprobs=logprobs,
+        logprobs=request.likeliest(),
         stop_token_ids=tuple(token for token in dict.fromkeys(ends) if token < vocab_size),
         min_tokens=min(request.min_tokens or 0, limit),
         **values,

@@ -7,12 +7,13 @@ known one with a wrong value is an error that names the field, the value and wha
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from . import unsupported
-from .api_error import ApiError, bad
+from .api_error import bad
+from .decoding import Body, explain, show
 
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
 MAX_CHOICES = 128
@@ -21,9 +22,10 @@ MAX_STOPS = 64
 MAX_BIASES = 1 << 16
 MAX_LOGPROBS = 20
 POOLINGS = ("mean", "last")
+PARTS = ("text", "input_text", "output_text", "refusal")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-# Field: lowest and highest value. None is "not given" everywhere.
+# Field: lowest and highest value.
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -37,6 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_tokens": (0, 1 << 31),
     "max_tokens": (1, 1 << 31),
     "max_completion_tokens": (1, 1 << 31),
+    "max_output_tokens": (1, 1 << 31),
     "priority": (-(1 << 31), 1 << 31),
     "top_logprobs": (0, MAX_LOGPROBS),
     "dimensions": (1, 1 << 31),
@@ -53,6 +56,10 @@ class Part(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    def words(self) -> str:
+        return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
 class Function(msgspec.Struct):
@@ -73,6 +80,25 @@ class Message(msgspec.Struct):
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under vLLM's newer name
+
+    def characters(self) -> int:
+        """Nearly how many are to be tokenised."""
+        content = self.content or ""
+        parts = [content] if isinstance(content, str) else content
+        calls = len(msgspec.json.encode(self.tool_calls)) if self.tool_calls else 0
+        texts = [one if isinstance(one, str) else one.words() for one in parts]
+        return calls + len(self.reasoning_content or self.reasoning or "") + sum(map(len, texts))
+
+    def check(self, at: str) -> None:
+        """`at` is where it is, for the error's words."""
+        if self.role not in ROLES:
+            raise bad(f"{at}.role", f"{at}.role is {show(self.role)}: expected one of {', '.join(ROLES)}")
+        for j, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(part, Part) and part.type not in PARTS:
+                raise bad(
+                    f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: this model takes text only"
+                )
 
 
 class ToolFunction(msgspec.Struct):
@@ -86,8 +112,10 @@ class Tool(msgspec.Struct):
     function: ToolFunction
 
 
-class Common(msgspec.Struct, kw_only=True):
-    """What both endpoints take."""
+class Common(Body, kw_only=True):
+    """What all that generates takes."""
+
+    prompt_field: ClassVar[str]  # where the prompt is
 
     model: str | None = None
     temperature: float | None = None
@@ -110,6 +138,8 @@ class Common(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     echo: bool | None = None
@@ -133,9 +163,57 @@ class Common(msgspec.Struct, kw_only=True):
             raise bad("stop", f"stop has {len(stop)} texts, at most {MAX_STOPS} are allowed")
         return stop
 
+    def limit(self) -> int | None:
+        """The most tokens that a choice may have, where the request says so."""
+        return self.max_tokens
+
+    def likeliest(self) -> int:
+        """How many of the likeliest tokens are wanted beside each token; -1: no log probabilities at all."""
+        return -1
+
+    def parallel_calls(self) -> bool:
+        """Whether an answer may have several tool calls."""
+        return True
+
+    def characters(self) -> int:
+        """Nearly how many are to be tokenised."""
+        raise NotImplementedError
+
+    def sequences(self) -> int:
+        return self.n or 1
+
+    def check(self) -> None:
+        check_ranges(self)
+        n = self.n or 1
+        if self.best_of is not None and self.best_of != n:
+            raise bad("best_of", f"best_of is {show(self.best_of)} with n {n}: only best_of equal to n is supported")
+        if self.use_beam_search:
+            raise bad("use_beam_search", "use_beam_search is true: beam search is not supported, leave it out")
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise bad("response_format", f'response_format.type is {show(kind)}: only "text" is supported so far')
+        limit = self.limit()
+        if self.min_tokens and limit and self.min_tokens > limit:
+            raise bad("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens {limit}")
+        self._check_tokens()
+        self.stops()
+
+    def _check_tokens(self) -> None:
+        if (count := len(self.logit_bias or ())) > MAX_BIASES:
+            raise bad("logit_bias", f"logit_bias names {count} tokens: at most {MAX_BIASES} are allowed")
+        for key, value in (self.logit_bias or {}).items():
+            if not TOKEN_ID.fullmatch(key) or not -100 <= value <= 100:
+                shown = show({key: value})
+                raise bad("logit_bias", f"logit_bias is {shown}: expected token ids with values between -100 and 100")
+        if any(token < 0 for token in self.stop_token_ids or ()):
+            raise bad("stop_token_ids", f"stop_token_ids is {show(self.stop_token_ids)}: token ids are not negative")
+
 
 class ChatRequest(Common, kw_only=True):
     """POST /v1/chat/completions."""
+
+    prompt_field: ClassVar[str] = "messages"
+    refused: ClassVar[dict[str, unsupported.Field]] = unsupported.CHAT
 
     messages: str | list[Message]
     max_completion_tokens: int | None = None
@@ -147,14 +225,78 @@ class ChatRequest(Common, kw_only=True):
     thinking: bool | dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def likeliest(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+    def parallel_calls(self) -> bool:
+        return self.parallel_tool_calls is not False
+
+    def characters(self) -> int:
+        tools = len(msgspec.json.encode(self.tools)) if self.tools else 0
+        return tools + sum(message.characters() for message in self.conversation())
+
+    def conversation(self) -> list[Message]:
+        """The messages; a text alone is one of the user."""
+        return [Message("user", self.messages)] if isinstance(self.messages, str) else self.messages
+
+    def check(self) -> None:
+        super().check()
+        if self.echo:
+            raise bad("echo", "echo is for /v1/completions; a chat returns only the answer")
+        if self.chat_template is not None:
+            raise bad("chat_template", "chat_template in a request is not supported: the server's option sets it")
+        if self.top_logprobs and not self.logprobs:
+            raise bad("top_logprobs", f'top_logprobs is {self.top_logprobs}, which needs "logprobs": true')
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
+        if isinstance(self.thinking, dict) and self.thinking.get("budget_tokens") is not None:
+            raise bad(
+                "thinking.budget_tokens",
+                f"thinking.budget_tokens is {show(self.thinking['budget_tokens'])}: {unsupported.THINKING}",
+            )
+        self._check_messages()
+        self._check_tools()
+
+    def _check_messages(self) -> None:
+        messages = self.conversation()
+        if not messages:
+            raise bad("messages", "messages is an empty list: give at least one message")
+        for i, message in enumerate(messages):
+            message.check(f"messages[{i}]")
+        if self.continue_final_message and messages[-1].role != "assistant":
+            raise bad(
+                "continue_final_message",
+                f"continue_final_message needs a last message of the assistant, it is of {show(messages[-1].role)}",
+            )
+
+    def _check_tools(self) -> None:
+        for i, tool in enumerate(self.tools or ()):
+            try:
+                checked = msgspec.convert(tool, Tool)
+            except msgspec.ValidationError as error:
+                raise explain(str(error), tool, f"tools[{i}]") from None
+            if checked.type != "function":
+                raise bad("tools", f'tools[{i}].type is {show(checked.type)}: only "function" is supported')
+        choice = self.tool_choice
+        if choice not in (None, "auto", "none"):
+            hint = "required" if choice == "required" else show(choice)
+            raise bad("tool_choice", f'tool_choice is {hint}: a call cannot be enforced yet, use "auto" or "none"')
+
 
 class CompletionRequest(Common, kw_only=True):
     """POST /v1/completions."""
+
+    prompt_field: ClassVar[str] = "prompt"
+    refused: ClassVar[dict[str, unsupported.Field]] = unsupported.COMPLETION
 
     prompt: str | list[str | int | list[int]]
     suffix: str | None = None
@@ -164,9 +306,35 @@ class CompletionRequest(Common, kw_only=True):
         """Each prompt as text or token ids."""
         return _texts_or_tokens("prompt", self.prompt)
 
+    def likeliest(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    def characters(self) -> int:
+        return sum(len(one) for one in self.prompts() if isinstance(one, str))
+
+    def sequences(self) -> int:
+        return len(self.prompts()) * (self.n or 1)
+
+    def check(self) -> None:
+        super().check()
+        if (count := self.sequences()) > MAX_SEQUENCES:
+            raise bad(
+                "prompt",
+                f"{len(self.prompts())} prompts with n {self.n or 1} are {count} sequences: "
+                f"at most {MAX_SEQUENCES} are allowed in a request",
+            )
+        if self.suffix:
+            raise bad("suffix", "suffix is not supported: it needs a model trained to fill in the middle")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise bad("logprobs", f"logprobs is {show(self.logprobs)}: it must be between 0 and {MAX_LOGPROBS}")
+        if self.echo and self.logprobs is not None:
+            raise bad("logprobs", "logprobs with echo: log probabilities of the prompt are not supported")
+
+
+class EmbeddingRequest(Body, kw_only=True):
     """POST /v1/embeddings."""
+
+    refused: ClassVar[dict[str, unsupported.Field]] = unsupported.EMBEDDING
 
     input: str | list[str | int | list[int]]
     model: str | None = None
@@ -183,13 +351,24 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
         """Each input as text or token ids."""
         return _texts_or_tokens("input", self.input)
 
+    def limit(self) -> int | None:
+        return 1
 
-Kind = TypeVar("Kind", ChatRequest, CompletionRequest, EmbeddingRequest)
-UNSUPPORTED: dict[type, dict[str, unsupported.Field]] = {
-    ChatRequest: unsupported.CHAT,
-    CompletionRequest: unsupported.COMPLETION,
-    EmbeddingRequest: unsupported.EMBEDDING,
-}
+    def characters(self) -> int:
+        return sum(len(one) for one in self.prompts() if isinstance(one, str))
+
+    def sequences(self) -> int:
+        return len(self.prompts())
+
+    def check(self) -> None:
+        check_ranges(self)
+        count = len(self.prompts())
+        if count > MAX_SEQUENCES:
+            raise bad("input", f"input has {count} texts: at most {MAX_SEQUENCES} are allowed in a request")
+        for name, allowed in (("encoding_format", ("float", "base64")), ("embedding_type", POOLINGS)):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise bad(name, f"{name} is {show(value)}: expected {' or '.join(allowed)}")
 
 
 def _texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -204,169 +383,9 @@ def _texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> lis
     return value  # type: ignore[return-value]
 
 
-def show(value: Any) -> str:
-    """A value as JSON, cut to a line."""
-    try:
-        text = msgspec.json.encode(value).decode()
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def decode(body: bytes, kind: type[Kind]) -> Kind:
-    """A request's body. Raises ApiError 400."""
-    if not body.strip():
-        raise ApiError(400, "the request has no body: send a JSON object")
-    try:
-        raw = msgspec.json.decode(body)
-    except RecursionError:
-        raise ApiError(400, "the request's body is nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the request's body is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ApiError(400, f"the request's body is {show(raw)}: expected a JSON object")
-    return convert(raw, kind)
-
-
-def convert(raw: dict[str, Any], kind: type[Kind]) -> Kind:
-    """A request from its JSON object; the ranges of all fields are checked."""
-    if (found := unsupported.first(raw, UNSUPPORTED[kind])) is not None:
-        name, why = found
-        raise bad(name, f"{name} is {show(raw[name])}: {why}")
-    try:
-        request = msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error), raw) from None
-    check(request)
-    return request
-
-
-def _explain(message: str, raw: Any, root: str = "") -> ApiError:
-    """msgspec's message with the field and its value put first."""
-    missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", message)
-    if missing:
-        param = ".".join(filter(None, [root, missing[2], missing[1]]))
-        return bad(param, f"{param} is missing")
-    what, _, path = message.partition(" - at `$")
-    path = path.rstrip("`").lstrip(".")
-    value = raw
-    for key in re.findall(r"\w+|\.\.\.", path):
-        try:
-            value = value[int(key)] if isinstance(value, list) else value[key]
-        except (KeyError, IndexError, TypeError, ValueError):
-            break  # `...` stands for some key of a mapping
-    param = ".".join(filter(None, [root, path])) or "body"
-    return bad(param, f"{param} is {show(value)}: {what[:1].lower()}{what[1:]}")
-
-
-def check(request: ChatRequest | CompletionRequest | EmbeddingRequest) -> None:
-    """Everything that can be judged without the model. Raises ApiError 400."""
+def check_ranges(request: Body) -> None:
+    """The numbers of a request against RANGES."""
     for name, (low, high) in RANGES.items():
         value = getattr(request, name, None)
         if value is not None and not low <= value <= high:  # NaN fails too
             raise bad(name, f"{name} is {show(value)}: it must be between {low} and {high}")
-    if isinstance(request, EmbeddingRequest):
-        return _check_embedding(request)
-    n = request.n or 1
-    if request.best_of is not None and request.best_of != n:
-        raise bad("best_of", f"best_of is {show(request.best_of)} with n {n}: only best_of equal to n is supported")
-    if request.use_beam_search:
-        raise bad("use_beam_search", "use_beam_search is true: beam search is not supported, leave it out")
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise bad("response_format", f'response_format.type is {show(kind)}: only "text" is supported so far')
-    limit = request.max_tokens
-    if isinstance(request, ChatRequest):
-        limit = request.max_completion_tokens or limit
-    if request.min_tokens and limit and request.min_tokens > limit:
-        raise bad("min_tokens", f"min_tokens is {request.min_tokens}, more than max_tokens {limit}")
-    if (count := len(request.logit_bias or ())) > MAX_BIASES:
-        raise bad("logit_bias", f"logit_bias names {count} tokens: at most {MAX_BIASES} are allowed")
-    for key, value in (request.logit_bias or {}).items():
-        if not TOKEN_ID.fullmatch(key) or not -100 <= value <= 100:
-            raise bad(
-                "logit_bias", f"logit_bias is {show({key: value})}: expected token ids with values between -100 and 100"
-            )
-    if any(token < 0 for token in request.stop_token_ids or ()):
-        raise bad("stop_token_ids", f"stop_token_ids is {show(request.stop_token_ids)}: token ids are not negative")
-    request.stops()
-    if isinstance(request, ChatRequest):
-        _check_chat(request)
-    else:
-        _check_completion(request)
-
-
-def _check_embedding(request: EmbeddingRequest) -> None:
-    count = len(request.prompts())
-    if count > MAX_SEQUENCES:
-        raise bad("input", f"input has {count} texts: at most {MAX_SEQUENCES} are allowed in a request")
-    for name, allowed in (("encoding_format", ("float", "base64")), ("embedding_type", POOLINGS)):
-        value = getattr(request, name)
-        if value is not None and value not in allowed:
-            raise bad(name, f"{name} is {show(value)}: expected {' or '.join(allowed)}")
-
-
-def _check_completion(request: CompletionRequest) -> None:
-    count = len(request.prompts())
-    if count * (request.n or 1) > MAX_SEQUENCES:
-        raise bad(
-            "prompt",
-            f"{count} prompts with n {request.n or 1} are {count * (request.n or 1)} sequences: "
-            f"at most {MAX_SEQUENCES} are allowed in a request",
-        )
-    if request.suffix:
-        raise bad("suffix", "suffix is not supported: it needs a model trained to fill in the middle")
-    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-        raise bad("logprobs", f"logprobs is {show(request.logprobs)}: it must be between 0 and {MAX_LOGPROBS}")
-    if request.echo and request.logprobs is not None:
-        raise bad("logprobs", "logprobs with echo: log probabilities of the prompt are not supported")
-
-
-def _check_chat(request: ChatRequest) -> None:
-    if request.echo:
-        raise bad("echo", "echo is for /v1/completions; a chat returns only the answer")
-    if request.chat_template is not None:
-        raise bad("chat_template", "chat_template in a request is not supported: the server's option sets it")
-    if request.top_logprobs and not request.logprobs:
-        raise bad("top_logprobs", f'top_logprobs is {request.top_logprobs}, which needs "logprobs": true')
-    if request.continue_final_message and request.add_generation_prompt:
-        raise bad("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
-    if isinstance(request.thinking, dict) and request.thinking.get("budget_tokens") is not None:
-        raise bad(
-            "thinking.budget_tokens",
-            f"thinking.budget_tokens is {show(request.thinking['budget_tokens'])}: {unsupported.THINKING}",
-        )
-    _check_messages(request)
-    for i, tool in enumerate(request.tools or ()):
-        try:
-            checked = msgspec.convert(tool, Tool)
-        except msgspec.ValidationError as error:
-            raise _explain(str(error), tool, f"tools[{i}]") from None
-        if checked.type != "function":
-            raise bad("tools", f'tools[{i}].type is {show(checked.type)}: only "function" is supported')
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        hint = "required" if choice == "required" else show(choice)
-        raise bad("tool_choice", f'tool_choice is {hint}: a call cannot be enforced yet, use "auto" or "none"')
-
-
-def _check_messages(request: ChatRequest) -> None:
-    if isinstance(request.messages, str):
-        request.messages = [Message("user", request.messages)]
-    if not request.messages:
-        raise bad("messages", "messages is an empty list: give at least one message")
-    for i, message in enumerate(request.messages):
-        at = f"messages[{i}]"
-        if message.role not in ROLES:
-            raise bad(f"{at}.role", f"{at}.role is {show(message.role)}: expected one of {', '.join(ROLES)}")
-        if isinstance(message.content, list):
-            for j, part in enumerate(message.content):
-                if isinstance(part, Part) and part.type not in ("text", "input_text", "output_text"):
-                    raise bad(
-                        f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: this model takes text only"
-                    )
-    if request.continue_final_message and request.messages[-1].role != "assistant":
-        raise bad(
-            "continue_final_message",
-            f"continue_final_message needs a last message of the assistant, it is of {show(request.messages[-1].role)}",
-        )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 from .. import protocol
 from .api_error import ApiError
 from .engine_client import Stream
+from .generation import Generation
 from .prompts import Prompt
-from .schema import ChatRequest, CompletionRequest
 from .text.events import Event
 from .text.output_parser import OutputParser
 
@@ -112,13 +113,13 @@ class Choice:
 
 
 class Session:
-    """A request that was handed to the lead. Iterating yields lists of updates, at most one for each choice."""
+    """A generation that was handed to rank 0. Iterating yields lists of updates, at most one for each choice."""
 
-    def __init__(self, id: str, model: str, request: ChatRequest | CompletionRequest, prompts: list[Prompt]):
-        self.id = id
+    def __init__(self, model: str, generation: Generation, fingerprint: str = ""):
+        self.id = uuid.uuid4().hex[:24]
         self.model = model
-        self.request = request
-        self.prompts = prompts
+        self.fingerprint = fingerprint  # of all that answers depend on besides the request
+        self.prompts = generation.prompts
         self.created = int(time.time())
         self.start = time.monotonic()
         self.first_token = 0.0  # when it came, on the clock of `start` ...

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -19,27 +20,30 @@ from .. import heap, protocol
 from .api_error import ApiError
 from .config import ServerConfig
 from .engine_client import EngineClient
-from .prompts import (
-    Prompt,
-    chat_prompt,
-    check_number,
-    check_values,
-    completion_prompts,
-    context_of,
-    embedding_inputs,
-    size,
-)
-from .sampling_params import SEED_MASK, max_tokens, resolve_defaults, sampling
-from .schema import ChatRequest, CompletionRequest, EmbeddingRequest
+from .generation import Generation, LoadedModel, Make
+from .prompts import Prompt, check_values, context_of
+from .sampling_params import SEED_MASK, resolve_defaults
+from .schema import Common
 from .session import Choice, Session
 from .text.load import Text
-from .text.output_parser import OutputParser
 from .text.tokenizer import detokenizer
+from .version import version
 
 log = logging.getLogger(__name__)
 LARGE = 1 << 17  # characters of a request's texts, which take about a tenth of a second
 LARGE_BODY = 1 << 20  # bytes; reading it as JSON may hold up the event loop
 TRIM_AFTER = 0.5  # seconds from a large request to when its memory goes back: its objects may live on for a moment
+
+Made = TypeVar("Made")
+
+
+class Sized(Protocol):
+    """A request as `prepare` needs it."""
+
+    model: str | None
+
+    def characters(self) -> int:
+        """Nearly how many are to be tokenised."""
 
 
 class TextEngine:
@@ -70,6 +74,13 @@ class TextEngine:
         self.defaults = resolve_defaults(config.sampling, self.text.generation)
         if self.text.template is not None and self.text.template.takes_tools and self.text.tool_format is None:
             log.warning("the model writes tool calls in a way that is not known here: they stay in the answer's text")
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's system_fingerprint: equal where seeds give equal answers, as far as this process knows."""
+        ready = self.link.ready
+        parts = (version(), self.names[0], self.config.model_dir, ready.ranks if ready else 0)
+        return "fp_" + blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
         if self._trim is not None:
@@ -103,49 +114,32 @@ class TextEngine:
         if len(body) > LARGE_BODY:
             check_values(body, context_of(self.ready()[1]))
 
-    async def chat(self, request: ChatRequest) -> Session:
-        """Start a chat completion."""
-        self.check_model(request.model)
-        text, ready = self.ready()
-        check_number(len(request.messages), context_of(ready))
-        prompt = await self._run(ready, chat_prompt, text, request, ready, self.config.thinking)
-        return self._start("chatcmpl-", request, [prompt], text, ready)
+    async def generate(self, request: Common, make: Make) -> Session:
+        """Start what `make` gives for a request."""
+        return self._start(await self.prepare(request, make))
 
-    async def completion(self, request: CompletionRequest) -> Session:
-        """Start a completion of one or several prompts."""
-        self.check_model(request.model)
-        text, ready = self.ready()
-        prompts = await self._run(ready, completion_prompts, text, request, ready)
-        return self._start("cmpl-", request, prompts, text, ready)
-
-    async def embedding(self, request: EmbeddingRequest) -> tuple[list[list[int]], str]:
-        """Token ids of each input, for which there is room in the queue, and how the model pools them."""
-        self.check_model(request.model)
-        text, ready = self.ready()
-        prompts = await self._run(ready, embedding_inputs, text, request, ready)
-        self._admit(len(prompts), ready.max_num_seqs)
-        return prompts, request.embedding_type or text.pooling
-
-    def next_id(self) -> str:
-        """Of a sequence; short, as it travels with every delta."""
-        return f"{next(self._ids):x}"
-
-    async def _run(self, ready: protocol.Ready, function, text: Text, request, *args):
-        """Call a function in a pool. A request has its place in the queue from here on, or is refused now.
-
-        One that is cancelled while it waits there is not tokenised.
+    async def prepare(self, request: Sized, make: Callable[[LoadedModel, Any], Made]) -> Made:
+        """What `make` gives for a request, called in a pool. The request has its place in the queue from here on, or is
+        refused now. One that is cancelled while it waits there is not tokenised.
         """
-        self._admit(1, ready.max_num_seqs)
-        large = size(request) > LARGE
+        self.check_model(request.model)
+        text, ready = self.ready()
+        self.admit(1)
+        large = request.characters() > LARGE
+        model = LoadedModel(text, ready, self.defaults, self.config.thinking)
         self._tokenising += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._large if large else self._pool, function, text, request, *args
+                self._large if large else self._pool, make, model, request
             )
         finally:
             self._tokenising -= 1
             if large:
                 self.trim_soon()
+
+    def next_id(self) -> str:
+        """Of a sequence; short, as it travels with every delta."""
+        return f"{next(self._ids):x}"
 
     async def in_pool(self, function, *args):
         """Call a function that takes long where the streams of others do not feel it."""
@@ -161,38 +155,27 @@ class TextEngine:
         with contextlib.suppress(RuntimeError):  # the pool was shut down in the meantime
             self._pool.submit(heap.trim)
 
-    def _start(
-        self,
-        prefix: str,
-        request: ChatRequest | CompletionRequest,
-        prompts: list[Prompt],
-        text: Text,
-        ready: protocol.Ready,
-    ) -> Session:
-        context = context_of(ready)
-        n = request.n or 1
-        self._admit(n * len(prompts), ready.max_num_seqs)
-        session = Session(prefix + uuid.uuid4().hex[:24], self.names[0], request, prompts)
-        # A special token has no text, so a stop string that names one is matched by its id.
-        named = [text.tokenizer.added.get(stop) for stop in request.stops()]
-        stop_tokens = [token for token in named if token is not None and token in text.tokenizer.special]
+    def _start(self, generation: Generation) -> Session:
+        text, _ = self.ready()
+        n = generation.n
+        self.admit(n * len(generation.prompts))
+        session = Session(self.names[0], generation, self.fingerprint)
         requests: list[protocol.Request] = []
         choices: dict[str, Choice] = {}
-        for prompt in prompts:
-            limit = max_tokens(request, self.defaults["max_tokens"], len(prompt.tokens), context)
-            shared = sampling(request, self.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit)
+        for prompt, shared in zip(generation.prompts, generation.sampling, strict=True):
             packed = protocol.pack_u32(prompt.tokens)
             for j in range(n):
                 own = msgspec.structs.replace(shared, seed=(shared.seed + j) & SEED_MASK) if j else shared
                 id = self.next_id()
-                requests.append(protocol.Request(id, packed, own, request.priority or 0, request.cache_salt or ""))
-                choices[id] = self._choice(len(choices), prompt, request, text)
+                requests.append(protocol.Request(id, packed, own, generation.priority, generation.cache_salt))
+                choices[id] = _choice(len(choices), prompt, generation, text)
         session.open(self.link.submit(requests), choices)
         return session
 
-    def _admit(self, count: int, max_num_seqs: int) -> None:
+    def admit(self, count: int) -> None:
+        """Raises ApiError 429 where the queue has no room for so many sequences more."""
         open_now = self.link.open_sequences + self._tokenising
-        limit = max_num_seqs + self.config.queue_size
+        limit = self.ready()[1].max_num_seqs + self.config.queue_size
         if open_now and open_now + count > limit:
             raise ApiError(
                 429,
@@ -202,26 +185,14 @@ class TextEngine:
                 retry_after=1,
             )
 
-    def _choice(self, index: int, prompt: Prompt, request: ChatRequest | CompletionRequest, text: Text) -> Choice:
-        tokenizer, keep_stop = text.tokenizer, bool(request.include_stop_str_in_output)
-        reasoning = tool_format = None
-        parallel = True
-        if isinstance(request, ChatRequest):
-            reasoning = text.reasoning
-            parallel = request.parallel_tool_calls is not False
-            if request.tools and request.tool_choice != "none":
-                tool_format = text.tool_format
-        skip: frozenset[int] = frozenset()
-        if request.skip_special_tokens is not False:
-            markers = (*(reasoning or ()), *((*tool_format.opens, *tool_format.markers) if tool_format else ()))
-            # The parser has to see the markers that the model was given as special tokens.
-            skip = tokenizer.special - {tokenizer.added[text] for text in markers if text in tokenizer.added}
-        parser = OutputParser(request.stops(), keep_stop, reasoning, prompt.thinking, tool_format, parallel)
-        return Choice(
-            index,
-            prompt,
-            parser,
-            detokenizer(tokenizer, skip, prompt.tokens[-16:]),
-            text.end_tokens,
-            lambda token: tokenizer.piece(token).decode(errors="replace") if keep_stop else "",
-        )
+
+def _choice(index: int, prompt: Prompt, generation: Generation, text: Text) -> Choice:
+    tokenizer, keep_stop = text.tokenizer, generation.keep_stop
+    return Choice(
+        index,
+        prompt,
+        generation.parser(prompt),
+        detokenizer(tokenizer, generation.skip, prompt.tokens[-16:]),
+        text.end_tokens,
+        lambda token: tokenizer.piece(token).decode(errors="replace") if keep_stop else "",
+    )

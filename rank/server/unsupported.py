@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-_OUTPUT = "the output cannot be constrained yet, leave it out"
+OUTPUT = "the output cannot be constrained yet, leave it out"
 THINKING = "the length of the reasoning cannot be limited yet, leave it out"
 _FUNCTIONS = 'it is deprecated and not supported, use "tools" and "tool_choice"'
-_PROMPT_LENGTH = "prompts are not cut, shorten the prompt"
+PROMPT_LENGTH = "prompts are not cut, shorten the prompt"
 _TOKENS = "it is not supported, leave it out or use logit_bias"
 _SAMPLER = "this way of sampling is not supported, leave it out"
 _INPUT = "the server takes text and token ids only"
@@ -34,14 +34,14 @@ def _all(why: str, *names: str) -> dict[str, Field]:
 
 _PROMPTS: dict[str, Field] = {
     **_all(_INPUT, "prompt_embeds"),
-    **_all(_PROMPT_LENGTH, "truncate_prompt_tokens"),
+    **_all(PROMPT_LENGTH, "truncate_prompt_tokens"),
     "extra_body": Field(_BODY, ({},)),
 }
 
 _COMMON: dict[str, Field] = {
     **_PROMPTS,
     **_all(
-        _OUTPUT,
+        OUTPUT,
         "guided_json",
         "guided_regex",
         "guided_choice",
@@ -53,7 +53,7 @@ _COMMON: dict[str, Field] = {
         "ebnf",
         "stop_regex",
     ),
-    "structured_outputs": Field(_OUTPUT, ({},)),
+    "structured_outputs": Field(OUTPUT, ({},)),
     **_all(_TOKENS, "allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor"),
     **_all(_TOKENS, "banned_tokens", "banned_strings"),
     **_all("log probabilities of the prompt are not supported", "prompt_logprobs"),
@@ -87,7 +87,6 @@ CHAT: dict[str, Field] = {
     **_COMMON,
     "modalities": Field("the answer is text", (["text"],)),
     **_all("the answer is text", "audio"),
-    "include_reasoning": Field(_REASONING, (True,), default=True),
     "separate_reasoning": Field(_REASONING, (True,), default=True),
     **_all("there is no web search", "web_search_options"),
     **_all("write them into the messages", "documents"),
@@ -104,11 +103,28 @@ COMPLETION: dict[str, Field] = {
 
 EMBEDDING: dict[str, Field] = {
     **_PROMPTS,
-    "truncate": Field(_PROMPT_LENGTH, ("NONE",)),
+    "truncate": Field(PROMPT_LENGTH, ("NONE",)),
     **_all("write the conversation as a text", "messages"),
     **_all("write it into the input as the model's card says", "input_type", "prompt_name", "instruction"),
     "embed_dtype": Field(_VECTOR, ("float32",)),
     "endianness": Field(_VECTOR, ("native", "little")),
+}
+
+
+MESSAGES: dict[str, Field] = {
+    **_all("there are no tool servers, send the tools that the client runs", "mcp_servers"),
+    **_all("nothing is run here, send the tools that the client runs", "container"),
+}
+
+
+RESPONSES: dict[str, Field] = {
+    **_all("conversations are not kept, use previous_response_id", "conversation"),
+    **_all("there are no stored prompts, write it into instructions and input", "prompt"),
+    "top_logprobs": Field("log probabilities are not supported here, use /v1/chat/completions", (0,)),
+    **_all("this is for /v1/chat/completions: use input", "messages"),
+    **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),
+    **_all("use text", "response_format"),
+    **_all("use reasoning", "reasoning_effort"),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..model.batch import Batch
+from ..model.cache_spec import Caches
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
@@ -20,8 +21,7 @@ def build_batches(
     state: BatchState,
     scheduled: ScheduledBatch,
     last: Tensor,
-    caches: list[tuple[Tensor, Tensor]],
-    block_size: int,
+    caches: Caches,
     upload: Upload,
     last_token_only: bool = False,
     min_tokens: int = 0,
@@ -39,7 +39,7 @@ def build_batches(
     arrays = [scheduled.sampled_rows, row if unknown.any() else row[:0], ids[:0] if sampled_only else ids]
     at = microbatch_split(state, scheduled, min_tokens) if min_tokens else 0
     parts = scheduled.cut(at) if at else [scheduled]
-    drafts = [_HostBatch(state, part, block_size, last_token_only) for part in parts]
+    drafts = [_HostBatch(state, part, last_token_only) for part in parts]
     sampled_rows, row_, ids_, *tensors = upload.send([*arrays, *(array for draft in drafts for array in draft.arrays)])
     if sampled_only:
         ids_ = last[row_]
@@ -75,7 +75,8 @@ def microbatch_split(state: BatchState, scheduled: ScheduledBatch, min_tokens: i
 class _HostBatch:
     """A Batch as numpy arrays, before the upload."""
 
-    def __init__(self, state: BatchState, scheduled: ScheduledBatch, block_size: int, last_token_only: bool):
+    def __init__(self, state: BatchState, scheduled: ScheduledBatch, last_token_only: bool):
+        block_size = state.block_size
         ends = np.cumsum(scheduled.counts)
         query_starts = np.concatenate(([0], ends))
         of_row = np.repeat(np.arange(len(scheduled.rows)), scheduled.counts)  # [T] index into `scheduled`
@@ -95,10 +96,10 @@ class _HostBatch:
         ]
         self.sampled: _HostBatch | None = None
         if last_token_only and np.count_nonzero(scheduled.samples) < self.tokens:
-            self.sampled = _HostBatch(state, scheduled.last_tokens, block_size, False)
+            self.sampled = _HostBatch(state, scheduled.last_tokens, False)
             self.arrays += self.sampled.arrays
 
-    def batch(self, ids: Tensor, tensors: Iterator[Tensor], caches: list[tuple[Tensor, Tensor]]) -> Batch:
+    def batch(self, ids: Tensor, tensors: Iterator[Tensor], caches: Caches) -> Batch:
         """The batch on the device. Consumes the uploaded `arrays` from `tensors`."""
         positions, slots, tables, lengths, query_starts, sample_at = itertools.islice(tensors, 6)
         return Batch(

@@ -6,6 +6,7 @@ that need more than C++ operations, such as MPI between hosts, are not recorded.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import NamedTuple
 
@@ -13,22 +14,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...comm.base import Comm
 from ...kernels.cpp.graph import Graph, Memory, capture
 from ...kernels.gemm.cpu_gemm import MOST_ROWS
 from ...kernels.sampling.argmax import argmax
 from ..model.base import Model
 from ..model.batch import Batch
+from ..model.cache_spec import Caches
 from .batch_builder import given_ids
+from .sampler import tp_argmax
 from .state import BatchState, ScheduledBatch
 
 log = logging.getLogger("phalanx")
 
 
-class Head(NamedTuple):
+class Head:
     """The head's output in a replayed step, valid until the next replay."""
 
-    logits: Tensor  # Model.logits of all rows
-    best: tuple[Tensor, Tensor]  # their argmax
+    def __init__(self, logits: Tensor, memory: Memory):
+        self.logits = logits  # Model.logits of all rows
+        self._best = argmax(logits)
+        self._memory = memory
+        self._ids: Tensor | None = None
+        self._graph: Graph | None = None
+
+    def argmax(self, group: Comm) -> Tensor:
+        """tp_argmax of the logits; recorded where the collective is C++. Ranks may differ in whether it is."""
+        if group.size == 1:
+            return self._best[1].clone()
+        if self._graph is not None and self._ids is not None:
+            self._graph.replay()
+        elif self._ids is None:
+            choose = functools.partial(tp_argmax, self.logits, group, self._best)
+            self._ids, self._graph, _ = capture(choose, self._memory)
+        else:
+            self._ids = tp_argmax(self.logits, group, self._best)
+        return self._ids.clone()
 
 
 class _Captured(NamedTuple):
@@ -42,9 +63,8 @@ class CpuDecodeGraphs:
 
     head: Head | None = None  # of the last replay, where the head is replayed too
 
-    def __init__(self, model: Model, state: BatchState, last: Tensor, caches: list[tuple[Tensor, Tensor]]):
+    def __init__(self, model: Model, state: BatchState, last: Tensor, caches: Caches):
         self.model, self.state, self.last, self.caches = model, state, last.numpy(), caches
-        self.block_size = caches[0][0].shape[1]
         self.most = min(len(state.length), MOST_ROWS)  # beyond, torch computes the GEMMs, which cannot be recorded
         self._ids, self._positions, self._slots = torch.zeros(3, self.most, dtype=torch.int64)
         self._lengths = torch.zeros(self.most, dtype=torch.int32)
@@ -83,8 +103,8 @@ class CpuDecodeGraphs:
         given = given_ids(self.state, scheduled)
         np.copyto(ids[:n], np.where(given < 0, self.last[row], given))
         positions[:n] = starts
-        block, offset = np.divmod(starts, self.block_size)
-        slots[:n] = self.state.table[row, block].astype(np.int64) * self.block_size + offset
+        block, offset = np.divmod(starts, self.state.block_size)
+        slots[:n] = self.state.table[row, block].astype(np.int64) * self.state.block_size + offset
         lengths[:n] = starts + 1
         width = int(block.max()) + 1
         tables[:n, :width] = self.state.table[row, :width]
@@ -110,8 +130,7 @@ class CpuDecodeGraphs:
             return hidden
 
         def head() -> Head:
-            logits = self.model.logits(hidden)
-            return Head(logits, argmax(logits))
+            return Head(self.model.logits(hidden), self._memory)
 
         self.head, graph, reason = capture(head, self._memory)
         if graph is None:

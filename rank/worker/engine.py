@@ -19,7 +19,7 @@ from ...comm.mesh import Mesh
 from ...comm.watchdog import LocalWatchdog
 from ...kernels import jit
 from .. import heap
-from ..model import fingerprint
+from ..model import cache_spec, fingerprint
 from ..model.base import Model
 from ..model.load import load as load_model
 from ..model.weights.local_copy import make_local_copy
@@ -125,10 +125,10 @@ class Engine:
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
-        with errors.memory_for("the weights", "Use more ranks (--tp, --pp) or a narrower --dtype"):
+        with errors.memory_for("the weights", "Use more ranks (--tp, --pp), a narrower --dtype or --isq"):
             model = load_model(
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
-                options.load, self._progress("loading weights"), free, free_of_host,
+                options.load, self._progress("loading weights"), free, free_of_host, options.isq,
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model
@@ -155,7 +155,7 @@ class Engine:
         budget = options.max_num_batched_tokens or TOKEN_BUDGET[device.type]
         if device.type != "cpu" or options.max_num_batched_tokens:
             return budget, options.max_num_seqs
-        weights = self.model.weight_bytes / self.model.dtype.itemsize
+        weights = self.model.num_weights
         longest = torch.tensor([min(budget, int(CPU_STEP / (2 * weights)))])
         budget = max(FEW, int(self.place.world.all_gather(longest).min()))
         if budget < options.max_num_seqs:
@@ -186,8 +186,8 @@ class Engine:
         peak: what steps take beside weights and cache, where that is known.
         """
         options, place, model = self.options, self.place, self.model
-        spec, fraction = model.kv_spec, self._kv_fraction
-        block_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * block_size * model.dtype.itemsize
+        fraction = self._kv_fraction
+        block_bytes = sum(cache_spec.block_bytes(spec, block_size, model.dtype) for spec in model.cache_specs())
         free = kv_cache.free_memory(place.device, place.ranks_here)
         memory = options.mem * kv_cache.MIB or int(fraction * max(0, free - peak))
         wanted = max_num_seqs * -(-model.max_model_len // block_size)
@@ -202,14 +202,12 @@ class Engine:
         )
         return blocks, max_model_len
 
-    def _allocate(self, blocks: int, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The KV cache, keys and values of each local layer."""
-        options, spec = self.options, self.model.kv_spec
+    def _allocate(self, blocks: int, block_size: int) -> cache_spec.Caches:
+        """The KV cache of each local layer."""
+        options, model = self.options, self.model
         now = f"--mem (now {options.mem})" if options.mem else f"--kv-fraction (now {self._kv_fraction:g})"
         with errors.memory_for(f"a KV cache of {blocks * block_size} tokens", f"Lower {now}, or use more ranks"):
-            return kv_cache.allocate(
-                spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, self.model.dtype, self.place.device
-            )
+            return kv_cache.allocate(model.cache_specs(), blocks, block_size, model.dtype, self.place.device)
 
     def _say(self, text: str) -> None:
         if self.place.world.rank == 0:

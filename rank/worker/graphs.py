@@ -21,6 +21,7 @@ from ...kernels.gemm.autotune import TuneRequest
 from ...kernels.gemm.skinny import MOST_ROWS
 from ..model.base import Model
 from ..model.batch import Batch
+from ..model.cache_spec import Caches
 from ..model.layers.linear import Linear, QKVParallel, RowParallel
 from .batch_builder import given_ids
 from .state import BatchState, ScheduledBatch
@@ -65,11 +66,9 @@ class DecodeGraphs:
 
     head = None  # it runs outside the graph
 
-    def __init__(
-        self, model: Model, state: BatchState, last: Tensor, caches: list[tuple[Tensor, Tensor]], upload: Upload
-    ):
+    def __init__(self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload):
         self.model, self.state, self.last, self.caches, self.upload = model, state, last, caches, upload
-        self.block_size = caches[0][0].shape[1]
+        self.block_size = state.block_size
         self.sizes = capture_sizes(len(state.length))
         most, width = self.sizes[-1], state.table.shape[1]
         device = last.device

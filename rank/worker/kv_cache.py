@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ... import errors
 from ...comm.base import Comm
+from ..model.cache_spec import Caches, CacheSpec, TensorSpec
 
 MIB = 1 << 20
 # The cache's default share of the free memory. On CPUs other processes need memory too. On GPUs free means after
@@ -77,12 +79,24 @@ def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -
 
 
 def allocate(
-    layers: int, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each local layer, [blocks, block_size, heads, head_dim], zeroed."""
-    shape = (blocks, block_size, heads, head_dim)
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Caches:
+    """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block]. dtype: the model's."""
+    return [_make(spec.block(block_size, dtype), blocks, device) for spec in specs]
+
+
+def allocate_shared(
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Caches:
+    """As `allocate`, but layers of one shape share their tensors: for steps whose results nobody reads."""
+    kinds = [spec.block(block_size, dtype) for spec in specs]
+    made = {kind: _make(kind, blocks, device) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+def _make(tensors: Sequence[TensorSpec], blocks: int, device: torch.device) -> tuple[Tensor, ...]:
     make = _untouched if device.type == "cpu" else torch.zeros
-    return [(make(shape, dtype=dtype, device=device), make(shape, dtype=dtype, device=device)) for _ in range(layers)]
+    return tuple(make((blocks, *one.shape), dtype=one.dtype, device=device) for one in tensors)
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

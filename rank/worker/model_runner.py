@@ -30,6 +30,7 @@ from ...kernels.device import device_caps
 from ...kernels.gemm import autotune
 from .. import protocol
 from ..model.base import Model
+from ..model.cache_spec import Caches
 from .batch_builder import build_batches
 from .cpu_graphs import CpuDecodeGraphs, Head
 from .graphs import DecodeGraphs, gemms
@@ -129,7 +130,7 @@ class ModelRunner:
         mesh: Mesh,
         state: BatchState,
         sampler: Sampler,
-        caches: list[tuple[Tensor, Tensor]],
+        caches: Caches,
         watch: LocalWatchdog,
     ):
         self.model = model
@@ -139,7 +140,6 @@ class ModelRunner:
         self.caches = caches
         self.watch = watch
         self.device = sampler.device
-        self.block_size = caches[0][0].shape[1]
         self._last = torch.zeros(len(state.length), dtype=torch.int64, device=self.device)  # each row's newest token
         # First pipeline stage: the rows of each step whose ids have not come from the last stage; on host and device.
         self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
@@ -245,7 +245,7 @@ class ModelRunner:
         if not self._pooler.empty:  # pooling needs all rows, in order
             last_token_only, min_tokens = False, 0
         batches, sampled_rows = build_batches(
-            self.state, scheduled, self._last, self.caches, self.block_size, self._upload, last_token_only, min_tokens
+            self.state, scheduled, self._last, self.caches, self._upload, last_token_only, min_tokens
         )
         pipe = self.mesh.pipe
         hidden = None
@@ -275,7 +275,7 @@ class ModelRunner:
         """Ids [S], on every rank of the last stage. head: the head's output for `hidden`, if a replay computed it."""
         shard = head.logits if head else self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
         if self._greedy[scheduled.sampled_rows].all():
-            ids, logprobs = tp_argmax(shard, self.mesh.tensor, head.best if head else None), None
+            ids, logprobs = head.argmax(self.mesh.tensor) if head else tp_argmax(shard, self.mesh.tensor), None
         else:
             ids, logprobs = self._sample_whole(shard, scheduled)
         self._last[sampled_rows] = ids

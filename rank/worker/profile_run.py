@@ -16,6 +16,7 @@ from .. import protocol
 from ..model.base import Model
 from ..model.batch import Batch
 from ..model.experts.fused import FusedExperts
+from . import kv_cache
 from .sampler import Sampler, tp_argmax
 
 # Triton attention (attention_triton.py) and GEMMs of few rows (skinny.py) have a kernel for each range of lengths.
@@ -97,10 +98,8 @@ def _mixed(model: Model, longest: int, block_size: int, device: torch.device) ->
 
 
 def _whole(model: Model, counts: list[int], block_size: int, device: torch.device) -> Batch:
-    """A step of prompts with these token counts, all in the same blocks of one layer's cache."""
+    """A step of prompts with these token counts, all in the same blocks of the same caches."""
     tokens, blocks = sum(counts), -(-max(counts) // block_size)
-    spec = model.kv_spec
-    cache = torch.zeros(2, blocks, block_size, spec.kv_heads, spec.head_dim, dtype=model.dtype, device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in counts])
     lengths = torch.tensor(counts, dtype=torch.int32)
     return Batch(
@@ -114,7 +113,7 @@ def _whole(model: Model, counts: list[int], block_size: int, device: torch.devic
         num_decodes=0,
         query_lens=counts,
         kv_lens=counts,
-        caches=[(cache[0], cache[1])] * spec.layers,
+        caches=kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, model.dtype, device),
     )
 
 

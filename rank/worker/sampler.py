@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...comm.base import Comm
-from ...kernels.sampling.argmax import argmax
+from ...kernels.sampling.argmax import argmax, candidates, elect
 from .. import protocol
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the increment of SplitMix64 (Steele et al. 2014)
@@ -63,14 +63,12 @@ def tp_argmax(shard: Tensor, tensor: Comm, best: tuple[Tensor, Tensor] | None = 
     """The argmax [S] int64 of logits that are split by vocabulary, shard [S, width] a rank; the same on all ranks.
 
     Each rank sends its best value and index of a row, not the row: 2 KB instead of 66 MB for 256 rows of 128k tokens on
-    2 ranks. Of equal values the first wins, as in an unsplit row. best: argmax(shard), if it is known; not kept.
+    2 ranks. Of equal values the first wins, as in an unsplit row. best: argmax(shard), if it is known.
     """
-    value, index = best or argmax(shard)
+    best = best or argmax(shard)
     if tensor.size == 1:
-        return index.clone() if best else index
-    ids = (index + tensor.rank * shard.shape[-1]).float()  # exact below 2^24
-    found = tensor.all_gather(torch.stack((value, ids)))  # [tp, 2, S]
-    return found[:, 1].gather(0, found[:, 0].argmax(0)[None])[0].long()
+        return best[1]
+    return elect(tensor.all_gather(candidates(best, tensor.rank * shard.shape[-1])))
 
 
 class Sampler:

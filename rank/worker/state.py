@@ -55,6 +55,7 @@ class BatchState:
     """Each row's tokens, lengths and block table. `apply` brings it to the state after the plan's step."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
+        self.block_size = block_size
         self.table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.length = np.zeros(max_num_seqs, np.int64)  # sampled tokens included

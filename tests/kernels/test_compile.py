@@ -15,11 +15,13 @@ import torch
 from phalanx import errors
 from phalanx.kernels import jit
 from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
 from phalanx.kernels.moe import moe, router
 from phalanx.kernels.moe.router import RouterParams
+from phalanx.kernels.quantized import q8_0_cuda
 from phalanx.kernels.rope.rope import CosSin, QKNorm
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
@@ -33,6 +35,14 @@ def room(sizes):
     few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * 2))
     fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
     return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
+
+
+def quantized_gemv(rows, inputs, way, gate, bias):
+    return q8_0_cuda._gemv_sizes(rows, inputs, q8_0_cuda.GemvConfig(*way), gate, bias)
+
+
+def quantized_gemm(rows, inputs, cut, gate, bias):
+    return q8_0_cuda._gemm_sizes(rows, inputs, q8_0_cuda.TileConfig(*cut), gate, bias)
 
 
 PROGRAMS = [
@@ -117,6 +127,15 @@ PROGRAMS = [
         "pipelined_gemm",
         dict(T=torch.float16, I=4096, M=128, KC=128, STAGES=4, TILES=8, GATED=1, WHOLE=1, ACT=0, BIAS=1, SPLIT=4),
     ),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "silu", True))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(8, 1056, (2, 4, 2), "", True))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "gelu_tanh", True))),
+    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 512), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(32, 4096, (48, 256), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False))),
+    ("dequantize", dict(T=torch.bfloat16, I=4096, RUN=q8_0_cuda.RUN)),
+    ("dequantize", dict(T=torch.float16, I=96, RUN=q8_0_cuda.RUN)),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),
@@ -129,7 +148,7 @@ PROGRAMS = [
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
     ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
-    ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", False), True))),
+    ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
     ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
@@ -138,6 +157,8 @@ PROGRAMS = [
     ("embedding", dict(T=torch.float32, V=1)),
     ("argmax", dict(T=torch.bfloat16, V=8)),
     ("argmax", dict(T=torch.float32, V=1)),
+    ("logits", dict(T=torch.bfloat16, V=8)),
+    ("logits", dict(T=torch.float32, V=1)),
     ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
     ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),
@@ -219,7 +240,7 @@ def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap
     wide, cache = torch.zeros(2, heads + 2 * kv_heads, dim, dtype=dtype), torch.zeros(2, 3, 16, kv_heads, dim).to(dtype)
     q, k, v = wide.split([heads, kv_heads, kv_heads], 1)
     norms = QKNorm(wide[0, 0], wide[0, 0], 1e-6) if normed else None
-    new = attention_tma.CurrentKV(k, v, CosSin(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
+    new = CurrentKV(k, v, CosSin(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
     tables, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     new = None if normed is None else new
     attention_triton.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, splits, new)

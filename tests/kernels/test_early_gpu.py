@@ -7,6 +7,7 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import skinny
@@ -73,7 +74,7 @@ class Step:
             pause()
             q, k, v = made.view(self.rows, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
             seen = torch.empty(self.rows, HEADS, DIM, device="cuda", dtype=torch.float16)
-            newest = attention_tma.CurrentKV(k, v, turn, None, self.slots)
+            newest = CurrentKV(k, v, turn, None, self.slots)
             attention_tma.decode(
                 q, cache[0], cache[1], self.tables, self.lengths, seen, *AttentionParams(DIM**-0.5), newest
             )

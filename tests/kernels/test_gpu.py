@@ -6,14 +6,15 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation import activation
-from phalanx.kernels.attention import attention, attention_tma
+from phalanx.kernels.attention import attention, reference
 from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import linear, skinny, swiglu_gemm
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import rope
-from phalanx.kernels.sampling import argmax
+from phalanx.kernels.sampling import argmax, logits
 from torch.nn.functional import gelu, silu
 
 from .attention import decoding
@@ -100,9 +101,9 @@ def check_attention(query_lens, kv_lens, heads, kv_heads, dim, dtype, bound, win
         setattr(rows, name, getattr(rows, name).cuda())
     q = torch.randn(sum(query_lens), heads + 2 * kv_heads, dim, device="cuda").to(dtype)[:, :heads]
     scores = AttentionParams(dim**-0.5, window, cap)
-    want = attention.paged_attention_reference(q, keys, values, rows, scores)
+    want = reference.paged_attention_reference(q, keys, values, rows, scores)
     rows.scratch.clear()
-    near(attention.paged_attention_cuda(q, keys, values, rows, scores), want, bound)
+    near(attention.paged_attention(q, keys, values, rows, scores), want, bound)
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
@@ -204,7 +205,7 @@ def test_write_and_attend(query_lens, kv_lens, turned):
     rows, cache, y, rest = a_step(query_lens, kv_lens, turned)
     theirs = cache.clone()
     q = rope.rope_and_store_kv_reference(*split(y), *rest, (theirs[0], theirs[1]), rows.slots)
-    want = attention.paged_attention_reference(q, theirs[0], theirs[1], rows, AttentionParams(0.125))
+    want = reference.paged_attention_reference(q, theirs[0], theirs[1], rows, AttentionParams(0.125))
     rows.scratch.clear()
     near(attention.store_and_attend(*split(y), *rest, (cache[0], cache[1]), rows, AttentionParams(0.125)), want, 2e-3)
     torch.testing.assert_close(cache, theirs, atol=2e-3, rtol=2e-3, equal_nan=True)
@@ -255,7 +256,7 @@ def test_one_kernel_in_a_graph():
             found = out.clone()
             near(found, step(), 2e-3)
             alone = torch.empty_like(q, memory_format=torch.contiguous_format)
-            new = attention_tma.CurrentKV(k, v, *rest, rows.slots)
+            new = CurrentKV(k, v, *rest, rows.slots)
             attention_triton.decode(
                 q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, *AttentionParams(0.125), 1, new
             )
@@ -359,6 +360,16 @@ def test_largest(rows, width, dtype):
         kept[:, 5] = float("-inf")
         assert torch.equal(argmax.argmax(x)[1], argmax.argmax_reference(kept.cpu())[1].cuda())
         assert (argmax.argmax(torch.full_like(x, float("-inf")))[1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width, present", [(4096, 4096), (4096, 4001), (37, 30)])
+@pytest.mark.parametrize("scale, softcap", [(1.0, 0.0), (0.125, 0.0), (3.0, 2.5)])
+def test_the_end_of_the_head(dtype, width, present, scale, softcap):
+    x = (torch.randn(5, width, device="cuda") * 20).to(dtype)
+    want = logits.finish_logits_reference(x.clone(), present, scale, softcap)
+    torch.testing.assert_close(logits.finish_logits(x, present, scale, softcap), want)
+    assert logits.finish_logits(x[:0], present, scale, softcap).shape == (0, width)
 
 
 @pytest.mark.parametrize("width", [4096, 36, 7])

@@ -85,8 +85,8 @@ def test_a_graph_with_other_choices():
 
 
 ROUTERS = [
-    RouterParams(8), RouterParams(3, normalise=False), RouterParams(1), RouterParams(6, "sigmoid", True, 2.5),
-    RouterParams(4, "sigmoid", False),
+    RouterParams(8), RouterParams(3, normalise=False), RouterParams(1), RouterParams(6, "sigmoid", scale=2.5),
+    RouterParams(4, "sigmoid", normalise=False),
 ]  # fmt: skip
 
 

@@ -7,9 +7,8 @@ import phalanx
 import pytest
 from phalanx.launcher import document
 from phalanx.launcher.cli import verbs
-from phalanx.rank.server.batch.batch_input import KINDS
-from phalanx.rank.server.field_meanings import MEANINGS
-from phalanx.rank.server.http.metrics import ENDPOINTS
+from phalanx.rank.server.field_meanings import MEANINGS, meaning
+from phalanx.rank.server.http.routes import paths, routes
 
 ROOT = Path(phalanx.__file__).resolve().parent
 
@@ -24,7 +23,7 @@ def test_every_verb_and_flag_is_there():
     page = document.options_page()
     assert set(document.STRUCTS) == set(verbs())
     assert "| `--port`, `--p` N | `PHALANX_PORT` | whole number, 0 to 65535 | `2000` |" in page
-    assert "| `--isq` | refused |" in page and "| `--verbose` | has no effect |" in page
+    assert "| `--quantization` | refused |" in page and "| `--verbose` | has no effect |" in page
 
 
 def test_other_variables_are_those_that_the_code_knows():
@@ -37,15 +36,18 @@ def test_other_variables_are_those_that_the_code_knows():
 
 def test_every_endpoint_and_field_is_there():
     page = document.api_page()
-    assert all(f"`{path}`" in page for path in ENDPOINTS)
+    assert all(f"`{path}`" in page for path in paths())
     assert "| `messages` | text or list of objects |  | **needed** |" in page
     assert "| `temperature` | number | 0 to 100 | `1.0` |" in page
     assert "`phalanx_requests_running` | gauge" in page
 
 
 def test_meanings_are_of_fields_that_exist():
-    fields = {field.name for kind in KINDS.values() for field in msgspec.structs.fields(kind)}
-    assert set(MEANINGS) == fields, "rank/server/field_meanings.py says what each field means"
+    kinds = {route.schema for route in routes() if route.schema}
+    fields = {(kind, field.name) for kind in kinds for field in msgspec.structs.fields(kind)}
+    known = {name for kind, name in fields} | {f"{kind.__name__}.{name}" for kind, name in fields}
+    assert all(meaning(*field) for field in fields), "rank/server/field_meanings.py says what each field means"
+    assert set(MEANINGS) <= known
 
 
 @pytest.mark.parametrize(

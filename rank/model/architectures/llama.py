@@ -12,6 +12,7 @@ from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
+from ..cache_spec import PagedKV
 from ..layers.attention import PagedAttention
 from ..layers.linear import QKVParallel, RowParallel
 from ..layers.mlp import GatedMLP
@@ -46,6 +47,10 @@ class Attention(nn.Module):
         self.qkv_proj = QKVParallel(hidden, heads, args.num_key_value_heads, dim, mesh, args.qkv_bias)
         self.o_proj = RowParallel(heads * dim, hidden, mesh, args.o_bias)
         self.attention = PagedAttention(local, args.attention_params(index))
+
+    def cache_spec(self) -> PagedKV:
+        heads = self.qkv_proj.heads
+        return PagedKV(heads.keys, heads.dim, heads.dim, self.attention.params.window)
 
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         q, k, v = self.qkv_proj.split(self.qkv_proj(h))

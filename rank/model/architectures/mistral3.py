@@ -12,7 +12,7 @@ TEXT: dict[str, type[mistral.Args]] = {"mistral": mistral.Args, "ministral3": mi
 
 class Args(mistral.Args):
     @classmethod
-    def from_config(cls, config: Config) -> mistral.Args:
+    def from_config(cls, config: Config) -> mistral.Args:  # type: ignore[override]
         """The text model's Args: it may be of either type."""
         text = config.raw["model_type"]
         if text not in TEXT:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ....comm.base import Comm
 from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
+from ....kernels.norm.norm import rms_norm
 from ....kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv
 from ..batch import Batch
 from ..config import FULL, SLIDING
+from ..shard import Shard
+from ..weights.slicing import Field, ShardedModule
 from .residual import Normed
 
 
@@ -58,4 +63,36 @@ class PagedAttention:
         h.keep(batch.sample_at)
         if len(batch.sample_at) == 0:
             return q[:0].flatten(1)
-        return paged_attention(q[batch.sample_at], *cache, batch.sampled, self.params)
+        keys, values = cache
+        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, self.params)
+
+
+class ShardedRMSNorm(ShardedModule):
+    """An RMS norm over all heads of a projection, of which this rank has some: QK norm as OLMo 2 has it."""
+
+    fields = (Field("weight", "o"),)
+
+    def __init__(self, shard: Shard, eps: float):
+        super().__init__()
+        self.outputs, self.eps = (shard,), eps
+        self.weight = nn.Parameter(torch.empty(shard.width, device="meta"), requires_grad=False)
+
+
+def norm_projections(
+    norms: tuple[ShardedRMSNorm, ShardedRMSNorm], q: Tensor, k: Tensor, group: Comm
+) -> tuple[Tensor, Tensor]:
+    """q [T, heads, head_dim] and k [T, kv_heads, head_dim] of this rank, each normed over the heads of all ranks.
+
+    The group's ranks add up their sums of squares, of both in one all-reduce. Where ranks hold copies of a key head,
+    all of them count alike, so that the mean is right.
+    """
+    if group.size == 1:
+        q, k = (rms_norm(x.flatten(1), n.weight, n.eps).view(x.shape) for x, n in zip((q, k), norms, strict=True))
+        return q, k
+    wide = [x.flatten(1).float() for x in (q, k)]
+    means = group.all_reduce(torch.stack([x.square().mean(1) for x in wide])) / group.size
+    q, k = (
+        (x * (mean[:, None] + n.eps).rsqrt() * n.weight).to(q.dtype).view(of.shape)
+        for x, mean, n, of in zip(wide, means, norms, (q, k), strict=True)
+    )
+    return q, k

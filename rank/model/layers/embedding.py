@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....kernels.embedding.embedding import embedding
+from ....kernels.sampling.logits import finish_logits
 from ..formats import Part
 from ..shard import even, whole
 from ..weights.slicing import Field, ShardedModule
@@ -84,12 +85,5 @@ class ParallelLMHead(ColumnParallel):
 
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [S, hidden]. Returns logits of this rank's vocabulary, [S, width] of its dtype; padding is -inf."""
-        logits = super().forward(h)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap:
-            logits = (logits.float() / self.softcap).tanh_().mul_(self.softcap).to(logits.dtype)
         present = self.vocab.stop - self.vocab.start
-        if present < self.vocab.width:
-            logits[:, present:] = float("-inf")
-        return logits
+        return finish_logits(super().forward(h), present, self.scale, self.softcap)

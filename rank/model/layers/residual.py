@@ -207,3 +207,23 @@ class Normed:
         else:
             normed, stream.value = self.norm.add_norm(x, stream.value)
         return normed
+
+
+class Unnormed(Normed):
+    """The residual stream itself, where sublayers read it without a norm: models whose norms come after sublayers."""
+
+    def __init__(self, stream: ResidualStream):
+        self.stream = stream
+
+    def begin(self) -> None:
+        """Nothing is pending but a tensor."""
+
+    def tensor(self) -> Tensor:
+        """[T, H], equal on all ranks. Valid until the stream is added to."""
+        return self.stream.read()
+
+    def keep(self, rows: Tensor) -> None:
+        self.stream.value = self.stream.read()[rows]
+
+    def linear(self, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
+        return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import MODEL, FatalError
+from ....kernels.embedding.embedding import embedding
 from ....kernels.rope.rope import CosSin, cos_sin
 
 Parameters = dict[str, Any]
@@ -80,12 +81,14 @@ class RotaryEmbedding(nn.Module):
         self.table: Tensor  # [max_model_len, 2, dim / 2] f32
         self.register_buffer("table", table.mul_(scale) if scale != 1.0 else table, persistent=False)
         self.interleaved = bool(parameters.get("interleaved"))
-        self.temperature: Tensor | None  # [max_model_len, 1, 1] f32
+        self.temperature: Tensor | None  # [max_model_len, 1] f32
         self.register_buffer("temperature", _temperature(parameters, max_model_len), persistent=False)
 
     def forward(self, positions: Tensor) -> CosSin:
         """The cosines and sines of positions [T] int64."""
-        q_scale = None if self.temperature is None else self.temperature.index_select(0, positions)
+        q_scale = None
+        if self.temperature is not None:
+            q_scale = embedding(positions, self.temperature)[:, :, None]
         return cos_sin(self.table, positions)._replace(interleaved=self.interleaved, q_scale=q_scale)
 
 
@@ -176,13 +179,13 @@ def _yarn_temperature(p: Parameters, factor: float) -> float:
 
 
 def _temperature(p: Parameters, length: int) -> Tensor | None:
-    """Llama 4's attention temperature: factors on queries, [length, 1, 1], that grow with the logarithm of how many
+    """Llama 4's attention temperature: factors on queries, [length, 1], that grow with the logarithm of how many
     times the original context a position is away from the first. None: all are 1.
     """
     beta, original = p.get("llama_4_scaling_beta"), p.get("original_max_position_embeddings")
     if not beta or not original or length <= original:
         return None
-    return (1 + beta * torch.log1p(torch.arange(length) // original))[:, None, None]
+    return (1 + beta * torch.log1p(torch.arange(length) // original))[:, None]
 
 
 def _wavelengths(base: float | Tensor, dim: int) -> Tensor:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from typing import Protocol
 
-from ..schema import ChatRequest, CompletionRequest, EmbeddingRequest
-from ..session import Session
-from ..text_engine import TextEngine
+
+class Request(Protocol):
+    """A request as admission and deadline see it."""
+
+    def sequences(self) -> int:
+        """How many it will be."""
+
+    def limit(self) -> int | None:
+        """The most tokens that each may have, where the request says so."""
 
 
 class Admission:
@@ -51,27 +56,6 @@ class Admission:
                 turn.set_result(None)
 
 
-def sequences(request: ChatRequest | CompletionRequest | EmbeddingRequest) -> int:
-    """How many sequences the request will be."""
-    if isinstance(request, EmbeddingRequest):
-        return len(request.prompts())
-    prompts = len(request.prompts()) if isinstance(request, CompletionRequest) else 1
-    return prompts * (request.n or 1)
-
-
 def enough(max_num_seqs: int) -> int:
     """Places that keep the ranks busy: what runs, and what is at hand when one of those ends."""
     return 2 * max_num_seqs
-
-
-@contextlib.asynccontextmanager
-async def opened(sessions: TextEngine, request: ChatRequest | CompletionRequest) -> AsyncIterator[Session]:
-    """The request's session; leaving ends what still runs."""
-    if isinstance(request, ChatRequest):
-        session = await sessions.chat(request)
-    else:
-        session = await sessions.completion(request)
-    try:
-        yield session
-    finally:
-        session.close()

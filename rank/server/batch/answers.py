@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
+import uuid
 from collections.abc import Callable
 
 from .... import errors
 from ..api_error import ApiError
-from ..embeddings import embed
-from ..openai_format import ChatRenderer, Renderer, TextRenderer
-from ..schema import ChatRequest, EmbeddingRequest, decode
+from ..decoding import decode
+from ..http.routes import Call
 from ..session import Session
 from ..text_engine import TextEngine
 from . import output
-from .admission import opened
-from .batch_input import Item, Request
+from .admission import Request
+from .batch_input import Item
 from .deadline import Deadline
 from .journal import ANSWERED, FAILED, Entry, Journal
 from .progress import Counts
@@ -47,20 +48,16 @@ class Answers:
         if item.wrong:
             self._record(output.entry(item, FAILED), output.mistake(item))
             return None
+        assert item.route is not None and item.route.schema is not None
         try:
-            return decode(bytes(item.body), item.kind)  # type: ignore[type-var]
+            return decode(bytes(item.body), item.route.schema)  # type: ignore[return-value]
         except ApiError as error:
             self._record(output.entry(item, FAILED), output.failure(item, error))
             return None
 
     def limit(self, request: Request) -> int | None:
         """The most tokens that a sequence of it may generate, where that is known."""
-        if isinstance(request, EmbeddingRequest):
-            return 1
-        limit = request.max_tokens
-        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-            limit = request.max_completion_tokens
-        return limit or self._sessions.defaults.get("max_tokens")
+        return request.limit() or self._sessions.defaults.get("max_tokens")
 
     def begin(self, item: Item, request: Request) -> asyncio.Task[None]:
         """Done when there is an answer, which may not be written yet."""
@@ -98,22 +95,25 @@ class Answers:
         self._record(entry, content)
 
     async def _ask(self, item: Item, request: Request) -> tuple[Entry, bytes]:
-        if isinstance(request, EmbeddingRequest):
-            began = time.monotonic()
-            done = await embed(self._sessions, request)
+        assert item.route is not None
+        began = time.monotonic()
+        answer = item.route.prepare(Call(self._sessions, request))
+        answer = await answer if inspect.isawaitable(answer) else answer
+        if not isinstance(answer, Session):
             self._pace.add_embedding(time.monotonic() - began)
-            return output.entry(item, ANSWERED, done.prompt_tokens), output.answer(item, done.id, done.body)
-        async with opened(self._sessions, request) as session:
-            assert self._sessions.text is not None
-            kind: type[Renderer] = ChatRenderer if isinstance(request, ChatRequest) else TextRenderer
-            self._open.add(session)
-            try:
-                body = await kind(session, self._sessions.text.tokenizer).collect()
-            finally:
-                self._open.discard(session)
-            self._pace.add(session)
-            entry = output.entry(item, ANSWERED, session.prompt_tokens, session.completion_tokens)
-            return entry, output.answer(item, session.id, body)
+            entry = output.entry(item, ANSWERED, answer["usage"]["prompt_tokens"])
+            return entry, output.answer(item, f"req-{uuid.uuid4().hex[:24]}", answer)
+        assert item.route.render is not None and self._sessions.text is not None
+        renderer = item.route.render(answer, request, self._sessions.text.tokenizer)
+        self._open.add(answer)
+        try:
+            body = await renderer.collect()
+        finally:
+            answer.close()
+            self._open.discard(answer)
+        self._pace.add(answer)
+        entry = output.entry(item, ANSWERED, answer.prompt_tokens, answer.completion_tokens)
+        return entry, output.answer(item, body["id"], body)
 
     def _record(self, entry: Entry, content: bytes) -> None:
         task = asyncio.ensure_future(self._write(entry, content))

@@ -14,16 +14,11 @@ from typing import IO, Any
 import msgspec
 
 from ....errors import ERROR, USAGE, FatalError
-from ..schema import ChatRequest, CompletionRequest, EmbeddingRequest, show
+from ..decoding import show
+from ..http.routes import Route, batchable
 
 MAX_LINE = 16 << 20
 HEAD = 1 << 16  # bytes at a file's beginning by which it is known again
-Request = ChatRequest | CompletionRequest | EmbeddingRequest
-KINDS: dict[str, type[Request]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/embeddings": EmbeddingRequest,
-}
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -35,7 +30,7 @@ class Item(msgspec.Struct):
     key: int
     digest: int
     custom_id: str | None = None
-    kind: type[Request] = ChatRequest
+    route: Route | None = None
     body: bytes | msgspec.Raw = b""
     wrong: str = ""  # why it is not a request
     code: str = ""
@@ -166,13 +161,13 @@ def _parse(raw: bytes, item: Item) -> tuple[str, str]:
         return f"method is {show(fields.method)}: only POST is possible", "method"
     url = fields.url
     if url is None:
-        return f"url is missing: one of {', '.join(KINDS)} is needed", "url"
+        return f"url is missing: one of {', '.join(batchable())} is needed", "url"
     path = url if not isinstance(url, str) or url.startswith("/v1/") else "/v1" + url
-    if not isinstance(path, str) or path not in KINDS:
-        return f"url is {show(url)}: one of {', '.join(KINDS)} is needed", "url"
+    if not isinstance(path, str) or path not in batchable():
+        return f"url is {show(url)}: one of {', '.join(batchable())} is needed", "url"
     if not bytes(fields.body):
         return "body is missing", "body"
-    item.kind, item.body = KINDS[path], fields.body
+    item.route, item.body = batchable()[path], fields.body
     return "", ""
 
 

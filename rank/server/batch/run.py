@@ -13,7 +13,7 @@ from ..api_error import ApiError
 from ..engine_client import EngineClient
 from ..text_engine import TextEngine
 from . import batch_input, output, summary
-from .admission import Admission, enough, sequences
+from .admission import Admission, enough
 from .answers import Answers
 from .batch_input import Feed, Reader
 from .config import BatchConfig
@@ -156,7 +156,7 @@ class BatchRun:
                 continue
             if room is None:
                 room = Admission(enough((await self._ready()).max_num_seqs))
-            taken = await room.take(sequences(request))
+            taken = await room.take(request.sequences())
             while self.journal.pending_bytes > MOST_PENDING:
                 await asyncio.sleep(0.05)
             if not self._pace.fits(self._answers.limit(request)):

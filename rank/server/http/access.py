@@ -20,7 +20,8 @@ import tornado.httputil
 from ..api_error import ApiError
 from ..config import ServerConfig
 
-PROBES = ("/health",)  # load balancers and kubelets ask under any name; the answer tells a page nothing of worth
+# Load balancers and kubelets ask under any name; the answers tell a page nothing of worth.
+PROBES = ("/health", "/ready", "/ping")
 PRIVATE = (".local", ".internal")  # names that no public DNS server has (RFC 6762; ICANN, 2024)
 
 

@@ -7,29 +7,23 @@ import socket
 
 import tornado.web
 
-from . import health, openai
 from .connection import MAX_HEAD, Server
-from .handler import MAX_BODY, Handler, NotFound, ServerState
+from .endpoint import Endpoint
+from .handler import MAX_BODY, Handler, NotFound
+from .routes import paths
+from .state import ServerState
 
 log = logging.getLogger(__name__)
-ROUTES: list[tuple[str, type[Handler]]] = [
-    (r"/v1/chat/completions", openai.Chat),
-    (r"/v1/completions", openai.Completions),
-    (r"/v1/embeddings", openai.Embeddings),
-    (r"/v1/models", openai.Models),
-    (r"/v1/models/(.+)", openai.Model),
-    (r"/health", health.Health),
-    (r"/metrics", health.MetricsPage),
-]
 HEADER_TIMEOUT = 120  # seconds for a request's head, and for the pause between two requests of a connection
 BODY_TIMEOUT = 120
 
 
 def make_app(state: ServerState) -> tornado.web.Application:
-    """The endpoints of ROUTES, and the answer to everything else."""
+    """All endpoints, and the answer to everything else."""
 
     def log_request(handler: tornado.web.RequestHandler) -> None:
-        state.metrics.http(handler.request.method or "", handler.request.path, handler.get_status())
+        label = handler.label if isinstance(handler, Handler) else "other"
+        state.metrics.http(handler.request.method or "", label, handler.get_status())
         if state.config.access_log:
             log.info(
                 "%s %s %d %.0f ms %s",
@@ -40,7 +34,10 @@ def make_app(state: ServerState) -> tornado.web.Application:
                 getattr(handler, "request_id", ""),
             )
 
-    return tornado.web.Application(ROUTES, default_handler_class=NotFound, log_function=log_request, state=state)
+    rules = [
+        (next(iter(routes.values())).pattern(path), Endpoint, {"routes": routes}) for path, routes in paths().items()
+    ]
+    return tornado.web.Application(rules, default_handler_class=NotFound, log_function=log_request, state=state)
 
 
 def serve(app: tornado.web.Application, sock: socket.socket) -> Server:

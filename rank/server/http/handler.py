@@ -1,4 +1,4 @@
-"""What all endpoints share: their state, the headers of every answer, errors in OpenAI's shape, bodies."""
+"""What all endpoints share: the headers of every answer, keys, errors, bodies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Coroutine
+import zlib
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,12 +18,11 @@ import tornado.http1connection
 import tornado.web
 
 from ..api_error import ApiError
-from ..config import ServerConfig
+from ..decoding import Kind, decode
 from ..engine_client import STOPPING
-from ..schema import Kind, decode
-from ..text_engine import LARGE_BODY, TextEngine
-from .access import Access
-from .metrics import ENDPOINTS, Metrics
+from ..text_engine import LARGE_BODY
+from .routes import paths
+from .state import ServerState
 
 log = logging.getLogger(__name__)
 MAX_BODY = 64 << 20
@@ -34,26 +34,11 @@ Result = TypeVar("Result")
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
-class ServerState:
-    """What the handlers share."""
-
-    def __init__(self, sessions: TextEngine, config: ServerConfig):
-        self.sessions = sessions
-        self.config = config
-        self.access = Access(config)
-        self.keys = [key.encode() for key in config.api_keys]
-        self.link = sessions.link
-        self.metrics = Metrics(sessions.link, sessions.names[0])
-        self.started = int(time.time())
-        self.held = 0  # bytes of large bodies whose requests have not begun yet
-        self.read_until = 0.0  # on the clock of time.monotonic: when what was read of large bodies is paid for
-        self.active: dict[Handler, None] = {}  # requests that are being answered
-
-
 class Handler(tornado.web.RequestHandler):
     """Base of all endpoints."""
 
     needs_key = True
+    label = "other"  # the path's, for the metrics
     request_id = ""
 
     @property
@@ -84,13 +69,19 @@ class Handler(tornado.web.RequestHandler):
         sock = self.request.connection.stream.socket  # none: the client has gone
         self.state.access.check(self.request, sock and sock.getsockname())
         keys = self.state.keys
-        if keys and self.needs_key and self.request.method != "OPTIONS":
-            scheme, _, given = self.request.headers.get("Authorization", "").partition(" ")
-            sent = given.strip().encode("latin-1")  # the bytes that were sent
-            if scheme.lower() != "bearer" or not any([hmac.compare_digest(sent, key) for key in keys]):
-                raise ApiError(
-                    401, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', code="invalid_api_key"
-                )
+        if not keys or not self.needs_key or self.request.method == "OPTIONS":
+            return
+        if not any([hmac.compare_digest(self._sent_key(), key) for key in keys]):
+            raise ApiError(
+                401, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', code="invalid_api_key"
+            )
+
+    def _sent_key(self) -> bytes:
+        """The bytes that were sent, as OpenAI's clients do or as Anthropic's."""
+        scheme, _, given = self.request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = self.request.headers.get("X-Api-Key", "")
+        return given.strip().encode("latin-1")
 
     def on_finish(self) -> None:
         self.state.active.pop(self, None)
@@ -100,9 +91,9 @@ class Handler(tornado.web.RequestHandler):
         super().on_connection_close()
         self.state.active.pop(self, None)
 
-    def options(self, *args: str) -> None:
+    def options(self, **args: str) -> None:
         """The browser asks before it sends a request of a page of another server, which `prepare` has let in."""
-        methods = f"{', '.join(self.methods())}, OPTIONS"
+        methods = f"{', '.join(self.allowed())}, OPTIONS"
         self.set_header("Allow", methods)
         if "Origin" in self.request.headers:
             self.set_header("Access-Control-Allow-Methods", methods)
@@ -110,10 +101,13 @@ class Handler(tornado.web.RequestHandler):
             self.set_header("Access-Control-Max-Age", "86400")
         self.set_status(204)
 
-    @classmethod
-    def methods(cls) -> list[str]:
-        base = tornado.web.RequestHandler
-        return [name for name in ("GET", "POST") if getattr(cls, name.lower()) is not getattr(base, name.lower())]
+    def allowed(self) -> list[str]:
+        """The methods that this path has."""
+        return []
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        """The shape of this endpoint's errors."""
+        return error.body()
 
     def reply(self, value: object, status: int = 200) -> None:
         """Finish with a JSON object."""
@@ -130,15 +124,15 @@ class Handler(tornado.web.RequestHandler):
         self.set_status(error.status)
         if error.retry_after is not None:
             self.set_header("Retry-After", str(error.retry_after))
-        self.reply(error.body(), error.status)
+        self.reply(self.error_body(error), error.status)
 
     def _other_error(self, status: int, error: BaseException | None) -> ApiError:
         path, method = self.request.path, self.request.method
         if status == 404:
-            known = ", ".join(ENDPOINTS)
+            known = ", ".join(sorted({route.path for methods in paths().values() for route in methods.values()}))
             return ApiError(404, f"there is nothing at {path}; the endpoints are {known}", code="not_found")
         if status == 405:
-            allowed = " or ".join(self.methods())
+            allowed = " or ".join(self.allowed())
             self.set_header("Allow", f"{allowed}, OPTIONS")
             return ApiError(405, f"{method} is not allowed on {path}: use {allowed}", code="method_not_allowed")
         if isinstance(error, tornado.web.HTTPError) and status < 500:
@@ -211,7 +205,7 @@ class BodyHandler(Handler):
         self.state.read_until = max(now, self.state.read_until) + size / LARGE_RATE
         await asyncio.sleep(self.state.read_until - now)
 
-    def body(self) -> bytes:
+    async def body(self) -> bytes:
         """The whole body, once."""
         kind = self.request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         # What a form of a web page may send is refused; clients that send no type at all are no browsers.
@@ -219,6 +213,17 @@ class BodyHandler(Handler):
             raise ApiError(415, f'the request\'s Content-Type is {kind[:100]}: send "Content-Type: application/json"')
         if self._size > MAX_BODY:
             raise self._too_large()
+        self._check_refused()
+        body = b"".join(self._body)
+        self._body.clear()
+        coding = self.request.headers.get("Content-Encoding", "identity").strip().lower()
+        if coding in ("identity", ""):
+            return body
+        if coding not in ("gzip", "x-gzip"):
+            raise ApiError(415, f"the request's Content-Encoding is {coding[:100]}: send gzip, or no coding at all")
+        return await self._inflated(body)
+
+    def _check_refused(self) -> None:
         if self._refused:
             raise ApiError(
                 429,
@@ -227,17 +232,28 @@ class BodyHandler(Handler):
                 code="busy",
                 retry_after=1,
             )
-        body = b"".join(self._body)
-        self._body.clear()
-        return body
 
-    def decoded(self, kind: type[Kind]) -> Kind:
+    async def _inflated(self, body: bytes) -> bytes:
+        """A gzip body as it was; like others it is bounded, and what all large ones hold together is too."""
+        whole = await self.state.sessions.in_pool(_inflate, body)
+        if len(whole) > MAX_BODY:
+            raise self._too_large()
+        self._size = max(self._size, len(whole))
+        if self._size > LARGE_BODY:
+            self._body.append(whole)
+            self._hold()
+            self._check_refused()
+            self._body.clear()
+            await self._pace(len(whole))
+        return whole
+
+    async def decoded(self, kind: type[Kind]) -> Kind:
         """The body's request. Raises ApiError."""
-        body = self.body()
+        body = await self.body()
         self.state.sessions.check_body(body)
         return decode(body, kind)
 
-    async def run(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+    async def run(self, work: Awaitable[Result]) -> Result | None:
         """Do this while the client is there; None where it has gone."""
         self._work = task = asyncio.ensure_future(work)
         await asyncio.wait([task])
@@ -277,3 +293,15 @@ class BodyHandler(Handler):
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request's body is larger than the limit of {MAX_BODY >> 20} MiB", code="too_large")
+
+
+def _inflate(body: bytes) -> bytes:
+    """A gzip file's content; of one that is too large a little more than the limit."""
+    inflater = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        whole = inflater.decompress(body, MAX_BODY + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the request's body is not valid gzip: {error}") from None
+    if not inflater.eof and len(whole) <= MAX_BODY:
+        raise ApiError(400, "the request's body is not valid gzip: it is cut off")
+    return whole

@@ -1,41 +1,57 @@
-"""/health for load balancers and people, /metrics for Prometheus."""
+"""Whether requests are answered, for load balancers and people; figures for Prometheus."""
 
 from __future__ import annotations
 
-from .handler import Handler
+from ..version import version
+from .routes import Call, Reply, Route
 
 
-class Health(Handler):
+def health(call: Call) -> Reply:
     """200 while requests are answered, else 503 with what the server is doing."""
-
-    needs_key = False
-
-    def get(self) -> None:
-        link = self.state.link
-        status = link.state
-        if status == "ready" and self.state.sessions.text is None:
-            status = "loading"
-        body: dict = {"status": status}
-        if status == "loading":
-            body["progress"] = {"phase": link.progress.phase, "done": link.progress.done, "total": link.progress.total}
-        elif status == "ready":
-            body |= {"running": link.stats.running, "waiting": link.stats.waiting}
-        elif link.fatal is not None:
-            body["message"] = link.fatal.message
-        if status != "ready":
-            retry_after = link.unavailable().retry_after
-            if retry_after is not None:
-                self.set_header("Retry-After", str(retry_after))
-        self.reply(body, 200 if status == "ready" else 503)
-
-    head = get
+    link = call.engine.link
+    status = link.state
+    if status == "ready" and call.engine.text is None:
+        status = "loading"
+    body: dict = {"status": status}
+    headers = {}
+    if status == "loading":
+        body["progress"] = {"phase": link.progress.phase, "done": link.progress.done, "total": link.progress.total}
+    elif status == "ready":
+        body |= {"running": link.stats.running, "waiting": link.stats.waiting}
+    elif link.fatal is not None:
+        body["message"] = link.fatal.message
+    if status != "ready" and (retry_after := link.unavailable().retry_after) is not None:
+        headers["Retry-After"] = str(retry_after)
+    return Reply(body, 200 if status == "ready" else 503, headers)
 
 
-class MetricsPage(Handler):
+def metrics(call: Call) -> Reply:
     """Figures in Prometheus' text format."""
+    assert call.server is not None
+    return Reply(call.server.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    needs_key = False
 
-    def get(self) -> None:
-        self.set_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        self.finish(self.state.metrics.text())
+def ping(call: Call) -> Reply:
+    """The same status without a body."""
+    status = health(call)
+    return Reply(b"", status.status, status.headers)
+
+
+def load(call: Call) -> dict[str, int]:
+    """How many requests are being answered."""
+    assert call.server is not None
+    return {"server_load": len(call.server.active) - 1}  # this one is no load
+
+
+def versions(call: Call) -> dict[str, str]:
+    """Phalanx's version."""
+    return {"version": version()}
+
+
+ROUTES = [
+    Route("/health", health, method="GET", also=("/ready", "/v1/health"), needs_key=False),
+    Route("/ping", ping, method="GET", needs_key=False),
+    Route("/load", load, method="GET", needs_key=False),
+    Route("/version", versions, method="GET", needs_key=False),
+    Route("/metrics", metrics, method="GET", needs_key=False),
+]

@@ -12,10 +12,10 @@ from prometheus_client.registry import Collector
 
 from ..engine_client import EngineClient
 from ..session import Session
+from ..version import version
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -26,7 +26,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         make: dict[str, Any] = {"registry": self._registry}
         Gauge("phalanx_build_info", "Always 1; the labels tell version and model", ["version", "model"], **make).labels(
-            _version(), model
+            version(), model
         ).set(1)
         self._http = Counter("phalanx_http_requests", "HTTP requests answered", ["method", "path", "status"], **make)
         self._finished = Counter("phalanx_requests", "Sequences by how they ended", ["finish_reason"], **make)
@@ -52,12 +52,11 @@ class Metrics:
             "phalanx_request_seconds", "From the request to its last token or vector", buckets=SECONDS, **make
         )
         self._registry.register(_Engine(link))
+        self._registry.register(_VllmNames(self._registry, model))
 
     def http(self, method: str, path: str, status: int) -> None:
-        method = method if method in METHODS else "other"
-        if path not in ENDPOINTS:  # a label per path or method that somebody tried would grow without end
-            path = "/v1/models" if path.startswith("/v1/models/") else "other"
-        self._http.labels(method, path, str(status)).inc()
+        """`path` is the route's or "other": a label for each path or method that somebody tried would have no end."""
+        self._http.labels(method if method in METHODS else "other", path, str(status)).inc()
 
     def session(self, session: Session, gone: bool) -> None:
         """A session is over; `gone`: its client went away first."""
@@ -119,10 +118,48 @@ class _Engine(Collector):
             yield CounterMetricFamily(f"phalanx_{name}", text, value=value)
 
 
-def _version() -> str:
-    import importlib.metadata
+# Dashboards, autoscalers and load generators read vLLM's names.
+VLLM_NAMES = {
+    "phalanx_requests_running": "num_requests_running",
+    "phalanx_requests_waiting": "num_requests_waiting",
+    "phalanx_kv_cache_usage_ratio": "kv_cache_usage_perc",
+    "phalanx_prompt_tokens": "prompt_tokens",
+    "phalanx_generated_tokens": "generation_tokens",
+    "phalanx_prefix_cache_hit_tokens": "prefix_cache_hits",
+    "phalanx_preemptions": "num_preemptions",
+    "phalanx_time_to_first_token_seconds": "time_to_first_token_seconds",
+    "phalanx_time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "phalanx_request_seconds": "e2e_request_latency_seconds",
+    "phalanx_request_prompt_tokens": "request_prompt_tokens",
+    "phalanx_request_output_tokens": "request_generation_tokens",
+    "phalanx_requests": "request_success",
+}
 
-    try:
-        return importlib.metadata.version("phalanx")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+
+class _VllmNames(Collector):
+    """The same figures under vLLM's names, with its label for the model."""
+
+    def __init__(self, registry: CollectorRegistry, model: str):
+        self._registry = registry
+        self._labels = {"model_name": model, "engine": "0"}
+        self._collecting = False
+
+    def collect(self) -> Iterator[Metric]:
+        if self._collecting:  # the registry asks this collector too
+            return
+        self._collecting = True
+        try:
+            for metric in self._registry.collect():
+                if metric.name in VLLM_NAMES:
+                    yield self._renamed(metric, "vllm:" + VLLM_NAMES[metric.name])
+        finally:
+            self._collecting = False
+
+    def _renamed(self, metric: Metric, name: str) -> Metric:
+        renamed = Metric(name, metric.documentation, metric.type)
+        for sample in metric.samples:
+            labels = {("finished_reason" if key == "finish_reason" else key): one for key, one in sample.labels.items()}
+            suffix = sample.name.removeprefix(metric.name)
+            if suffix != "_created":
+                renamed.add_sample(name + suffix, {**self._labels, **labels}, sample.value)
+        return renamed

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.attention import attention_tma
-from phalanx.kernels.attention.attention import AttentionParams, paged_attention_reference
+from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.attention.backend import CurrentKV
+from phalanx.kernels.attention.reference import paged_attention_reference
 from phalanx.kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv_reference
 from torch import Tensor
 
@@ -157,11 +159,11 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     found = paged_attention_reference(turned[keep], after[0], after[1], part_of(rows, keep), scores)
     want[keep] = found.view(-1, heads, dim)
 
-    def run(q: Tensor, cache: Tensor, new: attention_tma.CurrentKV | None) -> Tensor:
+    def run(q: Tensor, cache: Tensor, new: CurrentKV | None) -> Tensor:
         out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
         tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
         if by_boxes:
-            assert attention_tma.supports(q, cache[0], new)
+            assert attention_tma.supports_decode(q, cache[0], new)
             torch.cuda.synchronize()  # decode's contract: all but q, k and v is there
             attention_tma.decode(q, cache[0], cache[1], tables, lengths, out, *scores, new)
         else:
@@ -173,9 +175,7 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     moved = wide.to(device)
     parts = moved[:, :-1].split([heads, kv_heads, kv_heads], 1)
     there = QKNorm(norms[0].to(device), norms[1].to(device), norms[2]) if norms else None
-    new = attention_tma.CurrentKV(
-        parts[1], parts[2], CosSin(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device)
-    )
+    new = CurrentKV(parts[1], parts[2], CosSin(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device))
     cache = before.to(device)
     for _ in range(2):  # the second time with what the first left in the counters
         run(parts[0], cache, new)

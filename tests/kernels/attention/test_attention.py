@@ -7,8 +7,11 @@ import sys
 
 import pytest
 import torch
-from phalanx.kernels.attention import attention, attention_tma
+from phalanx.errors import MODEL, FatalError
+from phalanx.kernels.attention import attention, attention_tma, cudnn, reference
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
+from phalanx.kernels.attention.backend import Part
+from phalanx.kernels.attention.reference import paged_attention_reference
 from phalanx.kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv
 
 
@@ -73,8 +76,9 @@ def check(
     before = q.clone()
     scores = AttentionParams(dim**-0.5, window, cap)
     want = plain(q, keys, values, rows, scores)
-    for _ in range(2):  # the second time from what the first layer left in scratch
-        out = paged_attention(q, keys, values, rows, scores)
+    # Each the second time from what the first layer left in scratch.
+    for attend in (paged_attention, paged_attention, paged_attention_reference, paged_attention_reference):
+        out = attend(q, keys, values, rows, scores)
         assert out.shape == (sum(query_lens), heads * dim) and out.dtype == dtype
         torch.testing.assert_close(out.double(), want, atol=bound, rtol=bound)
     assert torch.equal(q, before)
@@ -112,14 +116,14 @@ def test_block_sizes(block_size):
 
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 100])
 def test_sliding_window(window, monkeypatch):
-    monkeypatch.setattr(attention, "PIECE", 5)
+    monkeypatch.setattr(reference, "PIECE", 5)
     check([1, 1, 1, 13, 2], [30, 4, 5, 21, 9], window=window)
 
 
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("cap", [0.02, 1.5, 50.0])
 def test_soft_cap(cap, window, monkeypatch):
-    monkeypatch.setattr(attention, "PIECE", 5)
+    monkeypatch.setattr(reference, "PIECE", 5)
     check([1, 1, 1, 13, 2, 5], [30, 4, 5, 21, 9, 5], heads=6, window=window, cap=cap)
     check([1, 1], [30, 4], window=window, cap=cap)
 
@@ -136,14 +140,53 @@ def test_soft_cap_against_its_formula():
     assert not torch.allclose(paged_attention(q, keys, values, rows, AttentionParams(0.25)), want, atol=0.1)
 
 
-def test_which_prompts_suit_cudnn(monkeypatch):
+def test_which_prompts_suit_cudnn():
     rows = make_rows([4096], [4096], 16, 300)
     q, keys = (torch.empty(*shape, 2, 64, dtype=torch.bfloat16, device="meta") for shape in ((4096,), (300, 16)))
-    assert attention._suits_cudnn(q, keys, rows, 0, AttentionParams(0.1))
-    assert not attention._suits_cudnn(q, keys, rows, 0, AttentionParams(0.1, window=100))
-    assert not attention._suits_cudnn(q, keys, rows, 0, AttentionParams(0.1, softcap=50.0))
-    monkeypatch.setattr(attention.attention_tma, "supports_prefill", lambda *_: True)
-    assert not attention._suits_cudnn(q, keys, rows, 0, AttentionParams(0.1))
+
+    def suits(rows=rows, **params):
+        return cudnn.supports(Part(q, keys, keys, rows, AttentionParams(0.1, **params), 0, len(rows.kv_lens), q))
+
+    assert suits() and not suits(window=100) and not suits(softcap=50.0)
+    assert not suits(make_rows([4096], [4097], 16, 300)), "a chunk"
+    mixed = make_rows([2048, 2, 9, 2100, 3000, 5, 2047], [2048, 2, 9, 2100, 3000, 5, 2047], 16, 900)
+    assert suits(mixed)
+    found = cudnn.plan(Part(q, keys, keys, mixed, AttentionParams(0.1), 0, 7, q))
+    assert found == [(True, 0, 1), (False, 1, 3), (True, 3, 4), (True, 4, 5), (False, 5, 7)]
+
+
+def test_the_first_backend_that_takes_a_part_computes_it(monkeypatch):
+    rows = make_rows([1, 1, 5], [3, 4, 9], 4, 8)
+    q, keys = torch.randn(7, 4, 8), torch.randn(8, 4, 2, 8)
+    parts = []
+
+    class Backend:
+        plan, run = staticmethod(lambda part: "plan"), staticmethod(lambda part, plan: parts.append((plan, part[5:7])))
+
+        def __init__(self, wanted):
+            self.supports = lambda part: part.decodes == wanted
+
+    monkeypatch.setattr(attention, "backends", lambda device: (Backend(True), Backend(False), reference))
+    paged_attention(q, keys, keys, rows, AttentionParams(1.0))
+    assert parts == [("plan", (0, 2)), ("plan", (2, 3))]
+    monkeypatch.setattr(attention, "backends", lambda device: (Backend(True),))
+    with pytest.raises(FatalError) as caught:
+        paged_attention(q, keys, torch.randn(8, 4, 2, 6), rows, AttentionParams(1.0))
+    assert caught.value.code == MODEL and str(caught.value) == (
+        "no attention kernel for cpu takes keys of 8 and values of 6 elements a head: use --device cpu, which computes "
+        "all"
+    )
+
+
+@pytest.mark.parametrize("window, cap", [(0, 0.0), (5, 0.0), (0, 1.5)])
+def test_values_may_be_of_another_size_than_keys(window, cap):
+    """As in multi-head latent attention whose latent is expanded."""
+    rows = make_rows([1, 1, 6], [3, 14, 9], 4, 12)
+    keys, padded = make_caches(rows, 4, 12, 2, 12, torch.float32)
+    q, params = torch.randn(8, 4, 12), AttentionParams(0.3, window, cap)
+    want = plain(q, keys, padded, rows, params).view(8, 4, 12)[..., :7].flatten(1)
+    out = paged_attention(q, keys, padded[..., :7].contiguous(), rows, params)
+    torch.testing.assert_close(out.double(), want, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -153,11 +196,11 @@ def test_narrow_caches_accumulate_in_f32(dtype, bound):
 
 def test_random_shapes(monkeypatch):
     """Small limits, so that groups and pieces split in every way."""
-    monkeypatch.setattr(attention, "SLACK", 4)
-    monkeypatch.setattr(attention, "PIECE", 6)
+    monkeypatch.setattr(reference, "SLACK", 4)
+    monkeypatch.setattr(reference, "PIECE", 6)
     draw = random.Random(7)
     for _ in range(15):
-        monkeypatch.setattr(attention, "GATHER_BYTES", draw.choice([500, 3000, 20000]))
+        monkeypatch.setattr(reference, "GATHER_BYTES", draw.choice([500, 3000, 20000]))
         decodes = [1] * draw.randint(0, 6)
         query_lens = decodes + [draw.randint(2, 20) for _ in range(draw.randint(0, 3))]
         kv_lens = [n + draw.choice([0, draw.randint(0, 40)]) for n in query_lens]

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels.attention import cpu_decode
-from phalanx.kernels.attention.attention import AttentionParams, paged_attention, paged_attention_reference
+from phalanx.kernels.attention.attention import AttentionParams, paged_attention
+from phalanx.kernels.attention.backend import Part
+from phalanx.kernels.attention.reference import paged_attention_reference
 
 from ..conftest import DTYPES, close
 
@@ -55,7 +57,7 @@ def test_decode(isa, threads, called, dtype, lengths, heads, kv_heads, dim, wind
 def test_a_sequence_of_no_tokens_gives_zeros(isa, threads):
     blocks, keys, values = cache([0, 300, 0], 8, 2, 16, torch.float32)
     q = torch.randn(3, 4, 16)
-    out = cpu_decode.decode(q, keys, values, blocks, torch.tensor([0, 300, 0], dtype=torch.int32), 0.25, 0, 0.0)
+    out = paged_attention(q, keys, values, rows_of(blocks, [0, 300, 0]), AttentionParams(0.25)).view(q.shape)
     assert (out[[0, 2]] == 0).all() and out[1].isfinite().all() and (out[1] != 0).all()
 
 
@@ -64,21 +66,28 @@ def test_large_scores(isa):
     blocks, keys, values = cache([50], 16, 1, 16, torch.float32)
     keys[blocks[0, 1].long(), 5] = 1000
     q = torch.ones(1, 2, 16) * 100
-    lengths = torch.tensor([50], dtype=torch.int32)
-    out = cpu_decode.decode(q, keys, values, blocks, lengths, 1.0, 0, 0.0)
+    rows = rows_of(blocks, [50])
+    out = paged_attention(q, keys, values, rows, AttentionParams(1.0)).view(q.shape)
     torch.testing.assert_close(out[0, 1], values[blocks[0, 1].long(), 5, 0])
     q[0, 0, 3] = float("nan")
-    out = cpu_decode.decode(q, keys, values, blocks, lengths, 1.0, 0, 0.0)
+    out = paged_attention(q, keys, values, rows, AttentionParams(1.0)).view(q.shape)
     assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
 
 
 def test_what_is_left_to_torch(called):
     blocks, keys, values = cache([5, 9], 16, 2, 8, torch.float32)
     rows, scores, q = rows_of(blocks, [5, 9]), AttentionParams(1.0), torch.randn(2, 4, 8)
-    assert not cpu_decode.supports(q.bfloat16(), keys, blocks), "a cache of another type"
-    assert not cpu_decode.supports(torch.randn(2, 2, cpu_decode.MOST_DIM + 1), keys, blocks)
-    assert not cpu_decode.supports(torch.randn(2, 8, 4).mT, keys, blocks)
-    rows.num_decodes = 1
-    rows.query_lens = [1, 1]
-    paged_attention(q, keys, values, rows, scores)
+
+    def supports(q, values=values, first=0):
+        return cpu_decode.supports(Part(q, keys, values, rows, scores, first, 2, q))
+
+    assert supports(q)
+    assert not supports(q.bfloat16()), "a cache of another type"
+    assert not supports(torch.randn(2, 2, cpu_decode.MOST_DIM + 1)) and not supports(torch.randn(2, 8, 4).mT)
+    assert not supports(q, values[..., :5].contiguous())
     assert called == []
+    rows.num_decodes = 1
+    assert not supports(q, first=1)
+    want = paged_attention_reference(q, keys, values, rows, scores)
+    close(paged_attention(q, keys, values, rows, scores), want, torch.float32, atol=2e-5)
+    assert called == ["decode_f32", "merge_f32"], "of the sequence that decodes"

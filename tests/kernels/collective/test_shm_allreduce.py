@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 from phalanx.kernels.collective import shm_allreduce
+from phalanx.kernels.cpp import graph
 from phalanx.kernels.norm.norm import add_rms_norm_reference
+from phalanx.kernels.sampling.argmax import argmax, candidates, elect
 
 SLOT = 1024
 
@@ -65,6 +67,25 @@ def test_the_sum_with_the_norm(isa):
 
     for got in together(2, one):
         torch.testing.assert_close(got, want)
+
+
+def test_the_argmax_over_ranks_is_recorded(isa):
+    """What each has found, gathered and compared by all, and again by a replay."""
+    made, x = boards(3), torch.randn(2, 3, 4, 50).round()  # [time, rank, row, id]: many ties
+
+    def one(rank):
+        mine, memory = x[0, rank].clone(), graph.Memory()
+        choose = lambda: elect(made[rank].all_gather(candidates(argmax(mine), 50 * rank)))  # noqa: E731
+        ids, recorded, reason = graph.capture(choose, memory)
+        assert reason == "" and len(recorded) == 6
+        first = ids.clone()
+        mine.copy_(x[1, rank])
+        recorded.replay()
+        return first, ids.clone()
+
+    want = x.permute(0, 2, 1, 3).flatten(2).argmax(-1)
+    for got in together(3, one):
+        assert torch.equal(torch.stack(got), want)
 
 
 def test_who_waits_long_sleeps(isa):

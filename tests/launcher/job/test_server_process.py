@@ -166,8 +166,8 @@ def test_the_jobs_directory(tmp_path, monkeypatch):
 def test_the_configuration(listen):
     options = Options(
         model="/m", temperature=0.5, max_tokens=7, seed=3, api_key="k", strict=True, restarts=1,
-        generation_config=False, served_model_name="a,b", queue_size=3, chat_template="/t", thinking=False,
-        access_log=True, log_level="debug",
+        generation_config=False, served_model_name="a,b", queue_size=3, response_store=5, chat_template="/t",
+        thinking=False, access_log=True, log_level="debug",
     )  # fmt: skip
     config = server_process.config(options, "/link", listen("127.0.0.1"), [1])
     assert config.url.startswith("http://127.0.0.1:") and config.url.endswith("/v1")
@@ -177,6 +177,7 @@ def test_the_configuration(listen):
         ["k"], True, True, "none",
     )  # fmt: skip
     assert (config.served_model_name, config.queue_size, config.chat_template) == ("a,b", 3, "/t")
+    assert config.response_store == 5
     assert (config.thinking, config.access_log, config.log_level) == (False, True, "debug")
 
 

@@ -14,7 +14,9 @@ from phalanx.comm import mesh, threads
 from phalanx.comm.base import Comm
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.batch import Batch
+from phalanx.rank.model.cache_spec import Caches
 from phalanx.rank.model.load import load
+from phalanx.rank.worker import kv_cache
 from torch import Tensor
 
 BLOCK = 4  # tokens: partial blocks are everywhere
@@ -79,13 +81,12 @@ def compute(
     tables = [[free.pop() for _ in range(n)] for n in needed]
     grid = mesh.build(comm, tp, pp)
     model = load(path, grid, **options)
-    shape = (2, blocks, BLOCK, model.kv_spec.kv_heads, model.kv_spec.head_dim)
-    nan = [torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(model.kv_spec.layers)]
+    caches = nan_caches(model, blocks)
     done = [0] * len(sequences)
     found = [[torch.empty(0, model.vocab_size)] for _ in sequences]
     for step in steps:
         parts = [(sequences[i][done[i] : done[i] + n], done[i], tables[i]) for i, n in step]
-        batch = make_batch(parts, BLOCK, [(cache[0], cache[1]) for cache in nan])
+        batch = make_batch(parts, BLOCK, caches)
         logits = forward(model, grid, batch)
         if logits is not None:
             for (i, _), rows in zip(step, logits.split(batch.query_lens), strict=True):
@@ -93,6 +94,14 @@ def compute(
         for i, n in step:
             done[i] += n
     return [torch.cat(rows) for rows in found]
+
+
+def nan_caches(model: Model, blocks: int) -> Caches:
+    """Caches in which a read of a slot that was never written shows."""
+    caches = kv_cache.allocate(model.cache_specs(), blocks, BLOCK, model.dtype, torch.device("cpu"))
+    for tensor in (tensor for layer in caches for tensor in layer):
+        tensor.fill_(float("nan"))
+    return caches
 
 
 def forward(model: Model, grid: mesh.Mesh, batch: Batch) -> Tensor | None:

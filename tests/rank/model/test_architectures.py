@@ -78,6 +78,26 @@ MODELS = {
         model_type="gemma3_text", head_dim=16, layer_types=["full_attention", "sliding_attention"] * 2,
         sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
     ),
+    "cohere2": dict(model_type="cohere2", sliding_window=11, logit_scale=0.7),
+    "cohere2 biased": dict(
+        model_type="cohere2", sliding_window=11, logit_scale=0.7, attention_bias=True,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e3),
+    ),
+    "glm": dict(model_type="glm", head_dim=16),
+    "glm rotated whole": dict(model_type="glm", head_dim=16, attention_bias=False, partial_rotary_factor=1.0),
+    "glm4": dict(model_type="glm4", head_dim=16, num_key_value_heads=1),
+    "olmo2": dict(model_type="olmo2"),
+    "olmo2 few keys": dict(model_type="olmo2", num_key_value_heads=1, attention_bias=True, rms_norm_eps=0.1),
+    "olmo3": dict(
+        model_type="olmo3", sliding_window=11,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "granite": dict(
         model_type="granite", embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7,
         logits_scaling=0.5, tie_word_embeddings=True,
@@ -89,6 +109,28 @@ MODELS = {
         max_position_embeddings=4096,
     ),
     "phi3 partial": dict(model_type="phi3", num_attention_heads=6, partial_rotary_factor=0.75),
+    "qwen2_moe": dict(
+        model_type="qwen2_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=20,
+        shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
+        max_window_layers=2,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
+        norm_topk_prob=True, decoder_sparse_step=2,
+    ),
+    "qwen3_moe unnormalised": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=28,
+    ),
+    "glm4_moe": dict(
+        model_type="glm4_moe", n_routed_experts=16, n_shared_experts=2, num_experts_per_tok=3,
+        moe_intermediate_size=20, n_group=4, topk_group=2, routed_scaling_factor=1.8, first_k_dense_replace=2,
+        head_dim=8, partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True,
+    ),
+    "glm4_moe plain": dict(
+        model_type="glm4_moe", n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
+        norm_topk_prob=False, first_k_dense_replace=0, head_dim=8,
+    ),
+    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
         model_type="phi", num_attention_heads=6, partial_rotary_factor=0.75, num_key_value_heads=None,
@@ -108,19 +150,6 @@ MODELS = {
         model_type="gpt_bigcode", num_attention_heads=6, num_key_value_heads=1, scale_attn_weights=False,
         tie_word_embeddings=False,
     ),
-    "qwen2_moe": dict(
-        model_type="qwen2_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=20,
-        shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
-        max_window_layers=2,
-    ),
-    "qwen3_moe": dict(
-        model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
-        norm_topk_prob=True, decoder_sparse_step=2,
-    ),
-    "qwen3_moe unnormalised": dict(
-        model_type="qwen3_moe", head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=28,
-    ),
-    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
 }  # fmt: skip
 
 
@@ -142,6 +171,9 @@ def write(directory, **options):
                 parameter.normal_(0, 0.5)
             else:
                 parameter += 0.2 * torch.randn(parameter.shape)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.3)
     model.save_pretrained(directory)
     return directory
 
@@ -195,6 +227,7 @@ def test_the_vision_part_is_left_out(made, caplog):
         ("mistral", {"rope_parameters": TWO_ROPES}, "differ between full_attention and sliding_attention layers"),
         ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta, which this model type needs"),
         ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block is false, which is not supported for cohere2"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
+from phalanx.rank.model.cache_spec import PagedKV
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import choose_dtype, load
 from phalanx.rank.model.shard import even, key_heads, stage_layers
@@ -55,11 +56,11 @@ def test_spans():
 def test_what_a_model_tells(small):
     (model,) = load_on(small)
     assert (model.hidden_size, model.vocab_size, model.max_model_len) == (48, 512, 512)
-    assert (model.dtype, model.kv_spec) == (torch.float32, (2, 6, 8))
+    assert (model.dtype, model.cache_specs()) == (torch.float32, [PagedKV(6, 8, 8)] * 2)
     total = sum(t.nbytes for t in load_file(small / "model.safetensors").values())
     assert model.weight_bytes == total
     models = load_on(small, tp=2, pp=2)  # rank 0 is on the last stage
-    assert [m.kv_spec for m in models] == [(1, 3, 8)] * 4
+    assert [m.cache_specs() for m in models] == [[PagedKV(3, 8, 8)]] * 4
     assert [(m.lm_head.vocab.start, m.lm_head.vocab.stop) for m in models[:2]] == [(0, 256), (256, 512)]
     assert list(models[0].model.layers) == ["1"] and list(models[2].model.layers) == ["0"]
     assert models[0].model.embed_tokens is None and models[2].lm_head is None
@@ -297,8 +298,8 @@ def test_weights_that_do_not_fit(small, monkeypatch):
         load_on(small, room=model.weight_bytes - 1)
     assert stopped.value.code == errors.MEMORY
     assert str(stopped.value) == (
-        f"this rank's weights take {gb:.2f} GB, but for it {gb:.2f} GB are free: use more ranks (--tp, --pp) or "
-        "a narrower --dtype; `phalanx fit` shows what fits"
+        f"this rank's weights take {gb:.2f} GB, but for it {gb:.2f} GB are free: use more ranks (--tp, --pp), "
+        "a narrower --dtype or --isq; `phalanx fit` shows what fits"
     )
 
     with pytest.raises(errors.FatalError, match="but on its GPU 0.00 GB are free: use more ranks") as stopped:

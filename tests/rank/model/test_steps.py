@@ -13,7 +13,7 @@ from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.state import BatchState, ScheduledBatch
 from phalanx.rank.worker.upload import Upload
 
-from .harness import BLOCK, distance, tokens
+from .harness import BLOCK, distance, nan_caches, tokens
 
 TOLERANCE = 1e-5
 PROMPTS = [30, 7, 41, 2, 1, 19]  # tokens of each sequence's prompt
@@ -77,9 +77,7 @@ def compute(comm, path, tp, pp, narrow, early=False, **options):
     ids = [tokens(width * BLOCK, seed) for seed in range(len(PROMPTS))]
     for row, count in enumerate(PROMPTS):
         rows.tokens[row], rows.known[row] = np.array(ids[row][:count]), count
-    shape = (2, rows.table.size, BLOCK, model.kv_spec.kv_heads, model.kv_spec.head_dim)
-    nan = [torch.full(shape, float("nan")) for _ in range(model.kv_spec.layers)]
-    caches = [(cache[0], cache[1]) for cache in nan]
+    caches = nan_caches(model, rows.table.size)
     found, parts = [], []
     for step in STEPS:
         members, counts = (np.array(part) for part in zip(*step, strict=True))
@@ -89,7 +87,7 @@ def compute(comm, path, tp, pp, narrow, early=False, **options):
         last = torch.tensor([ids[row][min(start, 63)] for row, start in enumerate(rows.computed - 1)])
         work = ScheduledBatch(members, starts, counts, samples, np.zeros(len(members), np.int64))
         narrowed = narrow and grid.last
-        batches, sampled = build_batches(rows, work, last, caches, BLOCK, Upload(last.device), narrowed, **options)
+        batches, sampled = build_batches(rows, work, last, caches, Upload(last.device), narrowed, **options)
         parts.append(len(batches))
         assert sampled.tolist() == members[samples].tolist()
         hidden = None

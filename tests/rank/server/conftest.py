@@ -14,7 +14,7 @@ from phalanx.rank import protocol
 from phalanx.rank.server.config import ServerConfig
 from phalanx.rank.server.engine_client import EngineClient
 from phalanx.rank.server.http.app import make_app, serve
-from phalanx.rank.server.http.handler import ServerState
+from phalanx.rank.server.http.state import ServerState
 from phalanx.rank.server.text_engine import TextEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -231,7 +231,7 @@ class Front:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
             data = response.read()
-        if "json" in response.headers.get("Content-Type", ""):
+        if data and "json" in response.headers.get("Content-Type", ""):
             data = json.loads(data)
         return SimpleNamespace(status=response.status, headers=response.headers, body=data)
 

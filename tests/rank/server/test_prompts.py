@@ -7,6 +7,7 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server import prompts
 from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.decoding import convert
 from phalanx.rank.server.prompts import (
     chat_prompt,
     check_values,
@@ -21,7 +22,6 @@ from phalanx.rank.server.schema import (
     EmbeddingRequest,
     Function,
     Message,
-    convert,
 )
 from phalanx.rank.server.text.load import Text
 
@@ -156,6 +156,34 @@ def test_role_tokens_that_the_file_does_not_call_special(tmp_path):
 def test_a_completion_s_prompt_is_taken_as_it_is(text):
     (found,) = completion_prompts(text, convert({"prompt": SPELLED}, CompletionRequest), READY)
     assert control(text, found.tokens) == ["<|end|>", "<|turn|>"]
+
+
+FIRST_ONLY = (  # as Gemma's and Mistral's templates have it
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}"
+    "{% endif %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+)
+
+
+def test_system_messages_are_merged_where_the_template_fails(tmp_path):
+    text = Text(str(make_model(tmp_path / "m", FIRST_ONLY)))
+    messages = [{"role": role, "content": content} for role, content in
+                (("system", "a"), ("user", "b"), ("developer", "c"), ("user", "d"))]  # fmt: skip
+    rendered = text.tokenizer.decode(prompt(text, messages=messages).tokens)
+    assert rendered == "<|turn|>system\na\n\nc<|end|><|turn|>user\nb<|end|><|turn|>user\nd<|end|>"
+    refusing = Text(str(make_model(tmp_path / "n", "{{ raise_exception('never') }}")))
+    with pytest.raises(ApiError, match="never"):
+        prompt(refusing, messages=messages)
+
+
+def test_what_history_brings(text):
+    parts = [{"type": "refusal", "refusal": "I will not"}]
+    request = convert(
+        {"messages": [{"role": "assistant", "content": parts, "reasoning": "hm"}, {"role": "user", "content": "x"}]},
+        ChatRequest,
+    )
+    assert template_messages(request.conversation())[0] == {
+        "role": "assistant", "content": "I will not", "reasoning_content": "hm",
+    }  # fmt: skip
 
 
 def too_long(function, *args):

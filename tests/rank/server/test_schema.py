@@ -5,8 +5,9 @@ import json
 import pytest
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.config import SamplingDefaults
-from phalanx.rank.server.sampling_params import resolve_defaults, sampling
-from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest, convert, decode
+from phalanx.rank.server.decoding import convert, decode
+from phalanx.rank.server.sampling_params import resolve_defaults, sampling_params
+from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
 BASE = {ChatRequest: {"messages": "x"}, CompletionRequest: {"prompt": "x"}, EmbeddingRequest: {"input": "x"}}
 SCHEMA = {"type": "object"}
@@ -58,7 +59,6 @@ def test_values_that_constrain_nothing_are_taken(kind):
         (ChatRequest, {"modalities": ["text", "audio"]}),
         (ChatRequest, {"web_search_options": {}}),
         (ChatRequest, {"suffix": "x"}),
-        (ChatRequest, {"include_reasoning": False}),
         (ChatRequest, {"separate_reasoning": False}),
         (CompletionRequest, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         (CompletionRequest, {"max_completion_tokens": 5}),
@@ -115,7 +115,7 @@ def test_odd_values_are_taken_or_refused(kind, value):
         try:
             request = decode(body.encode(), kind)
             if kind is not EmbeddingRequest:
-                sampling(request, resolve_defaults(SamplingDefaults(), {}), [0], [], 400, 10)
+                sampling_params(request, resolve_defaults(SamplingDefaults(), {}), [0], [], 400, 10)
         except ApiError as error:
             assert error.status == 400 and len(error.message) < 300
 

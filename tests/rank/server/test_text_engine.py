@@ -6,10 +6,12 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.config import SamplingDefaults, ServerConfig
+from phalanx.rank.server.decoding import convert
 from phalanx.rank.server.engine_client import EngineClient
+from phalanx.rank.server.generation import completion_generation
 from phalanx.rank.server.openai_format import TextRenderer
 from phalanx.rank.server.sampling_params import resolve_defaults
-from phalanx.rank.server.schema import CompletionRequest, convert
+from phalanx.rank.server.schema import CompletionRequest
 from phalanx.rank.server.text.events import Text
 from phalanx.rank.server.text_engine import TextEngine
 
@@ -21,11 +23,11 @@ def test_without_http(front):
 
     async def generate():
         sessions = front.sessions
-        opened = [
-            await sessions.completion(convert({"prompt": prompt, "seed": 1}, CompletionRequest))
-            for prompt in ("hello", [1, 2, 3])
+        requests = [convert({"prompt": prompt, "seed": 1}, CompletionRequest) for prompt in ("hello", [1, 2, 3])]
+        replies = [
+            TextRenderer(await sessions.generate(one, completion_generation), one, sessions.text.tokenizer)
+            for one in requests
         ]
-        replies = [TextRenderer(session, sessions.text.tokenizer) for session in opened]
         return await asyncio.gather(*(reply.collect() for reply in replies))
 
     assert [answer["choices"][0]["text"] for answer in front.call(generate())] == ["hello world"] * 2
@@ -36,8 +38,8 @@ def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(front):
     front.lead.answer = "hello world, how are you?"
 
     async def generate():
-        session = await front.sessions.completion(
-            convert({"prompt": "x", "stop": "wor", "logprobs": 0}, CompletionRequest)
+        session = await front.sessions.generate(
+            convert({"prompt": "x", "stop": "wor", "logprobs": 0}, CompletionRequest), completion_generation
         )
         updates = [update async for batch in session for update in batch]
         return session, updates
@@ -53,7 +55,9 @@ def test_the_engine_s_error_ends_all_choices(front):
     front.lead.error = (500, "out of blocks")
 
     async def generate():
-        session = await front.sessions.completion(convert({"prompt": "x", "n": 2}, CompletionRequest))
+        session = await front.sessions.generate(
+            convert({"prompt": "x", "n": 2}, CompletionRequest), completion_generation
+        )
         async for _ in session:
             pass
 
@@ -67,10 +71,10 @@ def test_not_ready(tmp_path, model_dir):
         link = EngineClient(str(tmp_path / "lead"))
         sessions = TextEngine(link, ServerConfig(model_dir=str(model_dir), link=link.path, listen_fd=-1))
         with pytest.raises(ApiError, match="still loading"):
-            await sessions.completion(convert({"prompt": "x"}, CompletionRequest))
+            await sessions.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
         link.state, link.ready = "ready", protocol.Ready(64, 400, 64, 16, 4, 1)
         with pytest.raises(ApiError, match="the tokenizer is still loading"):
-            await sessions.completion(convert({"prompt": "x"}, CompletionRequest))
+            await sessions.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
         sessions.close()
 
     asyncio.run(main())

@@ -1,9 +1,9 @@
 """What a user reads about a field that is not obeyed: its name, its value, why, and what to do."""
 
 import pytest
-from phalanx.rank.server import unsupported
 from phalanx.rank.server.api_error import ApiError
-from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest, convert
+from phalanx.rank.server.decoding import convert
+from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
 BASE = {ChatRequest: {"messages": "x"}, CompletionRequest: {"prompt": "x"}, EmbeddingRequest: {"input": "x"}}
 OUTPUT = "the output cannot be constrained yet, leave it out"
@@ -50,7 +50,7 @@ REASONS = {
     ChatRequest: {
         **COMMON,
         **dict.fromkeys(("modalities", "audio"), "the answer is text"),
-        **dict.fromkeys(("include_reasoning", "separate_reasoning"), SHOWN),
+        "separate_reasoning": SHOWN,
         "web_search_options": "there is no web search",
         "documents": "write them into the messages",
         "suffix": "this is for models that fill in the middle",
@@ -71,11 +71,6 @@ REASONS = {
         **dict.fromkeys(("embed_dtype", "endianness"), VECTOR),
     },
 }
-TABLES = {
-    ChatRequest: unsupported.CHAT,
-    CompletionRequest: unsupported.COMPLETION,
-    EmbeddingRequest: unsupported.EMBEDDING,
-}
 
 
 def refusal(kind, name, value):
@@ -87,7 +82,7 @@ def refusal(kind, name, value):
 
 @pytest.mark.parametrize("kind", BASE)
 def test_every_reason(kind):
-    assert set(REASONS[kind]) == set(TABLES[kind])
+    assert set(REASONS[kind]) == set(kind.refused)
     for name, why in REASONS[kind].items():
         value, shown = (False, "false") if why == SHOWN else (7, "7")
         assert refusal(kind, name, value) == f"{name} is {shown}: {why}"

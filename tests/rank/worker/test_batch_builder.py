@@ -48,7 +48,7 @@ def test_prepare(device):
         for row, start, known in zip(work.rows, work.starts, rows.known[work.rows], strict=True):
             if start >= known:
                 last[row] = tokens[row][start]
-        (batch,), sampled = build_batches(rows, work, last.to(device), [], BLOCK, upload)
+        (batch,), sampled = build_batches(rows, work, last.to(device), [], upload)
         ids, positions, slots, at = [], [], [], []
         for row, start, count, samples in zip(work.rows, work.starts, work.counts, work.samples, strict=True):
             for p in range(start, start + count):
@@ -63,7 +63,7 @@ def test_prepare(device):
         assert batch.query_starts.tolist() == [0, *np.cumsum(work.counts).tolist()]
         assert batch.block_tables.tolist() == rows.table[work.rows, : -(-max(batch.kv_lens) // BLOCK)].tolist()
         assert batch.num_decodes == work.num_decodes and batch.query_lens == work.counts.tolist()
-        (narrowed,), _ = build_batches(rows, work, last.to(device), [], BLOCK, upload, last_token_only=True)
+        (narrowed,), _ = build_batches(rows, work, last.to(device), [], upload, last_token_only=True)
         assert torch.equal(narrowed.ids, batch.ids) and torch.equal(narrowed.sample_at, batch.sample_at)
         if len(at) == len(ids):
             assert narrowed.sampled is None
@@ -90,8 +90,8 @@ def test_a_step_is_cut_like_chunks_of_prompts(monkeypatch):
     for seed in range(200):
         rows, work, _ = make(seed)
         last = torch.arange(8)
-        (whole,), sampled = build_batches(rows, work, last, [], BLOCK, upload)
-        parts, same = build_batches(rows, work, last, [], BLOCK, upload, min_tokens=5)
+        (whole,), sampled = build_batches(rows, work, last, [], upload)
+        parts, same = build_batches(rows, work, last, [], upload, min_tokens=5)
         assert torch.equal(sampled, same)
         if len(parts) == 1:
             continue

@@ -8,6 +8,7 @@ import torch
 from phalanx import errors
 from phalanx.comm import threads
 from phalanx.comm.watchdog import LocalWatchdog
+from phalanx.rank.model.cache_spec import PagedKV
 from phalanx.rank.options import Options
 from phalanx.rank.worker import engine as module
 from phalanx.rank.worker import kv_cache
@@ -34,8 +35,8 @@ def test_large_weights_on_cpus_run_few_sequences_at_once(caplog):
 
 def test_the_cache_gets_its_part_of_the_free_memory(caplog, monkeypatch):
     monkeypatch.setattr(kv_cache, "free_memory", lambda device, here: 10_000_000)
-    spec = SimpleNamespace(layers=2, kv_heads=4, head_dim=16)
-    model = SimpleNamespace(kv_spec=spec, max_model_len=4096, dtype=torch.float32)
+    specs = [PagedKV(4, 16, 16), PagedKV(2, 40, 24)]  # as many bytes
+    model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=4096, dtype=torch.float32)
     with caplog.at_level(logging.INFO, "phalanx"):  # 4,000,000 bytes for blocks of 16,384
         assert threads.run(lambda w: engine(w, model)._size_cache(8, 16, 0), 1) == [(244, 3904)]
     assert caplog.messages == [
@@ -84,7 +85,7 @@ def test_a_step_that_does_not_fit_names_its_options(monkeypatch):
 @pytest.mark.parametrize("options, named", [({"mem": 4096}, "--mem (now 4096)"), ({}, "--kv-fraction (now 0.4)")])
 def test_a_cache_that_does_not_fit_names_its_option(options, named, monkeypatch):
     monkeypatch.setattr(kv_cache, "allocate", no_memory)
-    model = SimpleNamespace(kv_spec=SimpleNamespace(layers=2, kv_heads=4, head_dim=16), dtype=torch.float32)
+    model = SimpleNamespace(cache_specs=lambda: [PagedKV(4, 16, 16)] * 2, dtype=torch.float32)
     with pytest.raises(errors.FatalError, match="not enough memory for a KV cache of 3200 tokens") as caught:
         threads.run(lambda w: engine(w, model, **options)._allocate(200, 16), 1)
     assert caught.value.code == errors.MEMORY and named in str(caught.value)

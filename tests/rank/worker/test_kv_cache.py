@@ -2,6 +2,7 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import threads
+from phalanx.rank.model.cache_spec import PagedKV
 from phalanx.rank.worker import kv_cache
 
 
@@ -53,8 +54,16 @@ def test_a_sequence_is_never_longer_than_the_pool():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_tensors_are_zero_and_of_the_shape_asked_for(dtype):
-    ((keys, values),) = kv_cache.allocate(1, 3, 4, 2, 5, dtype, torch.device("cpu"))
+    specs = [PagedKV(2, 5, 5), PagedKV(1, 6, 3, window=9)]
+    (keys, values), other = kv_cache.allocate(specs, 3, 4, dtype, torch.device("cpu"))
     assert keys.shape == values.shape == (3, 4, 2, 5) and keys.dtype == dtype
+    assert [x.shape for x in other] == [(3, 4, 1, 6), (3, 4, 1, 3)]
     assert not keys.any() and keys.data_ptr() != values.data_ptr()
     keys[1] = 1
     assert not values.any()
+
+
+def test_layers_of_one_shape_may_share():
+    specs = [PagedKV(2, 5, 5), PagedKV(1, 6, 3), PagedKV(2, 5, 5, window=9)]
+    first, other, last = kv_cache.allocate_shared(specs, 3, 4, torch.float32, torch.device("cpu"))
+    assert first is last and other is not first and other[0].shape == (3, 4, 1, 6)

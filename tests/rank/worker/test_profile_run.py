@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from phalanx.kernels.attention import attention
+from phalanx.kernels.attention import attention, cudnn
 from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
 from phalanx.kernels.rope.rope import CosSin
-from phalanx.rank.model.base import KVSpec
+from phalanx.rank.model.cache_spec import PagedKV
 from phalanx.rank.worker import profile_run
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.state import BatchState, ScheduledBatch
@@ -23,7 +24,9 @@ CPU = torch.device("cpu")
 
 
 def model(longest):
-    return SimpleNamespace(max_model_len=longest, kv_spec=KVSpec(3, 2, 8), dtype=torch.bfloat16)
+    return SimpleNamespace(
+        max_model_len=longest, cache_specs=lambda: [PagedKV(2, 8, 8)] * 3, dtype=torch.bfloat16, modules=lambda: ()
+    )
 
 
 def prepared(*counts, sampled=0, narrow=False):
@@ -33,7 +36,7 @@ def prepared(*counts, sampled=0, narrow=False):
     rows.tokens, rows.known[:] = [np.zeros(count, np.int64) for count in counts], counts
     zeros = np.zeros(len(counts), np.int64)
     work = ScheduledBatch(np.arange(len(counts)), zeros, np.array(counts), np.arange(len(counts)) < sampled, zeros)
-    (batch,), _ = build_batches(rows, work, torch.zeros(len(counts), dtype=torch.int64), [], BLOCK, Upload(CPU), narrow)
+    (batch,), _ = build_batches(rows, work, torch.zeros(len(counts), dtype=torch.int64), [], Upload(CPU), narrow)
     return batch
 
 
@@ -89,33 +92,38 @@ class Launches:
         self.found.add(tuple(key))
 
 
-class Attention:
+class Attention(torch.nn.Module):
     """A model of one layer of Triton's attention, as on a GPU whose cache no copy engine reads."""
 
     def __init__(self, monkeypatch, longest, dtype, dim, window, stages=1):
+        super().__init__()
         paged = pytest.importorskip("phalanx.kernels.attention.attention_triton", exc_type=ImportError)
         self.max_model_len, self.dtype, self.hidden_size = longest, dtype, 8
-        self.kv_spec, self.scores = KVSpec(1, 2, dim), AttentionParams(0.1, window)
+        self.dim, self.scores = dim, AttentionParams(0.1, window)
         self.asked = set()
         for name in ("decode_kernel", "prefill_kernel"):
             monkeypatch.setattr(paged, name, Launches(getattr(paged, name), self.asked))
-        monkeypatch.setattr(attention, "device_caps", lambda _: DeviceCaps(108, "sm_80", False, False, False))
-        monkeypatch.setattr(attention, "_whole_prompt", lambda *_: None)  # by cuDNN, which compiles nothing
+        monkeypatch.setattr(paged, "device_caps", lambda _: DeviceCaps(108, "sm_80", False, False, False))
+        monkeypatch.setattr(cudnn, "_whole_prompt", lambda *_: None)  # which compiles nothing
+        monkeypatch.setattr(attention, "backends", lambda _: (cudnn, paged))
+
+    def cache_specs(self):
+        return [PagedKV(2, self.dim, self.dim)]
 
     def forward(self, batches, hidden=None):
         (batch,) = batches
         for one in (batch, batch.sampled):
             if one is None:
                 continue
-            count, dim = len(one.positions), self.kv_spec.head_dim
+            count, dim = len(one.positions), self.dim
             merged = torch.empty(count, 8, dim, dtype=self.dtype, device="meta")
             q, k, v = merged.split([4, 2, 2], 1)
             cache = torch.empty(2, 9, BLOCK, 2, dim, dtype=self.dtype, device="meta").unbind()
             turn = CosSin(*torch.empty(2, count, 1, dim, device="meta"))
             if attention.supports_one_kernel(q, k, v, turn, cache[0], one):
-                attention.decode_cuda(q, k, v, turn, None, cache, one, self.scores)
+                attention.decode_newest(q, CurrentKV(k, v, turn, None, one.slots), *cache, one, self.scores)
             else:
-                attention.paged_attention_cuda(q, *cache, one, self.scores)
+                attention.paged_attention(q, *cache, one, self.scores)
         return hidden
 
 

@@ -38,14 +38,14 @@ def test_an_error_of_ours_is_one_requests_error(stage, monkeypatch):
     stage.input(3)
     from phalanx.rank.server.text_engine import TextEngine
 
-    real = TextEngine.completion
+    real = TextEngine.generate
 
-    async def broken(self, request):
+    async def broken(self, request, make):
         if request.seed == 1:
             raise KeyError("oops")
-        return await real(self, request)
+        return await real(self, request, make)
 
-    monkeypatch.setattr(TextEngine, "completion", broken)
+    monkeypatch.setattr(TextEngine, "generate", broken)
     assert stage.start() == 0
     assert sorted(stage.ids()) == ["r0", "r2"]
     assert stage.read("errors.jsonl")[0]["error"]["message"] == "internal error: KeyError: 'oops'"

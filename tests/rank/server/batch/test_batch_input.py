@@ -26,7 +26,7 @@ def test_good_lines(tmp_path):
     texts = (line("a"), "", line("b", "/v1/chat/completions", messages="hi"), line("c", "/completions"))
     a, b, c = items(tmp_path / "in", *texts)
     assert [(one.custom_id, one.line, one.wrong) for one in (a, b, c)] == [("a", 1, ""), ("b", 3, ""), ("c", 4, "")]
-    assert [one.kind for one in (a, b, c)] == [CompletionRequest, ChatRequest, CompletionRequest]
+    assert [one.route.schema for one in (a, b, c)] == [CompletionRequest, ChatRequest, CompletionRequest]
     assert json.loads(bytes(b.body)) == {"messages": "hi"}
 
 

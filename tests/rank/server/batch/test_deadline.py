@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from phalanx.rank.server.batch.admission import Admission, enough, sequences
+from phalanx.rank.server.batch.admission import Admission, enough
 from phalanx.rank.server.batch.deadline import Deadline
 from phalanx.rank.server.schema import ChatRequest, CompletionRequest
 
@@ -92,8 +92,8 @@ def test_who_gives_up_waiting_holds_nobody_up():
 
 
 def test_how_many_sequences_a_request_is():
-    assert sequences(ChatRequest(messages="x")) == 1
-    assert sequences(ChatRequest(messages="x", n=3)) == 3
-    assert sequences(CompletionRequest(prompt=["a", "b"], n=3)) == 6
-    assert sequences(CompletionRequest(prompt=[1, 2, 3])) == 1
+    assert ChatRequest(messages="x").sequences() == 1
+    assert ChatRequest(messages="x", n=3).sequences() == 3
+    assert CompletionRequest(prompt=["a", "b"], n=3).sequences() == 6
+    assert CompletionRequest(prompt=[1, 2, 3]).sequences() == 1
     assert enough(8) == 16

@@ -124,7 +124,7 @@ def test_nothing_keeps_a_refused_request(front, body):
     """Not even until the next garbage collection, which may be minutes away."""
 
     def left():
-        return [one for one in gc.get_objects() if type(one).__name__ in ("Chat", "ChatRequest", "ApiError")]
+        return [one for one in gc.get_objects() if type(one).__name__ in ("Endpoint", "ChatRequest", "ApiError")]
 
     front.post("chat/completions", messages="hi")
     gc.collect()

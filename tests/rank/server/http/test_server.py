@@ -8,7 +8,7 @@ import time
 
 import pytest
 from phalanx.rank import protocol
-from phalanx.rank.server import text_engine
+from phalanx.rank.server import embeddings, generation
 
 from ..conftest import Front, parse_events
 
@@ -186,12 +186,15 @@ def test_drain(front):
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "function"),
-    [("chat/completions", "messages", "chat_prompt"), ("embeddings", "input", "embedding_inputs")],
+    ("path", "field", "module", "function"),
+    [
+        ("chat/completions", "messages", generation, "chat_prompt"),
+        ("embeddings", "input", embeddings, "embedding_inputs"),
+    ],
 )
-def test_the_end_while_texts_are_tokenised_is_503(make_front, monkeypatch, caplog, path, field, function):
-    front, held, whole = make_front(), threading.Event(), getattr(text_engine, function)
-    monkeypatch.setattr(text_engine, function, lambda *args: (held.wait(20), whole(*args))[1])
+def test_the_end_while_texts_are_tokenised_is_503(make_front, monkeypatch, caplog, path, field, module, function):
+    front, held, whole = make_front(), threading.Event(), getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *args: (held.wait(20), whole(*args))[1])
     socks = [send(front, path, **{field: "hi"}) for _ in range(4)]  # two are read at once
     try:
         front.wait(lambda: len(front.state.active) == 4)

@@ -1,0 +1,80 @@
+"""What every way to compute attention answers. attention.py chooses among them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..rope.rope import CosSin, QKNorm
+
+
+class AttentionMetadata(Protocol):
+    """What attention reads of a batch; rank/model/batch.py explains the fields."""
+
+    slots: Tensor  # read by store_and_attend alone
+    block_tables: Tensor
+    lengths: Tensor
+    query_starts: Tensor
+    num_decodes: int
+    query_lens: list[int]
+    kv_lens: list[int]
+    scratch: dict[Any, Any]
+
+
+class AttentionParams(NamedTuple):
+    """How a layer weighs its keys."""
+
+    scale: float
+    window: int = 0  # a token sees itself and the window - 1 tokens before it; 0: all
+    # Scores s become softcap * tanh(s / softcap), before the mask (Gemma 2, arXiv 2408.00118); 0: they stay.
+    softcap: float = 0.0
+
+
+class CurrentKV(NamedTuple):
+    """The step's tokens as rope_and_store_kv takes them, rotated as whole heads."""
+
+    k: Tensor  # [n, kv_heads, head_dim], heads side by side, as in v
+    v: Tensor
+    cos_sin: CosSin
+    norms: QKNorm | None
+    slots: Tensor  # [n] int64; negative: not written
+
+
+class Part(NamedTuple):
+    """One layer's attention of sequences first:stop of a step: of those that decode, or of those that do not."""
+
+    q: Tensor  # [T, heads, head_dim], all tokens of the step
+    keys: Tensor  # [blocks, block_size, kv_heads, head_dim]
+    values: Tensor  # [blocks, block_size, kv_heads, value_dim]
+    rows: AttentionMetadata  # of the whole step
+    params: AttentionParams
+    first: int
+    stop: int
+    out: Tensor  # [T, heads, value_dim], contiguous; these sequences' rows are written
+    newest: CurrentKV | None = None  # decoding: the cache does not hold the step's tokens yet, and q is not rotated
+
+    @property
+    def decodes(self) -> bool:
+        """Each of the sequences has one token, at its own index in q."""
+        return self.first < self.rows.num_decodes
+
+    @property
+    def decoding(self) -> tuple[Tensor, Tensor]:
+        """The rows of q and `out` of sequences that decode: [stop, heads, head_dim or value_dim]."""
+        if len(self.q) == self.stop:
+            return self.q, self.out
+        return self.q[: self.stop], self.out[: self.stop]
+
+
+class Backend(Protocol):
+    """A module with these functions."""
+
+    def supports(self, part: Part) -> bool:
+        """Whether `run` takes it: dtypes, sizes, strides, window, soft cap."""
+
+    def plan(self, part: Part) -> Any:
+        """What `run` needs to know of the step. Layers share what costs: the first leaves it in `rows.scratch`."""
+
+    def run(self, part: Part, plan: Any) -> None:
+        """Write the part's rows of `out`."""

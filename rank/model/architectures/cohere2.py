@@ -1,0 +1,64 @@
+"""Command R7B and Command A (Cohere 2025, arXiv 2504.00698): attention and MLP side by side on one layer norm; three
+layers with a window and interleaved rope to one of full attention without positions."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
+from ....kernels.rope.rope import CosSin
+from .. import base
+from ..batch import Batch
+from ..config import FULL, SLIDING
+from ..layers.attention import layer_type
+from ..layers.mlp import GatedMLP
+from ..layers.norm import AddLayerNorm, LayerNorm
+from ..layers.residual import Normed, ResidualStream
+from ..layers.rope import NONE, Parameters
+from . import llama, ministral
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ministral.Args):
+    layer_norm_eps: float = 1e-5
+    logit_scale: float = 0.0625
+    sliding_window_pattern: int = 4
+    use_parallel_block: bool = True
+    use_gated_activation: bool = True
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("use_parallel_block", "use_gated_activation"):
+            if not getattr(self, key):
+                raise FatalError(f"config.json: {key} is false, which is not supported for cohere2", MODEL)
+
+    def layer_type(self, index: int) -> str:
+        return layer_type(self.layer_types, index, SLIDING if (index + 1) % self.sliding_window_pattern else FULL)
+
+    def rope(self, index: int) -> Parameters:
+        return {**self.rope_parameters, "interleaved": True} if self.layer_type(index) == SLIDING else NONE
+
+
+class Layer(base.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps, bias=False)
+        self.self_attn = llama.Attention(args, mesh, index, local)
+        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, act=args.hidden_act)
+
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        yield (h := self.input_layernorm(stream))
+        stream.add(self.self_attn(h, cos_sin, batch) + self.mlp(h))
+
+
+class Decoder(base.Decoder):
+    @staticmethod
+    def final_norm(args: Any) -> LayerNorm:
+        return LayerNorm(args.hidden_size, args.layer_norm_eps, bias=False)
+
+
+class Model(base.Model):
+    LAYER, DECODER = Layer, Decoder

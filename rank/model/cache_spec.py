@@ -1,0 +1,48 @@
+"""What a layer keeps of its sequences from step to step. rank/worker/kv_cache.py makes room for it.
+
+A kind of cache is a class here that lists the tensors of a block; the layer that asks for it gets them in that order. A
+latent is one tensor, keys and values in FP8 are four with their scales. What a layer keeps of a sequence as a whole,
+such as a recurrent state, is no block's: it would be a second method, for tensors with an entry for each row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+Caches = list[tuple[Any, ...]]  # of each local layer: the tensors of its spec, [blocks, ...] each
+
+
+class TensorSpec(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class CacheSpec(Protocol):
+    """Must be hashable, and equal for layers that keep the same."""
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """The tensors of a block of so many tokens. dtype: the model's."""
+
+
+class PagedKV(NamedTuple):
+    """Keys and values of every token (Kwon et al. 2023, arXiv 2309.06180), of this rank's key heads."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 0  # the layer reads the newest `window` tokens only; 0: all. Blocks before them are not freed yet.
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]."""
+        return tuple(TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
+
+
+def block_bytes(spec: CacheSpec, tokens: int, dtype: torch.dtype) -> int:
+    return sum(tensor.nbytes for tensor in spec.block(tokens, dtype))

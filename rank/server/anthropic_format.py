@@ -1,0 +1,140 @@
+"""Renders a session's events as Anthropic's messages: whole, and as the events of a stream in their order.
+
+https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/docs/build-with-claude/streaming
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from .api_error import ApiError
+from .items import Change, Item, Items
+from .renderer import Renderer
+from .session import Session, Update
+
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """An error as Anthropic's clients expect it."""
+    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def sse(name: str, **fields: Any) -> bytes:
+    """One event: its name and its data, whose type is the name again."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
+
+
+class MessageRenderer(Renderer):
+    """/v1/messages. There is one choice."""
+
+    def __init__(self, session: Session, request: object, tokenizer: object):
+        super().__init__(session)
+        self._items = Items()
+
+    async def collect(self) -> dict[str, Any]:
+        async for updates in self.session:
+            for update in updates:
+                self._items.add(update.events)
+        return self._message([_whole(item) for item in self._items.all]) | self._stop() | {"usage": self._usage()}
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        async for updates in self.session:
+            data = b"".join(part for update in updates for part in self._parts(update))
+            if data:
+                yield data
+
+    def error(self, error: ApiError) -> bytes:
+        return sse("error", **{key: value for key, value in error_body(error).items() if key != "type"})
+
+    def _parts(self, update: Update) -> list[bytes]:
+        parts = []
+        if update.first:
+            started = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+            parts.append(sse("message_start", message=started))
+        changes = self._items.add(update.events)
+        if update.finish:
+            changes += self._items.finish()
+        parts += [_event(change) for change in changes]
+        if update.finish:
+            parts.append(sse("message_delta", delta=self._stop(), usage=self._usage()))
+            parts.append(sse("message_stop"))
+        return parts
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        session = self.session
+        return {
+            "id": "msg_" + session.id,
+            "type": "message",
+            "role": "assistant",
+            "model": session.model,
+            "content": content,
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        (choice,) = self.session.choices
+        if choice.finish == "stop" and isinstance(choice.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        return {"stop_reason": STOP_REASONS[choice.finish], "stop_sequence": None}
+
+    def _usage(self) -> dict[str, Any]:
+        """Anthropic counts what the cache had beside the rest of the input, not within it."""
+        (choice,) = self.session.choices
+        return {
+            "input_tokens": self.session.prompt_tokens - choice.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": choice.cached_tokens,
+            "output_tokens": choice.completion_tokens,
+        }
+
+
+def _whole(item: Item) -> dict[str, Any]:
+    """A content block."""
+    if item.kind == "text":
+        return {"type": "text", "text": item.text}
+    if item.kind == "reasoning":
+        return {"type": "thinking", "thinking": item.text, "signature": ""}
+    try:
+        arguments = json.loads(item.text or "{}")
+    except (ValueError, RecursionError):  # the output ended within the call
+        arguments = {}
+    return {
+        "type": "tool_use",
+        "id": item.id,
+        "name": item.name,
+        "input": arguments if isinstance(arguments, dict) else {},
+    }
+
+
+def _event(change: Change) -> bytes:
+    item = change.item
+    if change.what == "begin":
+        return sse(
+            "content_block_start", index=item.index, content_block=_whole(Item(item.kind, 0, item.id, item.name))
+        )
+    if change.what == "end":
+        end = sse("content_block_stop", index=item.index)
+        if item.kind == "reasoning":
+            signature = {"type": "signature_delta", "signature": ""}
+            return sse("content_block_delta", index=item.index, delta=signature) + end
+        return end
+    delta = {
+        "text": {"type": "text_delta", "text": change.text},
+        "reasoning": {"type": "thinking_delta", "thinking": change.text},
+        "call": {"type": "input_json_delta", "partial_json": change.text},
+    }[item.kind]
+    return sse("content_block_delta", index=item.index, delta=delta)

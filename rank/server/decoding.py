@@ -1,0 +1,78 @@
+"""From a request's bytes to its struct: wrong JSON, wrong types and fields that nothing here obeys are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from . import unsupported
+from .api_error import ApiError, bad
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """Base of all requests. None is "not given" everywhere. Unknown fields are ignored."""
+
+    refused: ClassVar[dict[str, unsupported.Field]] = {}  # fields that would change the answer, and why they do not
+
+    def check(self) -> None:
+        """Everything that can be judged without the model. Raises ApiError 400."""
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def show(value: Any) -> str:
+    """A value as JSON, cut to a line."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def decode(body: bytes, kind: type[Kind]) -> Kind:
+    """A request's body. Raises ApiError 400."""
+    if not body.strip():
+        raise ApiError(400, "the request has no body: send a JSON object")
+    try:
+        raw = msgspec.json.decode(body)
+    except RecursionError:
+        raise ApiError(400, "the request's body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the request's body is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ApiError(400, f"the request's body is {show(raw)}: expected a JSON object")
+    return convert(raw, kind)
+
+
+def convert(raw: dict[str, Any], kind: type[Kind]) -> Kind:
+    """A request from its JSON object; the ranges of all fields are checked."""
+    if (found := unsupported.first(raw, kind.refused)) is not None:
+        name, why = found
+        raise bad(name, f"{name} is {show(raw[name])}: {why}")
+    try:
+        request = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise explain(str(error), raw) from None
+    request.check()
+    return request
+
+
+def explain(message: str, raw: Any, root: str = "") -> ApiError:
+    """msgspec's message with the field and its value put first."""
+    missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", message)
+    if missing:
+        param = ".".join(filter(None, [root, missing[2], missing[1]]))
+        return bad(param, f"{param} is missing")
+    what, _, path = message.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    value = raw
+    for key in re.findall(r"\w+|\.\.\.", path):
+        try:
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            break  # `...` stands for some key of a mapping
+    param = ".".join(filter(None, [root, path])) or "body"
+    return bad(param, f"{param} is {show(value)}: {what[:1].lower()}{what[1:]}")

@@ -1,0 +1,87 @@
+"""A request in the engine's words: whatever endpoint it came to, it becomes a Generation before the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .. import protocol
+from .prompts import Prompt, chat_prompt, completion_prompts, context_of
+from .sampling_params import max_tokens, sampling_params
+from .schema import ChatRequest, Common, CompletionRequest
+from .text.load import Text
+from .text.output_parser import OutputParser, ReasoningFormat
+from .text.tool_formats import ToolCallFormat
+
+
+class LoadedModel(NamedTuple):
+    """What a request's prompts and parameters depend on besides the request."""
+
+    text: Text
+    ready: protocol.Ready
+    defaults: dict[str, Any]  # of sampling
+    thinking: bool | None  # enable_thinking of requests that do not say
+
+
+class Generation(msgspec.Struct, kw_only=True):
+    """Prompts, how each is continued, and how what comes is read."""
+
+    prompts: list[Prompt]
+    sampling: list[protocol.SamplingParams]  # of each prompt
+    parser: Callable[[Prompt], OutputParser]  # a new one for each choice
+    n: int = 1  # choices of each prompt
+    skip: frozenset[int] = frozenset()  # tokens that have no text
+    keep_stop: bool = False  # the text ends after a stop token's text instead of before it
+    priority: int = 0
+    cache_salt: str = ""
+
+
+Make = Callable[[LoadedModel, Any], Generation]  # from a request of its kind
+
+
+def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation:
+    """The next message of a conversation. Takes as long as its texts are; raises ApiError."""
+    prompt = chat_prompt(model.text, request, model.ready, model.thinking)
+    tool_format = model.text.tool_format if request.tools and request.tool_choice != "none" else None
+    return _generation(model, request, [prompt], model.text.reasoning, tool_format)
+
+
+def completion_generation(model: LoadedModel, request: CompletionRequest) -> Generation:
+    """The continuations of texts, which are shown as they come."""
+    return _generation(model, request, completion_prompts(model.text, request, model.ready))
+
+
+def _generation(
+    model: LoadedModel,
+    request: Common,
+    prompts: list[Prompt],
+    reasoning: ReasoningFormat | None = None,
+    tool_format: ToolCallFormat | None = None,
+) -> Generation:
+    text, ready = model.text, model.ready
+    tokenizer, stops = text.tokenizer, request.stops()
+    # A special token has no text, so a stop string that names one is matched by its id.
+    named = [tokenizer.added.get(stop) for stop in stops]
+    stop_tokens = [token for token in named if token is not None and token in tokenizer.special]
+    sampling = []
+    for prompt in prompts:
+        limit = max_tokens(request, model.defaults["max_tokens"], len(prompt.tokens), context_of(ready))
+        sampling.append(sampling_params(request, model.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit))
+    skip: frozenset[int] = frozenset()
+    if request.skip_special_tokens is not False:
+        markers = (*(reasoning or ()), *((*tool_format.opens, *tool_format.markers) if tool_format else ()))
+        # The parser has to see the markers that the model was given as special tokens.
+        skip = tokenizer.special - {tokenizer.added[text] for text in markers if text in tokenizer.added}
+    keep_stop, parallel = bool(request.include_stop_str_in_output), request.parallel_calls()
+    return Generation(
+        prompts=prompts,
+        sampling=sampling,
+        parser=lambda prompt: OutputParser(stops, keep_stop, reasoning, prompt.thinking, tool_format, parallel),
+        n=request.n or 1,
+        skip=skip,
+        keep_stop=keep_stop,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+    )

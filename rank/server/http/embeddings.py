@@ -1,0 +1,22 @@
+"""OpenAI's embeddings."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from ..embeddings import embed
+from ..schema import EmbeddingRequest
+from .routes import Call, Route
+
+
+async def embeddings(call: Call) -> dict[str, Any]:
+    """Vectors of texts or of token ids."""
+    if call.server is None:
+        return await embed(call.engine, call.request)
+    ended = partial(call.server.metrics.embedding, time.monotonic())
+    return await embed(call.engine, call.request, ended, call.release)
+
+
+ROUTES = [Route("/v1/embeddings", embeddings, EmbeddingRequest, also=("/embeddings",), batchable=True)]

@@ -1,0 +1,156 @@
+"""The one handler behind all routes: it decodes, prepares, and writes the answer, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from typing import Any
+
+import tornado.http1connection
+import tornado.iostream
+import tornado.web
+
+from ..api_error import ApiError
+from ..renderer import Renderer
+from ..session import Session
+from .handler import BodyHandler
+from .routes import Call, Events, Reply, Route
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@tornado.web.stream_request_body
+class Endpoint(BodyHandler):
+    """The routes of one path."""
+
+    session: Session | None = None
+    gone = False  # the client closed the connection
+
+    def initialize(self, routes: dict[str, Route]) -> None:
+        self.routes = routes
+
+        first = next(iter(routes.values()))
+        self.needs_key, self.label = first.needs_key, first.path
+
+    def allowed(self) -> list[str]:
+        return list(self.routes)
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return next(iter(self.routes.values())).error(error)
+
+    @property
+    def route(self) -> Route | None:
+        method = "GET" if self.request.method == "HEAD" else self.request.method
+        return self.routes.get(method or "")
+
+    async def _answer(self, **args: str) -> None:
+        began = time.monotonic()
+        route = self.route
+        if route is None:
+            raise tornado.web.HTTPError(405)
+        query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
+        call = Call(self.state.sessions, None, args, query, self.state, self.release)
+        if route.schema is not None:
+            call.request = await self.decoded(route.schema)
+        answer = route.prepare(call)
+        if inspect.isawaitable(answer):
+            answer = await self.run(answer)
+            if answer is None:
+                return
+        self.release()
+        if isinstance(answer, Session):
+            assert route.render is not None and self.state.sessions.text is not None
+            answer = route.render(answer, call.request, self.state.sessions.text.tokenizer)
+        if isinstance(answer, Renderer):
+            await self._generate(answer, call.request.stream, began)
+        elif isinstance(answer, Events):
+            await self._stream(answer)
+        else:
+            self.send(answer if isinstance(answer, Reply) else Reply(answer))
+
+    get = head = post = delete = _answer
+
+    def send(self, reply: Reply) -> None:
+        """Finish with this."""
+        for name, value in reply.headers.items():
+            self.set_header(name, value)
+        if isinstance(reply.body, bytes):
+            self.set_status(reply.status)
+            self.finish(reply.body)
+        else:
+            self.reply(reply.body, reply.status)
+
+    async def _generate(self, reply: Renderer, stream: bool | None, began: float) -> None:
+        self.session = reply.session
+        self.session.start = began
+        try:
+            if self.gone:  # while the prompt was tokenised
+                return
+            if stream:
+                await self._stream(Events(reply.stream(), reply.error))
+            else:
+                answer = await reply.collect()
+                if not self.gone:
+                    self.reply(answer)
+        except tornado.iostream.StreamClosedError:
+            self.gone = True
+        finally:
+            self.session.close()
+            self.state.metrics.session(self.session, self.gone)
+
+    def on_connection_close(self) -> None:
+        super().on_connection_close()
+        self.gone = True
+        if self.session is not None:
+            self.session.close()
+
+    @property
+    def _socket(self) -> tornado.iostream.IOStream:
+        assert isinstance(self.request.connection, tornado.http1connection.HTTP1Connection)
+        return self.request.connection.stream
+
+    async def _stream(self, events: Events) -> None:
+        """Tokens that come while the client has not taken the last event go into the next one together."""
+        ticker = asyncio.ensure_future(self._keep_alive())
+        try:
+            async for data in events.stream:
+                if self.gone:
+                    break
+                await self._send(data)
+        except tornado.iostream.StreamClosedError:
+            raise
+        except Exception as error:
+            if not self._headers_written:
+                raise
+            if not isinstance(error, ApiError):
+                self.log_exception(type(error), error, error.__traceback__)
+                error = self.internal_error()
+            # The status is out already: the error is an event, and none follows.
+            await self._send(events.error(error))
+        finally:
+            ticker.cancel()
+        if not self.gone:
+            self.finish()
+
+    def _send(self, data: bytes) -> asyncio.Future[None]:
+        """Write an event; the future is done once the client's socket has taken it."""
+        if not self._headers_written:
+            self.set_header("Content-Type", "text/event-stream; charset=utf-8")
+            self.set_header("Cache-Control", "no-cache")
+            self.set_header("X-Accel-Buffering", "no")
+            self._socket.set_nodelay(True)
+        self._last_sent = time.monotonic()
+        self.write(data)
+        return self.flush()
+
+    async def _keep_alive(self) -> None:
+        """A comment after some silence, so that proxies and clients do not give up on a long queue or prompt."""
+        interval = self.state.config.keep_alive_interval
+        self._last_sent = time.monotonic()
+        while interval > 0:
+            await asyncio.sleep(max(self._last_sent + interval - time.monotonic(), 0.01))
+            # A client that has not taken the last event yet needs no comment. The comment's future is not awaited:
+            # Tornado forgets it when the next event is written meanwhile.
+            if time.monotonic() >= self._last_sent + interval and not self._socket.writing() and not self.gone:
+                self._send(KEEP_ALIVE)

@@ -1,0 +1,122 @@
+"""The server's own description: OpenAPI 3.1 for programs, a page for people."""
+
+from __future__ import annotations
+
+import functools
+import html
+from typing import Any
+
+import msgspec
+
+from ..field_meanings import meaning
+from .routes import PART, Call, Reply, Route, routes
+
+ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+STYLE = """\
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+code { font: 13px ui-monospace, monospace }
+summary { cursor: pointer; padding: .3rem 0 }
+td, th { text-align: left; vertical-align: top; padding: .1rem 1rem .1rem 0 }
+"""
+
+
+def openapi(call: Call) -> Reply:
+    """This server's endpoints and their fields, as OpenAPI has it."""
+    return Reply(description(), headers={"Content-Type": "application/json"})
+
+
+def page(call: Call) -> Reply:
+    """The same for people."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+    return Reply(documents(), headers={"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy})
+
+
+@functools.cache
+def description() -> bytes:
+    """OpenAPI 3.1 as JSON. Schemas of bodies are those that requests are checked with."""
+    schemas = list(dict.fromkeys(route.schema for route in routes() if route.schema))
+    refs, components = msgspec.json.schema_components(schemas, ref_template="#/components/schemas/{name}")
+    for schema in schemas:
+        for name, field in components[schema.__name__].get("properties", {}).items():
+            field["description"] = meaning(schema, name)
+    by_schema = dict(zip(schemas, refs, strict=True))
+    found: dict[str, dict[str, Any]] = {}
+    for route in routes():
+        for path in (route.path, *route.also):
+            ref = by_schema[route.schema] if route.schema else None
+            found.setdefault(path, {})[route.method.lower()] = _operation(route, path, ref)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Phalanx", "version": "1"},
+            "paths": found,
+            "components": {
+                "schemas": {**components, "Error": ERROR},
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+        }
+    )
+
+
+def _operation(route: Route, path: str, ref: dict[str, Any] | None) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    answer: dict[str, Any] = {"application/json": {}}
+    if route.render is not None:
+        answer["text/event-stream"] = {}
+    operation: dict[str, Any] = {
+        "summary": route.about,
+        "operationId": route.method.lower() + PART.sub(r"\1", path).replace("/", "_").replace("-", "_"),
+        "responses": {
+            "200": {"description": "the answer", "content": answer},
+            "default": {"description": "an error", "content": error},
+        },
+    }
+    if parts := PART.findall(path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in parts
+        ]
+    if ref is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref}}}
+    if route.needs_key:
+        operation["security"] = [{"key": []}, {}]  # {}: a server may have no keys
+    return operation
+
+
+@functools.cache
+def documents() -> bytes:
+    """One page without scripts: each endpoint with its fields."""
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>Phalanx</title><style>{STYLE}</style>"]
+    parts.append("<h1>Phalanx</h1><p>The same for programs: <a href=openapi.json>openapi.json</a></p>")
+    for route in routes():
+        head = f"<code>{route.method} {html.escape(route.path)}</code> {html.escape(route.about)}"
+        if route.schema is None:
+            parts.append(f"<p>{head}</p>")
+            continue
+        rows = "".join(
+            f"<tr><td><code>{field.name}</code><td>{html.escape(meaning(route.schema, field.name))}"
+            for field in msgspec.structs.fields(route.schema)
+        )
+        parts.append(f"<details><summary>{head}</summary><table><tr><th>field<th>meaning{rows}</table></details>")
+    return "\n".join(parts).encode()
+
+
+ROUTES = [
+    Route("/openapi.json", openapi, method="GET", needs_key=False),
+    Route("/docs", page, method="GET", needs_key=False),
+]

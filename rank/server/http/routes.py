@@ -1,0 +1,107 @@
+"""What the server answers: each file of this folder with a ROUTES is a family of endpoints, and is found by that.
+
+From these tables come the routing, the metrics' labels, the 404's text, OpenAPI, docs/api.md and what a batch file may
+name. Nothing here or in a family knows of Tornado.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..api_error import ApiError
+from ..decoding import Body
+from ..text_engine import TextEngine
+
+if TYPE_CHECKING:
+    from .state import ServerState
+
+FAMILY = re.compile(r"^ROUTES\b", re.MULTILINE)
+PART = re.compile(r"\{(\w+)\}")  # of a path: stands for any text
+
+
+@dataclass
+class Call:
+    """One request for a route."""
+
+    engine: TextEngine
+    request: Any = None  # the body, as the route's schema has it
+    args: Mapping[str, str] = field(default_factory=dict)  # what the path's {name} parts stand for
+    query: Mapping[str, str] = field(default_factory=dict)
+    server: ServerState | None = None  # None in a batch job
+    release: Callable[[], None] = lambda: None  # tells that the body's bytes are not needed any more
+
+
+class Reply(NamedTuple):
+    """An answer that is more than an object with status 200. Bytes are sent as they are, the rest as JSON."""
+
+    body: Any
+    status: int = 200
+    headers: Mapping[str, str] = {}
+
+
+class Events(NamedTuple):
+    """Server-sent events that are not a session's."""
+
+    stream: AsyncIterator[bytes]
+    error: Callable[[ApiError], bytes]  # the event for an error after the first event
+
+
+class Route(NamedTuple):
+    """One endpoint. The first line of `prepare`'s docstring is its line in the documents."""
+
+    path: str  # {name} stands for a part, such as /v1/models/{model}
+    # What the answer is: an object, a Reply, Events, a Renderer or, where `render` is given, a Session.
+    prepare: Callable[[Call], Any | Awaitable[Any]]
+    schema: type[Body] | None = None  # of the body; None: there is none
+    render: Callable[..., Any] | None = None  # a Renderer's class: made of session, request and tokenizer
+    method: str = "POST"
+    also: tuple[str, ...] = ()  # other paths
+    batchable: bool = False  # a batch file may name it
+    needs_key: bool = True
+    error: Callable[[ApiError], dict[str, Any]] = ApiError.body  # the shape of errors
+
+    @property
+    def about(self) -> str:
+        """What it answers, in a sentence."""
+        return " ".join((inspect.getdoc(self.prepare) or "").split("\n\n")[0].split())
+
+    def pattern(self, path: str) -> str:
+        """A regular expression for a path of it."""
+
+        def group(part: re.Match[str]) -> str:
+            return f"(?P<{part[1]}>{'.+' if part[1] == 'model' else '[^/]+'})"  # names of models may have slashes
+
+        return PART.sub(group, re.sub(r"[.+*]", r"\\\g<0>", path))
+
+
+@functools.cache
+def routes() -> tuple[Route, ...]:
+    """All endpoints, by their families' names."""
+    found: list[Route] = []
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if FAMILY.search(path.read_text(encoding="utf-8")):
+            found += importlib.import_module(f".{path.stem}", __package__).ROUTES
+    return tuple(found)
+
+
+@functools.cache
+def paths() -> dict[str, dict[str, Route]]:
+    """The routes of each path by their methods; the narrower paths come first."""
+    found: dict[str, dict[str, Route]] = {}
+    for route in routes():
+        for path in (route.path, *route.also):
+            found.setdefault(path, {})[route.method] = route
+    return dict(sorted(found.items(), key=lambda one: ("{" in one[0], -one[0].count("/"))))
+
+
+@functools.cache
+def batchable() -> dict[str, Route]:
+    """What a batch file may name."""
+    return {route.path: route for route in routes() if route.batchable}

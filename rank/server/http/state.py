@@ -1,0 +1,27 @@
+"""What all requests share."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..config import ServerConfig
+from ..response_store import ResponseStore
+from ..text_engine import TextEngine
+from .access import Access
+from .metrics import Metrics
+
+
+class ServerState:
+    def __init__(self, sessions: TextEngine, config: ServerConfig):
+        self.sessions = sessions
+        self.config = config
+        self.access = Access(config)
+        self.keys = [key.encode() for key in config.api_keys]
+        self.link = sessions.link
+        self.metrics = Metrics(sessions.link, sessions.names[0])
+        self.responses = ResponseStore(config.response_store)
+        self.started = int(time.time())
+        self.held = 0  # bytes of large bodies whose requests have not begun yet
+        self.read_until = 0.0  # on the clock of time.monotonic: when what was read of large bodies is paid for
+        self.active: dict[Any, None] = {}  # handlers of requests that are being answered

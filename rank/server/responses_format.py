@@ -1,0 +1,192 @@
+"""Renders a session's events as OpenAI's responses: the whole object, and the events of a stream in their order.
+
+https://platform.openai.com/docs/api-reference/responses-streaming
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from .api_error import ApiError
+from .items import Change, Item, Items
+from .renderer import Renderer
+from .responses_request import ResponsesRequest
+from .session import Session, Update
+
+ENDED = ("completed", "incomplete", "failed", "cancelled")
+DELTAS = {
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
+
+
+class ResponseRenderer(Renderer):
+    """/v1/responses. There is one choice. `on_end` is called once the response is as it stays."""
+
+    def __init__(self, session: Session, request: ResponsesRequest, stored: bool):
+        super().__init__(session)
+        self.id = "resp_" + session.id
+        self.status = "in_progress"
+        self.on_end: Callable[[], None] = lambda: None
+        self._request = request
+        self._stored = stored
+        self._items = Items()
+        self._error: dict[str, str] | None = None
+        self._number = 0  # of the next event
+
+    # The object.
+
+    def body(self) -> dict[str, Any]:
+        """The response as it is now."""
+        request, session = self._request, self.session
+        reasoning = request.reasoning or {}
+        incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": session.created,
+            "status": self.status,
+            "background": bool(request.background),
+            "error": self._error,
+            "incomplete_details": incomplete,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": session.model,
+            "output": self.output(),
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+            "store": self._stored,
+            "temperature": request.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+            "tools": request.tools or [],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if self.status in ENDED else None,
+            "user": request.user,
+        }
+
+    def output(self) -> list[dict[str, Any]]:
+        """The output items so far."""
+        return [self._item(item) for item in self._items.all]
+
+    def _item(self, item: Item, begins: bool = False) -> dict[str, Any]:
+        last = item is self._items.all[-1]
+        status = "completed" if not last or self.status == "completed" else "incomplete"
+        status = "in_progress" if begins else status if self.status in ENDED else "completed"
+        text = "" if begins else item.text
+        own = f"{self.session.id}{item.index}"
+        if item.kind == "call":
+            return {
+                "type": "function_call",
+                "id": f"fc_{own}",
+                "call_id": item.id,
+                "name": item.name,
+                "arguments": text,
+                "status": status,
+            }
+        content = [] if begins else [_part(item, text)]
+        if item.kind == "reasoning":
+            return {"type": "reasoning", "id": f"rs_{own}", "summary": [], "content": content, "status": status}
+        return {"type": "message", "id": f"msg_{own}", "role": "assistant", "content": content, "status": status}
+
+    def _usage(self) -> dict[str, Any]:
+        used = self.session.usage()
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": used["completion_tokens_details"],
+            "total_tokens": used["total_tokens"],
+        }
+
+    # Its life.
+
+    async def collect(self) -> dict[str, Any]:
+        async for updates in self.session:
+            for update in updates:
+                self._items.add(update.events)
+                self._see_end(update)
+        self.on_end()
+        return self.body()
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        async for events in self.events():
+            yield b"".join(events)
+
+    async def events(self) -> AsyncIterator[list[bytes]]:
+        """The events; each one's place among all is its sequence_number."""
+        yield [self._event(f"response.{name}", response=self.body()) for name in ("created", "in_progress")]
+        async for updates in self.session:
+            events = [event for update in updates for event in self._changes(update)]
+            if self.status in ENDED:
+                self.on_end()
+                events.append(self._event(f"response.{self.status}", response=self.body()))
+            if events:
+                yield events
+
+    def error(self, error: ApiError) -> bytes:
+        """The last event of one that failed."""
+        self.fail(error)
+        return self._event("response.failed", response=self.body())
+
+    def fail(self, error: ApiError) -> None:
+        self.status = "failed"
+        self._error = {"code": "server_error", "message": error.message}
+
+    def cancel(self) -> None:
+        """It ends as far as it has come."""
+        if self.status not in ENDED:
+            self.status = "cancelled"
+
+    def _see_end(self, update: Update) -> None:
+        if update.finish:
+            self.status = "incomplete" if update.finish == "length" else "completed"
+
+    def _changes(self, update: Update) -> list[bytes]:
+        changes = self._items.add(update.events)
+        self._see_end(update)
+        if update.finish:
+            changes += self._items.finish()
+        return [event for change in changes for event in self._events_of(change)]
+
+    def _events_of(self, change: Change) -> list[bytes]:
+        item = change.item
+        whole = self._item(item, begins=change.what == "begin")
+        place = {"item_id": whole["id"], "output_index": item.index}
+        if item.kind != "call":
+            place["content_index"] = 0
+        more: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}
+        if change.what == "grow":
+            return [self._event(f"{DELTAS[item.kind]}.delta", **place, **more, delta=change.text)]
+        outer = {"output_index": item.index, "item": whole}
+        if change.what == "begin":
+            events = [self._event("response.output_item.added", **outer)]
+            if item.kind != "call":
+                events.append(self._event("response.content_part.added", **place, part=_part(item, "")))
+            return events
+        if item.kind == "call":
+            done = self._event(f"{DELTAS['call']}.done", **place, name=item.name, arguments=item.text)
+            return [done, self._event("response.output_item.done", **outer)]
+        return [
+            self._event(f"{DELTAS[item.kind]}.done", **place, **more, text=item.text),
+            self._event("response.content_part.done", **place, part=_part(item, item.text)),
+            self._event("response.output_item.done", **outer),
+        ]
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        data = msgspec.json.encode({"type": name, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def _part(item: Item, text: str) -> dict[str, Any]:
+    if item.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,207 @@
+"""OpenAI's responses: the request, and the chat that it means.
+
+https://platform.openai.com/docs/api-reference/responses/create
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, ClassVar
+
+import msgspec
+
+from . import unsupported
+from .api_error import bad
+from .decoding import Body, explain, show
+from .schema import PARTS, Call, ChatRequest, Function, Message, Part, check_ranges
+
+# What `include` may name although nothing here has it: clients always send it.
+INCLUDES = ("reasoning.encrypted_content",)
+
+
+class InputItem(msgspec.Struct):
+    """A message, a function_call, a function_call_output or the reasoning before them."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[str | Part] | None = None
+    call_id: str | None = None
+    name: str = ""
+    arguments: str = ""
+    output: str | list[str | Part] | None = None
+
+    def check(self, at: str) -> None:
+        """`at` is where it is, for the error's words."""
+        if self.type not in ("message", "function_call", "function_call_output", "reasoning"):
+            allowed = "message, function_call, function_call_output or reasoning"
+            raise bad(f"{at}.type", f"{at}.type is {show(self.type)}: expected {allowed}")
+        if self.type == "message":
+            Message(self.role or "", self.content).check(at)
+        for i, part in enumerate(self.output if isinstance(self.output, list) else ()):
+            if isinstance(part, Part) and part.type not in PARTS:
+                here = f"{at}.output[{i}]"
+                raise bad(here, f"{here}.type is {show(part.type)}: this model takes text only")
+        if self.type in ("function_call", "function_call_output") and not self.call_id:
+            raise bad(f"{at}.call_id", f"{at}.call_id is missing: it tells which call is meant")
+
+
+class FunctionTool(msgspec.Struct):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ResponsesRequest(Body, kw_only=True):
+    """POST /v1/responses."""
+
+    refused: ClassVar[dict[str, unsupported.Field]] = unsupported.RESPONSES
+
+    input: str | list[dict[str, Any]] = []
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    def check(self) -> None:
+        check_ranges(self)
+        if not self.input and self.previous_response_id is None and not self.instructions:
+            raise bad("input", f"input is {show(self.input)}: give a text, or at least one item")
+        for i, item in enumerate(self.items()):
+            _item(item, f"input[{i}]").check(f"input[{i}]")
+        for i, tool in enumerate(self.tools or ()):
+            _tool(tool, f"tools[{i}]")
+        self._check_tool_choice()
+        form = ((self.text or {}).get("format") or {}).get("type", "text")
+        if form != "text":
+            raise bad("text.format", f"text.format.type is {show(form)}: {unsupported.OUTPUT}")
+        for name in self.include or ():
+            if name not in INCLUDES:
+                raise bad("include", f"include names {show(name)}: it is not supported, leave it out")
+        if self.truncation not in (None, "disabled"):
+            raise bad("truncation", f"truncation is {show(self.truncation)}: {unsupported.PROMPT_LENGTH}")
+        self.chat([]).check()
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if choice in (None, "auto", "none"):
+            return
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and choice.get("mode") == "auto":
+            return
+        raise bad("tool_choice", f'tool_choice is {show(choice)}: a call cannot be enforced yet, use "auto" or "none"')
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items with ids."""
+        listed = self.input
+        if isinstance(listed, str):
+            part = {"type": "input_text", "text": listed}
+            listed = [{"type": "message", "role": "user", "content": [part], "status": "completed"}] if listed else []
+        return [one if one.get("id") else {**one, "id": f"{_prefix(one)}_{uuid.uuid4().hex[:24]}"} for one in listed]
+
+    def chat(self, items: list[dict[str, Any]]) -> ChatRequest:
+        """The chat that is meant by these items: those of earlier responses and the input."""
+        messages = [Message("system", self.instructions)] if self.instructions else []
+        messages += _messages([_item(item, "input") for item in items])
+        choice = self.tool_choice
+        tools = [_tool(tool, "tools") for tool in self.tools or ()]
+        if isinstance(choice, dict):
+            allowed = {tool.get("name") for tool in choice.get("tools") or ()}
+            tools, choice = [tool for tool in tools if tool["function"]["name"] in allowed], "auto"
+        return ChatRequest(
+            messages=messages or [Message("user", "")],
+            model=self.model,
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=self.stop,
+            tools=tools or None,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=(self.reasoning or {}).get("effort"),
+            chat_template_kwargs=self.chat_template_kwargs,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
+
+
+def _prefix(item: dict[str, Any]) -> str:
+    return {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}.get(item.get("type", ""), "msg")
+
+
+def _item(item: dict[str, Any], at: str) -> InputItem:
+    try:
+        return msgspec.convert(item, InputItem)
+    except msgspec.ValidationError as error:
+        raise explain(str(error), item, at) from None
+
+
+def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
+    """A tool as chats have it."""
+    try:
+        one = msgspec.convert(tool, FunctionTool)
+    except msgspec.ValidationError as error:
+        raise explain(str(error), tool, at) from None
+    if one.type != "function":
+        raise bad(at, f'{at}.type is {show(one.type)}: only "function" is supported, leave it out')
+    if not one.name:
+        raise bad(f"{at}.name", f"{at}.name is missing")
+    function = {"name": one.name, "description": one.description or "", "parameters": one.parameters or {}}
+    return {"type": "function", "function": function}
+
+
+def _words(content: str | list[str | Part] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part if isinstance(part, str) else part.words() for part in content)
+    return content or ""
+
+
+def _messages(items: list[InputItem]) -> list[Message]:
+    """Items as chats have them: thoughts, text and calls of one turn are one message."""
+    messages: list[Message] = []
+    open_turn = False  # the last message is an assistant's, which may get more
+    for item in items:
+        assistant = item.type in ("function_call", "reasoning") or item.role == "assistant"
+        if not assistant:
+            role = "tool" if item.type == "function_call_output" else item.role or "user"
+            text = _words(item.output if role == "tool" else item.content)
+            messages.append(Message(role, text, tool_call_id=item.call_id))
+        else:
+            # Thoughts come first: behind a text or a call they are another turn's.
+            if not open_turn or (item.type == "reasoning" and (messages[-1].content or messages[-1].tool_calls)):
+                messages.append(Message("assistant"))
+            _extend(messages[-1], item)
+        open_turn = assistant
+    return messages
+
+
+def _extend(message: Message, item: InputItem) -> None:
+    if item.type == "function_call":
+        message.tool_calls = [*(message.tool_calls or ()), Call(Function(item.name, item.arguments), item.call_id)]
+    elif item.type == "reasoning":
+        message.reasoning_content = "\n".join(filter(None, (message.reasoning_content, _words(item.content)))) or None
+    else:
+        message.content = "\n".join(filter(None, (message.content, _words(item.content))))  # type: ignore[arg-type]

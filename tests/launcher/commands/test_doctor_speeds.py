@@ -1,0 +1,99 @@
+"""What the doctor measures, and makes of it: disks and processors."""
+
+import errno
+import os
+import subprocess
+
+import msgspec
+from phalanx.launcher.commands.doctor import cpu, disk, speeds
+from phalanx.launcher.commands.doctor.check import OK, WARN
+from phalanx.launcher.commands.fit import devices
+from phalanx.rank import filesystems
+
+from .test_doctor import GB, found
+
+# Disks
+
+
+def test_the_disk_is_read_past_the_cache(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(os.urandom(10_000_001))  # no multiple of anything
+    (tmp_path / "small.safetensors").write_bytes(b"x")
+    speed = disk.measure(tmp_path)
+    assert (speed.bytes, speed.total) == (10_000_001, 10_000_002)
+    assert speed.gbps > 0 and speed.kind == filesystems.kind(tmp_path)
+    assert disk.measure(tmp_path, most=1 << 20).bytes >= 1 << 20
+    check = speeds.file_system(tmp_path)
+    assert check.state == OK and check.text.endswith("read; too little to be exact") or "page cache" in check.text
+
+
+def test_file_systems_without_direct_reads(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(os.urandom(3_000_000))
+    open_file = os.open
+
+    def refuse(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_file(path, flags, *more)
+
+    monkeypatch.setattr(disk.os, "open", refuse)
+    speed = disk.measure(tmp_path)
+    assert (speed.bytes, speed.direct) == (3_000_000, False)
+    assert ", perhaps from the page cache" in speeds.file_system(tmp_path).text
+
+
+def test_what_is_said_of_disks(tmp_path, monkeypatch):
+    assert speeds.file_system(tmp_path).line() == (
+        f"WARN  disk         {tmp_path} has no weight files; nothing was read; --w DIR names a model's"
+    )
+    slow = disk.Speed(300 << 20, 3.0, True, "nfs4", 16 * GB)
+    monkeypatch.setattr(disk, "measure", lambda _: slow)
+    assert speeds.file_system(tmp_path).line() == (
+        f"WARN  disk         {tmp_path} (nfs4): 0.1 GB/s of 0.315 GB read: 16 GB of weights load in 153 s; "
+        "copy the model to a faster or node-local file system first"
+    )
+    monkeypatch.setattr(disk, "measure", lambda _: msgspec.structs.replace(slow, seconds=0.1))
+    assert speeds.file_system(tmp_path).state == OK
+
+    def refuse(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(disk, "measure", refuse)
+    assert speeds.file_system(tmp_path).line() == (
+        f"FAIL  disk         {tmp_path}: Permission denied; the weights cannot be read from here"
+    )
+
+
+# Processors
+
+
+def test_processors_are_measured():
+    measured = cpu.measure(side=256, size=8 << 20, seconds=0.1)
+    assert measured["gflops"] > 0.5 and measured["gbps"] > 0.5 and measured["threads"] >= 1
+
+
+def processors(monkeypatch, tmp_path, result):
+    def run(*_, **__):
+        if isinstance(result, Exception):
+            raise result
+        return subprocess.CompletedProcess([], 0, *result)
+
+    monkeypatch.setattr(speeds.subprocess, "run", run)
+    return speeds.processors(found(), {"XDG_CACHE_HOME": str(tmp_path)})
+
+
+def test_what_is_said_of_processors(monkeypatch, tmp_path):
+    good = processors(monkeypatch, tmp_path, ('{"gflops": 200.4, "gbps": 19.0, "threads": 2}', ""))
+    path = tmp_path / "phalanx/cpu-speed.json"
+    assert good.state == OK
+    assert good.text.endswith(f": 200 GFLOP/s in f32, 19.0 GB/s from memory; saved for `phalanx fit` in {path}")
+    kept = devices.saved_speed({"XDG_CACHE_HOME": str(tmp_path)})
+    assert (kept.gflops, kept.gbps, kept.all_reduce_us) == (200.4, 19.0, 15.0)
+    late = processors(monkeypatch, tmp_path, subprocess.TimeoutExpired("x", 40))
+    assert late.line() == "WARN  cpu          not measured within 40 s; other programs are on these cores"
+    broken = processors(monkeypatch, tmp_path, ("", "Traceback\nImportError: no torch\n"))
+    assert broken.line() == (
+        "FAIL  cpu          PyTorch does not compute: ImportError: no torch; `make install` puts it right"
+    )
+    (tmp_path / "file").write_text("")
+    full = processors(monkeypatch, tmp_path / "file", ('{"gflops": 200.0, "gbps": 19.0, "threads": 2}', ""))
+    assert full.state == WARN and "not kept for `phalanx fit`: " in full.advice

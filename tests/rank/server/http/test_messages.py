@@ -1,0 +1,188 @@
+"""Anthropic's messages, mostly through Anthropic's own client."""
+
+import anthropic
+import pytest
+from phalanx.rank.server.anthropic_format import MessageRenderer
+from phalanx.rank.server.api_error import ApiError
+
+from ..conftest import Front, parse_events
+
+pytestmark = pytest.mark.timeout(30)
+TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_dir, tokenizer):
+    options = {"served_model_name": "tiny", "api_keys": ["secret"]}
+    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {"per_delta": 3}, **options)
+    yield front
+    front.stop()
+
+
+@pytest.fixture
+def client(server):
+    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def says(server, monkeypatch):
+    return lambda text: monkeypatch.setattr(server.lead, "answer", text)
+
+
+def asked(server):
+    """The prompt of the last request."""
+    request = server.lead.requests[-1]
+    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
+
+
+def test_a_text(server, client, says):
+    says("hello world")
+    message = client.messages.create(
+        model="claude", max_tokens=50, messages=USER, system="be brief", extra_body={"top_k": 5}
+    )
+    assert (message.type, message.role, message.model) == ("message", "assistant", "tiny")
+    assert message.id.startswith("msg_") and (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert [block.model_dump(include={"type", "text"}) for block in message.content] == [
+        {"type": "text", "text": "hello world"}
+    ]
+    count = client.messages.count_tokens(model="claude", messages=USER, system="be brief").input_tokens
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == count and usage.cache_read_input_tokens == 3
+    assert usage.output_tokens == len(server.lead.encode("hello world"))
+    assert asked(server) == "<|turn|>system\nbe brief<|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n"
+    assert server.lead.requests[-1].sampling.top_k == 5
+
+
+def test_why_it_stopped(client, says):
+    says("one two three")
+    message = client.messages.create(model="m", max_tokens=50, messages=USER, stop_sequences=["two"])
+    assert (message.stop_reason, message.stop_sequence, message.content[0].text) == ("stop_sequence", "two", "one ")
+    assert client.messages.create(model="m", max_tokens=2, messages=USER).stop_reason == "max_tokens"
+
+
+def test_thoughts_texts_and_calls_in_their_order(client, says):
+    says(f"<think>\nhm\n</think>\n\nOne\n{CALL}\n{CALL}")
+    body = {"model": "m", "max_tokens": 300, "messages": USER, "tools": [TOOL]}
+    message = client.messages.create(**body, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    thought, text, call, _ = message.content
+    assert (thought.thinking, text.text) == ("hm", "One")
+    assert (call.name, call.input, message.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
+    with client.messages.stream(**body) as stream:
+        kinds = [event.type for event in stream if event.type.startswith(("message", "content"))]
+        streamed = stream.get_final_message()
+    blocks = [block.model_dump(exclude={"id"}) for block in message.content]
+    assert [block.model_dump(exclude={"id"}) for block in streamed.content] == blocks
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == ("tool_use", message.usage.output_tokens)
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+
+
+def test_the_events_on_the_wire(server, says):
+    says(f"a{CALL}")
+    body = {"model": "m", "max_tokens": 300, "messages": USER, "tools": [TOOL], "stream": True}
+    answer = server.request("POST", "/v1/messages", body, {"X-Api-Key": "secret"})
+    names = [line[7:] for line in answer.body.decode().splitlines() if line.startswith("event: ")]
+    events = parse_events(b"\n\n".join(part.partition(b"\n")[2] for part in answer.body.split(b"\n\n")))
+    assert [event["type"] for event in events] == names
+    short = [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert short == ["message_start", *block, *block, "message_delta", "message_stop"]
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [(one["index"], one["content_block"]["type"]) for one in starts] == [(0, "text"), (1, "tool_use")]
+    assert starts[1]["content_block"]["input"] == {}
+    parts = [event["delta"]["partial_json"] for event in events if "partial_json" in event.get("delta", {})]
+    assert "".join(parts) == '{"city": "Paris"}' and len(parts) > 1
+
+
+def test_history_with_calls_and_results(server, client, says):
+    says("it rains")
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "weather?", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Paris"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "tool_result", "tool_use_id": "t1", "is_error": True, "content": "gone"},
+                {"type": "text", "text": "so?"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "s1"}, {"type": "text", "text": "s2"}]
+    client.messages.create(model="m", max_tokens=50, messages=history, system=system)
+    turns = ["system\ns1\ns2", "user\nweather?", "assistant\nI look.", "tool\nrain", "tool\nError: gone", "user\nso?"]
+    assert asked(server) == "".join(f"<|turn|>{turn}<|end|>\n" for turn in turns) + "<|turn|>assistant\n"
+
+
+def test_a_last_message_of_the_assistant_goes_on(server, client, says):
+    says("world")
+    client.messages.create(model="m", max_tokens=50, messages=[*USER, {"role": "assistant", "content": "hello "}])
+    assert asked(server).endswith("<|turn|>assistant\nhello ")
+
+
+def test_keys_in_both_headers(server, client):
+    with pytest.raises(anthropic.AuthenticationError, match="a valid API key is needed") as error:
+        client.with_options(api_key="wrong").messages.create(model="m", max_tokens=5, messages=USER)
+    assert error.value.body["type"] == "error" and error.value.body["error"]["type"] == "authentication_error"
+    body = {"model": "m", "max_tokens": 5, "messages": USER}
+    assert server.request("POST", "/v1/messages", body, {"Authorization": "Bearer secret"}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens is"),
+        ({"messages": []}, "messages is an empty list"),
+        ({"messages": [{"role": "king", "content": "x"}]}, 'messages[0].role is "king"'),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            'messages[0].content[0].type is "image": this model takes text only',
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+            'messages[0].content[0].content[0].type is "image"',
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "image"}]}]},
+            "expected one of text, thinking, redacted_thinking, tool_use",
+        ),
+        ({"system": [{"type": "image"}]}, 'system[0].type is "image"'),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 'tools[0] is "web_search_20250305"'),
+        ({"tool_choice": {"type": "any"}}, 'tool_choice.type is "any": a call cannot be enforced yet'),
+        ({"thinking": {"type": "maybe"}}, 'thinking.type is "maybe": expected enabled, adaptive or disabled'),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "the output cannot be constrained yet"),
+        ({"mcp_servers": [{}]}, "there are no tool servers"),
+        ({"container": "x"}, "nothing is run here"),
+        ({"stop_sequences": ["a", ""]}, 'stop_sequences is ["a",""]: at most 64 texts'),
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences is 65 texts"),
+        ({"temperature": -1}, "temperature is -1.0: it must be between 0 and 100"),
+        ({"max_tokens": 600}, "this model's context is 512 tokens"),
+    ],
+)
+def test_refusals(server, body, words):
+    whole = {"model": "m", "max_tokens": 5, "messages": USER, **body}
+    answer = server.request("POST", "/v1/messages", whole, {"X-Api-Key": "secret"})
+    assert answer.status == 400 and set(answer.body) == {"type", "error"}
+    assert answer.body["error"]["type"] == "invalid_request_error" and words in answer.body["error"]["message"]
+
+
+def test_errors_of_streams(server, says, monkeypatch):
+    says("hello world")
+    broken = lambda change: 1 / 0  # noqa: E731
+    monkeypatch.setattr("phalanx.rank.server.anthropic_format._event", broken)
+    answer = server.request(
+        "POST", "/v1/messages", {"max_tokens": 5, "messages": USER, "stream": True}, {"X-Api-Key": "secret"}
+    )
+    assert answer.status == 500 and answer.body["error"]["type"] == "api_error"
+    event = MessageRenderer.error(None, ApiError(503, "gone"))
+    assert event == (b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"gone"}}\n\n')

@@ -1,0 +1,55 @@
+"""/tokenize, /detokenize, /apply-template."""
+
+import pytest
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_dir, tokenizer):
+    from ..conftest import Front
+
+    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
+    yield front
+    front.stop()
+
+
+def post(server, path, **body):
+    answer = server.request("POST", path, body)
+    return answer.body if answer.status == 200 else (answer.status, answer.body["error"]["message"])
+
+
+def test_texts_and_back(server):
+    found = post(server, "/tokenize", prompt="hello world", return_token_strs=True)
+    assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 512
+    assert "".join(found["token_strs"]) == "hello world"
+    assert post(server, "/v1/tokenize", content="hello world")["tokens"] == found["tokens"]
+    assert post(server, "/detokenize", tokens=found["tokens"]) == {"prompt": "hello world", "content": "hello world"}
+
+
+def test_conversations(server):
+    body = {"messages": [{"role": "user", "content": "hi <|end|>"}], "add_generation_prompt": False}
+    found = post(server, "/tokenize", **body)
+    written = post(server, "/apply-template", **body)["prompt"]
+    assert written == "<|turn|>user\nhi <|end|><|end|>\n"
+    assert post(server, "/detokenize", tokens=found["tokens"])["content"] == written
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "none of them given: send one of prompt, content, messages"),
+        ("/tokenize", {"prompt": "a", "messages": "b"}, "prompt and messages given: send one of"),
+        ("/tokenize", {"messages": [{"role": "king"}]}, 'messages[0].role is "king"'),
+        ("/detokenize", {}, "tokens is missing"),
+        ("/detokenize", {"tokens": [1, 400]}, "tokens holds token id 400: this model's tokens are 0 to 399"),
+        ("/apply-template", {"messages": []}, "messages is an empty list"),
+    ],
+)
+def test_refusals(server, path, body, words):
+    status, message = post(server, path, **body)
+    assert status == 400 and words in message
+
+
+def test_a_text_that_is_too_long(server):
+    assert "context is 512 tokens" in post(server, "/tokenize", prompt="word " * 4000)[1]
