@@ -88,6 +88,8 @@ def checkpoint(tmp_path_factory):
         for key, x in weights.items():
             if x.dim() > 1 and "lm_head" not in key:
                 x *= 0.1 if "embed" in key else 1.3
+            elif key.endswith("bias"):  # large ones make it one token over and over
+                x *= 0.1
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         return path
 
@@ -191,4 +193,5 @@ def test_prompts_are_longer_than_windows():
 
 
 def test_each_architecture_is_served():
-    assert {options["model_type"] for options in SERVED.values()} == set(architectures.supported())
+    unknown = {"chatglm"}  # to transformers: tests/rank/model/test_chatglm.py
+    assert {options["model_type"] for options in SERVED.values()} | unknown == set(architectures.supported())

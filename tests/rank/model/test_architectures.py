@@ -149,7 +149,7 @@ MODELS = {
     "gpt_bigcode": dict(model_type="gpt_bigcode", num_key_value_heads=None, n_inner=100, activation_function="gelu"),
     "gpt_bigcode unscaled": dict(
         model_type="gpt_bigcode", num_attention_heads=6, num_key_value_heads=1, scale_attn_weights=False,
-        tie_word_embeddings=False, vocab_size=515,
+        tie_word_embeddings=False,
     ),
 }  # fmt: skip
 
