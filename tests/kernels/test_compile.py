@@ -18,6 +18,7 @@ from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
+from phalanx.kernels.quantized import q8_0_cuda
 from phalanx.kernels.rope.rope import CosSin, QKNorm
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
@@ -31,6 +32,14 @@ def room(sizes):
     few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * 2))
     fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
     return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
+
+
+def quantized_gemv(rows, inputs, way, gate, bias):
+    return q8_0_cuda._gemv_sizes(rows, inputs, q8_0_cuda.GemvConfig(*way), gate, bias)
+
+
+def quantized_gemm(rows, inputs, cut, gate, bias):
+    return q8_0_cuda._gemm_sizes(rows, inputs, q8_0_cuda.TileConfig(*cut), gate, bias)
 
 
 PROGRAMS = [
@@ -61,6 +70,15 @@ PROGRAMS = [
         "pipelined_gemm",
         dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2, BIAS=0),
     ),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "silu", True))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(8, 1056, (2, 4, 2), "", True))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "gelu_tanh", True))),
+    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 512), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(32, 4096, (48, 256), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False))),
+    ("dequantize", dict(T=torch.bfloat16, I=4096, RUN=q8_0_cuda.RUN)),
+    ("dequantize", dict(T=torch.float16, I=96, RUN=q8_0_cuda.RUN)),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),
