@@ -14,12 +14,12 @@ from torch import Tensor
 from ..activation.activation import gated_activation
 from ..cpp import ops
 from ..gemm import linear as gemm
-from . import q8_0_cpu
+from . import q8_0_cpu, q8_0_cuda
 from .q8_0_cpu import GROUP
 
 BITS = 8.5  # of a weight with its share of the scale
 CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
-PANEL = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements that are dequantised at once
+PANEL = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements that are dequantised at once
 
 
 class Encoded(NamedTuple):
@@ -28,8 +28,12 @@ class Encoded(NamedTuple):
     codes: Tensor  # int8 [O, I]
     scales: Tensor  # f16 [O, I / 32]
 
+    @property
+    def outputs(self) -> int:
+        return len(self.codes)
 
-Packed = Encoded | q8_0_cpu.Packed
+
+Packed = Encoded | q8_0_cpu.Packed | q8_0_cuda.Packed
 
 
 def encode(weight: Tensor) -> Encoded:
@@ -61,17 +65,26 @@ def encode_reference(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack(codes: Tensor, scales: Tensor) -> Packed:
     """What `linear` likes best on their device."""
+    if codes.is_cuda:
+        return q8_0_cuda.pack(codes, scales)
     return q8_0_cpu.pack(codes, scales) if q8_0_cpu.takes(codes) else Encoded(codes, scales)
 
 
 def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
     """Outputs first to last of the weight, [last - first, I]: exact in f32, rounded once in 16 bits.
 
-    On CPUs first is a multiple of 16.
+    first: a multiple of 16.
     """
+    last = packed.outputs if last is None else min(last, packed.outputs)
     if isinstance(packed, q8_0_cpu.Packed):
         return q8_0_cpu.dequantize(packed, dtype, first, last)
-    codes, scales = (one[first:last] for one in packed)
+    if isinstance(packed, q8_0_cuda.Packed):
+        part = q8_0_cuda.Packed(packed.pieces[first // 16 : -(-last // 16)], last - first)
+        if dtype != torch.float32:
+            return q8_0_cuda.dequantize(part, dtype)
+        codes, scales = q8_0_cuda.unpack(part)
+    else:
+        codes, scales = packed.codes[first:last], packed.scales[first:last]
     groups = codes.view(*scales.shape, GROUP).float() * scales.float().unsqueeze(2)
     return groups.view(codes.shape).to(dtype)
 
@@ -81,8 +94,13 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
+    if isinstance(packed, q8_0_cuda.Packed) and q8_0_cuda.supports(x, packed, bias):
+        return q8_0_cuda.linear(x, packed, gate, bias)
     if isinstance(packed, q8_0_cpu.Packed) and q8_0_cpu.supports(x):
         y = q8_0_cpu.linear(x, packed, bias)
+    elif packed.outputs * x.shape[1] <= PANEL[x.device.type]:
+        weight = dequantize(packed, x.dtype)
+        return gemm.gated_linear(x, weight, gate, bias) if gate else gemm.linear(x, weight, bias)
     else:
         y = _by_panels(x, packed, bias)
     return gated_activation(y, gate) if gate else y
@@ -90,12 +108,9 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 
 def _by_panels(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """[T, O] of dequantised panels of the weight, with the library's GEMM."""
-    outputs = packed.shape[0] if isinstance(packed, q8_0_cpu.Packed) else len(packed.codes)
     each = max(16, PANEL[x.device.type] // x.shape[1] // 16 * 16)
-    if outputs <= each:
-        return gemm.linear(x, dequantize(packed, x.dtype), bias)
-    y = x.new_empty(len(x), outputs)
-    for first in range(0, outputs, each):
+    y = x.new_empty(len(x), packed.outputs)
+    for first in range(0, packed.outputs, each):
         panel = dequantize(packed, x.dtype, first, first + each)
         torch.mm(x, panel.t(), out=y[:, first : first + each])
     return y if bias is None else y.add_(bias)

@@ -21,7 +21,11 @@ class Packed(NamedTuple):
 
     # uint8 [O / 16, I / 32, 544]: of each group 16 f16 scales, then codes + 128 [8, 16, 4]: fours of inputs, outputs
     blocks: Tensor
-    shape: tuple[int, int]  # (O, I)
+    outputs: int
+
+    @property
+    def inputs(self) -> int:
+        return self.blocks.shape[1] * GROUP
 
 
 def takes(x: Tensor) -> bool:
@@ -48,7 +52,7 @@ def pack(codes: Tensor, scales: Tensor) -> Packed:
     codes_of = blocks[:, :, 2 * BLOCK :]
     codes_of.unflatten(2, (GROUP // 4, BLOCK, 4)).copy_(fours)
     codes_of ^= 128
-    return Packed(blocks, (outputs, groups * GROUP))
+    return Packed(blocks, outputs)
 
 
 def supports(x: Tensor) -> bool:
@@ -58,7 +62,7 @@ def supports(x: Tensor) -> bool:
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """[T, O], where it supports; sums are f32."""
-    outputs, inputs = packed.shape
+    outputs, inputs = packed.outputs, packed.inputs
     y = x.new_empty(len(x), outputs)
     digits = x.new_empty(len(x), inputs // GROUP, DIGITS, dtype=torch.uint8)
     size = (len(x), inputs, x.stride(0))
@@ -72,11 +76,9 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def dequantize(packed: Packed, dtype: torch.dtype, first: int = 0, last: int | None = None) -> Tensor:
+def dequantize(packed: Packed, dtype: torch.dtype, first: int, last: int) -> Tensor:
     """Outputs first to last of the weight, [last - first, I]; first is a block's."""
-    outputs, inputs = packed.shape
-    count = min(outputs if last is None else last, outputs) - first
     made = dtype if dtype in ops.SUFFIXES else torch.float32
-    y = packed.blocks.new_empty(count, inputs, dtype=made)
-    ops.typed("q8_0_cpu", "q8_0_dequantize", made)(packed.blocks[first // BLOCK :], y, inputs, count)
+    y = packed.blocks.new_empty(last - first, packed.inputs, dtype=made)
+    ops.typed("q8_0_cpu", "q8_0_dequantize", made)(packed.blocks[first // BLOCK :], y, packed.inputs, last - first)
     return y.to(dtype)
