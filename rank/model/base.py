@@ -152,6 +152,7 @@ class Model(nn.Module):
     # Set by load():
     dtype: torch.dtype
     weight_bytes: int  # on this rank
+    num_weights: int  # of its linears
 
     def __init__(
         self,

@@ -11,9 +11,10 @@ from phalanx.launcher.commands.fit.memory import Layout
 from phalanx.rank.model import architectures
 from phalanx.rank.model import config as rank_config
 from phalanx.rank.model.load import load
+from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import engine, kv_cache
 
-from .configs import read, write
+from .configs import CONFIGS, read, write
 
 TOKENS = 4096
 CONTEXT = 512
@@ -59,11 +60,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def live(path, tp, pp, dtype):
+def live(path, tp, pp, dtype, isq):
     """What each rank of a job reports and allocates: weights, rope table, KV cache for TOKENS; by rank."""
 
     def rank(world):
-        model = load(path, mesh.build(world, tp, pp), "cpu", dtype, max_model_len=CONTEXT, load_format="dummy")
+        model = load(path, mesh.build(world, tp, pp), "cpu", dtype, max_model_len=CONTEXT, load_format="dummy", isq=isq)
         blocks, cpu = TOKENS // engine.BLOCK_SIZE, torch.device("cpu")
         caches = kv_cache.allocate(model.cache_specs(), blocks, engine.BLOCK_SIZE, model.dtype, cpu)
         return model.weight_bytes, model.rope.nbytes, sum(x.nbytes for layer in caches for x in layer)
@@ -71,12 +72,12 @@ def live(path, tp, pp, dtype):
     return threads.run(rank, tp * pp)
 
 
-def compare(path, dtype):
+def compare(path, dtype, isq="none"):
     """All layouts of a model."""
-    shape = read(path, dtype, "cpu")
+    shape = read(path, dtype, "cpu", isq=isq)
     for tp, pp in LAYOUTS:
         stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
-        for rank, found in enumerate(live(path, tp, pp, dtype)):
+        for rank, found in enumerate(live(path, tp, pp, dtype, isq)):
             stage = stages[pp - 1 - rank // tp]  # rank 0 is on the last stage
             assert (stage.loaded, stage.rope, stage.kv_token * TOKENS) == found, (tp, pp, rank)
 
@@ -85,6 +86,24 @@ def compare(path, dtype):
 @pytest.mark.parametrize("model_type, variant", CASES)
 def test_bytes_of_live_ranks(tmp_path, model_type, variant, dtype):
     compare(write(tmp_path, config_of(model_type, **VARIANTS[variant])), dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("isq", IN_SITU)
+def test_bytes_of_weights_that_are_quantised_while_loading(tmp_path, isq, variant):
+    config = {"model_type": "llama", **COMMON, **VARIANTS[variant], "intermediate_size": 640}
+    compare(write(tmp_path, config), "bf16", isq)
+
+
+def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path):
+    path = write(tmp_path, {"model_type": "llama", **COMMON, "intermediate_size": 352})
+    assert read(path).degrees == (1, 2, 3, 6, 12) and read(path, isq="q8_0").degrees == (1, 3, 6)
+
+
+def test_what_isq_makes_of_a_model_that_is_not_served(tmp_path):
+    with pytest.raises(FatalError, match="--isq q8_0: .* is not known") as stop:
+        read(write(tmp_path, CONFIGS["DeepSeek-V3"]), isq="q8_0")
+    assert stop.value.code == USAGE
 
 
 @pytest.mark.parametrize("variant", ["plain", "tied"])
