@@ -131,6 +131,12 @@ MODELS = {
         model_type="glm4_moe", n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
         norm_topk_prob=False, first_k_dense_replace=0, head_dim=8,
     ),
+    "minimax_m2": dict(
+        model_type="minimax_m2", num_local_experts=10, num_experts_per_tok=3, head_dim=8, rotary_dim=4,
+    ),
+    "minimax_m2 few keys": dict(
+        model_type="minimax_m2", num_local_experts=5, num_experts_per_tok=5, head_dim=8, num_key_value_heads=1,
+    ),
     "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
