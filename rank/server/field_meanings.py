@@ -43,7 +43,7 @@ MEANINGS = {
     "logprobs": "of the answer's tokens; in a completion how many likely tokens beside each, 0 to 20",
     "top_logprobs": "how many likely tokens beside each; needs `logprobs`",
     "tools": "functions that the model may call, where its template takes tools",
-    "tool_choice": "`auto` or `none`",
+    "tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
     "parallel_tool_calls": "false keeps the first call only",
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
     "enable_thinking": "the same; goes before `thinking`",

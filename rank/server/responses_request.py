@@ -12,8 +12,9 @@ import msgspec
 
 from . import unsupported
 from .api_error import bad
+from .conversation import PARTS, Call, Function, Message, Part
 from .decoding import Body, explain, show
-from .schema import PARTS, Call, ChatRequest, Function, Message, Part, check_ranges
+from .schema import ChatRequest, check_ranges
 
 # What `include` may name although nothing here has it: clients always send it.
 INCLUDES = ("reasoning.encrypted_content",)

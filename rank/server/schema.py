@@ -13,6 +13,7 @@ import msgspec
 
 from . import unsupported
 from .api_error import bad
+from .conversation import Message, Tool, tool_name
 from .decoding import Body, explain, show
 
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
@@ -22,8 +23,6 @@ MAX_STOPS = 64
 MAX_BIASES = 1 << 16
 MAX_LOGPROBS = 20
 POOLINGS = ("mean", "last")
-PARTS = ("text", "input_text", "output_text", "refusal")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 # Field: lowest and highest value.
 RANGES: dict[str, tuple[float, float]] = {
@@ -49,67 +48,6 @@ RANGES: dict[str, tuple[float, float]] = {
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class Part(msgspec.Struct):
-    """A piece of a message's content."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def words(self) -> str:
-        return (self.refusal if self.type == "refusal" else self.text) or ""
-
-
-class Function(msgspec.Struct):
-    name: str
-    arguments: str | dict[str, Any] = ""
-
-
-class Call(msgspec.Struct):
-    function: Function
-    id: str | None = None
-    type: str = "function"
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[str | Part] | None = None
-    name: str | None = None
-    tool_calls: list[Call] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same under vLLM's newer name
-
-    def characters(self) -> int:
-        """Nearly how many are to be tokenised."""
-        content = self.content or ""
-        parts = [content] if isinstance(content, str) else content
-        calls = len(msgspec.json.encode(self.tool_calls)) if self.tool_calls else 0
-        texts = [one if isinstance(one, str) else one.words() for one in parts]
-        return calls + len(self.reasoning_content or self.reasoning or "") + sum(map(len, texts))
-
-    def check(self, at: str) -> None:
-        """`at` is where it is, for the error's words."""
-        if self.role not in ROLES:
-            raise bad(f"{at}.role", f"{at}.role is {show(self.role)}: expected one of {', '.join(ROLES)}")
-        for j, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            if isinstance(part, Part) and part.type not in PARTS:
-                raise bad(
-                    f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: this model takes text only"
-                )
-
-
-class ToolFunction(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(msgspec.Struct):
-    type: str
-    function: ToolFunction
 
 
 class Common(Body, kw_only=True):
@@ -244,6 +182,22 @@ class ChatRequest(Common, kw_only=True):
         tools = len(msgspec.json.encode(self.tools)) if self.tools else 0
         return tools + sum(message.characters() for message in self.conversation())
 
+    def offered(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call."""
+        allowed = self._allowed()
+        tools = [one for one in self.tools or () if allowed is None or one["function"]["name"] in allowed]
+        return tools if tools and self.tool_choice != "none" else None
+
+    def _allowed(self) -> set[str] | None:
+        """The names that a tool_choice of allowed_tools leaves, where it forces none of them."""
+        choice = self.tool_choice
+        inner = (
+            choice.get("allowed_tools") if isinstance(choice, dict) and choice.get("type") == "allowed_tools" else None
+        )
+        if not isinstance(inner, dict) or inner.get("mode") != "auto":
+            return None
+        return {name for tool in inner.get("tools") or () if (name := tool_name(tool))}
+
     def conversation(self) -> list[Message]:
         """The messages; a text alone is one of the user."""
         return [Message("user", self.messages)] if isinstance(self.messages, str) else self.messages
@@ -287,7 +241,7 @@ class ChatRequest(Common, kw_only=True):
             if checked.type != "function":
                 raise bad("tools", f'tools[{i}].type is {show(checked.type)}: only "function" is supported')
         choice = self.tool_choice
-        if choice not in (None, "auto", "none"):
+        if choice not in (None, "auto", "none") and self._allowed() is None:
             hint = "required" if choice == "required" else show(choice)
             raise bad("tool_choice", f'tool_choice is {hint}: a call cannot be enforced yet, use "auto" or "none"')
 
