@@ -87,6 +87,14 @@ MEANINGS = {
     "include": "only `reasoning.encrypted_content`, of which there is none",
     "truncation": "only `disabled`",
     "ResponsesRequest.metadata": "comes back in the response",
+    # /v1/rerank, /v1/score
+    "query": "what the documents are to fit",
+    "documents": 'texts, or objects with "text"',
+    "top_n": "only the best so many",
+    "return_documents": "false leaves the texts out",
+    "instruction": "what a reranker is told to look for",
+    "text_1": "a text for all of `text_2`, or one for each",
+    "text_2": "a text or several",
     # /tokenize, /detokenize
     "content": "llama.cpp's name of `prompt`",
     "return_token_strs": "`token_strs`: each token's text",

@@ -128,6 +128,12 @@ RESPONSES: dict[str, Field] = {
 }
 
 
+RERANK: dict[str, Field] = {
+    **_all(PROMPT_LENGTH, "truncate_prompt_tokens", "max_tokens_per_doc", "max_chunks_per_doc", "truncate"),
+    **_all("only texts are compared", "rank_fields"),
+}
+
+
 def first(raw: dict[str, Any], fields: dict[str, Field]) -> tuple[str, str] | None:
     """The first field of a request that is not obeyed, and why."""
     for name, value in raw.items():

@@ -35,6 +35,10 @@ GOOD = {
     "input": ("hi", ["a"], [{"role": "user", "content": "hi"}]),
     "tokens": ([1, 2, 3],),
     "max_tokens": (5,),
+    "query": ("hi",),
+    "documents": (["a", {"text": "b"}],),
+    "text_1": ("a",),
+    "text_2": ("b", ["c", "d"]),
 }
 
 
