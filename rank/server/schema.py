@@ -50,10 +50,8 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Common(Body, kw_only=True):
-    """What all that generates takes."""
-
-    prompt_field: ClassVar[str]  # where the prompt is
+class Sampled(Body, kw_only=True):
+    """What all that generates takes, whosever API it is."""
 
     model: str | None = None
     temperature: float | None = None
@@ -65,27 +63,18 @@ class Common(Body, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
     stop: str | list[str] | dict[str, Any] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    echo: bool | None = None
-    return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    response_format: dict[str, Any] | None = None
 
     def stops(self) -> list[str]:
         """The stop strings; {"Single": …} and {"Multi": […]} are how candle-vLLM's examples write them."""
@@ -100,6 +89,34 @@ class Common(Body, kw_only=True):
         if len(stop) > MAX_STOPS:
             raise bad("stop", f"stop has {len(stop)} texts, at most {MAX_STOPS} are allowed")
         return stop
+
+    def check(self) -> None:
+        check_ranges(self)
+        self.stops()
+        if (count := len(self.logit_bias or ())) > MAX_BIASES:
+            raise bad("logit_bias", f"logit_bias names {count} tokens: at most {MAX_BIASES} are allowed")
+        for key, value in (self.logit_bias or {}).items():
+            if not TOKEN_ID.fullmatch(key) or not -100 <= value <= 100:
+                shown = show({key: value})
+                raise bad("logit_bias", f"logit_bias is {shown}: expected token ids with values between -100 and 100")
+        if any(token < 0 for token in self.stop_token_ids or ()):
+            raise bad("stop_token_ids", f"stop_token_ids is {show(self.stop_token_ids)}: token ids are not negative")
+
+
+class Common(Sampled, kw_only=True):
+    """What chat completions and completions take."""
+
+    prompt_field: ClassVar[str]  # where the prompt is
+
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
 
     def limit(self) -> int | None:
         """The most tokens that a choice may have, where the request says so."""
@@ -121,7 +138,7 @@ class Common(Body, kw_only=True):
         return self.n or 1
 
     def check(self) -> None:
-        check_ranges(self)
+        super().check()
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
             raise bad("best_of", f"best_of is {show(self.best_of)} with n {n}: only best_of equal to n is supported")
@@ -133,18 +150,6 @@ class Common(Body, kw_only=True):
         limit = self.limit()
         if self.min_tokens and limit and self.min_tokens > limit:
             raise bad("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens {limit}")
-        self._check_tokens()
-        self.stops()
-
-    def _check_tokens(self) -> None:
-        if (count := len(self.logit_bias or ())) > MAX_BIASES:
-            raise bad("logit_bias", f"logit_bias names {count} tokens: at most {MAX_BIASES} are allowed")
-        for key, value in (self.logit_bias or {}).items():
-            if not TOKEN_ID.fullmatch(key) or not -100 <= value <= 100:
-                shown = show({key: value})
-                raise bad("logit_bias", f"logit_bias is {shown}: expected token ids with values between -100 and 100")
-        if any(token < 0 for token in self.stop_token_ids or ()):
-            raise bad("stop_token_ids", f"stop_token_ids is {show(self.stop_token_ids)}: token ids are not negative")
 
 
 class ChatRequest(Common, kw_only=True):
