@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
@@ -38,6 +39,11 @@ def flag(*flags: str, group: str, help: str, **more) -> Flag:
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "float": "f32"}
 
+# The formats that weights can be quantised to while they are loaded: a file each.
+_FORMATS = (Path(__file__).parent / "model" / "formats").glob("[a-z]*.py")
+IN_SITU = tuple(sorted(path.stem for path in _FORMATS if path.stem != "dense"))
+ISQ_SPELLINGS = {name.upper(): name for name in IN_SITU}  # llama.cpp's
+
 _MODEL, _SERVER, _RANKS, _MEMORY, _SAMPLING, _RUNNING = GROUPS
 
 
@@ -57,6 +63,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
              help="of weights and arithmetic"),
     ] = "auto"  # fmt: skip
+    isq: Annotated[
+        str,
+        flag("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
+             help="quantise the weights while they are loaded"),
+    ] = "none"  # fmt: skip
     max_model_len: Annotated[
         int, flag("--max-model-len", group=_MODEL, metavar="N", low=0, help="longest prompt + output; 0: the model's")
     ] = 0
@@ -99,7 +110,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--allowed-hosts", group=_SERVER, metavar="NAME,..", help="more names that it is called by; * for any"),
     ] = ()  # fmt: skip
     strict: Annotated[
-        bool, flag("--strict", group=_SERVER, off=("--no-strict",), help="answer 404 to any other model name")
+        bool,
+        flag("--strict", group=_SERVER, off=("--no-strict",), help="404 to other model names, 400 to unknown fields"),
     ] = False
     queue_size: Annotated[
         int,

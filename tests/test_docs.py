@@ -12,7 +12,7 @@ ROOT = Path(phalanx.__file__).resolve().parent
 ROOMS = "launcher|rank|comm|kernels|benchmarks|tests|docs|hostfiles"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Other people's, users' own, and what a page says will be made.
-ELSEWHERE = {"bench_vllm.py", "llama.cpp", "answers.jsonl", "requests.jsonl", "tests/rank/model/formats"}
+ELSEWHERE = {"bench_vllm.py", "llama.cpp", "answers.jsonl", "requests.jsonl"}
 SOURCES = re.compile(r"(?<![\w./*<>-])[\w-]+\.(?:py|cu|cuh|cpp|jsonl)\b")  # a source's bare name
 PATHS = re.compile(rf"(?<![\w./-])(?:{ROOMS})/[\w./*-]*[\w*](?!\w*<)")
 LINKS = re.compile(r"\]\((?!https?:)([^)#]+)")

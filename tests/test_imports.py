@@ -36,6 +36,7 @@ ROOMS = (
     "comm",
     "kernels.attention",
     "kernels.moe",
+    "kernels.quantized",
     "kernels.gemm",
     "kernels.rope",
     "kernels.collective",

@@ -7,7 +7,7 @@ that the caller fills, and may decide nothing in Python.
 
 Whatever else computes would be missing from the list: torch's own operations, or others on a tensor's memory (NumPy,
 MPI). Both are noticed, and there is no graph then, but the function's result holds. Additions in place and products
-with a number become operations of ours, allocations come out of the graphs' own memory.
+with a number for each row become operations of ours, allocations come out of the graphs' own memory.
 """
 
 from __future__ import annotations
@@ -131,10 +131,9 @@ class _Watch(TorchDispatchMode):
             y, x = args
             ops.typed("norm", "add", y.dtype)(x, y, y.numel())
             return y
-        if func is aten.mul_.Tensor and not kwargs and _scales_plainly(*args):
-            y, factor = args
-            ops.typed("norm", "scale", y.dtype)(y, y.numel(), float(factor))
-            return y
+        if func is aten.mul_.Tensor and not kwargs and _scales_rows(*args):
+            _scale_rows(*args)
+            return args[0]
         made = func(*args, **kwargs)
         if func.overloadpacket in ALLOCATIONS:
             return self.memory.empty(made) if made.device.type == "cpu" and made.numel() else made
@@ -148,8 +147,19 @@ def _adds_plainly(y: Tensor, x: Any) -> bool:
     return same and x.is_contiguous() and y.is_contiguous() and y.numel() > 0 and ops.takes(y)
 
 
-def _scales_plainly(y: Tensor, factor: Any) -> bool:
-    return isinstance(factor, int | float) and y.is_contiguous() and y.numel() > 0 and ops.takes(y)
+def _scales_rows(y: Tensor, factor: Any) -> bool:
+    """Whether each row of y, whose elements stand side by side, gets one factor."""
+    if not ops.takes(y) or not y.numel() or not y[0].is_contiguous():
+        return False
+    if isinstance(factor, Tensor):
+        per_row = factor.shape == (len(y), *[1] * (y.dim() - 1))
+        return per_row and factor.dtype == torch.float32 and factor.is_contiguous()
+    return isinstance(factor, int | float)
+
+
+def _scale_rows(y: Tensor, factor: Tensor | float) -> None:
+    factors, number = (factor, 1.0) if isinstance(factor, Tensor) else (None, float(factor))
+    ops.typed("norm", "scale", y.dtype)(y, factors, len(y), y[0].numel(), y.stride(0), number)
 
 
 class _Escapes(TorchFunctionMode):

@@ -30,6 +30,7 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(LANES * 2), may_alias));
 typedef Vec VecAnywhere __attribute__((aligned(4)));  // at any element's address
 typedef Shorts ShortsAnywhere __attribute__((aligned(2)));
+typedef Ints IntsAnywhere __attribute__((aligned(1)));
 
 struct bf16 {
     uint16_t bits;
@@ -58,7 +59,25 @@ INLINE Vec load(const float* p) { return *(const VecAnywhere*)p; }
 INLINE Vec load(const bf16* p) {
     return (Vec)(__builtin_convertvector(*(const ShortsAnywhere*)p, Ints) << 16);
 }
+INLINE Vec load(const int8_t* p) {  // GCC 12 would convert them one by one
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    Vec y;
+    for (int i = 0; i < LANES; i++) y[i] = p[i];
+    return y;
+#endif
+}
 INLINE void store(float* p, Vec x) { *(VecAnywhere*)p = x; }
+INLINE void store(int8_t* p, Ints x) {  // their lowest bytes
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = (int8_t)x[i];
+#endif
+}
 INLINE void store(bf16* p, Vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));

@@ -90,3 +90,38 @@ __device__ inline float warp_sum(float x) {
     for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
     return x;
 }
+
+// Bytes that are read once: they need not displace anything in the first-level cache.
+__device__ inline uint4 stream16(const void* from) {
+    uint4 y;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
+                 : "l"(from));
+    return y;
+}
+__device__ inline unsigned stream4(const void* from) {
+    unsigned y;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(y) : "l"(from));
+    return y;
+}
+
+// Shared memory by its address there.
+__device__ inline unsigned smem_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ inline uint4 load_shared16(unsigned from) {
+    uint4 y;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
+                 : "r"(from)
+                 : "memory");
+    return y;
+}
+__device__ inline unsigned load_shared4(unsigned from) {
+    unsigned y;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(from) : "memory");
+    return y;
+}
+
+// A barrier of so many threads, all of each warp; number 0 is __syncthreads().
+template <int THREADS> __device__ inline void block_sync(int number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}

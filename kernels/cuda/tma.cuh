@@ -7,8 +7,6 @@ struct alignas(64) TensorMap {  // CUtensorMap
 typedef unsigned long long Barrier;
 
 #if __CUDA_ARCH__ >= 900
-__device__ inline unsigned smem_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 __device__ inline void mbarrier_init(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
 }
@@ -54,6 +52,13 @@ __device__ inline void tma_load(unsigned to, const TensorMap* map, int input, in
 __device__ inline void tma_load_runs(unsigned to, const TensorMap* map, int run, int row, Barrier* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(to), "l"(map), "r"(0), "r"(run), "r"(row), "r"(smem_address(barrier))
+                 : "memory");
+}
+
+// So many bytes as they lie, a multiple of 16, from where and to where are multiples of it.
+__device__ inline void bulk_load(unsigned to, const void* from, int bytes, Barrier* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(smem_address(barrier))
                  : "memory");
 }
 

@@ -25,6 +25,7 @@ class RouterParams(NamedTuple):
 
     top_k: int
     scoring: str = "softmax"
+    corrected: bool = False  # a bias is added to the scores, for the choice alone
     normalise: bool = True  # the weights of a token's experts add up to 1
     scale: float = 1.0  # a factor on the weights
     groups: int = 1

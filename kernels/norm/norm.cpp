@@ -24,9 +24,10 @@ struct Add {
 };
 
 struct Scale {
-    void* x;
-    int64_t count;
-    double factor;  // x *= factor
+    void* x;               // [rows, width], `pitch` between rows
+    const float* factors;  // of each row; null: `factor` of all
+    int64_t rows, width, pitch;
+    double factor;
 };
 
 template <typename T> INLINE float sum_of_squares(const T* x, int64_t size) {
@@ -78,11 +79,14 @@ template <typename T> void add(const Add& a, int part, int parts) {
 }
 
 template <typename T> void scale(const Scale& a, int part, int parts) {
-    Share share(a.count, part, parts);
-    T* x = (T*)a.x;
-    int64_t i = share.first;
-    for (; i + LANES <= share.last; i += LANES) store(x + i, load(x + i) * (float)a.factor);
-    if (i < share.last) store(x + i, load(x + i, share.last - i) * (float)a.factor, share.last - i);
+    Share share(a.width, part, parts);
+    for (int64_t t = 0; t < a.rows; t++) {
+        T* x = (T*)a.x + t * a.pitch;
+        float factor = a.factors ? a.factors[t] : (float)a.factor;
+        int64_t i = share.first;
+        for (; i + LANES <= share.last; i += LANES) store(x + i, load(x + i) * factor);
+        if (i < share.last) store(x + i, load(x + i, share.last - i) * factor, share.last - i);
+    }
 }
 
 OP(rms_norm_f32, rms_norm<float>, RmsNorm)

@@ -24,7 +24,9 @@ def _refuse(text: str) -> CompatFlag:
 
 
 _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
-_QUANT = _refuse("quantised weights are not supported yet; use the model's bf16, f16 or f32 directory")
+_QUANT = _refuse(
+    "quantised checkpoints are not supported yet; --isq quantises a model's bf16, f16 or f32 directory while it loads"
+)
 _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
@@ -45,7 +47,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--master-addr": _NODES,
     "--master-port": _NODES,
     "--hostfile": _NODES,
-    "--isq": _QUANT,
     "--quant": _QUANT,
     "--kvcache-dtype": _KV_DTYPE,
     "--fp8-kvcache": _KV_DTYPE,

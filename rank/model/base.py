@@ -152,6 +152,7 @@ class Model(nn.Module):
     # Set by load():
     dtype: torch.dtype
     weight_bytes: int  # on this rank
+    num_weights: int  # of its linears
 
     def __init__(
         self,
@@ -276,7 +277,7 @@ class Model(nn.Module):
         parent, _, name = path.rpartition(".")
         merged = self.MERGED.get(name, (name,))
         several = len(linear.outputs) > 1
-        if several and (name not in self.MERGED or f"{path}.weight" in names):  # the checkpoint holds it merged
+        if several and (name not in self.MERGED or f"{path}.weight" in names):
             return self._merged_sources(path, linear.outputs)
         return [Source(f"{parent}.{part}" if parent else part) for part in merged]
 

@@ -18,10 +18,12 @@ from ..safetensors_header import Index, read_index
 from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config
+from .formats import in_situ
+from .layers.linear import Linear
 from .weights.dummy import Dummy
 from .weights.filler import Filler
 from .weights.safetensors import Checkpoint
-from .weights.slicing import Slice
+from .weights.slicing import ShardedModule, Slice
 from .weights.striped import Striped
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ def load(
     progress: Progress = lambda done, total: None,
     room: int | None = None,
     host_room: int | None = None,
+    isq: str = "none",
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
@@ -53,7 +56,8 @@ def load(
     which needs config.json alone. way: direct, where each rank reads its own slices; striped, where one rank reads each
     byte and sends it to those that need it; or auto. progress gets this rank's bytes or, striped, the job's.
     room: bytes that weights may take of the device's memory; None: unlimited. host_room: of the host's memory, where
-    the device is a GPU. Raises FatalError with a message for the user.
+    the device is a GPU. isq: the format that linears are quantised to while they are loaded, or none. Raises
+    FatalError with a message for the user.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -69,32 +73,44 @@ def load(
     module = architectures.find(config.model_type)
     args = module.Args.from_config(config)
     names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
-    model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names)
-    need = sum(parameter.numel() for parameter in model.parameters()) * DTYPES[chosen].itemsize
-    if room is not None and need > room:
-        raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
+    model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, in_situ(isq))
     parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
     if index is not None:
         source = _open(model, parts, config.path, index, way, mesh.world, speaks)
+    stored = DTYPES[config.dtype]
+    need = _memory(model.sharded_modules(), source, DTYPES[chosen], stored)
+    if room is not None and need > room:
+        raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):
         _check_buffers(source.buffers, room - need if device.type == "cpu" and room is not None else host_room)
     try:
-        _fill(source, parts, Filler(model.sharded_modules(), device, DTYPES[chosen]), progress)
+        _fill(source, parts, Filler(model.sharded_modules(), device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
     model.dtype = DTYPES[chosen]
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
+    model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear))
     return model.eval()
+
+
+def _memory(
+    modules: list[ShardedModule], source: Dummy | Checkpoint | Striped, dtype: torch.dtype, stored: torch.dtype
+) -> int:
+    """Bytes that loading takes at most: all weights as they are kept, and what is read but not yet encoded."""
+    kept = sum(module.kept_bytes(dtype) for module in modules if not module.shared)
+    if isinstance(source, Striped):
+        return kept + source.peak(lambda module: module.plain_bytes(stored))
+    return kept + max((module.plain_bytes(stored) for module in modules), default=0)
 
 
 def _too_large(need: int, text: str, device: torch.device) -> FatalError:
     where = "on its GPU" if device.type == "cuda" else "for it"
     return FatalError(
-        f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp) or a narrower "
-        "--dtype; `phalanx fit` shows what fits",
+        f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp), a narrower "
+        "--dtype or --isq; `phalanx fit` shows what fits",
         MEMORY,
     )
 
@@ -157,16 +173,13 @@ def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], filler: Fill
     if isinstance(source, Striped):
         source.fill(filler, progress)
     else:
-        total = sum(part.numel for part in parts)
-        done = 0
+        done, total = 0, sum(map(filler.nbytes, parts))
+        progress(done, total)
         for part in parts:
-            target = filler.target(part)
-            if not done:
-                progress(0, total * target.itemsize)
-            source.fill(part, target)
+            source.fill(part, filler.target(part))
             filler.arrived(part, part.numel)
-            done += part.numel
-            progress(done * target.itemsize, total * target.itemsize)
+            done += filler.nbytes(part)
+            progress(done, total)
     filler.close()
 
 

@@ -24,6 +24,7 @@ from .base import Model
 from .cache_spec import block_bytes
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
+from .formats import ChooseFormat, dense, in_situ
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.moe import Router
 from .load import DTYPES, choose_dtype
@@ -41,13 +42,15 @@ class Seat(NamedTuple):
 
 
 def measure(question: dict[str, Any]) -> dict[str, Any]:
-    """question: model (a directory), device (cpu or cuda), dtype, tp and pp that were asked for (0: none), most (ranks
-    of the largest tensor group that is wanted). Raises FatalError as loading does."""
+    """question: model (a directory), device (cpu or cuda), dtype, isq, tp and pp that were asked for (0: none), most
+    (ranks of the largest tensor group that is wanted). Raises FatalError as loading does."""
     config = read_config(question["model"])
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
     device = torch.device(question["device"])
     chosen = choose_dtype(question["dtype"], config, device)
-    degrees = tensor_degrees(config.num_heads, config.num_kv_heads)
+    format_of = in_situ(question["isq"])
+    build(config, Seat(0, question["tp"] or 1), Seat(0, 1), format_of)  # what it refuses, it refuses here
+    degrees = [n for n in tensor_degrees(config.num_heads, config.num_kv_heads) if can_cut(config, n, format_of)]
     wanted = [n for n in degrees if n <= question["most"] or n == question["tp"]]
     whole = build(config, Seat(0, 1), Seat(0, 1))
     return {
@@ -63,22 +66,33 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "stages": [
             [len(stage_layers(config.num_layers, i, pp)) for i in range(pp)] for pp in range(1, config.num_layers + 1)
         ],
-        "ranks": {tp: rank_of(config, tp, DTYPES[chosen], device) for tp in wanted},
+        "ranks": {tp: rank_of(config, tp, DTYPES[chosen], device, format_of) for tp in wanted},
     }
 
 
-def build(config: Config, tensor: Seat, pipe: Seat) -> Model:
+def can_cut(config: Config, tp: int, format_of: ChooseFormat) -> bool:
+    """Whether a tensor group of tp ranks leaves the format's groups whole."""
+    try:
+        build(config, Seat(0, tp), Seat(0, 1), format_of)
+    except FatalError:
+        return False
+    return True
+
+
+def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = dense) -> Model:
     """A rank's Model as `load` builds it, without memory."""
     module = architectures.find(config.model_type)
     alone = cast(HostComm, Seat(0, 1))
     mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe), alone)
-    return module.Model(module.Args.from_config(config), mesh, POSITIONS)
+    return module.Model(module.Args.from_config(config), mesh, POSITIONS, format_of=format_of)
 
 
-def rank_of(config: Config, tp: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def rank_of(
+    config: Config, tp: int, dtype: torch.dtype, device: torch.device, format_of: ChooseFormat
+) -> dict[str, Any]:
     """What a rank of a tensor group of `tp` holds: each layer, and what a stage has besides by its place."""
     tensor, count = Seat(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
-    whole = build(config, tensor, Seat(0, 1))
+    whole = build(config, tensor, Seat(0, 1), format_of)
     kinds: list[dict[str, Any]] = []
     layers = []
     for layer, spec in zip(whole.model.layers.values(), whole.cache_specs(), strict=True):
@@ -93,9 +107,8 @@ def rank_of(config: Config, tp: int, dtype: torch.dtype, device: torch.device) -
         layers.append(kinds.index(held))
     ends = {"whole": whole}
     if count > 1:  # each layer a stage of its own, so that little is built
-        ends |= {"first": build(config, tensor, Seat(0, count)), "last": build(config, tensor, Seat(count - 1, count))}
-    if count > 2:
-        ends["middle"] = build(config, tensor, Seat(1, count))
+        places = {"first": 0, "last": count - 1} | ({"middle": 1} if count > 2 else {})
+        ends |= {place: build(config, tensor, Seat(at, count), format_of) for place, at in places.items()}
     return {
         "kinds": kinds,
         "layers": layers,
@@ -110,23 +123,21 @@ def weights(
     """Each linear and each other layer of the module: its name, elements and bytes, whether it is a matrix that tokens
     are multiplied with, and whether its bytes are another's, as a tied head's are; of experts' those of one expert, and
     how many there are. without: a part that is left out."""
-    seen: set[nn.Parameter] = set()
     inside = set() if without is None else set(without.modules())
     found = []
     for name, one in module.named_modules():
         if one in inside or not isinstance(one, Linear | ShardedModule):
             continue
-        parameters = list(one.parameters())
-        shared = bool(parameters) and seen.issuperset(parameters)
-        seen.update(parameters)
         inside.update(one.modules())  # the parts of a linear are the linear's
+        held = [part for part in one.modules() if isinstance(part, ShardedModule)]
+        parameters = list(one.parameters())
+        shared = all(part.shared for part in held)
         copies = one.experts.width if isinstance(one, StackedLinear) else 1
-        elements = sum(parameter.numel() for parameter in parameters) // copies
         found.append(
             {
                 "name": name,
-                "elements": elements,
-                "bytes": elements * dtype.itemsize,
+                "elements": sum(parameter.numel() for parameter in parameters) // copies,
+                "bytes": sum(part.kept_bytes(dtype) for part in held) // copies,
                 "matrix": isinstance(one, Linear | StackedLinear | Router),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GROUP = 32  # elements of an axis that quantised formats encode together
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -24,8 +26,12 @@ def whole(size: int) -> Shard:
 
 
 def even(size: int, rank: int, ranks: int) -> Shard:
-    """Equal widths for all ranks. Where the size does not divide, the last ranks' shards are padded or empty."""
-    width = -(-size // ranks)
+    """Equal widths for all ranks. Where the size does not divide, the last ranks' shards are padded or empty.
+
+    Such an axis is cut between groups, unless ranks are so many that one would get nothing.
+    """
+    unit = GROUP if size % ranks and size >= GROUP * ranks else 1
+    width = -(-size // (unit * ranks)) * unit
     return Shard(size, min(rank * width, size), width)
 
 

@@ -125,10 +125,10 @@ class Engine:
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
-        with errors.memory_for("the weights", "Use more ranks (--tp, --pp) or a narrower --dtype"):
+        with errors.memory_for("the weights", "Use more ranks (--tp, --pp), a narrower --dtype or --isq"):
             model = load_model(
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
-                options.load, self._progress("loading weights"), free, free_of_host,
+                options.load, self._progress("loading weights"), free, free_of_host, options.isq,
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model
@@ -155,7 +155,7 @@ class Engine:
         budget = options.max_num_batched_tokens or TOKEN_BUDGET[device.type]
         if device.type != "cpu" or options.max_num_batched_tokens:
             return budget, options.max_num_seqs
-        weights = self.model.weight_bytes / self.model.dtype.itemsize
+        weights = self.model.num_weights
         longest = torch.tensor([min(budget, int(CPU_STEP / (2 * weights)))])
         budget = max(FEW, int(self.place.world.all_gather(longest).min()))
         if budget < options.max_num_seqs:

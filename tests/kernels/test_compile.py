@@ -19,8 +19,10 @@ from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
-from phalanx.kernels.moe import moe, router
+from phalanx.kernels.moe import expert_gemm, moe, router
+from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
+from phalanx.kernels.quantized import q8_0_cuda
 from phalanx.kernels.rope.rope import CosSin, QKNorm
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
@@ -34,6 +36,14 @@ def room(sizes):
     few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * 2))
     fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
     return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
+
+
+def quantized_gemv(rows, inputs, way, gate, bias):
+    return q8_0_cuda._gemv_sizes(rows, inputs, q8_0_cuda.GemvConfig(*way), gate, bias)
+
+
+def quantized_gemm(rows, inputs, cut, gate, bias):
+    return q8_0_cuda._gemm_sizes(rows, inputs, q8_0_cuda.TileConfig(*cut), gate, bias)
 
 
 PROGRAMS = [
@@ -120,6 +130,15 @@ PROGRAMS = [
         "pipelined_gemm",
         dict(T=torch.float16, I=4096, M=128, KC=128, STAGES=4, TILES=8, GATED=1, WHOLE=1, ACT=0, BIAS=1, SPLIT=4),
     ),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "silu", True))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(8, 1056, (2, 4, 2), "", True))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "gelu_tanh", True))),
+    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 512), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(32, 4096, (48, 256), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False))),
+    ("dequantize", dict(T=torch.bfloat16, I=4096, RUN=q8_0_cuda.RUN)),
+    ("dequantize", dict(T=torch.float16, I=96, RUN=q8_0_cuda.RUN)),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),
@@ -132,9 +151,13 @@ PROGRAMS = [
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
     ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
-    ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", False), True))),
+    ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
     ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
+    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(8, 64)))),
+    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(8, 128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(32, 128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(1408, 2048, "", 1, ItemConfig(16, 64)))),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

@@ -5,15 +5,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
+import gguf
 import torch
 from transformers import AutoModelForCausalLM
 
 GAP = 1e-3  # between the two likeliest tokens' logits: far above what the order of additions changes
 
 
+def through_gguf(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """A weight [O, I] as gguf-py makes it of its own codes: f32."""
+    number = gguf.GGMLQuantizationType[kind.upper()]
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.float().numpy(), number), number))
+
+
 class Reference:
-    def __init__(self, path):
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    def __init__(self, path, isq="none"):
+        """isq: the format whose dequantised weights it has, gguf-py's: in all linears, the head too."""
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for module in self.model.modules():
+            if isq != "none" and isinstance(module, torch.nn.Linear):
+                module.weight = torch.nn.Parameter(through_gguf(module.weight.detach(), isq))
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:

@@ -18,13 +18,13 @@ from .reloading import PROMPT
 SIZES = dict(hidden_size=384, intermediate_size=1600, vocab_size=4096, num_attention_heads=12, num_key_value_heads=6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_model_after_the_other(tmp_path, ranks):
+@pytest.mark.parametrize("ranks, isq", [(1, "none"), (2, "none"), (2, "q8_0")])
+def test_one_model_after_the_other(tmp_path, ranks, isq):
     models = [
         make_checkpoint(tmp_path / kind, kind, seed=2, tokenizer=False, head_dim=32, **SIZES)
         for kind in ("llama", "qwen3")
     ]
-    options = Options(ranks=ranks, device=device(ranks), dtype="f32", mem=64, max_num_seqs=4, timeout=60)
+    options = Options(ranks=ranks, device=device(ranks), dtype="f32", isq=isq, mem=64, max_num_seqs=4, timeout=60)
     environ = {
         "MODELS": ":".join(map(str, [*models, models[0]])),
         JOB_ENV: encode_job(Job(options=options, announced_size=ranks)),
@@ -36,7 +36,7 @@ def test_one_model_after_the_other(tmp_path, ranks):
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     told = [line["tokens"] for line in lines if "tokens" in line]
-    want = [Reference(model).greedy(PROMPT, 20)[0] for model in models]
+    want = [Reference(model, isq).greedy(PROMPT, 20)[0] for model in models]
     assert told == [*want, want[0]] and want[0] != want[1]
     for rank in range(ranks):
         memory = [line for line in lines if line.get("rank") == rank]
@@ -45,4 +45,5 @@ def test_one_model_after_the_other(tmp_path, ranks):
             continue  # the C library keeps what is freed
         held = [line["held"] for line in memory]
         assert held[2] <= 1.01 * held[1], "the first two have imported and compiled all there is"
-        assert all(line["loaded"] - line["held"] > (20 << 20) for line in memory), "half of a rank's weights and more"
+        half = (20 if isq == "none" else 4) << 20  # of a rank's weights and more
+        assert all(line["loaded"] - line["held"] > half for line in memory)

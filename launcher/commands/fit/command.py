@@ -11,7 +11,7 @@ import msgspec
 import psutil
 
 from .... import errors
-from ....rank.options import degrees, flag
+from ....rank.options import IN_SITU, ISQ_SPELLINGS, degrees, flag
 from ...job import binding
 from ...job.linux import say
 from ...options import option_sources
@@ -73,6 +73,10 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--dtype", group=_GROUP, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
                   help="of weights and arithmetic"),
     ] = "auto"  # fmt: skip
+    isq: Annotated[
+        str, flag("--isq", group=_GROUP, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
+                  help="quantise the weights while they are loaded"),
+    ] = "none"  # fmt: skip
     kv_fraction: Annotated[
         float, flag("--kv-fraction", "--gpu-memory-utilization", group=_GROUP, metavar="X", low=0, high=1,
                     help="KV cache's share of the memory free after loading; 0: automatic"),
@@ -96,7 +100,8 @@ def main(argv: Sequence[str]) -> int:
     cluster = plan.Cluster(options.nodes, options.gpus, device, options.network * 1e9, options.host_mem * devices.GIB)
     kind = "cpu" if device.cpu else "cuda"
     shape = measured.read(
-        Question(str(found.path), kind, options.dtype, options.tp, options.pp, cluster.per_node), found.name
+        Question(str(found.path), kind, options.dtype, options.tp, options.pp, options.isq, cluster.per_node),
+        found.name,
     )
     asked = _asked(options, shape)
     checkpoint = headers.compare(shape, headers.by_class(found.path))
@@ -123,6 +128,7 @@ def _asked(options: FitOptions, shape: ModelShape) -> Workload:
         concurrency=options.concurrency,
         length=min(context, options.length) or max(1, context // 2),
         dtype=shape.usual_dtype if options.dtype == "auto" else options.dtype,
+        isq=options.isq,
         kv_fraction=options.kv_fraction,
     )
 

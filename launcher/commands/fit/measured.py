@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ....errors import FatalError
+from ....errors import USAGE, FatalError
 from . import unserved
 from .shape import WIDTHS, ModelShape, RankShape
 
@@ -24,6 +24,7 @@ class Question(msgspec.Struct, frozen=True):
     dtype: str  # auto, f32, bf16 or f16
     tp: int = 0  # asked for by the user; 0: not
     pp: int = 0
+    isq: str = "none"  # the format that linears are quantised to
     most: int = 1  # ranks of the largest tensor group that is wanted
 
 
@@ -47,6 +48,8 @@ def read(question: Question, name: str) -> ModelShape:
     """name: what the user knows the model by. Raises FatalError in the words of serving where it would be refused."""
     path = Path(question.model)
     if unserved.knows(path):
+        if question.isq != "none":
+            raise FatalError(f"--isq {question.isq}: what it makes of {name} is not known before it is served", USAGE)
         return unserved.read(path, name, question.dtype, question.device, max(question.most, question.tp))
     answer = msgspec.json.decode(ask(question), type=Answer)
     return ModelShape(

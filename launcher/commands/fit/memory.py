@@ -38,6 +38,7 @@ class Workload:
     length: int  # tokens of an average sequence, half-way through
     dtype: str = "bf16"  # that ranks compute in
     kv_fraction: float = 0.0  # 0: the default
+    isq: str = "none"  # the format that linears are quantised to
 
 
 @dataclass(frozen=True)

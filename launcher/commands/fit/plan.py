@@ -150,6 +150,8 @@ def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, 
     words += ["--max-model-len", str(asked.context), "--max-num-seqs", str(-(-asked.concurrency // layout.dp))]
     if asked.dtype != usual:
         words += ["--dtype", asked.dtype]
+    if asked.isq != "none":
+        words += ["--isq", asked.isq]
     if asked.kv_fraction:
         words += ["--kv-fraction", f"{asked.kv_fraction:g}"]
     serve = "phalanx serve " + shlex.join(words)

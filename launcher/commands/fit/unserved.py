@@ -1,8 +1,8 @@
 """config.json → ModelShape by arithmetic, for families that Phalanx does not serve yet: what it would take.
 
-A family that is served is measured by its own code (measured.py) and needs nothing here. Sources: Mixtral (arXiv
-2401.04088), Qwen3 (2505.09388), DeepSeek-V2 and its multi-head latent attention (2405.04434), DeepSeek-V3 (2412.19437);
-names of keys as Hugging Face's config.json has them.
+A family that is served is measured by its own code (measured.py) and needs nothing here. Sources: DeepSeek-V2
+and its multi-head latent attention (arXiv 2405.04434), DeepSeek-V3 (2412.19437); names of keys as Hugging Face's
+config.json has them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -31,7 +31,7 @@ class Part:
     name: str
     outputs: int
     inputs: int = 0
-    cut: str = "whole"  # over a tensor group: columns (outputs), rows (inputs), keys (outputs, replicated when few)
+    cut: str = "whole"  # over a tensor group: columns (outputs), rows (inputs)
     unit: int = 1  # what is not cut: a head's dimensions
     bias: bool = False
     copies: int = 1  # experts: so many of them in a layer
@@ -43,8 +43,6 @@ class Part:
         outputs, inputs = self.outputs, self.inputs
         if self.cut == "columns":
             outputs = split(outputs, tp)
-        elif self.cut == "keys":
-            outputs = max(1, split(outputs, tp))
         elif self.cut == "rows":
             inputs = split(inputs, tp)
         width = outputs * self.unit
@@ -60,24 +58,15 @@ class Family:
 
     layers: tuple[Parts, ...]
     heads: int
-    kv_heads: int  # 0: every rank holds the whole latent of multi-head latent attention
-    kv_width: int  # elements of one KV head's keys and values of one token, or of a token's latent
+    kv_width: int  # elements of a token's latent, which every rank holds whole
     rope_width: int  # dimensions that are turned
     score_width: int  # multiply-adds of one query head with one token of the context when a prompt is computed
     chosen: int = 0  # experts that a token visits
     notes: tuple[str, ...] = ()
 
     def tensor_degrees(self) -> tuple[int, ...]:
-        """Those that fit: whole query heads per rank, and whole or replicated key heads."""
-        keys = self.kv_heads or 1
-        fit = (n for n in range(1, self.heads + 1) if self.heads % n == 0 and (keys % n == 0 or n % keys == 0))
-        return tuple(fit)
-
-
-class Heads(NamedTuple):
-    queries: int
-    keys: int
-    dim: int
+        """Those that fit: whole query heads per rank."""
+        return tuple(n for n in range(1, self.heads + 1) if self.heads % n == 0)
 
 
 class ConfigReader:
@@ -153,11 +142,10 @@ def _rank(family: Family, sizes: tuple[int, int], tp: int, width: int, narrow: f
     """sizes: of a token's vector and of the vocabulary. narrow: bytes of an element of a quantised matrix."""
     hidden, vocab = sizes
     kinds = list(dict.fromkeys(family.layers))
-    keys = max(1, split(family.kv_heads, tp))
     made = [
         Layer(
             weights=_joined(parts, tp, width, narrow),
-            kv=keys * family.kv_width * width,
+            kv=family.kv_width * width,
             inner=_inner(parts, tp, family.chosen),
             scores=split(family.heads, tp) * family.score_width,
         )
@@ -207,39 +195,17 @@ def _even(layers: int, stages: int) -> list[int]:
     return [each + (stage < more) for stage in range(stages)]
 
 
-def _grouped_attention(keys: ConfigReader, bias: bool, out_bias: bool, head_norms: bool) -> tuple[Parts, Heads]:
-    """The parts of attention with key heads that query heads share."""
-    hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    kv_heads = keys.size("num_key_value_heads", default=heads)
-    dim = keys.size("head_dim", default=max(1, hidden // heads))
-    parts = [
-        Part(ATTENTION, heads, hidden, "columns", unit=dim, bias=bias),
-        Part(ATTENTION, kv_heads, hidden, "keys", unit=2 * dim, bias=bias, fused=True),
-        Part(ATTENTION, hidden, heads * dim, "rows", bias=out_bias),
-        Part(NORM, hidden, packs=False),
-        Part(NORM, hidden, packs=False),
-    ]
-    if head_norms:
-        parts += [Part(NORM, dim, packs=False)] * 2
-    return tuple(parts), Heads(heads, kv_heads, dim)
-
-
-def _mlp(hidden: int, inner: int, bias: bool = False, name: str = MLP, copies: int = 1) -> Parts:
+def _mlp(hidden: int, inner: int, name: str = MLP, copies: int = 1) -> Parts:
     """Gate and up, held as one, and down."""
     return (
-        Part(name, inner, hidden, "columns", bias=bias, copies=copies),
-        Part(name, inner, hidden, "columns", bias=bias, copies=copies, fused=True),
-        Part(name, hidden, inner, "rows", bias=bias, copies=copies),
+        Part(name, inner, hidden, "columns", copies=copies),
+        Part(name, inner, hidden, "columns", copies=copies, fused=True),
+        Part(name, hidden, inner, "rows", copies=copies),
     )
 
 
 def _router(hidden: int, experts: int, bias: bool = False) -> Part:
     return Part(EXPERTS, experts, hidden, bias=bias, packs=False)
-
-
-def _grouped(layers: tuple[Parts, ...], heads: Heads, chosen: int = 0) -> Family:
-    queries, shared, dim = heads
-    return Family(layers, queries, shared, 2 * dim, dim, 2 * dim, chosen)
 
 
 def _latent(keys: ConfigReader) -> Family:
@@ -276,7 +242,7 @@ def _latent(keys: ConfigReader) -> Family:
     guesses = keys.number("num_nextn_predict_layers", default=0)
     notes = ("the layer that predicts a second token (MTP) is left out",) if guesses else ()
     return Family(
-        layers, heads, kv_heads=0, kv_width=rank + rope, rope_width=rope, score_width=nope + rope + value,
+        layers, heads, kv_width=rank + rope, rope_width=rope, score_width=nope + rope + value,
         chosen=keys.size("num_experts_per_tok"), notes=notes,
     )  # fmt: skip
 

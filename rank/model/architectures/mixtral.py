@@ -11,8 +11,6 @@ from .. import base
 from ..layers.moe import MoE
 from . import llama
 
-NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
@@ -33,9 +31,4 @@ class Layer(llama.Layer):
 
 class Model(base.Model):
     LAYER = Layer
-
-    @staticmethod
-    def rename(name: str) -> str:
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
-        return base.Model.rename(name)
+    RENAMED = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ....kernels.gemm.linear import linear
+from ....kernels.gemm.linear import gated_linear, linear
 from ..shard import Shard
 from ..weights.slicing import Field, ShardedModule, Source, pack_weight
 
@@ -29,8 +29,8 @@ class Part(ShardedModule):
         pack_weight(self)
 
     @property
-    def matrix(self) -> Tensor:
-        """The weight [outputs, inputs]: what fused kernels take."""
+    def matrix(self) -> Tensor | None:
+        """The weight [outputs, inputs] where it is plain: what fused kernels take."""
         return self.weight
 
     @property
@@ -41,3 +41,7 @@ class Part(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank → its [T, outputs]."""
         return linear(x, self.weight, self.added_bias)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """The outputs as gate over up: act(gate) * up, [T, outputs / 2]."""
+        return gated_linear(x, self.weight, activation, self.added_bias)

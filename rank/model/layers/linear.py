@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....kernels.activation.activation import gated_activation
-from ....kernels.gemm.linear import gated_linear
 from ..formats import ChooseFormat, Part
 from ..shard import Shard, even, key_heads, scaled, whole
 from ..weights.slicing import Source
@@ -32,6 +31,11 @@ class Linear(nn.Module):
         for part, group in itertools.groupby(each, key=lambda one: format_of(one[1].path)):
             outputs, of_group = zip(*group, strict=True)
             self.parts.append(part(self.inputs, outputs, self.biased, of_group))
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of this rank's slice of W."""
+        return self.inputs.width * sum(shard.width for shard in self.outputs)
 
     @property
     def matrix(self) -> Tensor | None:
@@ -71,15 +75,15 @@ class GatedColumnParallel(Linear):
 
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [T, inputs]. Returns this rank's part of the gated outputs, [T, outputs]."""
-        matrix, bias = self.matrix, self.added_bias
         if isinstance(h, Normed):
-            y = h.linear(matrix, self.activation, bias) if matrix is not None else None
+            matrix = self.matrix
+            y = h.linear(matrix, self.activation, self.added_bias) if matrix is not None else None
             if y is not None:
                 return y
             h = h.tensor()
-        if matrix is None:
-            return gated_activation(self.multiply(h), self.activation)
-        return gated_linear(h, matrix, self.activation, bias)
+        if len(self.parts) == 1:
+            return cast(Part, self.parts[0]).gated(h, self.activation)
+        return gated_activation(self.multiply(h), self.activation)
 
 
 class HeadCounts(NamedTuple):

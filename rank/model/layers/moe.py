@@ -11,23 +11,27 @@ from ....kernels.moe.router import RouterParams, route
 from ..experts.fused import FusedExperts
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
-from .mlp import activation
+from .mlp import GatedMLP, activation
 from .residual import Normed, Partial
 
 
 class Router(ShardedModule):
     """Chooses each token's experts, in f32 and on every rank alike."""
 
-    fields = (Field("weight", "oi"),)
+    fields = (Field("weight", "oi"), Field("e_score_correction_bias", "o", torch.float32))
 
     def __init__(self, hidden: int, experts: int, params: RouterParams):
         super().__init__()
+        if experts % params.groups:
+            raise FatalError(f"config.json: {experts} experts do not fall into {params.groups} groups", MODEL)
         self.inputs, self.outputs, self.params = whole(hidden), (whole(experts),), params
         self.weight = nn.Parameter(torch.empty(experts, hidden, device="meta"), requires_grad=False)
+        bias = nn.Parameter(torch.empty(experts, device="meta"), requires_grad=False)
+        self.e_score_correction_bias = bias if params.corrected else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] → ids [T, k] int32 and weights [T, k] f32."""
-        return route(x, self.weight, None, self.params)
+        return route(x, self.weight, self.e_score_correction_bias, self.params)
 
 
 class MoE(nn.Module):
@@ -48,3 +52,18 @@ class MoE(nn.Module):
         """h [T, H] → this rank's part of [T, H]."""
         x = h.tensor() if isinstance(h, Normed) else h
         return self.experts(x, *self.gate(x))
+
+
+class SharedMoE(MoE):
+    """With experts that all tokens visit, held as one (DeepSeekMoE: Dai et al. 2024, arXiv 2401.06066)."""
+
+    def __init__(
+        self, hidden: int, inner: int, shared: int, experts: int, params: RouterParams, mesh: Mesh, act: str = "silu"
+    ):
+        """shared: inner size of these together."""
+        super().__init__(hidden, inner, experts, params, mesh, act)
+        self.shared_experts = GatedMLP(hidden, shared, mesh, act=act)
+
+    def forward(self, h: Normed | Tensor) -> Partial:
+        x = h.tensor() if isinstance(h, Normed) else h
+        return super().forward(x) + self.shared_experts(x)

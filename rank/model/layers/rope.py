@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import MODEL, FatalError
+from ....kernels.embedding.embedding import embedding
 from ....kernels.rope.rope import CosSin, cos_sin
 
 Parameters = dict[str, Any]
@@ -80,19 +81,15 @@ class RotaryEmbedding(nn.Module):
         self.table: Tensor  # [max_model_len, 2, dim / 2] f32
         self.register_buffer("table", table.mul_(scale) if scale != 1.0 else table, persistent=False)
         self.interleaved = bool(parameters.get("interleaved"))
-        self.original = parameters.get("original_max_position_embeddings", max_model_len)
-        beyond = max_model_len > self.original
-        self.temperature_beta = parameters.get("llama_4_scaling_beta", 0.0) if beyond else 0.0
+        self.temperature: Tensor | None  # [max_model_len, 1] f32
+        self.register_buffer("temperature", _temperature(parameters, max_model_len), persistent=False)
 
     def forward(self, positions: Tensor) -> CosSin:
         """The cosines and sines of positions [T] int64."""
-        found = cos_sin(self.table, positions)._replace(interleaved=self.interleaved)
-        return found._replace(q_scale=self._temperature(positions)) if self.temperature_beta else found
-
-    def _temperature(self, positions: Tensor) -> Tensor:
-        """Llama 4's attention temperature: factors on queries, [T, 1, 1] f32, that grow with the logarithm of how many
-        whole original contexts precede a position."""
-        return (1 + self.temperature_beta * torch.log1p(positions // self.original))[:, None, None]
+        q_scale = None
+        if self.temperature is not None:
+            q_scale = embedding(positions, self.temperature)[:, :, None]
+        return cos_sin(self.table, positions)._replace(interleaved=self.interleaved, q_scale=q_scale)
 
 
 # Each returns the frequencies, [dim / 2] or [max_model_len, dim / 2], and a factor on cosines and sines.
@@ -179,6 +176,16 @@ def _yarn_temperature(p: Parameters, factor: float) -> float:
     if p.get("mscale") and p.get("mscale_all_dim"):
         return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
     return mscale(1.0)
+
+
+def _temperature(p: Parameters, length: int) -> Tensor | None:
+    """Llama 4's attention temperature: factors on queries, [length, 1], that grow with the logarithm of how many
+    times the original context a position is away from the first. None: all are 1.
+    """
+    beta, original = p.get("llama_4_scaling_beta"), p.get("original_max_position_embeddings")
+    if not beta or not original or length <= original:
+        return None
+    return (1 + beta * torch.log1p(torch.arange(length) // original))[:, None]
 
 
 def _wavelengths(base: float | Tensor, dim: int) -> Tensor:

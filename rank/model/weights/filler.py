@@ -6,6 +6,7 @@ A module gets memory when its first bytes arrive, and `finish()` is called when 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,30 @@ from .slicing import ShardedModule, Slice, slices
 class Filler:
     """Every loader writes each slice to its `target`, reports what has `arrived`, and calls `close` at the end."""
 
-    def __init__(self, layers: Iterable[ShardedModule], device: torch.device, dtype: torch.dtype):
-        self._device, self._dtype = device, dtype
+    def __init__(
+        self,
+        layers: Iterable[ShardedModule],
+        device: torch.device,
+        dtype: torch.dtype,
+        stored: torch.dtype | None = None,
+    ):
+        """dtype: the model's. stored: of weights that are encoded, the checkpoint's; None: the model's."""
+        self._device, self._dtype, self._stored = device, dtype, stored or dtype
         self._left = {layer: sum(part.numel for part in slices(layer)) for layer in layers}  # elements to come
-        # By the parameter on the meta device, so that modules that share one share its memory.
-        self._made: dict[nn.Parameter, nn.Parameter] = {}
+        # By the parameter on the meta device, so that modules that share one share its memory. Weak: a module that
+        # encodes its weight gives the plain one back.
+        self._made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
         self._empty: set[ShardedModule] = set(self._left)  # modules without memory
 
     def target(self, part: Slice) -> Tensor:
         """The part of the parameter that a slice fills."""
         self._make(part.module)
         return part.target
+
+    def nbytes(self, part: Slice) -> int:
+        """Bytes of a slice's target."""
+        (stored,) = (field.stored for field in part.module.fields if field.name == part.field)
+        return part.numel * (self._stored if stored else part.module.dtype_of(part.field, self._dtype)).itemsize
 
     def arrived(self, part: Slice, count: int) -> None:
         """Report that `count` elements of a slice are in place."""
@@ -41,7 +55,6 @@ class Filler:
         """Finish the modules that get no bytes of their own: a tied head, or a shard that is padding."""
         for layer in self._left:
             self._make(layer)
-        for layer in self._left:
             layer.finish()
 
     def _make(self, layer: ShardedModule) -> None:
@@ -49,8 +62,11 @@ class Filler:
         if layer not in self._empty:
             return
         self._empty.remove(layer)
+        stored = {field.name for field in layer.fields if field.stored}
         for name, parameter in list(layer.named_parameters(recurse=False)):
-            if parameter not in self._made:
-                data = torch.zeros(parameter.shape, device=self._device, dtype=self._dtype)
-                self._made[parameter] = nn.Parameter(data, requires_grad=False)
-            setattr(layer, name, self._made[parameter])
+            made = self._made.get(parameter)
+            if made is None:
+                dtype = self._stored if name in stored else layer.dtype_of(name, self._dtype)
+                data = torch.zeros(parameter.shape, device=self._device, dtype=dtype)
+                made = self._made[parameter] = nn.Parameter(data, requires_grad=False)
+            setattr(layer, name, made)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ....kernels.gemm.linear import pack
@@ -18,6 +19,8 @@ class Field(NamedTuple):
 
     name: str
     axes: str  # one letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts
+    dtype: torch.dtype | None = None  # None: the model's
+    stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
 
 
 class Source(NamedTuple):
@@ -40,8 +43,26 @@ class ShardedModule(nn.Module):
     inputs: Shard
     experts: Shard  # of modules that stack the weights of several experts
 
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """A parameter's dtype in a model of this dtype."""
+        return next((field.dtype for field in self.fields if field.name == name and field.dtype), dtype)
+
     def finish(self) -> None:
         """Convert the weights to the form that kernels use. Called once, when all of them are loaded."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether its weights are another module's."""
+        return not self.sources
+
+    def kept_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of its weights once they are loaded, in a model of this dtype. Asked before they are."""
+        held = self.named_parameters(recurse=False)
+        return sum(parameter.numel() * self.dtype_of(name, dtype).itemsize for name, parameter in held)
+
+    def plain_bytes(self, stored: torch.dtype) -> int:
+        """Bytes that `finish` gives back: of weights that it encodes, which the checkpoint holds in this dtype."""
+        return 0
 
 
 def pack_weight(layer: ShardedModule) -> None:

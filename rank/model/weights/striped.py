@@ -30,7 +30,7 @@ from ....errors import MODEL, FatalError
 from ...safetensors_header import Entry, rows
 from .filler import Filler
 from .safetensors import DTYPES, Checkpoint, Ranges, elements, window
-from .slicing import Slice
+from .slicing import ShardedModule, Slice
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +136,25 @@ class Striped:
         sent = [[sum(map(self._bytes, side)) for side in self._messages(chunks)] for chunks in self._rounds()]
         self._most = max((out for out, _ in sent), default=0), max((into for _, into in sent), default=0)
         self.buffers = math.prod(Reader.buffers(self._mine)) + sum(self._most)
+
+    def peak(self, bytes_of: Callable[[ShardedModule], int]) -> int:
+        """The most bytes of this rank's modules that are filled at the same time."""
+        me = self._world.rank
+        left: dict[ShardedModule, int] = {}  # elements to come
+        for part in (part for parts in self._parts.values() for part in parts):
+            left[part.module] = left.get(part.module, 0) + part.numel
+        begun: set[ShardedModule] = set()
+        held = most = 0
+        for chunks in self._rounds():
+            order = [chunks[me], *chunks[:me], *chunks[me + 1 :]]  # as _exchange stores them
+            for move in (move for chunk in order if chunk is not None for move in moves(chunk, self._wanted[me])):
+                module = self._parts[move.piece.tensor][move.place].module
+                held += bytes_of(module) if module not in begun else 0
+                begun.add(module)
+                most = max(most, held)
+                left[module] -= (move.last - move.first) * math.prod(stop - start for start, stop in move.ranges)
+                held -= bytes_of(module) if not left[module] else 0
+        return most
 
     def fill(self, filler: Filler, progress: Callable[[int, int], None]) -> None:
         """Read and exchange everything. progress gets the bytes that all ranks have read so far, and all bytes."""

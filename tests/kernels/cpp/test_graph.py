@@ -42,15 +42,17 @@ def test_a_replay_computes_the_same_of_other_inputs(threads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_with_a_number_are_recorded(threads, dtype):
-    x = torch.randn(3, 37).to(dtype)
-    want = x.clone().mul_(0.7)
-    result, made, reason = graph.capture(lambda: x.mul_(0.7), graph.Memory())
+@pytest.mark.parametrize("factor", [0.7, torch.tensor([[[0.3]], [[1.1]], [[-2.0]]])])
+def test_products_with_a_number_for_each_row_are_recorded(threads, dtype, factor):
+    x = torch.randn(3, 5, 37).to(dtype)[:, 1:4]
+    want = x.clone().mul_(factor)
+    result, made, reason = graph.capture(lambda: x.mul_(factor), graph.Memory())
     assert reason == "" and len(made) == 1 and torch.equal(result, want)
     made.replay()
-    assert torch.equal(x, want.mul_(0.7))
-    assert graph.capture(lambda: x.mul_(x), graph.Memory())[1] is None
-    assert graph.capture(lambda: x.t().mul_(2.0), graph.Memory())[1] is None
+    assert torch.equal(x, want.mul_(factor))
+    for other in (x, torch.ones(3, 1, 1, dtype=torch.float64), torch.ones(1, 3, 1)):
+        assert graph.capture(lambda other=other: x.mul_(other), graph.Memory())[1] is None
+    assert graph.capture(lambda: x.mT.mul_(2.0), graph.Memory())[1] is None
 
 
 def test_tensors_of_a_graph_share_memory_as_they_come_and_go():

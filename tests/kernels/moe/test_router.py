@@ -4,6 +4,8 @@ import pytest
 import torch
 from phalanx.kernels.moe.router import RouterParams, route
 from transformers import AutoConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -39,3 +41,34 @@ def test_mixtral():
 def test_no_token():
     ids, weights = route(torch.empty(0, 8), torch.randn(4, 8), None, RouterParams(2))
     assert ids.shape == weights.shape == (0, 2)
+
+
+@pytest.mark.parametrize("groups, top_groups", [(1, 1), (8, 4), (4, 1)])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_deepseek_v3(groups, top_groups, normalise):
+    """Sigmoids, a bias for the choice alone, and the groups whose best two are the best."""
+    config = AutoConfig.for_model(
+        "deepseek_v3", hidden_size=24, n_routed_experts=32, num_experts_per_tok=6, n_group=groups,
+        topk_group=top_groups, norm_topk_prob=normalise, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    router, x = DeepseekV3TopkRouter(config), torch.randn(40, 24)
+    torch.nn.init.normal_(router.weight, 0, 0.1)
+    torch.nn.init.normal_(router.e_score_correction_bias, 0, 0.2)
+    _, weights, ids = router(x)
+    params = RouterParams(
+        6, "sigmoid", corrected=True, normalise=normalise, scale=2.5, groups=groups, top_groups=top_groups
+    )
+    check(x, router.weight, router.e_score_correction_bias, params, ids, weights)
+
+
+def test_deepseek_v2():
+    """Softmax, and the groups whose best expert is the best."""
+    config = AutoConfig.for_model(
+        "deepseek_v2", hidden_size=32, n_routed_experts=20, num_experts_per_tok=4, n_group=5, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=16.0, norm_topk_prob=False,
+    )  # fmt: skip
+    router, x = DeepseekV2TopkRouter(config), torch.randn(40, 32)
+    torch.nn.init.normal_(router.weight)
+    _, weights, ids = router(x)
+    params = RouterParams(4, normalise=False, scale=16.0, groups=5, top_groups=2, group_top=1)
+    check(x, router.weight, None, params, ids, weights)

@@ -110,6 +110,34 @@ MODELS = {
         max_position_embeddings=4096,
     ),
     "phi3 partial": dict(model_type="phi3", num_attention_heads=6, partial_rotary_factor=0.75),
+    "qwen2_moe": dict(
+        model_type="qwen2_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=20,
+        shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
+        max_window_layers=2,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
+        norm_topk_prob=True, decoder_sparse_step=2,
+    ),
+    "qwen3_moe unnormalised": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=28,
+    ),
+    "glm4_moe": dict(
+        model_type="glm4_moe", n_routed_experts=16, n_shared_experts=2, num_experts_per_tok=3,
+        moe_intermediate_size=20, n_group=4, topk_group=2, routed_scaling_factor=1.8, first_k_dense_replace=2,
+        head_dim=8, partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True,
+    ),
+    "glm4_moe plain": dict(
+        model_type="glm4_moe", n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
+        norm_topk_prob=False, first_k_dense_replace=0, head_dim=8,
+    ),
+    "minimax_m2": dict(
+        model_type="minimax_m2", num_local_experts=10, num_experts_per_tok=3, head_dim=8, rotary_dim=4,
+    ),
+    "minimax_m2 few keys": dict(
+        model_type="minimax_m2", num_local_experts=5, num_experts_per_tok=5, head_dim=8, num_key_value_heads=1,
+    ),
+    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
         model_type="phi", num_attention_heads=6, partial_rotary_factor=0.75, num_key_value_heads=None,
@@ -127,21 +155,8 @@ MODELS = {
     "gpt_bigcode": dict(model_type="gpt_bigcode", num_key_value_heads=None, n_inner=100, activation_function="gelu"),
     "gpt_bigcode unscaled": dict(
         model_type="gpt_bigcode", num_attention_heads=6, num_key_value_heads=1, scale_attn_weights=False,
-        tie_word_embeddings=False, vocab_size=515,
+        tie_word_embeddings=False,
     ),
-    "qwen2_moe": dict(
-        model_type="qwen2_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=20,
-        shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
-        max_window_layers=2,
-    ),
-    "qwen3_moe": dict(
-        model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
-        norm_topk_prob=True, decoder_sparse_step=2,
-    ),
-    "qwen3_moe unnormalised": dict(
-        model_type="qwen3_moe", head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=28,
-    ),
-    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
 }  # fmt: skip
 
 
@@ -163,6 +178,9 @@ def write(directory, **options):
                 parameter.normal_(0, 0.5)
             else:
                 parameter += 0.2 * torch.randn(parameter.shape)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.3)
     model.save_pretrained(directory)
     return directory
 

@@ -298,8 +298,8 @@ def test_weights_that_do_not_fit(small, monkeypatch):
         load_on(small, room=model.weight_bytes - 1)
     assert stopped.value.code == errors.MEMORY
     assert str(stopped.value) == (
-        f"this rank's weights take {gb:.2f} GB, but for it {gb:.2f} GB are free: use more ranks (--tp, --pp) or "
-        "a narrower --dtype; `phalanx fit` shows what fits"
+        f"this rank's weights take {gb:.2f} GB, but for it {gb:.2f} GB are free: use more ranks (--tp, --pp), "
+        "a narrower --dtype or --isq; `phalanx fit` shows what fits"
     )
 
     with pytest.raises(errors.FatalError, match="but on its GPU 0.00 GB are free: use more ranks") as stopped:

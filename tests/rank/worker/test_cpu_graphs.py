@@ -6,6 +6,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
 from phalanx.rank.model.load import load
+from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import kv_cache
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.cpu_graphs import MOST_ROWS, CpuDecodeGraphs
@@ -17,13 +18,15 @@ from ..model import test_architectures
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 BLOCK, LENGTH, SEATS = 4, 64, 6
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"}
 MODELS = {
     "llama": dict(),
     "qwen3": dict(model_type="qwen3"),
     "biased": dict(attention_bias=True, mlp_bias=True),
     "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
 }
-EAGER: dict[str, str] = {}  # models of test_architectures.py whose decode steps are not recorded: the reason
+# Models of test_architectures.py whose decode steps are not recorded: torch computes experts on CPUs.
+EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS}
 
 
 @pytest.fixture(autouse=True)
@@ -101,11 +104,12 @@ def test_every_architecture_is_recorded(tmp_path, name):
     threads.run(run, 1)
 
 
-def test_bf16(tmp_path):
-    path = make_checkpoint(tmp_path, tokenizer=False)
+@pytest.mark.parametrize("isq", ["none", *IN_SITU])
+def test_bf16_and_quantised_weights(tmp_path, isq):
+    path = make_checkpoint(tmp_path, tokenizer=False, hidden_size=96, intermediate_size=128)
 
     def run(comm):
-        rank = Rank(comm, path, dtype="bf16")
+        rank = Rank(comm, path, dtype="bf16", isq=isq)
         assert max(rank.step(*step) for step in STEPS) < 1e-3, "the same operations"
         assert sorted(rank.graphs._captured) == [1, 2, 3]
 

@@ -61,7 +61,7 @@ def ask(question):
     return json.dumps(measure.measure(msgspec.structs.asdict(question))).encode()
 
 
-def read(path, dtype="bf16", device="cuda", most=16):
+def read(path, dtype="bf16", device="cuda", most=16, isq="none"):
     """The shape of a model directory."""
     with mock.patch.object(measured, "ask", ask):
-        return measured.read(Question(str(path), device, dtype, most=most), path.name)
+        return measured.read(Question(str(path), device, dtype, isq=isq, most=most), path.name)

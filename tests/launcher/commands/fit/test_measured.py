@@ -11,9 +11,10 @@ from phalanx.launcher.commands.fit.memory import Layout
 from phalanx.rank.model import architectures
 from phalanx.rank.model import config as rank_config
 from phalanx.rank.model.load import load
+from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import engine, kv_cache
 
-from .configs import read, write
+from .configs import CONFIGS, read, write
 
 TOKENS = 4096
 CONTEXT = 512
@@ -23,7 +24,7 @@ COMMON = {
     "hidden_size": 384, "head_dim": 32, "intermediate_size": 500, "vocab_size": 517, "num_hidden_layers": 5,
     "num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": CONTEXT, "torch_dtype": "float32",
     "num_experts": 7, "num_local_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 250,
-    "shared_expert_intermediate_size": 101, "mlp_only_layers": [1],
+    "shared_expert_intermediate_size": 101, "mlp_only_layers": [1], "n_routed_experts": 7,
 }  # fmt: skip
 VARIANTS = {
     "plain": {"tie_word_embeddings": False},
@@ -59,11 +60,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def live(path, tp, pp, dtype):
+def live(path, tp, pp, dtype, isq):
     """What each rank of a job reports and allocates: weights, rope table, KV cache for TOKENS; by rank."""
 
     def rank(world):
-        model = load(path, mesh.build(world, tp, pp), "cpu", dtype, max_model_len=CONTEXT, load_format="dummy")
+        model = load(path, mesh.build(world, tp, pp), "cpu", dtype, max_model_len=CONTEXT, load_format="dummy", isq=isq)
         blocks, cpu = TOKENS // engine.BLOCK_SIZE, torch.device("cpu")
         caches = kv_cache.allocate(model.cache_specs(), blocks, engine.BLOCK_SIZE, model.dtype, cpu)
         return model.weight_bytes, model.rope.nbytes, sum(x.nbytes for layer in caches for x in layer)
@@ -71,20 +72,39 @@ def live(path, tp, pp, dtype):
     return threads.run(rank, tp * pp)
 
 
-def compare(path, dtype):
+def compare(path, dtype, isq="none"):
     """All layouts of a model."""
-    shape = read(path, dtype, "cpu")
+    shape = read(path, dtype, "cpu", isq=isq)
     for tp, pp in LAYOUTS:
         stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
-        for rank, found in enumerate(live(path, tp, pp, dtype)):
+        for rank, found in enumerate(live(path, tp, pp, dtype, isq)):
             stage = stages[pp - 1 - rank // tp]  # rank 0 is on the last stage
-            assert (stage.loaded, stage.rope, stage.kv_token * TOKENS) == found, (tp, pp, rank)
+            assert (stage.rope, stage.kv_token * TOKENS) == found[1:], (tp, pp, rank)
+            assert stage.loaded == (found[0] if isq == "none" else pytest.approx(found[0], rel=0.05)), (tp, pp, rank)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("model_type, variant", CASES)
 def test_bytes_of_live_ranks(tmp_path, model_type, variant, dtype):
     compare(write(tmp_path, config_of(model_type, **VARIANTS[variant])), dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("isq", IN_SITU)
+def test_bytes_of_weights_that_are_quantised_while_loading(tmp_path, isq, variant):
+    config = {"model_type": "llama", **COMMON, **VARIANTS[variant], "intermediate_size": 640}
+    compare(write(tmp_path, config), "bf16", isq)
+
+
+def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path):
+    path = write(tmp_path, {"model_type": "llama", **COMMON, "intermediate_size": 352})
+    assert read(path).degrees == (1, 2, 3, 6, 12) and read(path, isq="q8_0").degrees == (1, 3, 6)
+
+
+def test_what_isq_makes_of_a_model_that_is_not_served(tmp_path):
+    with pytest.raises(FatalError, match="--isq q8_0: .* is not known") as stop:
+        read(write(tmp_path, CONFIGS["DeepSeek-V3"]), isq="q8_0")
+    assert stop.value.code == USAGE
 
 
 @pytest.mark.parametrize("variant", ["plain", "tied"])
@@ -117,7 +137,8 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     assert shape.unserved == ""
     # Gate and up, and what they make of each other, of one layer or of two experts; or, without a gate, attention's
     # queries, keys, values and outputs.
-    widest = 192 + 2 * 96 + 192 if model_type in UNGATED else 3 * 250 * (2 if model_type == "mixtral" else 1)
+    times = 2 if model_type in ("minimax_m2", "mixtral") else 1
+    widest = 192 + 2 * 96 + 192 if model_type in UNGATED else 3 * 250 * times
     assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == widest
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, FatalError
+from phalanx.kernels.moe.router import RouterParams
 from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.layers.moe import Router
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
@@ -81,3 +83,18 @@ def test_more_experts_a_token_than_there_are(apart, tmp_path):
         load(tmp_path, threads.run(lambda world: mesh.build(world, 1, 1), 1)[0], load_format="dummy")
     assert str(stop.value) == "config.json: num_experts_per_tok is 11, but there are 10 experts"
     assert stop.value.code == MODEL
+
+
+def test_groups_that_do_not_divide_the_experts():
+    with pytest.raises(FatalError) as stop:
+        Router(8, 10, RouterParams(2, groups=3))
+    assert (str(stop.value), stop.value.code) == ("config.json: 10 experts do not fall into 3 groups", MODEL)
+
+
+def test_the_correction_of_a_router_keeps_its_precision(tmp_path):
+    """In 16 bits it would choose other experts."""
+    path = write(tmp_path, **MODELS["glm4_moe"])
+    model = load(path, threads.run(lambda world: mesh.build(world, 1, 1), 1)[0], dtype="bf16")
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    (bias,) = (one.e_score_correction_bias for path, one in model.named_modules() if path == name.rpartition(".")[0])
+    assert bias.dtype == torch.float32 and torch.equal(bias, load_file(path / "model.safetensors")[name])

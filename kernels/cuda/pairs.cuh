@@ -1,0 +1,21 @@
+// Two 16-bit elements in one register.
+
+// x & mask ^ with as one instruction: of C the compiler makes two, as it keeps neither constant in a register.
+__device__ inline unsigned and_xor(unsigned x, unsigned mask, unsigned with) {
+    unsigned y;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(x), "r"(mask), "r"(with));
+    return y;
+}
+
+// The sum of both, rounded once: exact where codes of quantised weights are made.
+template <class E> __device__ inline unsigned add_pairs(unsigned a, unsigned b);
+template <> __device__ inline unsigned add_pairs<bf16>(unsigned a, unsigned b) {
+    unsigned y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3f803f80), "r"(b));  // sm_80 has no addition
+    return y;
+}
+template <> __device__ inline unsigned add_pairs<f16>(unsigned a, unsigned b) {
+    unsigned y;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}

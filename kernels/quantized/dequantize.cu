@@ -1,0 +1,33 @@
+// out [outputs, I] of a W in pieces of a quantised format, at the speed of memory. A warp takes RUN pieces side by side.
+#include "mma.cuh"
+#include "pairs.cuh"
+#include "q8_0.cuh"
+
+constexpr int PIECES = I / 32;
+
+extern "C" __global__ void dequantize(const unsigned char* weight, T* out, int outputs) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int begin = (blockIdx.x * (blockDim.x / 32) + warp) * RUN, strip = blockIdx.y;
+    const Pieces from(weight + ((long long)strip * PIECES + begin) * PIECE, lane);
+    Piece pieces[RUN];
+#pragma unroll
+    for (int i = 0; i < RUN; i++)
+        if (begin + i < PIECES) pieces[i] = from.stream(i);
+    grid_wait();  // without launch_dependents(): what follows may read weights before it waits
+#pragma unroll
+    for (int i = 0; i < RUN; i++) {
+        if (begin + i >= PIECES) break;
+        unsigned a[2][4];
+        weights<T>(pieces[i], 0, a[0]);
+        weights<T>(pieces[i], 1, a[1]);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unsigned row[4] = {a[0][h], a[0][2 + h], a[1][h], a[1][2 + h]};  // pairs of its four runs of eight inputs
+            exchange_quads(row);
+            const int output = strip * 16 + lane / 4 + h * 8;
+            if (output < outputs)
+                *(uint4*)(out + (long long)output * I + (begin + i) * 32 + lane % 4 * 8) =
+                    make_uint4(row[0], row[1], row[2], row[3]);
+        }
+    }
+}

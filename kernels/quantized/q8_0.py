@@ -1,0 +1,116 @@
+"""Q8_0, a format of ggml's (gguf-py's quants.py): 32 weights along the inputs share an f16 scale, each is an int8.
+
+A weight is its code times its group's scale: 8.5 bits. Steps of few rows read codes and scales as they lie. Of more
+rows, dequantising a panel of the weight first and multiplying with the library is faster.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation.activation import gated_activation
+from ..cpp import ops
+from ..gemm import linear as gemm
+from . import q8_0_cpu, q8_0_cuda
+from .q8_0_cpu import GROUP
+
+BITS = 8.5  # of a weight with its share of the scale
+CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
+PANEL = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements that are dequantised at once
+
+
+class Encoded(NamedTuple):
+    """A weight [O, I] as `encode` makes it: where no kernel wants it in another layout."""
+
+    codes: Tensor  # int8 [O, I]
+    scales: Tensor  # f16 [O, I / 32]
+
+    @property
+    def outputs(self) -> int:
+        return len(self.codes)
+
+
+Packed = Encoded | q8_0_cpu.Packed | q8_0_cuda.Packed
+
+
+def encode(weight: Tensor) -> Encoded:
+    """weight [O, I] of any float dtype → codes int8 [O, I] and scales f16 [O, I / 32], as gguf-py's, bit for bit.
+
+    A group's scale is max|w| / 127, and codes are rounded half away from zero, before the scale is rounded to f16.
+    """
+    outputs, inputs = weight.shape
+    codes = weight.new_empty(outputs, inputs, dtype=torch.int8)
+    scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float16)
+    rows = max(1, CHUNK // max(inputs, 1))
+    compiled = weight.dtype in ops.SUFFIXES and q8_0_cpu.takes(weight)
+    for first in range(0, outputs, rows):
+        part = slice(first, first + rows)
+        codes[part], scales[part] = (q8_0_cpu.encode if compiled else encode_reference)(weight[part])
+    return Encoded(codes, scales)
+
+
+def encode_reference(weight: Tensor) -> tuple[Tensor, Tensor]:
+    groups = weight.float().view(len(weight), -1, GROUP)
+    # Divided by a tensor: by a Python number, GPUs multiply with the reciprocal, which rounds differently.
+    scales = groups.abs().amax(2, keepdim=True) / torch.full((), 127.0, device=weight.device)
+    x = groups * torch.where(scales == 0, 0, 1 / scales)
+    size = x.abs()
+    codes = size.floor()
+    codes += size - codes >= 0.5
+    return codes.copysign_(x).to(torch.int8).view(weight.shape), scales.squeeze(2).to(torch.float16)
+
+
+def pack(codes: Tensor, scales: Tensor) -> Packed:
+    """What `linear` likes best on their device."""
+    if codes.is_cuda:
+        return q8_0_cuda.pack(codes, scales)
+    return q8_0_cpu.pack(codes, scales) if q8_0_cpu.takes(codes) else Encoded(codes, scales)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+    """Outputs first to last of the weight, [last - first, I]: exact in f32, rounded once in 16 bits.
+
+    first: a multiple of 16.
+    """
+    last = packed.outputs if last is None else min(last, packed.outputs)
+    if isinstance(packed, q8_0_cpu.Packed):
+        return q8_0_cpu.dequantize(packed, dtype, first, last)
+    if isinstance(packed, q8_0_cuda.Packed):
+        part = q8_0_cuda.Packed(packed.pieces[first // 16 : -(-last // 16)], last - first)
+        if dtype != torch.float32:
+            return q8_0_cuda.dequantize(part, dtype)
+        codes, scales = q8_0_cuda.unpack(part)
+    else:
+        codes, scales = packed.codes[first:last], packed.scales[first:last]
+    groups = codes.view(*scales.shape, GROUP).float() * scales.float().unsqueeze(2)
+    return groups.view(codes.shape).to(dtype)
+
+
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
+
+    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
+    """
+    if isinstance(packed, q8_0_cuda.Packed) and q8_0_cuda.supports(x, packed, bias):
+        return q8_0_cuda.linear(x, packed, gate, bias)
+    if isinstance(packed, q8_0_cpu.Packed) and q8_0_cpu.supports(x):
+        y = q8_0_cpu.linear(x, packed, bias)
+    elif packed.outputs * x.shape[1] <= PANEL[x.device.type]:
+        weight = dequantize(packed, x.dtype)
+        return gemm.gated_linear(x, weight, gate, bias) if gate else gemm.linear(x, weight, bias)
+    else:
+        y = _by_panels(x, packed, bias)
+    return gated_activation(y, gate) if gate else y
+
+
+def _by_panels(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """[T, O] of dequantised panels of the weight, with the library's GEMM."""
+    each = max(16, PANEL[x.device.type] // x.shape[1] // 16 * 16)
+    y = x.new_empty(len(x), packed.outputs)
+    for first in range(0, packed.outputs, each):
+        panel = dequantize(packed, x.dtype, first, first + each)
+        torch.mm(x, panel.t(), out=y[:, first : first + each])
+    return y if bias is None else y.add_(bias)

@@ -1,0 +1,267 @@
+"""Linears on GPUs whose weights are q8_0: codes of 8 bits, one f16 scale for each 32 inputs of an output.
+
+Weights are kept as pieces of 16 outputs by 32 inputs, in the order in which tensor cores take them (q8_0.cuh). So a
+lane gets its codes of a piece by one access, from memory or from shared memory, and a strip of 16 outputs is one run of
+memory, which bulk copies bring.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import ACTIVATIONS, gated_activation
+from ..device import DeviceCaps, device_caps
+
+GROUP = 32  # inputs of a scale, and of a piece
+STRIP = 16  # outputs of a piece
+PIECE = 544  # bytes of a piece
+GEMV_ROWS = 4  # more are faster by quantized_gemm.cu
+MOST_GEMV_ROWS = 8
+GEMV_WARPS = 8
+GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
+MOST_ROWS = 64
+HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
+LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
+WARPS = 12  # of a block that multiply, at most, where there are several to a strip
+SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
+LEAST_STAGES, MOST_STAGES = 4, 16
+RUN = 4  # pieces that a warp of dequantize.cu takes
+
+
+class Packed(NamedTuple):
+    """A weight [O, I] as pieces: uint8 [ceil(O / 16), I / 32, 544]; outputs past O have scale 0."""
+
+    pieces: Tensor
+    outputs: int
+
+    @property
+    def inputs(self) -> int:
+        return self.pieces.shape[1] * GROUP
+
+
+class GemvConfig(NamedTuple):
+    """How quantized_gemv.cu shares out a product."""
+
+    strips: int  # of a block
+    ahead: int  # pieces of each that a warp has under way
+    blocks: int  # that fit on a multiprocessor
+
+
+class TileConfig(NamedTuple):
+    """How quantized_gemm.cu cuts a product."""
+
+    outputs: int  # of a tile
+    inputs: int  # of a chunk
+
+
+def pack(codes: Tensor, scales: Tensor) -> Packed:
+    """codes [O, I] int8 and scales [O, I / 32] f16, which weights are the products of, for `linear`; on any device."""
+    outputs, inputs = codes.shape
+    if inputs % GROUP or scales.shape != (outputs, inputs // GROUP):
+        raise ValueError(f"q8_0 needs one scale for each {GROUP} inputs: codes {codes.shape}, scales {scales.shape}")
+    strips, groups = -(-outputs // STRIP), inputs // GROUP
+    whole = codes.new_zeros(strips * STRIP, inputs)
+    whole[:outputs] = codes
+    # Of an output: half h, lane's g. Of an input: step s, byte's second bit e, lane's t, byte's first bit b.
+    parts = whole.view(strips, 2, 8, groups, 2, 2, 4, 2)
+    #                  strip h  g  group   s  b  t  e   ->   strip group g t s h e b
+    words = parts.permute(0, 3, 2, 6, 4, 1, 7, 5).reshape(strips, groups, 512)
+    by = scales.new_zeros(strips * STRIP, groups)
+    by[:outputs] = scales
+    pairs = by.view(strips, 2, 8, groups).permute(0, 3, 2, 1).contiguous().view(torch.uint8)
+    pieces = torch.cat((words.view(torch.uint8) ^ 128, pairs.view(strips, groups, PIECE - 512)), 2)
+    return Packed(pieces, outputs)
+
+
+def unpack(packed: Packed) -> tuple[Tensor, Tensor]:
+    """The codes [O, I] int8 and scales [O, I / 32] f16 that `pack` was given."""
+    strips, groups, _ = packed.pieces.shape
+    words = (packed.pieces[..., :512] ^ 128).view(torch.int8).view(strips, groups, 8, 4, 2, 2, 2, 2)
+    codes = words.permute(0, 5, 2, 1, 4, 7, 3, 6).reshape(strips * STRIP, groups * GROUP)
+    pairs = packed.pieces[..., 512:].contiguous().view(torch.float16).view(strips, groups, 8, 2)
+    scales = pairs.permute(0, 3, 2, 1).reshape(strips * STRIP, groups)
+    return codes[: packed.outputs], scales[: packed.outputs]
+
+
+def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
+    """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a product."""
+    if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if bias is not None and bias.dtype != x.dtype:
+        return False
+    return jit.plain(x, packed.pieces) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
+
+
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O], where `supports` says so; accumulated in f32.
+
+    gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
+    """
+    way, fused = _plan(len(x), packed, gate, device_caps(x.device))
+    assert way is not None, "supports() was not asked"
+    y = gemv(x, packed, way, fused, bias) if isinstance(way, GemvConfig) else gemm(x, packed, way, fused, bias)
+    return y if fused == gate else gated_activation(y, gate)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """The weight [O, I] in a dtype of 16 bits, each element rounded once."""
+    out = torch.empty(packed.outputs, packed.inputs, dtype=dtype, device=packed.pieces.device)
+    kernel = jit.kernel("dequantize", "dequantize", dtype, I=packed.inputs, RUN=RUN)
+    strips, groups, _ = packed.pieces.shape
+    warps = min(8, -(-groups // RUN))
+    kernel((-(-groups // (RUN * warps)), strips, 1), warps * 32, packed.pieces, out, packed.outputs)
+    return out
+
+
+def variants(
+    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What the product of so many rows, each, is compiled as."""
+    for n in rows:
+        way, fused = _plan(n, packed, gate, found)
+        if isinstance(way, GemvConfig):
+            yield jit.variant("quantized_gemv", dtype, **_gemv_sizes(n, packed.inputs, way, fused, bias))
+        elif way:
+            yield jit.variant("quantized_gemm", dtype, **_gemm_sizes(n, packed.inputs, way, fused, bias))
+
+
+def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[GemvConfig | TileConfig | None, str]:
+    """How the product is computed, and the gate if that takes it: not where its halves share a strip."""
+    sizes = packed.outputs, packed.inputs
+    if gate and packed.outputs % (2 * STRIP) == 0:
+        way = choose(rows, *sizes, True, found.num_sms, found.has_tma)
+        if way:
+            return way, gate
+    return choose(rows, *sizes, False, found.num_sms, found.has_tma), ""
+
+
+@functools.cache
+def choose(
+    rows: int, outputs: int, inputs: int, gated: bool, num_sms: int, has_tma: bool
+) -> GemvConfig | TileConfig | None:
+    """The fastest way for these sizes; None: weights are dequantised first."""
+    if not 0 < rows <= MOST_ROWS:
+        return None
+    strips = -(-outputs // STRIP)
+    way = GemvConfig(2, 4, 2) if gated or strips > 24 * num_sms else GemvConfig(1, 8, 2)
+    fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, way.strips) <= GEMV_SHARED
+    if fits and (rows <= GEMV_ROWS or not has_tma or inputs % LENGTHS[-1]):
+        return way
+    cuts = tile_configs(rows, outputs, inputs, gated) if has_tma else ()
+    return min(cuts, key=functools.partial(_cost, rows, outputs, num_sms), default=None)
+
+
+def _cost(rows: int, outputs: int, num_sms: int, cut: TileConfig) -> tuple[float, int]:
+    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many; then long chunks up
+    to 256 first."""
+    tiles = -(-outputs // cut.outputs)
+    return -(-tiles // num_sms) * (cut.outputs + 4 * _row_tiles(rows)), -min(cut.inputs, 256)
+
+
+def tile_configs(rows: int, outputs: int, inputs: int, gated: bool) -> Iterator[TileConfig]:
+    """All that `gemm` takes for these sizes."""
+    for height in HEIGHTS:
+        if (gated and height % (2 * STRIP)) or (_row_tiles(rows) > 2 and _strips_of_a_warp(height, 4) == 1):
+            continue
+        for length in LENGTHS:
+            cut = TileConfig(height, length)
+            if inputs % length == 0 and stages(cut, rows)[0] >= LEAST_STAGES:
+                yield cut
+
+
+def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """Of up to MOST_GEMV_ROWS rows; a gate takes two strips."""
+    rows, inputs = x.shape
+    shared = gemv_shared(rows, inputs, way.strips)
+    y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
+    sizes = _gemv_sizes(rows, inputs, way, gate, bias is not None)
+    kernel = jit.kernel("quantized_gemv", "quantized_gemv", x.dtype, shared, **sizes)
+    blocks = -(-len(packed.pieces) // way.strips)
+    args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
+    kernel((blocks, 1, 1), GEMV_WARPS * 32, *args, shared=shared)
+    return y
+
+
+def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """Of up to MOST_ROWS rows, a block on each multiprocessor."""
+    (rows, inputs), outputs = x.shape, packed.outputs
+    y = x.new_empty(rows, outputs // 2 if gate else outputs)
+    _, shared = stages(cut, rows)
+    sizes = _gemm_sizes(rows, inputs, cut, gate, bias is not None)
+    kernel = jit.kernel("quantized_gemm", "quantized_gemm", x.dtype, shared, **sizes)
+    blocks = min(-(-outputs // cut.outputs), device_caps(x.device).num_sms)
+    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
+    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs
+    kernel((blocks, 1, 1), _threads(sizes) + 32, *args, shared=shared)
+    return y
+
+
+def gemv_shared(rows: int, inputs: int, strips: int) -> int:
+    """Bytes of shared memory, as quantized_gemv.cu lays it out."""
+    return rows * (inputs * 2 + 16) + GEMV_WARPS * strips * 512
+
+
+def stages(cut: TileConfig, rows: int) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
+    padded, groups = 8 * _row_tiles(rows), _groups(cut, rows)
+    sums = groups * cut.outputs * (padded + 1) * 4
+    stage = padded * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // GROUP) * PIECE
+    stage = -(-stage // 1024) * 1024
+    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    return count, 1024 + count * stage + sums
+
+
+def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool) -> dict[str, int]:
+    return dict(
+        I=inputs,
+        R=rows,
+        STRIPS=way.strips,
+        AHEAD=way.ahead,
+        WARPS=GEMV_WARPS,
+        BLOCKS=way.blocks,
+        GATED=int(bool(gate)),
+        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        BIAS=int(bias),
+    )
+
+
+def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool) -> dict[str, int]:
+    tiles = _row_tiles(rows)
+    return dict(
+        I=inputs,
+        M=cut.outputs,
+        KC=cut.inputs,
+        STAGES=stages(cut, rows)[0],
+        TILES=tiles,
+        MT=_strips_of_a_warp(cut.outputs, tiles),
+        GROUPS=_groups(cut, rows),
+        GATED=int(bool(gate)),
+        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        BIAS=int(bias),
+    )
+
+
+def _threads(sizes: dict[str, int]) -> int:
+    return sizes["M"] // STRIP // sizes["MT"] * sizes["GROUPS"] * 32
+
+
+def _row_tiles(rows: int) -> int:
+    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+def _strips_of_a_warp(height: int, tiles: int) -> int:
+    """So that of many rows x is not read from shared memory for each strip: that is more than it gives."""
+    return 1 if tiles < 4 else next(count for count in (2, 3, 1) if height // STRIP % count == 0)
+
+
+def _groups(cut: TileConfig, rows: int) -> int:
+    """Warps that share a strip: as many as make WARPS, each with a piece of a chunk at least."""
+    warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
+    most = min(WARPS // warps, cut.inputs // GROUP)
+    return max(count for count in (1, 2, 4, 8) if count <= max(most, 1))

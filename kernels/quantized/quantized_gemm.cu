@@ -1,0 +1,158 @@
+// y [rows, width] = x [rows, I] W^T for up to 8 * TILES rows, at the speed at which W, in pieces of a quantised format,
+// is read: from sm_90 on.
+//
+// One warp of a block has bulk copies bring chunks of KC inputs of M outputs, and TMA the same inputs of x, to shared
+// memory, STAGES of them ahead and on into the next tile of outputs; as much of W as fits before the kernel's
+// predecessor has ended. Of the others each widens the codes of MT strips of 16 outputs in registers and multiplies them
+// by tensor cores; GROUPS of warps take turns along a chunk. A piece's sums are scaled as they are added up, so that
+// products are exact. With GATED, W is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs]
+// is added. x lies in boxes of 64 inputs with TMA's 128-byte swizzle; its rows from `rows` on are whatever lies there.
+#include "tma.cuh"
+#include "mma.cuh"
+#include "pairs.cuh"
+#include "q8_0.cuh"
+
+constexpr int ROWS = 8 * TILES;  // of x
+constexpr int STRIPS = M / 16, SUBTILES = STRIPS / MT, THREADS = SUBTILES * GROUPS * 32;  // that multiply
+constexpr int PIECES = I / 32, OF_CHUNK = KC / 32, CHUNKS = I / KC;  // pieces of a strip, also of one chunk
+constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
+constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
+constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
+constexpr int WIDE = ROWS + 1;
+
+#if __CUDA_ARCH__ >= 900
+__device__ inline void consumer_sync() { block_sync<THREADS>(1); }  // those that multiply
+
+// The block's part of W and x, chunk by chunk, by one thread.
+__device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
+                               Barrier* empty, int count, int strips, int rows) {
+    auto ask = [&](int n) {  // for W's part of the n-th chunk
+        const int stage = n % STAGES, tile = blockIdx.x + n / CHUNKS * gridDim.x;
+        const unsigned char* const from = weight + n % CHUNKS * (OF_CHUNK * PIECE);
+        mbarrier_expect(full + stage, W_BYTES + rows * KC * 2);
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            const int half = GATED ? i / (OUTS / 16) : 0, strip = tile * (OUTS / 16) + i - half * (OUTS / 16);
+            const int there = half * strips + min(strip, strips - 1);  // what is past the end is not stored
+            bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE, from + (long long)there * (PIECES * PIECE),
+                      OF_CHUNK * PIECE, full + stage);
+        }
+    };
+    auto ask_x = [&](int n) {
+        const int stage = n % STAGES, at = n % CHUNKS * KC;
+#pragma unroll
+        for (int b = 0; b < KC / 64; b++)
+            tma_load(ring + stage * STAGE + b * ROWS * 128, of_x, at + b * 64, 0, full + stage);
+    };
+#pragma unroll 1
+    for (int n = 0; n < STAGES && n < count; n++) ask(n);
+    grid_wait();
+    launch_dependents();
+#pragma unroll 1
+    for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
+#pragma unroll 1
+    for (int n = STAGES; n < count; n++) {
+        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
+        ask(n);
+        ask_x(n);
+    }
+}
+
+// A chunk's pieces k, k + GROUPS, ... of MT strips.
+__device__ inline void multiply(unsigned x_from, unsigned w_from, int group, float (&sum)[MT][TILES][4]) {
+    const int lane = threadIdx.x % 32;
+    // A lane's row of x, and where its first piece of 16 bytes stands there.
+    const unsigned x_row = x_from + lane % 8 * 128, x_piece = (lane / 8 ^ lane % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < OF_CHUNK; i += GROUPS) {
+        const int k = i + group;
+        unsigned b[TILES][4];
+#pragma unroll
+        for (int j = 0; j < TILES; j++) ldmatrix(b[j], x_row + (k / 2 * ROWS + j * 8) * 128 + (k % 2 * 64 ^ x_piece));
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            const Piece piece = shared_piece(w_from + (m * OF_CHUNK + k) * PIECE, lane);
+            const float2 by = scales(piece);
+            unsigned a[2][4];
+            codes<T>(piece, 0, a[0]);
+            codes<T>(piece, 1, a[1]);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                float part[4] = {};
+                mma<T>(part, a[0], b[j][0], b[j][1]);
+                mma<T>(part, a[1], b[j][2], b[j][3]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) sum[m][j][i] += (i < 2 ? by.x : by.y) * part[i];
+            }
+        }
+    }
+}
+
+__device__ inline float total(const float* sums, int out, int row, const T* bias) {
+    float y = BIAS ? to_float(*bias) : 0;
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++) y += sums[(k * M + out) * WIDE + row];
+    return y;
+}
+
+// A tile's values, once all sums are there.
+__device__ inline void store(const float* sums, const T* bias, T* y, int first, int width, int rows) {
+    for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
+        const int row = i / OUTS, out = i % OUTS, column = first + out;
+        if (column >= width) continue;
+        float value = total(sums, out, row, bias + column);
+        if (GATED) value = gated<T, ACT>(value, total(sums, OUTS + out, row, bias + width + column));
+        y[(long long)row * width + column] = from_float<T>(value);
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weight, const T* bias, T* y, int rows,
+               int outputs) {
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ uint4 memory[];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
+    const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
+    float* sums = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * STAGE);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int width = GATED ? outputs / 2 : outputs, strips = (width + 15) / 16, tiles = (width + OUTS - 1) / OUTS;
+    const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(full + s, 1);
+            mbarrier_init(empty + s, THREADS / 32);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (thread >= THREADS) {
+        if (thread == THREADS) produce(&of_x, weight, ring, full, empty, mine * CHUNKS, strips, rows);
+        return;
+    }
+    grid_wait();
+    const int sub = warp % SUBTILES, group = warp / SUBTILES;
+    for (int t = 0, n = 0; t < mine; t++) {
+        float sum[MT][TILES][4] = {};
+#pragma unroll 1
+        for (const int start = n, end = n + CHUNKS; n < end; n++) {
+            const unsigned stage = ring + n % STAGES * STAGE;
+            mbarrier_wait(full + n % STAGES, n / STAGES);
+            // What was loaded of the chunk before has been multiplied, so that it has been read.
+            if (n > start && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
+            multiply(stage, stage + X_BYTES + sub * MT * OF_CHUNK * PIECE, group, sum);
+        }
+        release_stage(empty + (n - 1) % STAGES);
+        if (t) consumer_sync();  // the values of the tile before have been stored
+        float* here = sums + (group * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int j = 0; j < TILES; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) here[(m * 16 + i / 2 * 8) * WIDE + j * 8 + i % 2] = sum[m][j][i];
+        consumer_sync();
+        store(sums, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
+    }
+#endif
+}

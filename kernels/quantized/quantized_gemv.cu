@@ -1,0 +1,92 @@
+// y [R, outputs] = x [R, I] W^T for up to eight rows, at the speed at which W, in pieces of a quantised format, is read.
+//
+// WARPS of a block take the pieces of STRIPS strips of 16 outputs in turn and multiply them by tensor cores, for which
+// rows of x are columns: to widen codes for them takes half as many instructions as to make floats. The first AHEAD
+// pieces of each warp are asked for before the kernel's predecessor has ended: weights do not change. With GATED, W is
+// a gate matrix over an up matrix, a block's two strips are one of each, and y = act(gate) * up. With BIAS, bias
+// [outputs] is added.
+#include "mma.cuh"
+#include "pairs.cuh"
+#include "q8_0.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int PIECES = I / 32, STEPS = (PIECES + WARPS - 1) / WARPS;  // of a strip; that a warp takes
+constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x: what an instruction reads of eight lies in different banks
+constexpr int SUMS = STRIPS * 128;  // of a warp
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int outputs) {
+    extern __shared__ uint4 memory[];
+    unsigned char* const xs = (unsigned char*)memory;
+    float* const sums = (float*)(xs + R * PITCH);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int width = GATED ? outputs / 2 : outputs, strips = (width + 15) / 16;
+    const int first = GATED ? blockIdx.x : blockIdx.x * STRIPS;
+    Pieces from[STRIPS];
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++) {
+        const int strip = GATED ? first + o * strips : min(first + o, strips - 1);  // what is past the end is not stored
+        from[o] = Pieces(weight + ((long long)strip * PIECES + warp) * PIECE, lane);
+    }
+    auto there = [&](int step) { return step < STEPS && (PIECES % WARPS == 0 || warp + step * WARPS < PIECES); };
+    Piece ring[AHEAD][STRIPS];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+        for (int o = 0; o < STRIPS; o++)
+            if (there(u)) ring[u][o] = from[o].stream(u * WARPS);
+    grid_wait();
+    launch_dependents();
+    for (int i = threadIdx.x; i < R * I / 8; i += THREADS)
+        *(uint4*)(xs + i / (I / 8) * PITCH + i % (I / 8) * 16) = ((const uint4*)x)[i];
+    __syncthreads();
+    // A lane's row of x, and there its eight of the first piece's inputs. Columns past R repeat the last row.
+    unsigned x_from = smem_address(xs) + min(lane % 8, R - 1) * PITCH + warp * 64 + lane / 8 * 16;
+    float sum[STRIPS][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
+#pragma unroll 1
+    for (int s = 0; s < STEPS; s += AHEAD) {
+#pragma unroll
+        for (int o = 0; o < STRIPS; o++) from[o].advance(AHEAD * WARPS);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if ((STEPS % AHEAD || PIECES % WARPS) && !there(s + u)) break;
+            unsigned b[4];
+            ldmatrix(b, x_from + u * WARPS * 64);
+#pragma unroll
+            for (int o = 0; o < STRIPS; o++) {
+                float part[4] = {};
+                unsigned a[4];
+                codes<T>(ring[u][o], 0, a);
+                mma<T>(part, a, b[0], b[1]);
+                codes<T>(ring[u][o], 1, a);
+                mma<T>(part, a, b[2], b[3]);
+                const float2 by = scales(ring[u][o]);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (i % 2 < R) sum[o][i] += (i < 2 ? by.x : by.y) * part[i];
+                if (there(s + u + AHEAD)) ring[u][o] = from[o].stream(u * WARPS);
+            }
+        }
+        x_from += AHEAD * WARPS * 64;
+    }
+    float* const here = sums + warp * SUMS + lane / 4 * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) here[o * 128 + i / 2 * 64 + i % 2] = sum[o][i];
+    __syncthreads();
+    auto total = [&](int strip, int out, int row, int column) {
+        float value = BIAS ? to_float(bias[column]) : 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) value += sums[w * SUMS + strip * 128 + out * 8 + row];
+        return value;
+    };
+    for (int i = threadIdx.x; i < R * 16 * (GATED ? 1 : STRIPS); i += THREADS) {
+        const int out = i % 16, strip = i / 16 % (GATED ? 1 : STRIPS), row = i / 16 / (GATED ? 1 : STRIPS);
+        const int column = (first + strip) * 16 + out;
+        if (column >= width) continue;
+        float value = total(strip, out, row, column);
+        if (GATED) value = gated<T, ACT>(value, total(STRIPS - 1, out, row, width + column));
+        y[(long long)row * width + column] = from_float<T>(value);
+    }
+}

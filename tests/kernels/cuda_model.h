@@ -1,0 +1,346 @@
+// A GPU's block on a CPU, for tests: each thread is a fiber, and what kernels/cuda/*.cuh do by assembly is written out.
+//
+// It stands in place of common.cuh, tma.cuh, mma.cuh and pairs.cuh. Warps run in random order. A copy that was asked for
+// poisons the place that it goes to and lands some time later, so that what is read too early or written too early
+// shows. All fibers waiting with no copy under way is a deadlock. Memory that may be read is told, the rest is an error.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __CUDA_ARCH__ 900
+
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+struct Dim {
+    int x, y, z;
+};
+static int min(int a, int b) { return a < b ? a : b; }
+
+namespace model {
+constexpr int MOST = 1024, STACK = 64 << 10, SMEM = 228 << 10;
+struct Warp {
+    int arrived, generation;
+    unsigned slots[2][32][8];
+};
+struct Meeting {
+    int arrived, generation;
+};
+struct Fiber {
+    ucontext_t context;
+    Dim thread;
+    bool done;
+    std::function<bool()> ready;  // what it waits for
+};
+static ucontext_t scheduler;
+static Fiber fibers[MOST];
+static Warp warps[MOST / 32];
+static Meeting meetings[16];
+static Fiber* now;
+static Dim block, grid, threads;
+static std::vector<std::function<void()>> copies;  // under way
+static std::mt19937 draw;
+static const char *readable_from, *readable_to;
+static std::function<void()> body;
+alignas(1024) static unsigned char smem[SMEM];
+static const char* failed;  // why, if so
+
+// Of a thread: it ends there, and so does the launch.
+static void fail(const char* what) {
+    failed = what;
+    swapcontext(&now->context, &scheduler);
+}
+
+static void wait_until(std::function<bool()> ready) {
+    if (ready()) return;
+    now->ready = std::move(ready);
+    swapcontext(&now->context, &scheduler);
+}
+static int lane() { return now->thread.x % 32; }
+
+// All lanes hand in n words and get everybody's.
+static unsigned (*together(const unsigned* mine, int n))[8] {
+    Warp& warp = warps[now->thread.x / 32];
+    const int generation = warp.generation;
+    auto slots = warp.slots[generation & 1];
+    memcpy(slots[lane()], mine, n * 4);
+    if (++warp.arrived == 32) warp.arrived = 0, warp.generation++;
+    wait_until([&warp, generation] { return warp.generation != generation; });
+    return slots;
+}
+static void meet(int number, int count) {
+    Meeting& meeting = meetings[number];
+    const int generation = meeting.generation;
+    if (++meeting.arrived == count) meeting.arrived = 0, meeting.generation++;
+    wait_until([&meeting, generation] { return meeting.generation != generation; });
+}
+static unsigned char* at(unsigned address, int bytes) {
+    if (address % bytes || address + bytes > SMEM) fail("an access to shared memory is not aligned, or past its end");
+    return smem + address;
+}
+static const char* readable(const void* from, int bytes) {
+    const char* p = (const char*)from;
+    if (p < readable_from || p + bytes > readable_to) fail("weights are read past their end");
+    if ((p - readable_from) % min(bytes, 16)) fail("weights are read where they are not aligned");
+    return p;
+}
+static void entry() {
+    body();
+    now->done = true;
+    swapcontext(&now->context, &scheduler);
+}
+
+static void run_block() {
+    static std::vector<char> stacks(MOST * STACK);
+    const int count = threads.x;
+    copies.clear();
+    memset(smem, 0xff, SMEM);
+    memset(warps, 0, sizeof warps);
+    memset(meetings, 0, sizeof meetings);
+    for (int i = 0; i < count; i++) {
+        Fiber& fiber = fibers[i];
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = stacks.data() + (size_t)i * STACK;
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.ready = [] { return true; };
+        makecontext(&fiber.context, entry, 0);
+    }
+    const int all = count / 32;
+    for (int left = count, pass = 0, slow = 0; left; pass++) {
+        if (pass % 50 == 0) slow = draw() % all;  // this warp goes on only when no other can
+        bool moved = false;
+        auto go = [&](int w) {
+            for (int i = w * 32; i < w * 32 + 32; i++) {
+                if (fibers[i].done || !fibers[i].ready()) continue;
+                now = fibers + i, moved = true;
+                swapcontext(&scheduler, &now->context);
+                if (failed) return;
+                left -= now->done;
+            }
+        };
+        const int begin = draw() % all;
+        for (int w = 0; w < all; w++)
+            if ((begin + w) % all != slow) go((begin + w) % all);
+        if (!copies.empty() && (!moved || draw() % 4 == 0)) {
+            const size_t i = draw() % copies.size();
+            const auto land = copies[i];
+            copies.erase(copies.begin() + i);
+            land();
+            moved = true;
+        }
+        if (!moved) go(slow);
+        if (!moved) failed = "all threads wait for each other";
+        if (failed) return;
+    }
+    if (!copies.empty()) failed = "the block ended before a copy came";
+}
+}  // namespace model
+
+#define threadIdx (model::now->thread)
+#define blockIdx (model::block)
+#define gridDim (model::grid)
+#define blockDim (model::threads)
+
+// common.cuh
+
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+static unsigned float_as_uint(float x) {
+    unsigned y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+static float __uint_as_float(unsigned x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+static float to_float(float x) { return x; }
+static float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+static float to_float(f16 x) {
+    const int exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+    const float value = exponent == 31 ? (fraction ? NAN : INFINITY)
+                        : exponent     ? ldexpf(1024 + fraction, exponent - 25)
+                                       : ldexpf(fraction, -24);
+    return x.bits >> 15 ? -value : value;
+}
+template <class E> static E from_float(float x);
+template <> float from_float<float>(float x) { return x; }
+template <> bf16 from_float<bf16>(float x) {
+    const unsigned bits = float_as_uint(x);
+    if (std::isnan(x)) return {0x7fff};
+    return {(uint16_t)(bits + 0x7fff + (bits >> 16 & 1) >> 16)};
+}
+template <> f16 from_float<f16>(float x) {
+    const uint16_t sign = float_as_uint(x) >> 16 & 0x8000;
+    const float size = fabsf(x);
+    if (std::isnan(x)) return {0x7fff};
+    if (size == 0) return {sign};
+    if (size >= 65520) return {(uint16_t)(sign | 0x7c00)};
+    int exponent;
+    frexpf(size, &exponent);
+    if (exponent < -13) exponent = -13;
+    const int fraction = (int)nearbyintf(ldexpf(size, 11 - exponent));  // 1024 to 2048, or less of a subnormal one
+    return {(uint16_t)(sign | ((exponent + 13) * 1024 + fraction))};
+}
+enum { SILU, GELU, GELU_TANH, RELU2 };
+template <class E, int ACT> static float gated(float gate, float up) {
+    static_assert(ACT == SILU, "the model has no other activation");
+    const float g = to_float(from_float<E>(gate)), u = to_float(from_float<E>(up));
+    return g / (1 + expf(-g)) * u;
+}
+template <class E> static E half_of(unsigned x, int half) { return E{(uint16_t)(x >> 16 * half)}; }
+template <class E> static float2 unpack(unsigned x) { return {to_float(half_of<E>(x, 0)), to_float(half_of<E>(x, 1))}; }
+static void grid_wait() {}
+static void launch_dependents() {}
+static uint4 stream16(const void* from) {
+    uint4 y;
+    memcpy(&y, model::readable(from, 16), 16);
+    return y;
+}
+static unsigned stream4(const void* from) {
+    unsigned y;
+    memcpy(&y, model::readable(from, 4), 4);
+    return y;
+}
+static unsigned smem_address(const void* p) { return (unsigned)((const unsigned char*)p - model::smem); }
+static uint4 load_shared16(unsigned from) {
+    uint4 y;
+    memcpy(&y, model::at(from, 16), 16);
+    return y;
+}
+static unsigned load_shared4(unsigned from) {
+    unsigned y;
+    memcpy(&y, model::at(from, 4), 4);
+    return y;
+}
+template <int THREADS> static void block_sync(int number) { model::meet(number, THREADS); }
+static void __syncthreads() { model::meet(0, model::threads.x); }
+static void __syncwarp() {
+    unsigned none = 0;
+    model::together(&none, 1);
+}
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    unsigned y = 0;
+    for (int i = 0; i < 4; i++) y |= (unsigned)(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return y;
+}
+
+// pairs.cuh and mma.cuh
+
+static unsigned and_xor(unsigned x, unsigned mask, unsigned with) { return x & mask ^ with; }
+template <class E> static unsigned pack(float a, float b) {
+    return from_float<E>(a).bits | (unsigned)from_float<E>(b).bits << 16;
+}
+template <class E> static unsigned add_pairs(unsigned a, unsigned b) {
+    const float2 x = unpack<E>(a), y = unpack<E>(b);
+    return pack<E>(x.x + y.x, x.y + y.y);
+}
+static void ldmatrix(unsigned (&y)[4], unsigned from) {
+    auto slots = model::together(&from, 1);
+    const int lane = model::lane();
+    for (int i = 0; i < 4; i++) memcpy(y + i, model::at(slots[i * 8 + lane / 4][0], 16) + lane % 4 * 4, 4);
+}
+template <class E> static void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const unsigned mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    auto slots = model::together(mine, 6);
+    const int lane = model::lane();
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double sum = c[i];
+        for (int k = 0; k < 16; k++) {
+            const unsigned x = slots[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], y = slots[column * 4 + k % 8 / 2][4 + k / 8];
+            sum += (double)to_float(half_of<E>(x, k % 2)) * to_float(half_of<E>(y, k % 2));
+        }
+        c[i] = (float)sum;
+    }
+}
+static void exchange_quads(unsigned (&x)[4]) {
+    auto slots = model::together(x, 4);
+    const int lane = model::lane();
+    for (int i = 0; i < 4; i++) x[i] = slots[lane / 4 * 4 + i][lane % 4];
+}
+
+// tma.cuh
+
+struct Barrier {
+    int arrivals, pending, bytes, phase;
+};
+struct TensorMap {
+    const char* start;
+    int rows, columns, height;
+};
+namespace model {
+static void settle(Barrier* barrier) {
+    if (barrier->pending < 0) fail("more arrivals at a barrier than it has");
+    if (!barrier->pending && !barrier->bytes) barrier->pending = barrier->arrivals, barrier->phase++;
+}
+static void copy(unsigned to, int bytes, std::function<void()> land, Barrier* barrier) {
+    at(to + bytes - 16, 16);
+    memset(at(to, 16), 0xff, bytes);
+    copies.push_back([=] {
+        land();
+        barrier->bytes -= bytes;
+        settle(barrier);
+    });
+}
+}  // namespace model
+static void mbarrier_init(Barrier* barrier, int arrivals) { *barrier = {arrivals, arrivals, 0, 0}; }
+static void fence_mbarrier_init() {}
+static void fence_async_proxy() {}
+static void mbarrier_arrive(Barrier* barrier) {
+    barrier->pending--;
+    model::settle(barrier);
+}
+static void mbarrier_expect(Barrier* barrier, int bytes) {
+    barrier->bytes += bytes;
+    mbarrier_arrive(barrier);
+}
+static void mbarrier_wait(Barrier* barrier, int round) {
+    model::wait_until([=] { return (barrier->phase & 1) != (round & 1); });
+}
+static void release_stage(Barrier* empty) {
+    __syncwarp();
+    if (model::lane() == 0) mbarrier_arrive(empty);
+}
+static void bulk_load(unsigned to, const void* from, int bytes, Barrier* barrier) {
+    if (bytes % 16 || (uintptr_t)from % 16) model::fail("a bulk copy is not of whole 16 bytes");
+    const char* start = model::readable(from, 16);
+    model::readable(start + bytes - 16, 16);
+    model::copy(to, bytes, [=] { memcpy(model::smem + to, start, bytes); }, barrier);
+}
+static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {
+    if (to % 1024) model::fail("a swizzled box does not begin at a multiple of 1024");
+    const TensorMap box = *map;
+    auto land = [=] {
+        for (int r = 0; r < box.height; r++)
+            for (int c = 0; c < 8; c++) {
+                unsigned char* place = model::smem + to + r * 128 + (c ^ r % 8) * 16;
+                memset(place, 0, 16);
+                const int first = input + c * 8;
+                if (row + r < box.rows && first < box.columns)
+                    memcpy(place, box.start + ((size_t)(row + r) * box.columns + first) * 2, 16);
+            }
+    };
+    model::copy(to, box.height * 128, land, barrier);
+}

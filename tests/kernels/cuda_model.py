@@ -1,0 +1,79 @@
+"""Runs a .cu of kernels/ on a CPU, thread by thread, as cuda_model.h has it: no GPU tells more of its indices."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from phalanx.kernels import jit
+
+REPLACED = ("common.cuh", "tma.cuh", "mma.cuh", "pairs.cuh")
+FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
+LAUNCH = """
+extern "C" const char* launch(const char* from, const char* to, int gx, int gy, int threads, int seed, void** args) {{
+    model::readable_from = from, model::readable_to = to, model::draw.seed(seed);
+    model::grid = {{gx, gy, 1}}, model::threads = {{threads, 1, 1}};
+    model::failed = nullptr;
+    for (int b = 0; b < gx * gy && !model::failed; b++) {{
+        model::block = {{b % gx, b / gx, 0}};
+        model::body = [=] {{ {call}; }};
+        model::run_block();
+    }}
+    return model::failed;
+}}
+"""
+
+
+class Box(ctypes.Structure):
+    """A TensorMap of a matrix [rows, columns] of 16-bit elements, in boxes of `height` rows by 64."""
+
+    _fields_ = [("start", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "columns", "height"))]
+
+
+def build(source: str, sizes: dict, folder: Path) -> ctypes.CDLL:
+    """The library of a source's one kernel, for the element type T and sizes of `sizes`."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    text = jit.SOURCES[f"{source}.cu"].read_text()
+    include = lambda line: "" if line[1] in REPLACED else jit.SOURCES[line[1]].read_text()  # noqa: E731
+    text = re.sub(r'#include "(.*)"', include, text)
+    text = text.replace("extern __shared__ uint4 memory[];", "uint4* const memory = (uint4*)(model::smem + 16);")
+    text = text.replace("__shared__ alignas(8)", "static").replace("__shared__", "static")
+    ((name, parameters),) = FUNCTION.findall(text)
+    types = [re.sub(r"\w+$", "", one.replace("__grid_constant__", "")).strip() for one in parameters.split(",")]
+    call = f"{name}({', '.join(f'*({one}*)args[{i}]' for i, one in enumerate(types))})"
+    given = [
+        f"constexpr int {key} = {value};" if isinstance(value, int) else f"typedef {jit.TYPES[value]} {key};"
+        for key, value in sizes.items()
+    ]
+    header = Path(__file__).with_suffix(".h").read_text()
+    (folder / "kernel.cpp").write_text("\n".join([header, *given, text, LAUNCH.format(call=call)]))
+    library = folder / f"{source}.so"
+    command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-o", str(library), str(folder / "kernel.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+def launch(
+    library: ctypes.CDLL, grid: tuple[int, int, int], threads: int, args: tuple, weights: torch.Tensor, seed: int = 0
+) -> None:
+    """weights: what may be streamed, and copied in bulk. What a thread does that a GPU would not bear is an error."""
+    values = [_c_value(one) for one in args]
+    pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(one) for one in values])
+    begin, end = weights.data_ptr(), weights.data_ptr() + weights.nbytes
+    library.launch.restype = ctypes.c_char_p
+    failed = library.launch(ctypes.c_void_p(begin), ctypes.c_void_p(end), grid[0], grid[1], threads, seed, pointers)
+    assert not failed, failed.decode()
+
+
+def _c_value(x: Box | torch.Tensor | int) -> Box | ctypes.c_void_p | ctypes.c_int:
+    if isinstance(x, Box):
+        return x
+    return ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else ctypes.c_int(x)

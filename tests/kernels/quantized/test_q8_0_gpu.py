@@ -1,0 +1,185 @@
+"""q8_0's kernels against f64, with NaN behind x and in all that is written."""
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.device import device_caps
+from phalanx.kernels.gemm.linear import linear
+from phalanx.kernels.norm import norm
+from phalanx.kernels.quantized import q8_0_cuda
+from phalanx.kernels.quantized.q8_0_cuda import GemvConfig
+from torch.nn.functional import gelu, silu
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_tma = pytest.mark.skipif(
+    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).has_tma,
+    reason="needs the tensor memory accelerator of sm_90 or sm_100, and their shared memory",
+)
+NAN = float("nan")
+DTYPES = [torch.bfloat16, torch.float16]
+BOUND = 3e-3  # of the norm; an output's own rounding is 1.1e-3 in bf16
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Fresh memory holds NaN: what a kernel does not write shows."""
+    torch.manual_seed(0)
+    held = [torch.full((n,), NAN, device="cuda") for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20)]
+    del held
+    yield
+    torch.cuda.synchronize()
+
+
+def make(outputs, inputs):
+    """Codes and scales as weights have them, packed on the GPU, and the weight in f64."""
+    codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
+    scales = (torch.rand(outputs, inputs // 32, device="cuda") / 64 - 1 / 128).half()
+    return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
+
+
+def rows_of(rows, inputs, dtype):
+    """x, and NaN behind it."""
+    room = torch.full((rows * inputs + (1 << 14),), NAN, device="cuda", dtype=dtype)
+    return room[: rows * inputs].view(rows, inputs).copy_(torch.randn(rows, inputs, device="cuda"))
+
+
+def gate(y, dtype, act="silu"):
+    """act of the first half times the second, both rounded."""
+    first, second = y.to(dtype).double().chunk(2, 1)
+    return (silu(first) if act == "silu" else gelu(first, approximate="tanh")) * second
+
+
+def check(found, want, about):
+    assert all(y.shape == want.shape and y.isfinite().all() for y in found), about
+    apart = ((found[0].double() - want).norm() / want.norm()).item()
+    assert apart < BOUND, (about, apart)
+    differ = [(y != found[0]).nonzero() for y in found]
+    assert not any(map(len, differ)), (about, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs, inputs", [(16, 64), (37, 96), (64, 512), (192, 4096), (130, 1056), (128, 14336)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 129, 256])
+def test_linear(rows, outputs, inputs, dtype):
+    """As it is chosen, with a bias and a gate; otherwise the weight as it is, and a product."""
+    packed, weight = make(outputs, inputs)
+    x = rows_of(rows, inputs, dtype)
+    for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
+        want = x.double() @ weight.T + (0 if bias is None else bias.double())
+        if not q8_0_cuda.supports(x, packed, bias):
+            check([linear(x, q8_0_cuda.dequantize(packed, dtype), bias)], want, "dequantized")
+            continue
+        check([q8_0_cuda.linear(x, packed, bias=bias) for _ in range(2)], want, "plain")
+        if outputs % 2 == 0:
+            for act in ("silu", "gelu_tanh"):
+                check([q8_0_cuda.linear(x, packed, act, bias) for _ in range(2)], gate(want, dtype, act), act)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (1344, 2080), (4096, 14336)])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 8])
+def test_every_way_of_few_rows(rows, outputs, inputs, dtype):
+    packed, weight = make(outputs, inputs)
+    x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
+    want = x.double() @ weight.T + bias.double()
+    for way in (GemvConfig(1, 8, 2), GemvConfig(1, 4, 3), GemvConfig(2, 4, 2)):
+        if q8_0_cuda.gemv_shared(rows, inputs, way.strips) > 220 << 10 >> (way.blocks == 3):
+            continue
+        check([q8_0_cuda.gemv(x, packed, way, "", bias) for _ in range(3)], want, way)
+        if way.strips == 2:
+            check([q8_0_cuda.gemv(x, packed, way, "silu", bias) for _ in range(3)], gate(want, dtype), way)
+
+
+@needs_tma
+@pytest.mark.parametrize(
+    "outputs, inputs, gated, dtype", [(1344, 2048, "silu", DTYPES[0]), (5000, 1024, "", DTYPES[1])]
+)
+@pytest.mark.parametrize("rows", [7, 16, 29, 64])
+def test_every_cut(rows, outputs, inputs, gated, dtype):
+    """Several times in a row into memory that holds NaN: a race would show as a difference."""
+    packed, weight = make(outputs, inputs)
+    x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
+    want = x.double() @ weight.T + bias.double()
+    want = gate(want, dtype) if gated else want
+    cuts = list(q8_0_cuda.tile_configs(rows, outputs, inputs, bool(gated)))
+    sizes = [q8_0_cuda._gemm_sizes(rows, inputs, cut, gated, True) for cut in cuts]
+    jit.compile_ahead([jit.variant("quantized_gemm", dtype, **one) for one in sizes], x.device)
+    for cut in cuts:
+        check([q8_0_cuda.gemm(x, packed, cut, gated, bias) for _ in range(4)], want, cut)
+
+
+@pytest.mark.parametrize("outputs, inputs, gated", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
+@pytest.mark.parametrize("rows", [1, 4, 7, 16, 32, 50, 64])
+def test_linears_of_a_model(rows, outputs, inputs, gated):
+    """Often in a row: all multiprocessors are busy, and the ring goes round many times."""
+    packed, weight = make(outputs, inputs)
+    x = rows_of(rows, inputs, torch.bfloat16)
+    if not q8_0_cuda.supports(x, packed):
+        pytest.skip("not on this GPU")
+    want = x.double() @ weight.T
+    want = gate(want, x.dtype) if gated else want
+    check([q8_0_cuda.linear(x, packed, gated) for _ in range(20)], want, rows)
+
+
+@needs_tma
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 40, 100])
+def test_one_behind_the_other_in_a_graph(rows, dtype):
+    """Each begins before the one whose outputs it reads has ended; replays are eager calls' equals."""
+    weights = [make(512, 512)[0], make(4096, 512)[0], make(512, 2048)[0], make(3072, 512)[0], make(512, 3072)[0]]
+    gates = ["", "silu", "", "", ""]
+    x, ones = rows_of(rows, 512, dtype), torch.ones(4096, device="cuda", dtype=dtype)
+
+    def step(x, pause=lambda: None):
+        for _ in range(3):
+            for packed, act in zip(weights, gates, strict=True):
+                if q8_0_cuda.supports(x, packed):
+                    x = q8_0_cuda.linear(x, packed, act)
+                else:
+                    y = linear(x, q8_0_cuda.dequantize(packed, dtype))
+                    x = gate(y, dtype).to(dtype) if act else y
+                x = norm.rms_norm(x, ones[: x.shape[1]], 1e-5)
+                pause()
+        return x
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(x)
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        out = step(x)
+        graph.capture_end()
+        for _ in range(10):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            found = out.clone()
+            assert found.isfinite().all() and torch.equal(found, step(x, stream.synchronize))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs, inputs", [(1, 32), (16, 64), (37, 4096), (4096, 14336), (130, 1184)])
+def test_dequantize(outputs, inputs, dtype):
+    """Bit for bit: each product is rounded once."""
+    packed, weight = make(outputs, inputs)
+    assert torch.equal(q8_0_cuda.dequantize(packed, dtype), weight.float().to(dtype))
+
+
+def test_pack_and_back():
+    codes = torch.randint(-128, 128, (1003, 4096), dtype=torch.int8, device="cuda")
+    scales = torch.randn(1003, 128, device="cuda").half()
+    found = q8_0_cuda.unpack(q8_0_cuda.pack(codes, scales))
+    assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
+
+
+def test_what_is_refused():
+    packed, _ = make(64, 512)
+    x = rows_of(4, 512, torch.float16)
+    assert q8_0_cuda.supports(x, packed) and q8_0_cuda.supports(x, packed, x[0, :64])
+    assert not q8_0_cuda.supports(x.float(), packed) and not q8_0_cuda.supports(x.cpu(), packed)
+    assert not q8_0_cuda.supports(x[:0], packed) and not q8_0_cuda.supports(x[:, None], packed)
+    assert not q8_0_cuda.supports(rows_of(q8_0_cuda.MOST_ROWS + 1, 512, torch.float16), packed)
+    assert not q8_0_cuda.supports(rows_of(4, 1024, torch.float16)[:, :512], packed)
+    assert not q8_0_cuda.supports(rows_of(1, 520, torch.float16)[0, 1:513][None], packed)
+    assert not q8_0_cuda.supports(x, packed, x[0, :64].bfloat16())
+    assert not q8_0_cuda.supports(x, packed._replace(pieces=packed.pieces.repeat(1, 2, 1)[:, ::2]))
