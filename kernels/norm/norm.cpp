@@ -5,8 +5,8 @@
 
 struct RmsNorm {
     const void *x, *weight;
-    void* y;  // may be x
-    int64_t rows, size;
+    void* y;  // [rows, size]; may be x
+    int64_t rows, size, pitch;  // pitch: elements between rows of x
     double eps;
 };
 
@@ -60,7 +60,7 @@ template <typename T> INLINE void add_row(const T* x, T* y, int64_t size) {
 template <typename T> void rms_norm(const RmsNorm& a, int part, int parts) {
     Share rows(a.rows, part, parts);
     for (int64_t t = rows.first; t < rows.last; t++)
-        norm_row((const T*)a.x + t * a.size, (const T*)a.weight, (T*)a.y + t * a.size, a.size, a.eps);
+        norm_row((const T*)a.x + t * a.pitch, (const T*)a.weight, (T*)a.y + t * a.size, a.size, a.eps);
 }
 
 template <typename T> void add_rms_norm(const AddRmsNorm& a, int part, int parts) {

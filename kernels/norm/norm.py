@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
@@ -14,7 +13,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, which is `weight`'s; computed in f32 and rounded once. A new tensor."""
     if x.is_cuda:
         return rms_norm_cuda(x, weight, eps)
-    if x.dim() == 2 and x.is_contiguous() and x.dtype == weight.dtype and ops.takes(x):
+    if x.dim() == 2 and x.stride(1) == 1 and x.dtype == weight.dtype and ops.takes(x):
         return rms_norm_cpu(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
@@ -50,9 +49,9 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [T, H], contiguous."""
-    y = torch.empty_like(x)
-    ops.typed("norm", "rms_norm", x.dtype)(x, weight, y, *x.shape, float(eps))
+    """x: [T, H], its rows contiguous."""
+    y = x.new_empty(x.shape)
+    ops.typed("norm", "rms_norm", x.dtype)(x, weight, y, *x.shape, x.stride(0), float(eps))
     return y
 
 

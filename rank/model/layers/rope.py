@@ -39,7 +39,8 @@ class RotaryEmbeddings(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in self.buffers())
+        """Of the cosines and sines, as many for each position; a temperature's four bytes beside them do not count."""
+        return sum(one.nbytes for name, one in self.named_buffers() if name.endswith("table"))
 
 
 class RotaryEmbedding(nn.Module):

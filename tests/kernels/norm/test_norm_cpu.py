@@ -15,6 +15,13 @@ def test_rms_norm(isa, threads, called, dtype, rows, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_parts_of_rows(isa, threads, called, dtype):
+    x, weight = torch.randn(5, 100).to(dtype)[:, 20:53], torch.randn(33).to(dtype)
+    close(rms_norm(x, weight, 1e-5), rms_norm_reference(x.float(), weight.float(), 1e-5), dtype)
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, size", [(1, 1), (3, 33), (5, 64)])
 @pytest.mark.parametrize("more", [False, True])
 def test_add_rms_norm(isa, threads, called, dtype, rows, size, more):
