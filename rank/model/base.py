@@ -165,13 +165,17 @@ class Model(nn.Module):
         """names: of the checkpoint's tensors. format_of: chooses each linear's weight format."""
         super().__init__()
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
-        self.tied = args.tie_word_embeddings
+        self.tied = self._is_tied(args, names)
         self.tensor = mesh.tensor
         self.model = self.DECODER(args, mesh, self.LAYER)
         ropes = [args.rope(index) for index in range(args.num_hidden_layers)]
         self.rope = RotaryEmbeddings(ropes, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = self._head(args, mesh) if mesh.last else None
         self._build(names, format_of)
+
+    @staticmethod
+    def _is_tied(args: Args, names: Container[str]) -> bool:
+        return args.tie_word_embeddings
 
     @staticmethod
     def _head(args: Args, mesh: Mesh) -> ParallelLMHead:
@@ -311,6 +315,11 @@ class TextOfMultimodal(Model):
     LEFT_OUT = tuple(
         f"{under}{part}." for under in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
     )
+
+    @staticmethod
+    def _is_tied(args: Args, names: Container[str]) -> bool:
+        """The whole's config.json may say so by its class's default, where the checkpoint has a head of its own."""
+        return args.tie_word_embeddings and "lm_head.weight" not in names
 
     @classmethod
     def rename(cls, name: str) -> str:

@@ -71,6 +71,11 @@ class TextEngine:
             self._pool, Text, config.model_dir, config.generation_config, config.chat_template
         )
         self.defaults = resolve_defaults(config.sampling, self.text.generation)
+        if self.text.template is not None and self.text.template.family is not None:
+            log.warning(
+                "the model has no chat template: chats are written as the %s family does; --chat-template sets another",
+                self.text.template.family.family,
+            )
         if self.text.template is not None and self.text.template.takes_tools and self.text.tool_format is None:
             log.warning("the model writes tool calls in a way that is not known here: they stay in the answer's text")
 

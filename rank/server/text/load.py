@@ -51,8 +51,9 @@ class Text:
         ids = [] if listed is None else list(listed) if isinstance(listed, list) else [listed]
         token = tokenizer_config.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
-        own = self.tokenizer.token_id(token) if token else None
-        return tuple(dict.fromkeys([*ids, own] if own is not None else ids))
+        family = self.template.family if self.template else None
+        own = [self.tokenizer.token_id(one) for one in (token, family.end if family else None) if one]
+        return tuple(dict.fromkeys([*ids, *(id for id in own if id is not None)]))
 
     def _find_reasoning(self, source: str) -> ReasoningFormat | None:
         for markers in KNOWN_REASONING:

@@ -16,6 +16,7 @@ import jinja2.sandbox
 
 from ..api_error import ApiError
 from .control import MARK
+from .family_templates import FamilyTemplate, family_template
 
 # Marks where the final message ends, so that what the template writes after it can be cut off.
 CUT = "\u2063phalanx-cut\u2063"
@@ -60,9 +61,11 @@ def _environment() -> jinja2.Environment:
 class ChatTemplate:
     """The model's template, or several by name: "default", and "tool_use" for requests with tools."""
 
-    def __init__(self, sources: dict[str, str], tokens: dict[str, str]):
-        """`tokens` are bos_token, eos_token and their like, which templates name."""
+    def __init__(self, sources: dict[str, str], tokens: dict[str, str], family: FamilyTemplate | None = None):
+        """`tokens` are bos_token, eos_token and their like, which templates name. family: whose template it is, where
+        the model has none of its own."""
         self.source = "\n".join(sources.values())
+        self.family = family
         self._tokens = tokens
         env = _environment()
         self._templates = {name: env.from_string(source) for name, source in sources.items()}
@@ -152,7 +155,7 @@ def _token_texts(config: dict) -> dict[str, str]:
 
 
 def load_template(model_dir: Path, tokenizer_config: dict, override: str = "") -> ChatTemplate | None:
-    """The template of a model directory; None where it has none (a base model)."""
+    """The template of a model directory, or its family's where it has none; None where the family is unknown."""
     sources: dict[str, str] = {}
     inline = tokenizer_config.get("chat_template")
     if override:
@@ -167,4 +170,7 @@ def load_template(model_dir: Path, tokenizer_config: dict, override: str = "") -
         sources["default"] = inline
     elif inline:
         sources = {entry["name"]: entry["template"] for entry in inline}
-    return ChatTemplate(sources, _token_texts(tokenizer_config)) if sources else None
+    family = None if sources else family_template(model_dir)
+    if family is not None:
+        sources["default"] = family.source
+    return ChatTemplate(sources, _token_texts(tokenizer_config), family) if sources else None

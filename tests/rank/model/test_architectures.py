@@ -226,6 +226,15 @@ def test_the_vision_part_is_left_out(made, caplog):
     ]
 
 
+def test_a_head_of_its_own_is_read_whatever_the_whole_says(tmp_path, expected):
+    path = write(tmp_path, **MODELS["mistral3"])
+    want = expected(path, tokens(20))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    (logits,) = run_steps(path, [tokens(20)], tp=2)
+    assert distance(logits, want) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [

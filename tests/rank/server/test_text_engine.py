@@ -15,6 +15,8 @@ from phalanx.rank.server.schema import CompletionRequest
 from phalanx.rank.server.text.events import Text
 from phalanx.rank.server.text_engine import TextEngine
 
+from .conftest import make_model
+
 pytestmark = pytest.mark.timeout(20)
 
 
@@ -94,6 +96,16 @@ def test_a_syntax_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
     assert caplog.messages == [
         "the model writes tool calls in a way that is not known here: they stay in the answer's text"
     ]
+
+
+def test_the_template_of_a_family(tmp_path, caplog):
+    model = make_model(tmp_path / "base", template=None)
+    (model / "config.json").write_text('{"model_type": "olmo2"}')
+    sessions = TextEngine(EngineClient(str(tmp_path / "lead")), ServerConfig(str(model), "", -1))
+    asyncio.run(sessions.load())
+    sessions.close()
+    (message,) = caplog.messages
+    assert "no chat template" in message and "OLMo" in message and "--chat-template" in message
 
 
 def test_an_error_without_words(front):

@@ -1,0 +1,90 @@
+"""Chat templates of model families, for checkpoints that have none: how the family's chat models write turns.
+
+A family is known by the control tokens of its tokenizer, which its base models have too, or else by its model_type.
+Sources: the prompt formats that model cards publish. None of these templates takes tools.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class FamilyTemplate(NamedTuple):
+    family: str
+    source: str  # Jinja
+    end: str = ""  # the token that ends an answer; empty: the tokenizer's eos_token
+    tokens: tuple[str, ...] = ()  # the tokenizer has all of these
+    models: tuple[str, ...] = ()  # without tokens: the model_type is one of these
+
+
+def turns(open: str, after: str, close: str, begin: str = "", assistant: str = "assistant", fold: str = "") -> str:
+    """Each turn as open, role, after, text, close. begin: before the first turn; assistant: that role's name; fold:
+    what the first turn has before its text."""
+    role = f"{{{{ '{assistant}' if message['role'] == 'assistant' else message['role'] }}}}"
+    return (
+        f"{begin}{{% for message in messages %}}{open}{role}{after}{fold}{{{{ message['content'] }}}}{close}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{open}{assistant}{after}{{% endif %}}"
+    )
+
+
+def instructions(user: str, fold: str = "") -> str:
+    """[INST] text [/INST] answer. user: before each [INST]; fold: what the first one has before its text."""
+    return (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}"
+        f"{{% else %}}{user}[INST] {fold}{{{{ message['content'] }}}} [/INST]{{% endif %}}{{% endfor %}}"
+    )
+
+
+BOS = "{{ bos_token }}"
+# Of families without a turn of the system: its message is before the first other one's text, framed or not.
+FIRST = (
+    "{% set system = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' %}"
+    "{% set messages = messages[1:] if system else messages %}"
+)
+FOLD = "{% if system and loop.first %}{{ system }}\n\n{% endif %}"
+FRAMED = "{% if system and loop.first %}<<SYS>>\n{{ system }}\n<</SYS>>\n\n{% endif %}"
+FAMILIES = (
+    FamilyTemplate(
+        "ChatML", turns("<|im_start|>", "\n", "<|im_end|>\n"), "<|im_end|>", tokens=("<|im_start|>", "<|im_end|>")
+    ),
+    FamilyTemplate(
+        "Llama 3", turns("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", BOS), "<|eot_id|>",
+        tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    FamilyTemplate(
+        "Gemma", FIRST + turns("<start_of_turn>", "\n", "<end_of_turn>\n", BOS, assistant="model", fold=FOLD),
+        "<end_of_turn>", tokens=("<start_of_turn>", "<end_of_turn>"),
+    ),
+    FamilyTemplate(
+        "Granite", turns("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n"), "<|end_of_text|>",
+        tokens=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    ),
+    FamilyTemplate(
+        "GLM-4", turns("<|", "|>\n", "", "[gMASK]<sop>"), "<|user|>", tokens=("[gMASK]", "<sop>", "<|user|>"),
+    ),
+    FamilyTemplate(
+        "Phi-3", turns("<|", "|>\n", "<|end|>\n"), "<|end|>", tokens=("<|user|>", "<|assistant|>", "<|end|>")
+    ),
+    FamilyTemplate("OLMo", turns("<|", "|>\n", "\n", BOS), models=("olmo2", "olmo3")),
+    FamilyTemplate("Llama 2", FIRST + instructions(BOS, FRAMED), models=("llama",)),
+    FamilyTemplate(
+        "Mistral", FIRST + BOS + instructions("", FOLD),
+        models=("ministral", "ministral3", "mistral", "mistral3", "mixtral"),
+    ),
+)  # fmt: skip
+
+
+def family_template(model_dir: Path) -> FamilyTemplate | None:
+    """The family of a model directory; None where it is unknown."""
+    tokens = {token["content"] for token in _read(model_dir / "tokenizer.json").get("added_tokens", [])}
+    model_type = _read(model_dir / "config.json").get("model_type")
+    for family in FAMILIES:
+        if family.tokens and tokens.issuperset(family.tokens):
+            return family
+    return next((family for family in FAMILIES if model_type in family.models), None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,58 @@
+"""The templates of families, for models that have none."""
+
+import json
+
+import pytest
+from phalanx.rank.server.text.family_templates import FAMILIES, family_template
+from phalanx.rank.server.text.template import load_template
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Ho"},
+    {"role": "user", "content": "Bye"},
+]
+WRITTEN = {
+    "ChatML": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo"
+    "<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n",
+    "Llama 3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user"
+    "<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHo<|eot_id|><|start_header_id|>"
+    "user<|end_header_id|>\n\nBye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "Gemma": "<s><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHo<end_of_turn>\n"
+    "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n",
+    "Granite": "<|start_of_role|>system<|end_of_role|>Be brief.<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>Hi"
+    "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>Ho<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>"
+    "Bye<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
+    "GLM-4": "[gMASK]<sop><|system|>\nBe brief.<|user|>\nHi<|assistant|>\nHo<|user|>\nBye<|assistant|>\n",
+    "Phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHo<|end|>\n<|user|>\nBye<|end|>\n"
+    "<|assistant|>\n",
+    "OLMo": "<s><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\nHo\n<|user|>\nBye\n<|assistant|>\n",
+    "Llama 2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Ho</s><s>[INST] Bye [/INST]",
+    "Mistral": "<s>[INST] Be brief.\n\nHi [/INST] Ho</s>[INST] Bye [/INST]",
+}
+
+
+def write(path, tokens=(), model_type=None, **config):
+    (path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": one} for one in tokens]}))
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return load_template(path, {"bos_token": "<s>", "eos_token": "</s>", **config})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.family)
+def test_how_a_family_writes_chats(tmp_path, family):
+    template = write(tmp_path, family.tokens, next(iter(family.models), "some"))
+    assert template.family is family and not template.takes_tools
+    assert template.render(CHAT) == WRITTEN[family.family]
+    assert template.render(CHAT[:3], continue_final=True).endswith("Ho")
+
+
+def test_control_tokens_say_more_than_the_model_type(tmp_path):
+    assert write(tmp_path, ("<|im_start|>", "<|im_end|>"), "llama").family.family == "ChatML"
+    assert write(tmp_path, ("<|im_start|>",), "llama").family.family == "Llama 2"
+    assert write(tmp_path, (), "starcoder2") is None
+    assert family_template(tmp_path / "none") is None
+
+
+def test_a_template_of_its_own_stays(tmp_path):
+    template = write(tmp_path, ("<|im_start|>", "<|im_end|>"), "qwen2", chat_template="own")
+    assert template.family is None and template.source == "own"
