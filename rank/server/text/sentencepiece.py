@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece.Type
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
@@ -87,22 +87,6 @@ def build(model: Model, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         if piece.type in (UNKNOWN, CONTROL, USER_DEFINED):
             made.add_tokens([AddedToken(piece.text, special=piece.type != USER_DEFINED, normalized=False)])
     return made
-
-
-def add_ends(made: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Let encoding put the tokens around a text that tokenizer_config.json asks for: <s> unless it says otherwise."""
-    ends = {}
-    for key, wanted, usual in (("bos_token", "add_bos_token", "<s>"), ("eos_token", "add_eos_token", "</s>")):
-        token = config.get(key) or usual
-        token = token["content"] if isinstance(token, dict) else token
-        if config.get(wanted, key == "bos_token") and (id := made.token_to_id(token)) is not None:
-            ends[key] = (token, id)
-    if ends:
-        template = [ends[key][0] if key in ends else "" for key in ("bos_token", "eos_token")]
-        single = [*template[:1], "$A", *template[1:]]
-        made.post_processor = processors.TemplateProcessing(
-            single=[part for part in single if part], special_tokens=list(ends.values())
-        )
 
 
 def merges_of(ranks: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from .sentencepiece import merges_of
 
@@ -20,7 +20,6 @@ CONTROL = (
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
 )  # fmt: skip
-START = "<s>"
 
 
 def build(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
@@ -49,8 +48,4 @@ def build(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
     )
     made.decoder = decoders.ByteLevel()
     made.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    if START in vocab:
-        made.post_processor = processors.TemplateProcessing(
-            single=[START, "$A"], special_tokens=[(START, vocab[START])]
-        )
     return made

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, processors
 
 from . import sentencepiece, tekken
 
 NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model")  # in this order, where there are several
+# The tokens that the code of ChatGLM2 and 3 puts behind those of tokenizer.model.
+CHATGLM = (
+    "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+)  # fmt: skip
 
 
 def find(directory: Path) -> Path:
@@ -28,20 +32,53 @@ def find(directory: Path) -> Path:
 def load(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
     """alphabet: the byte of each character of byte-level BPE. Raises ValueError where the file cannot be read so."""
     if path.name == "tekken.json":
-        return tekken.build(path, alphabet)
-    if path.suffix != ".model":
-        return tokenizers.Tokenizer.from_file(str(path))
+        made = tekken.build(path, alphabet)
+        _surround(made, ["<s>"], [])
+    elif path.suffix == ".model":
+        made = _sentencepiece(path)
+    else:
+        made = tokenizers.Tokenizer.from_file(str(path))
+    return made
+
+
+def _sentencepiece(path: Path) -> tokenizers.Tokenizer:
     config = _json(path.with_name("tokenizer_config.json"))
     made = sentencepiece.build(sentencepiece.read(path), config)
-    for id, token in sorted(_added(path.parent, config).items()):
+    added = _added(path.parent, config)
+    start, end = _end(config, "bos", True, "<s>"), _end(config, "eos", False, "</s>")
+    if config.get("tokenizer_class") == "ChatGLMTokenizer":
+        added = dict(enumerate(map(_chatglm, CHATGLM), made.get_vocab_size())) | added
+        start = ["[gMASK]", "sop"]
+    for id, token in sorted(added.items()):
         made.add_tokens([token])
         if made.token_to_id(token.content) != id:
             raise ValueError(
                 f"{path.parent}: its added tokens say that {token.content!r} is token {id}, but with {path.name} it is "
                 f"{made.token_to_id(token.content)}: convert the tokenizer to a tokenizer.json"
             )
-    sentencepiece.add_ends(made, config)
+    _surround(made, start, end)
     return made
+
+
+def _chatglm(name: str) -> AddedToken:
+    """sop is no part of a word such as sophisticated."""
+    return AddedToken(name, special=True, normalized=False, single_word=name.isalpha())
+
+
+def _end(config: dict[str, Any], name: str, wanted: bool, usual: str) -> list[str]:
+    """The token at the start or the end of a text, where tokenizer_config.json asks for it."""
+    token = config.get(f"{name}_token") or usual
+    return [token["content"] if isinstance(token, dict) else token] if config.get(f"add_{name}_token", wanted) else []
+
+
+def _surround(made: tokenizers.Tokenizer, start: list[str], end: list[str]) -> None:
+    """Let encoding put these tokens around a text, as far as there are such tokens."""
+    ids = {token: id for token in (*start, *end) if (id := made.token_to_id(token)) is not None}
+    start, end = ([token for token in tokens if token in ids] for tokens in (start, end))
+    if ids:
+        made.post_processor = processors.TemplateProcessing(
+            single=[*start, "$A", *end], special_tokens=list(ids.items())
+        )
 
 
 def _added(directory: Path, config: dict[str, Any]) -> dict[int, AddedToken]:

@@ -99,6 +99,20 @@ def test_tokens_that_are_added(tmp_path):
         configure(tmp_path, added_tokens_decoder={str(size + 9): {"content": "<far>"}})
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_chatglm(tmp_path, listed):
+    """Its code adds tokens, and begins texts with two of them; newer files list them."""
+    truth = train(tmp_path, **KINDS["llama"])
+    size = truth.get_piece_size()
+    decoder = {str(size + 6): {"content": "<|user|>", "special": False}} if listed else {}
+    made = configure(tmp_path, tokenizer_class="ChatGLMTokenizer", added_tokens_decoder=decoder)
+    assert made.encode("The quick", True) == [size + 1, size + 3, *truth.encode("The quick")]
+    assert made.encode("sophisticated", False) == truth.encode("sophisticated")
+    assert made.encode("[gMASK]sop<|user|>", False) == [size + 1, size + 3, size + 6]
+    assert made.encode("<|user|>", False) == [size + 6] and (size + 6 in made.special) is not listed
+    assert made.size == size + 9
+
+
 @pytest.mark.parametrize("keep", [0, 1, 7, 1000, -3])
 def test_a_damaged_model(tmp_path, keep):
     train(tmp_path)
