@@ -16,8 +16,12 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import ACTIVATIONS
 from ..gemm.linear import gated_linear, linear
+from . import expert_gemm
+from .expert_gemm import ItemConfig
 
-GEMV_PAIRS = 64  # of more, many have an expert in common, and tensor cores read its weights once
+# Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
+GEMV_PAIRS = 64
+GEMV_SHARE = 2
 GEMV_WARPS = 4  # of a block
 GROUP_THREADS = 1024
 MOST_EXPERTS = 2048  # that group.cu has shared memory for
@@ -60,8 +64,11 @@ def fused_experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tens
     x = x.contiguous()
     if len(x) == 0:
         return torch.empty_like(x)
-    if supports_gemv(x, ids, w13, w2):
+    pairs, experts = ids.numel(), len(w13)
+    if pairs <= min(GEMV_PAIRS, experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
         return expert_gemv(x, ids, weights, w13, w2, act)
+    if pairs <= expert_gemm.MOST_PAIRS * experts and expert_gemm.supports(x, w13, w2):
+        return pipelined(x, ids, weights, w13, w2, act)
     return grouped(x, ids, weights, w13, w2, act)
 
 
@@ -92,11 +99,10 @@ def experts_cpu(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
 
 
 def supports_gemv(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> bool:
-    """Whether `expert_gemv` takes these, and is the fastest."""
+    """Whether `expert_gemv` takes these."""
     hidden, inner = w2.shape[1:]
-    whole = hidden % 8 == 0 and inner % 8 == 0  # and so rows of blocks, which are fewer
-    few = ids.numel() <= GEMV_PAIRS and ids.shape[1] <= 32
-    return few and whole and x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype and jit.plain(x, w13, w2)
+    sizes = hidden % 8 == 0 and inner % 8 == 0 and ids.shape[1] <= 32  # a block's outputs, which are fewer, divide too
+    return sizes and x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype and jit.plain(x, w13, w2)
 
 
 def expert_gemv(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu") -> Tensor:
@@ -125,8 +131,9 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 
 
 def tiling_rows(experts: int, k: int) -> list[int]:
-    """Numbers of tokens that together use every tiling, so that nothing has to be compiled while a request waits."""
-    return [1] + [most * experts // k + 1 for most in list(TILINGS)[:-1]]
+    """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
+    borders = {*list(TILINGS)[:-1], *expert_gemm.ROWS, expert_gemm.MOST_PAIRS}
+    return [1, min(GEMV_PAIRS, experts // GEMV_SHARE) // k + 1] + [most * experts // k + 1 for most in sorted(borders)]
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
@@ -167,6 +174,24 @@ def _group_reference(ids: Tensor, experts: int, rows: int, found: Groups) -> Gro
     for i, (e, at) in enumerate(cut):
         found.tile_expert[i], found.tile_start[i] = e, at
     return found
+
+
+def pipelined(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    act: str = "silu",
+    outputs: tuple[int, int] = (64, 128),
+) -> Tensor:
+    """Grouped GEMMs of few pairs per expert, where `expert_gemm` takes them. outputs: of an item of both GEMMs."""
+    from . import moe_triton
+
+    rows = expert_gemm.choose_rows(ids.numel(), len(w13))
+    groups = group(ids, len(w13), rows)
+    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(rows, outputs[0]))
+    return moe_triton.combine(expert_gemm.expert_down(h, w2, groups, ItemConfig(rows, outputs[1])), ids.shape[1])
 
 
 def grouped(

@@ -19,7 +19,8 @@ from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
-from phalanx.kernels.moe import moe, router
+from phalanx.kernels.moe import expert_gemm, moe, router
+from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import q8_0_cuda
 from phalanx.kernels.rope.rope import CosSin, QKNorm
@@ -52,6 +53,8 @@ PROGRAMS = [
     ("layer_norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, WEIGHT=0, BIAS=0)),
     ("layer_norm", dict(T=torch.float16, N=64, V=8, THREADS=32, PARTS=1, WEIGHT=1, BIAS=0)),
     ("activation", dict(T=torch.float16, V=8, ACT=0)),
+    ("xielu", dict(T=torch.bfloat16, V=8)),
+    ("xielu", dict(T=torch.float32, V=1)),
     ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
     ("activation", dict(T=torch.float32, V=1, ACT=2)),
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
@@ -151,6 +154,10 @@ PROGRAMS = [
     ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
     ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
+    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(8, 64)))),
+    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(8, 128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(32, 128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(1408, 2048, "", 1, ItemConfig(16, 64)))),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

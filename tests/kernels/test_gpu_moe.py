@@ -3,12 +3,17 @@
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.moe import moe, router
+from phalanx.kernels.device import device_caps
+from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.router import RouterParams
 
 from .moe.cases import CASES, Sizes, make, near
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_tma = pytest.mark.skipif(
+    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).has_tma,
+    reason="needs the tensor memory accelerator of sm_90 or sm_100, and their shared memory",
+)
 KINDS = [(torch.float32, 3e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)]
 QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 
@@ -45,6 +50,26 @@ def test_tiles(tiles, spread, tokens):
     given = make(Sizes(tokens, 4, 20, 512, 384, spread), torch.bfloat16, "cuda")
     want = moe.fused_experts_reference(*given)
     near(moe.grouped(*given, "silu", tiles), want, 4e-2)
+
+
+@needs_tma
+@pytest.mark.parametrize("outputs", [(64, 128), (128, 64)])
+@pytest.mark.parametrize("spread", ["any", "few", "one"])
+@pytest.mark.parametrize("tokens", [1, 9, 30, 75, 200])
+def test_pipelined(outputs, spread, tokens):
+    """Items of 8, 16 and 32 rows, also more items than blocks."""
+    for dtype, bound in KINDS[1:]:
+        given = make(Sizes(tokens, 4, 20, 512, 384, spread), dtype, "cuda")
+        assert expert_gemm.supports(given.x, given.w13, given.w2)
+        near(moe.pipelined(*given, "silu", outputs), moe.fused_experts_reference(*given), bound)
+
+
+@needs_tma
+def test_pipelined_with_many_items():
+    given = make(QWEN._replace(tokens=40), torch.bfloat16, "cuda")
+    want = moe.fused_experts_reference(*given)
+    for _ in range(20):  # a race would not show each time
+        near(moe.pipelined(*given), want, 4e-2)
 
 
 @pytest.mark.parametrize("rows", [16, 128])

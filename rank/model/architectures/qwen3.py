@@ -24,7 +24,7 @@ class Args(qwen2.Args):
 
 
 class Attention(llama.Attention):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+    def __init__(self, args: llama.Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         self.q_norm = RMSNorm(args.head_dim, args.rms_norm_eps, args.norm_offset)
         self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps, args.norm_offset)

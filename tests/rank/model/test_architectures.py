@@ -78,6 +78,7 @@ MODELS = {
         model_type="gemma3_text", head_dim=16, layer_types=["full_attention", "sliding_attention"] * 2,
         sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
     ),
+    "apertus": dict(model_type="apertus", attention_bias=True),
     "cohere2": dict(model_type="cohere2", sliding_window=11, logit_scale=0.7),
     "cohere2 biased": dict(
         model_type="cohere2", sliding_window=11, logit_scale=0.7, attention_bias=True,
@@ -129,6 +130,12 @@ MODELS = {
     "glm4_moe plain": dict(
         model_type="glm4_moe", n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
         norm_topk_prob=False, first_k_dense_replace=0, head_dim=8,
+    ),
+    "minimax_m2": dict(
+        model_type="minimax_m2", num_local_experts=10, num_experts_per_tok=3, head_dim=8, rotary_dim=4,
+    ),
+    "minimax_m2 few keys": dict(
+        model_type="minimax_m2", num_local_experts=5, num_experts_per_tok=5, head_dim=8, num_key_value_heads=1,
     ),
     "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
@@ -229,6 +236,7 @@ def test_the_vision_part_is_left_out(made, caplog):
         ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta, which this model type needs"),
         ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block is false, which is not supported for cohere2"),
+        ("apertus", {"hidden_act": "silu"}, "activation 'silu' is not supported for apertus"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],
 )  # fmt: skip

@@ -44,7 +44,7 @@ OTHERS = {
     },
 }  # fmt: skip
 REFUSED = [("phi", "tied")]
-UNGATED = ("gpt_bigcode", "phi", "starcoder2")
+UNGATED = ("apertus", "gpt_bigcode", "phi", "starcoder2")
 CASES = [(kind, name) for kind in architectures.supported() for name in VARIANTS if (kind, name) not in REFUSED]
 
 
@@ -79,7 +79,8 @@ def compare(path, dtype, isq="none"):
         stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
         for rank, found in enumerate(live(path, tp, pp, dtype, isq)):
             stage = stages[pp - 1 - rank // tp]  # rank 0 is on the last stage
-            assert (stage.loaded, stage.rope, stage.kv_token * TOKENS) == found, (tp, pp, rank)
+            assert (stage.rope, stage.kv_token * TOKENS) == found[1:], (tp, pp, rank)
+            assert stage.loaded == (found[0] if isq == "none" else pytest.approx(found[0], rel=0.05)), (tp, pp, rank)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -136,7 +137,8 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     assert shape.unserved == ""
     # Gate and up, and what they make of each other, of one layer or of two experts; or, without a gate, attention's
     # queries, keys, values and outputs.
-    widest = 192 + 2 * 96 + 192 if model_type in UNGATED else 3 * 250 * (2 if model_type == "mixtral" else 1)
+    times = 2 if model_type in ("minimax_m2", "mixtral") else 1
+    widest = 192 + 2 * 96 + 192 if model_type in UNGATED else 3 * 250 * times
     assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == widest
 
 

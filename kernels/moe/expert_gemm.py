@@ -1,0 +1,100 @@
+"""Grouped GEMMs of few pairs per expert on sm_90 and sm_100, where all time goes into reading weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import ACTIVATIONS
+from ..device import device_caps
+
+if TYPE_CHECKING:
+    from .moe import Groups
+
+CHUNK = 128  # inputs that a block multiplies at once
+ROWS = {3: 8, 8: 16}  # most pairs per expert → rows of an item; of more it has 32
+MOST_PAIRS = 24  # per expert; of more, Triton's larger tiles read weights less often
+SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
+MOST_STAGES = 12
+
+
+class ItemConfig(NamedTuple):
+    """What a block computes at once."""
+
+    rows: int  # pairs of one expert: 8, 16 or 32
+    outputs: int  # of w: 64 or 128; with a gate half of them are up's
+
+
+def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
+    """Whether `expert_up` and `expert_down` take these."""
+    hidden, inner = w2.shape[1:]
+    sizes = hidden % 128 == 0 and inner % 128 == 0
+    same = x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype
+    return same and sizes and jit.plain(x, w13, w2) and device_caps(x.device).has_tma
+
+
+def choose_rows(pairs: int, experts: int) -> int:
+    """Rows of an item, for so many pairs of all experts."""
+    return next((rows for most, rows in ROWS.items() if pairs <= most * experts), 32)
+
+
+def expert_up(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, groups: Groups, act: str, cut: ItemConfig
+) -> Tensor:
+    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H] and w13 [E, 2 I, H]."""
+    h = x.new_empty(ids.numel(), w13.shape[1] // 2)
+    _launch(x, w13, groups, weights, h, act, ids.shape[1], cut)
+    return h
+
+
+def expert_down(h: Tensor, w2: Tensor, groups: Groups, cut: ItemConfig) -> Tensor:
+    """[pairs, H], in the pairs' own order, of h [pairs, I] in that of the groups, and w2 [E, H, I]."""
+    y = h.new_empty(len(h), w2.shape[1])
+    _launch(h, w2, groups, groups.order, y, "", 1, cut)
+    return y
+
+
+def sizes(inputs: int, outputs: int, act: str, top: int, cut: ItemConfig) -> dict[str, int]:
+    """What expert_gemm.cu is compiled for. act: of the gate; "": there is none."""
+    return dict(
+        I=inputs,
+        OUTPUTS=outputs,
+        M=cut.outputs,
+        KC=CHUNK,
+        STAGES=stages(cut)[0],
+        TILES=cut.rows // 8,
+        GATED=int(bool(act)),
+        ACT=ACTIVATIONS.index(act) if act else 0,
+        TOP=top,
+    )
+
+
+def stages(cut: ItemConfig) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as expert_gemm.cu lays it out."""
+    sums = _warps_together(cut) * cut.outputs * (cut.rows + 1) * 4
+    stage = (cut.outputs + cut.rows) * CHUNK * 2
+    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    return count, 1024 + count * stage + sums
+
+
+def _warps_together(cut: ItemConfig) -> int:
+    """Warps that share a subtile of 16 outputs."""
+    return 1 if cut.outputs > 64 else 2 if cut.outputs > 32 else 4
+
+
+def _launch(
+    x: Tensor, weight: Tensor, groups: Groups, scales: Tensor, y: Tensor, act: str, top: int, cut: ItemConfig
+) -> None:
+    """scales: the pairs' weights, of a gated GEMM."""
+    experts, outputs, inputs = weight.shape
+    shared = stages(cut)[1]
+    kernel = jit.kernel("expert_gemm", "expert_gemm", x.dtype, shared, **sizes(inputs, outputs, act, top, cut))
+    of_w = jit.tensor_map(
+        weight.data_ptr(), experts * outputs, inputs, cut.outputs // 2 if act else cut.outputs, inputs
+    )
+    tiles = len(groups.tile_expert)
+    blocks = min(device_caps(x.device).num_sms, tiles * (outputs // cut.outputs))
+    threads = 64 + 2 * cut.outputs * _warps_together(cut)
+    kernel((blocks, 1, 1), threads, x, of_w, *groups, scales, y, tiles, shared=shared)

@@ -1,0 +1,38 @@
+"""MiniMax-M2 (MiniMax 2025): experts in all layers, QK norm over all heads, partly rotated heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....comm.mesh import Mesh
+from ....kernels.moe.router import RouterParams
+from .. import base
+from ..layers.moe import MoE
+from ..layers.rope import Parameters
+from . import llama, mixtral, olmo2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(llama.Args):
+    num_local_experts: int
+    num_experts_per_tok: int
+    rotary_dim: int | None = None  # an older way to say which part of a head is rotated
+
+    def rope(self, index: int) -> Parameters:
+        part = {"partial_rotary_factor": self.rotary_dim / self.head_dim} if self.rotary_dim else {}
+        return part | self.rope_parameters
+
+
+class Layer(llama.Layer):
+    ATTENTION = olmo2.Attention
+
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        hidden, inner, experts = args.hidden_size, args.intermediate_size, args.num_local_experts
+        params = RouterParams(args.num_experts_per_tok, "sigmoid", corrected=True)
+        self.mlp = MoE(hidden, inner, experts, params, mesh, args.hidden_act)
+
+
+class Model(base.Model):
+    LAYER = Layer
+    RENAMED = mixtral.Model.RENAMED | {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"}
