@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gguf  # type: ignore[import-not-found]
+import gguf
 import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
 from phalanx.benchmarks.offline import CONFIGS

@@ -110,7 +110,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--allowed-hosts", group=_SERVER, metavar="NAME,..", help="more names that it is called by; * for any"),
     ] = ()  # fmt: skip
     strict: Annotated[
-        bool, flag("--strict", group=_SERVER, off=("--no-strict",), help="answer 404 to any other model name")
+        bool,
+        flag("--strict", group=_SERVER, off=("--no-strict",), help="404 to other model names, 400 to unknown fields"),
     ] = False
     queue_size: Annotated[
         int,

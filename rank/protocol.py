@@ -4,8 +4,8 @@ Two wires use these types and nothing else:
 
 * server <-> rank 0, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
   `ToScheduler` in one direction and `ToServer` in the other;
-* lead -> every rank of a replica, a broadcast of one `Plan` for each step; of replicas without rank 0 an `Outcome`
-  comes back for each.
+* lead -> every rank of a replica, a broadcast of one `Plan` for each step; of replicas without rank 0 a
+  `StepOutput` comes back for each.
 
 Token ids, block ids and rows travel as packed little-endian integers inside msgpack `bin` fields: a plan for 256
 decoding sequences has to fit in one eager MPI message (4000 bytes).
@@ -13,6 +13,7 @@ decoding sequences has to fit in one eager MPI message (4000 bytes).
 
 from __future__ import annotations
 
+import itertools
 import struct
 from array import array
 
@@ -189,11 +190,23 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step of a replica without rank 0 has sampled."""
+    """What a step has sampled: a list of tokens for each row that samples, in the plan's order.
 
-    ids: bytes  # u32, in the plan's order
+    The step has computed keys and values of all of a row's tokens but the last.
+    """
+
+    ids: bytes  # u32: one row's tokens behind the other's
     logprobs: dict[int, TokenLogprob] = {}  # by index into ids, of those that want them
-    embeddings: dict[int, bytes] = {}  # f32, likewise
+    embeddings: dict[int, bytes] = {}  # f32, by index among the rows that sample
+    counts: bytes = b""  # u8: tokens of each row, at least one; empty: one each
+
+    def tokens(self) -> list[list[int]]:
+        """Of each row that samples."""
+        ids = unpack_u32(self.ids).tolist()
+        if not self.counts:
+            return [[token] for token in ids]
+        ends = itertools.accumulate(self.counts)
+        return [ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -209,8 +222,8 @@ def decode_plan(data) -> Plan:
     return _plan_decoder.decode(data)
 
 
-def encode_step_output(outcome: StepOutput) -> bytes:
-    return _encoder.encode(outcome)
+def encode_step_output(output: StepOutput) -> bytes:
+    return _encoder.encode(output)
 
 
 def decode_step_output(data) -> StepOutput:

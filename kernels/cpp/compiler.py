@@ -40,10 +40,14 @@ _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_FLAGS = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512))
 ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "amx": (
-        (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
-        (*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
+        (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     ),
-    "avx512_bf16": ((*_AVX512, "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512bf16")),
+    "avx512_bf16": (
+        (*_AVX512, "avx512_vnni", "avx512_bf16"),
+        (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"),
+    ),
+    "avx512_vnni": ((*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
     "avx512": (_AVX512, _AVX512_FLAGS),
     "avx2": (("avx2", "fma"), ("-mavx2", "-mfma")),
     "generic": ((), ()),

@@ -30,6 +30,7 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(LANES * 2), may_alias));
 typedef Vec VecAnywhere __attribute__((aligned(4)));  // at any element's address
 typedef Shorts ShortsAnywhere __attribute__((aligned(2)));
+typedef Ints IntsAnywhere __attribute__((aligned(1)));
 
 struct bf16 {
     uint16_t bits;

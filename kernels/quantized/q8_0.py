@@ -12,23 +12,31 @@ import torch
 from torch import Tensor
 
 from ..activation.activation import gated_activation
+from ..cpp import ops
 from ..gemm import linear as gemm
-from . import q8_0_cpu
+from . import q8_0_cpu, q8_0_cuda
 from .q8_0_cpu import GROUP
 
 BITS = 8.5  # of a weight with its share of the scale
 CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
-PANEL = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements that are dequantised at once
+PANEL = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements that are dequantised at once
 
 
-class Packed(NamedTuple):
-    """A weight [O, I] as `encode` makes it."""
+class Encoded(NamedTuple):
+    """A weight [O, I] as `encode` makes it: where no kernel wants it in another layout."""
 
     codes: Tensor  # int8 [O, I]
     scales: Tensor  # f16 [O, I / 32]
 
+    @property
+    def outputs(self) -> int:
+        return len(self.codes)
 
-def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+
+Packed = Encoded | q8_0_cpu.Packed | q8_0_cuda.Packed
+
+
+def encode(weight: Tensor) -> Encoded:
     """weight [O, I] of any float dtype → codes int8 [O, I] and scales f16 [O, I / 32], as gguf-py's, bit for bit.
 
     A group's scale is max|w| / 127, and codes are rounded half away from zero, before the scale is rounded to f16.
@@ -37,14 +45,11 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     codes = weight.new_empty(outputs, inputs, dtype=torch.int8)
     scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float16)
     rows = max(1, CHUNK // max(inputs, 1))
+    compiled = weight.dtype in ops.SUFFIXES and q8_0_cpu.takes(weight)
     for first in range(0, outputs, rows):
         part = slice(first, first + rows)
-        codes[part], scales[part] = _encode_rows(weight[part])
-    return codes, scales
-
-
-def _encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    return q8_0_cpu.encode(weight) if q8_0_cpu.takes(weight, weight.dtype) else encode_reference(weight)
+        codes[part], scales[part] = (q8_0_cpu.encode if compiled else encode_reference)(weight[part])
+    return Encoded(codes, scales)
 
 
 def encode_reference(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,21 +63,30 @@ def encode_reference(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.copysign_(x).to(torch.int8).view(weight.shape), scales.squeeze(2).to(torch.float16)
 
 
-def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [O, I]: exact in f32, rounded once in 16 bits."""
-    if q8_0_cpu.takes(codes, dtype):
-        return q8_0_cpu.dequantize(codes, scales, dtype)
-    return dequantize_reference(codes, scales, dtype)
-
-
-def dequantize_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    groups = codes.view(*scales.shape, GROUP).float() * scales.float().unsqueeze(2)
-    return groups.view(codes.shape).to(dtype)
-
-
 def pack(codes: Tensor, scales: Tensor) -> Packed:
     """What `linear` likes best on their device."""
-    return Packed(codes, scales)
+    if codes.is_cuda:
+        return q8_0_cuda.pack(codes, scales)
+    return q8_0_cpu.pack(codes, scales) if q8_0_cpu.takes(codes) else Encoded(codes, scales)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+    """Outputs first to last of the weight, [last - first, I]: exact in f32, rounded once in 16 bits.
+
+    first: a multiple of 16.
+    """
+    last = packed.outputs if last is None else min(last, packed.outputs)
+    if isinstance(packed, q8_0_cpu.Packed):
+        return q8_0_cpu.dequantize(packed, dtype, first, last)
+    if isinstance(packed, q8_0_cuda.Packed):
+        part = q8_0_cuda.Packed(packed.pieces[first // 16 : -(-last // 16)], last - first)
+        if dtype != torch.float32:
+            return q8_0_cuda.dequantize(part, dtype)
+        codes, scales = q8_0_cuda.unpack(part)
+    else:
+        codes, scales = packed.codes[first:last], packed.scales[first:last]
+    groups = codes.view(*scales.shape, GROUP).float() * scales.float().unsqueeze(2)
+    return groups.view(codes.shape).to(dtype)
 
 
 def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -80,22 +94,23 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
-    if q8_0_cpu.supports(x, packed.codes):
-        y = q8_0_cpu.linear(x, packed.codes, packed.scales, bias)
+    if isinstance(packed, q8_0_cuda.Packed) and q8_0_cuda.supports(x, packed, bias):
+        return q8_0_cuda.linear(x, packed, gate, bias)
+    if isinstance(packed, q8_0_cpu.Packed) and q8_0_cpu.supports(x):
+        y = q8_0_cpu.linear(x, packed, bias)
+    elif packed.outputs * x.shape[1] <= PANEL[x.device.type]:
+        weight = dequantize(packed, x.dtype)
+        return gemm.gated_linear(x, weight, gate, bias) if gate else gemm.linear(x, weight, bias)
     else:
-        y = by_panels(x, packed, bias)
+        y = _by_panels(x, packed, bias)
     return gated_activation(y, gate) if gate else y
 
 
-def by_panels(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+def _by_panels(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """[T, O] of dequantised panels of the weight, with the library's GEMM."""
-    outputs, inputs = packed.codes.shape
-    each = max(1, PANEL[x.device.type] // inputs)
-    if outputs <= each:
-        return gemm.linear(x, dequantize(*packed, x.dtype), bias)
-    y = x.new_empty(len(x), outputs)
-    for first in range(0, outputs, each):
-        part = slice(first, first + each)
-        panel = dequantize(packed.codes[part], packed.scales[part], x.dtype)
-        torch.mm(x, panel.t(), out=y[:, part])
+    each = max(16, PANEL[x.device.type] // x.shape[1] // 16 * 16)
+    y = x.new_empty(len(x), packed.outputs)
+    for first in range(0, packed.outputs, each):
+        panel = dequantize(packed, x.dtype, first, first + each)
+        torch.mm(x, panel.t(), out=y[:, first : first + each])
     return y if bias is None else y.add_(bias)

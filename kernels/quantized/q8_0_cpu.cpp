@@ -1,22 +1,30 @@
 // y [M, O] = x [M, I] times the transpose of a weight [O, I] in Q8_0, plus a bias [O], for a few rows; sums are f32.
 //
-// A weight is code * scale, which f32 holds exactly: 8 bits times 11. Few rows multiply codes as they are read. Of more
-// rows a thread first dequantises a block of outputs to its scratch, which the caches hold, so that it is done once.
-// As in cpu_gemm.cpp, the tile asks for the weights that come next, and threads share the outputs.
+// The weight lies in blocks of 16 outputs, whose groups of 32 inputs follow each other: a thread reads one stream of
+// memory. A group is 16 f16 scales and then the codes + 128, four inputs of each output side by side: VNNI multiplies and
+// adds such fours of bytes, for 16 outputs at once. For it `split` writes x as whole numbers of 23 bits, by groups as
+// the weight, in three signed digits of base 256. So x is as exact as in f32 beside its group's largest, and what is
+// added of a group is exact. Without VNNI codes are converted to f32, which holds code * scale exactly.
 
 #include "op.h"
 #include "simd.h"
 
 struct Linear {
-    const void *x, *codes, *scales, *bias;  // bias: null where there is none
-    void *y, *scratch;                      // scratch: BLOCK * (inputs + inputs / GROUP) floats of each thread
-    int64_t rows, inputs, outputs, pitch;   // pitch: elements from row to row of x
+    const void *x, *digits, *blocks, *bias;  // bias: null where there is none
+    void* y;
+    int64_t rows, inputs, outputs, pitch;  // pitch: elements from row to row of x
+};
+
+struct Split {
+    const void* x;
+    void* digits;  // Digits [rows, groups]
+    int64_t rows, inputs, pitch;
 };
 
 struct Dequantize {
-    const void *codes, *scales;
+    const void* blocks;
     void* y;
-    int64_t groups;
+    int64_t inputs, outputs;
 };
 
 struct Encode {
@@ -25,160 +33,167 @@ struct Encode {
     int64_t groups;
 };
 
-constexpr int BLOCK = 8;   // outputs that a thread computes for all rows before it goes on
-constexpr int GROUP = 32;  // weights with one scale
-#if defined(__AVX512F__)
-constexpr int ROWS = 4;
+constexpr int BLOCK = 16;                   // outputs
+constexpr int GROUP = 32;                   // inputs with one scale
+constexpr int BYTES = BLOCK * (2 + GROUP);  // of a group of a block
+constexpr int AHEAD = 4096;                 // bytes from what is read to what is asked for
+constexpr int WIDE = BLOCK / LANES;         // vectors of a block's outputs
+constexpr int ROWS = LANES == 4 ? 2 : 4;    // rows at once: their sums and what is added to them, in registers
+
+// A group of a row of x: numbers sum_d digits[d] 256^d, times scale.
+struct Digits {
+    int8_t digits[3][GROUP];
+    int32_t sums[3];  // of each digit, times -128, which the codes have too much
+    float scale;
+};
+
+INLINE void ask(const uint8_t* p) {
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(p + AHEAD + i, 0, 2);
+}
+
+// Scales of outputs v * LANES.. of a block. They are not negative: f16's bits in f32's places lack 112 in the exponent.
+INLINE Vec block_scales(const uint8_t* w, int v) {
+    return (Vec)(__builtin_convertvector(*(const ShortsAnywhere*)(w + 2 * v * LANES), Ints) << 13) * 0x1p112f;
+}
+
+#if defined(__AVX512VNNI__)
+template <typename T> void split(const Split& a, int part, int parts) {
+    const int64_t groups = a.inputs / GROUP;
+    Share share(a.rows * groups, part, parts);
+    for (int64_t n = share.first; n < share.last; n++) {
+        const T* x = (const T*)a.x + n / groups * a.pitch + n % groups * GROUP;
+        Digits& to = ((Digits*)a.digits)[n];
+        Vec values[2] = {load(x), load(x + LANES)};
+        float most = largest(max(values[0] < 0 ? -values[0] : values[0], values[1] < 0 ? -values[1] : values[1]));
+        int32_t bits;
+        memcpy(&bits, &most, 4);
+        int32_t exponent = bits >> 23 < 30 ? 30 : bits >> 23;  // numbers below 2^22 then, of groups that are not tiny
+        int32_t up = (275 - exponent) << 23, down = (exponent - 21) << 23;
+        float factor;
+        memcpy(&factor, &up, 4);
+        memcpy(&to.scale, &down, 4);
+        bool finite = sum(values[0] * 0 + values[1] * 0) == 0;
+        if (!finite) to.scale = __builtin_nanf("");
+        __m512i total[3] = {};
+        for (int j = 0; j < 2; j++) {
+            Ints left = (Ints)_mm512_cvtps_epi32((__m512)(values[j] * factor));
+            for (int d = 0; d < 3; d++) {
+                Ints digit = left << 24 >> 24;
+                store(to.digits[d] + j * LANES, digit);
+                total[d] = _mm512_add_epi32(total[d], (__m512i)digit);
+                left = (left - digit) >> 8;
+            }
+        }
+        for (int d = 0; d < 3; d++) to.sums[d] = -128 * _mm512_reduce_add_epi32(total[d]);
+    }
+}
+
+// A block of outputs for rows m..m + R - 1.
+template <int R, typename T> INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
+    const int64_t groups = a.inputs / GROUP;
+    const Digits* x = (const Digits*)a.digits + m * groups;
+    for (int64_t g = 0; g < groups; g++, w += BYTES, x++) {
+        ask(w);
+        __m512i part[R][3];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+            for (int d = 0; d < 3; d++) part[r][d] = _mm512_set1_epi32(x[r * groups].sums[d]);
+#pragma GCC unroll 8
+        for (int i = 0; i < GROUP; i += 4) {
+            __m512i codes = _mm512_loadu_si512(w + 2 * BLOCK + i * BLOCK);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+                for (int d = 0; d < 3; d++) {
+                    int32_t four;
+                    memcpy(&four, x[r * groups].digits[d] + i, 4);
+                    part[r][d] = _mm512_dpbusd_epi32(part[r][d], codes, _mm512_set1_epi32(four));
+                }
+        }
+        Vec scale = block_scales(w, 0);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            Vec low = (Vec)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(part[r][1], 8), part[r][0]));
+            Vec sums = (Vec)_mm512_cvtepi32_ps(part[r][2]) * 65536 + low;
+            total[r][0] += sums * (scale * x[r * groups].scale);
+        }
+    }
+}
 #else
-constexpr int ROWS = 2;
-#endif
+template <typename T> void split(const Split&, int, int) {}
 
-
-// f16 numbers that are not negative: their bits in f32's places lack 112 in the exponent.
-INLINE float widen_half(uint16_t half) {
-    uint32_t bits = (uint32_t)half << 13;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y * 0x1p112f;
-}
-INLINE void widen_halves(const uint16_t* p, int64_t count, float* y) {
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        store(y + i, (Vec)(__builtin_convertvector(*(const ShortsAnywhere*)(p + i), Ints) << 13) * 0x1p112f);
-    for (; i < count; i++) y[i] = widen_half(p[i]);
-}
-
-// Weights of a tile: codes [outputs, inputs] with scales [outputs, groups] in f32.
-struct Coded {
-    const int8_t* codes;
-    const float* scales;
-    int64_t inputs;
-    const int8_t* ahead;  // what to ask for meanwhile; null: nothing
-
-    Coded from(int o) const {
-        return {codes + o * inputs, scales + o * (inputs / GROUP), inputs, ahead ? ahead + o * inputs : nullptr};
-    }
-    INLINE void ask(int o, int64_t i) const {
-        if (ahead) __builtin_prefetch(ahead + o * inputs + i, 0, 2);
-    }
-    INLINE float scale(int o, int64_t i) const { return scales[o * (inputs / GROUP) + i / GROUP]; }
-    INLINE Vec weight(int o, int64_t i) const { return load(codes + o * inputs + i); }
-};
-// Weights that are dequantised.
-struct Plain {
-    const float* weights;
-    int64_t inputs;
-
-    Plain from(int o) const { return {weights + o * inputs, inputs}; }
-    INLINE void ask(int, int64_t) const {}
-    INLINE float scale(int, int64_t) const { return 1; }
-    INLINE Vec weight(int o, int64_t i) const { return load(weights + o * inputs + i); }
-};
-
-// y[m : m + R, o : o + OUTS]; w begins at output o.
-template <int R, int OUTS, typename T, typename W> INLINE void tile(const Linear& a, int64_t m, int64_t o, W w) {
+template <int R, typename T> INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
     const T* x = (const T*)a.x + m * a.pitch;
-    Vec total[R][OUTS] = {};
-    for (int64_t i = 0; i < a.inputs; i += GROUP) {
-        if (i % 64 == 0)
-#pragma GCC unroll 8
-            for (int k = 0; k < OUTS; k++) w.ask(k, i);
-        if (R == 1 && sizeof(W) != sizeof(Plain)) {  // the scale on each group's sum: fewer multiplications
-            Vec values[GROUP / LANES];
-            for (int j = 0; j < GROUP / LANES; j++) values[j] = load(x + i + j * LANES);
-#pragma GCC unroll 8
-            for (int k = 0; k < OUTS; k++) {
-                Vec part = w.weight(k, i) * values[0];
-                for (int j = 1; j < GROUP / LANES; j++) part = w.weight(k, i + j * LANES) * values[j] + part;
-                total[0][k] += part * w.scale(k, i);
-            }
-            continue;
-        }
-#pragma GCC unroll 8
-        for (int j = 0; j < GROUP; j += LANES) {
-            Vec values[R];
+    for (int64_t i = 0; i < a.inputs; i += GROUP, w += BYTES) {
+        ask(w);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++) values[r] = load(x + r * a.pitch + i + j);
-#pragma GCC unroll 8
-            for (int k = 0; k < OUTS; k++) {
-                Vec weight = w.weight(k, i + j);
-                if (sizeof(W) != sizeof(Plain)) weight *= w.scale(k, i);
+        for (int v = 0; v < WIDE; v++) {
+            Vec part[R] = {};
+            for (int q = 0; q < GROUP; q += 4) {
+                Ints codes = *(const IntsAnywhere*)(w + 2 * BLOCK + q * BLOCK + 4 * v * LANES) ^ (int32_t)0x80808080;
 #pragma GCC unroll 4
-                for (int r = 0; r < R; r++) total[r][k] += values[r] * weight;
+                for (int j = 0; j < 4; j++) {
+                    Vec code = __builtin_convertvector(codes << (24 - 8 * j) >> 24, Vec);
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) part[r] += code * widen(x[r * a.pitch + i + q + j]);
+                }
             }
-        }
-    }
-    for (int r = 0; r < R; r++) {
-        float out[OUTS];
-        if (OUTS % 4) out[0] = sum(total[r][0]);
-        for (int k = 0; k + 4 <= OUTS; k += 4) sums(total[r] + k, out + k);
-        for (int k = 0; k < OUTS; k++) {
-            float bias = a.bias ? widen(((const T*)a.bias)[o + k]) : 0;
-            ((T*)a.y)[(m + r) * a.outputs + o + k] = narrow<T>(out[k] + bias);
+            Vec scale = block_scales(w, v);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) total[r][v] += part[r] * scale;
         }
     }
 }
-
-// BLOCK outputs of rows m to the end, which are fewer than ROWS, or ROWS where that is 4.
-template <typename T, typename W> void last_rows(const Linear& a, int64_t m, int64_t o, W w) {
-    switch (a.rows - m) {
-#if defined(__AVX512F__)
-        case 3: return tile<3, BLOCK, T>(a, m, o, w);
-        case 2: return tile<2, BLOCK, T>(a, m, o, w);
 #endif
-        case 1: return tile<1, BLOCK, T>(a, m, o, w);
-    }
-}
-template <typename T, typename W> void all_rows(const Linear& a, int64_t o, W w) {
-    int64_t m = 0;
-    for (; m + ROWS <= a.rows; m += ROWS) {
-        tile<ROWS, 4, T>(a, m, o, w);
-        tile<ROWS, 4, T>(a, m, o + 4, w.from(4));
-    }
-    last_rows<T>(a, m, o, w);
-}
 
-INLINE void dequantize(const Coded& w, int count, float* y) {
-    for (int k = 0; k < count; k++)
-        for (int64_t i = 0; i < w.inputs; i += GROUP) {
-            if (i % 64 == 0) w.ask(k, i);
-            for (int j = 0; j < GROUP; j += LANES) store(y + k * w.inputs + i + j, w.weight(k, i + j) * w.scale(k, i));
+// y[m : m + R, o : o + BLOCK], as far as there are outputs.
+template <int R, typename T> void outputs(const Linear& a, int64_t m, int64_t o, const uint8_t* w) {
+    Vec total[R][WIDE] = {};
+    tile<R, T>(a, m, w, total);
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < WIDE; v++) {
+            int64_t at = o + v * LANES, count = a.outputs - at;
+            T* y = (T*)a.y + (m + r) * a.outputs + at;
+            const T* bias = (const T*)a.bias + at;
+            if (count >= LANES)
+                store(y, a.bias ? total[r][v] + load(bias) : total[r][v]);
+            else if (count > 0)
+                store(y, a.bias ? total[r][v] + load(bias, count) : total[r][v], count);
         }
 }
 
 template <typename T> void linear(const Linear& a, int part, int parts) {
-    const int64_t groups = a.inputs / GROUP, blocks = a.outputs / BLOCK;
-    float* weights = (float*)a.scratch + part * BLOCK * (a.inputs + groups);
-    float* scales = weights + BLOCK * a.inputs;
-    const int8_t* codes = (const int8_t*)a.codes;
-    const uint16_t* halves = (const uint16_t*)a.scales;
-    Share share(blocks, part, parts);
+    const int64_t size = a.inputs / GROUP * BYTES;
+    Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
     for (int64_t i = share.first; i < share.last; i++) {
-        int64_t o = i * BLOCK;
-        const int8_t* next = i + 1 < share.last ? codes + (o + BLOCK) * a.inputs : nullptr;
-        widen_halves(halves + o * groups, BLOCK * groups, scales);
-        Coded w = {codes + o * a.inputs, scales, a.inputs, next};
-        if (a.rows > ROWS) {
-            dequantize(w, BLOCK, weights);
-            all_rows<T>(a, o, Plain{weights, a.inputs});
-        } else {
-            all_rows<T>(a, o, w);
+        const uint8_t* w = (const uint8_t*)a.blocks + i * size;
+        int64_t m = 0;
+        for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, T>(a, m, i * BLOCK, w);
+        switch (a.rows - m) {
+#if defined(__AVX2__)
+            case 3: outputs<3, T>(a, m, i * BLOCK, w); break;
+            case 2: outputs<2, T>(a, m, i * BLOCK, w); break;
+#endif
+            case 1: outputs<1, T>(a, m, i * BLOCK, w);
         }
-    }
-    if (part < parts - 1) return;
-    for (int64_t o = blocks * BLOCK; o < a.outputs; o++) {
-        widen_halves(halves + o * groups, groups, scales);
-        for (int64_t m = 0; m < a.rows; m++)
-            tile<1, 1, T>(a, m, o, Coded{codes + o * a.inputs, scales, a.inputs, nullptr});
     }
 }
 
-template <typename T> void dequantize_all(const Dequantize& a, int part, int parts) {
-    Share share(a.groups, part, parts);
-    for (int64_t g = share.first; g < share.last; g++) {
-        float scale = widen_half(((const uint16_t*)a.scales)[g]);
-        for (int j = 0; j < GROUP; j += LANES)
-            store((T*)a.y + g * GROUP + j, load((const int8_t*)a.codes + g * GROUP + j) * scale);
+template <typename T> void dequantize(const Dequantize& a, int part, int parts) {
+    const int64_t groups = a.inputs / GROUP;
+    Share share(a.outputs, part, parts);
+    for (int64_t o = share.first; o < share.last; o++) {
+        const uint8_t* w = (const uint8_t*)a.blocks + o / BLOCK * groups * BYTES;
+        const int k = o % BLOCK;
+        for (int64_t g = 0; g < groups; g++, w += BYTES) {
+            float scale = block_scales(w, k / LANES)[k % LANES];
+            alignas(64) int8_t codes[GROUP];
+            for (int i = 0; i < GROUP; i += 4) memcpy(codes + i, w + 2 * BLOCK + i * BLOCK + 4 * k, 4);
+            for (int i = 0; i < GROUP; i++) codes[i] ^= -128;
+            T* y = (T*)a.y + o * a.inputs + g * GROUP;
+            for (int i = 0; i < GROUP; i += LANES) store(y + i, load(codes + i) * scale);
+        }
     }
 }
 
@@ -206,7 +221,9 @@ template <typename T> void encode(const Encode& a, int part, int parts) {
 
 OP(q8_0_encode_f32, encode<float>, Encode)
 OP(q8_0_encode_bf16, encode<bf16>, Encode)
+OP(q8_0_split_f32, split<float>, Split)
+OP(q8_0_split_bf16, split<bf16>, Split)
 OP(q8_0_linear_f32, linear<float>, Linear)
 OP(q8_0_linear_bf16, linear<bf16>, Linear)
-OP(q8_0_dequantize_f32, dequantize_all<float>, Dequantize)
-OP(q8_0_dequantize_bf16, dequantize_all<bf16>, Dequantize)
+OP(q8_0_dequantize_f32, dequantize<float>, Dequantize)
+OP(q8_0_dequantize_bf16, dequantize<bf16>, Dequantize)

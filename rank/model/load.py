@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # Tensors of checkpoints that are computed here instead: no warning says that they are not read.
-HARMLESS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "masked_bias", "attn.bias")
+HARMLESS = (
+    "rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "masked_bias", "attn.bias", "act_fn.beta", "act_fn.eps",
+)  # fmt: skip
 
 Progress = Callable[[int, int], None]  # called with bytes done and all bytes
 

@@ -6,7 +6,8 @@ from collections import deque
 from typing import Protocol
 
 from .. import protocol
-from .scheduler import ScheduledStep, Scheduler
+from .scheduler import Scheduler
+from .step import ScheduledStep
 
 POLL_INTERVAL = 2e-4  # seconds between polls for a result while plans are still being sent
 
@@ -18,7 +19,7 @@ class StepFuture(Protocol):
         """Wait for so many seconds, or without limit. Returns whether the output is here."""
 
     def output(self) -> protocol.StepOutput:
-        """The step output, in the plan's order. Call it only after `wait` has returned True."""
+        """The step output. Call it only after `wait` has returned True."""
 
 
 class Executor(Protocol):

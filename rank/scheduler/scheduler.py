@@ -10,20 +10,12 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
 
 from .. import protocol
 from .blocks import Blocks, Hash
 from .sequence import Sequence
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """A plan, and what the scheduler needs to read its output."""
-
-    plan: protocol.Plan
-    sampled: list[Sequence]  # in the order of the output's tokens
+from .step import Chunk, PlannedStep, ScheduledStep
 
 
 @dataclass(slots=True)
@@ -35,25 +27,6 @@ class Counters:
     preemptions: int = 0
     chunks: int = 0
     aborted: int = 0
-
-
-class _Chunk(NamedTuple):
-    """The tokens of one sequence that a step computes."""
-
-    sequence: Sequence
-    tokens: int  # how many
-    samples: bool  # they include the sequence's last token, so the step samples the next one
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan while it is being written."""
-
-    chunks: list[_Chunk] = field(default_factory=list)
-    new: list[protocol.NewSequence] = field(default_factory=list)
-    block_rows: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    cached: set[int] = field(default_factory=set)  # blocks that this step fills and enters into the prefix cache
 
 
 class Scheduler:
@@ -119,14 +92,14 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed before outstanding results arrive."""
-        draft = _Draft()
+        draft = PlannedStep()
         budget = self._schedule_running(draft, self.token_budget)
         self._admit(draft, budget)
         if not draft.chunks:
             return None
         return self._make_plan(draft)
 
-    def _schedule_running(self, draft: _Draft, budget: int) -> int:
+    def _schedule_running(self, draft: PlannedStep, budget: int) -> int:
         """Spend the budget over the running sequences in order. Returns what is left.
 
         One token is reserved for each decoding sequence, so that a long prompt cannot stall the others.
@@ -165,7 +138,7 @@ class Scheduler:
             decoding = due[:most]
         return {s.id for s in decoding}
 
-    def _grow(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
+    def _grow(self, sequence: Sequence, count: int, draft: PlannedStep) -> bool:
         """Allocate the blocks for `count` more tokens and preempt later sequences if needed.
 
         Returns False if the sequence itself was preempted. Sequences are served in order, so a preempted one is never
@@ -192,7 +165,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_order)
         self.counters.preemptions += 1
 
-    def _admit(self, draft: _Draft, budget: int) -> None:
+    def _admit(self, draft: PlannedStep, budget: int) -> None:
         """Admit waiting sequences in order, until one does not fit."""
         while budget > 0 and self.waiting and self._free_rows:
             sequence = self.waiting[0]
@@ -245,7 +218,7 @@ class Scheduler:
             sampling=sequence.sampling,
         )
 
-    def _add_chunk(self, sequence: Sequence, count: int, draft: _Draft) -> None:
+    def _add_chunk(self, sequence: Sequence, count: int, draft: PlannedStep) -> None:
         sequence.num_computed += count
         samples = sequence.num_computed == sequence.length
         self.backlog += samples - count
@@ -253,7 +226,7 @@ class Scheduler:
             sequence.in_flight += 1
             sequence.sampled_at = self._step + 1
         self.counters.chunks += not samples
-        draft.chunks.append(_Chunk(sequence, count, samples))
+        draft.chunks.append(Chunk(sequence, count, samples))
         before = sequence.num_cached_blocks
         self._cache_blocks(sequence)
         if sequence.num_cached_blocks > before:  # true once per block
@@ -274,23 +247,11 @@ class Scheduler:
             self.blocks.cache(sequence.blocks[i], sequence.hashes[i])
         sequence.num_cached_blocks = max(sequence.num_cached_blocks, full)
 
-    def _make_plan(self, draft: _Draft) -> ScheduledStep:
+    def _make_plan(self, draft: PlannedStep) -> ScheduledStep:
         self._step += 1
         self.counters.steps += 1
-        chunks = sorted(
-            draft.chunks, key=lambda chunk: chunk.tokens > 1
-        )  # decoding sequences first; the sort is stable
-        plan = protocol.Plan(
-            step=self._step,
-            rows=protocol.pack_u16([chunk.sequence.row for chunk in chunks]),
-            counts=protocol.pack_u32([chunk.tokens for chunk in chunks if chunk.tokens > 1]),
-            new=draft.new,
-            freed=protocol.pack_u16(self._freed_rows),
-            block_rows=protocol.pack_u16(draft.block_rows),
-            block_ids=protocol.pack_u32(draft.block_ids),
-        )
-        self._freed_rows = []
-        return ScheduledStep(plan, [chunk.sequence for chunk in chunks if chunk.samples])
+        freed, self._freed_rows = self._freed_rows, []
+        return draft.finished(self._step, freed)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.blocks.size)
@@ -298,24 +259,23 @@ class Scheduler:
     # -- results
 
     def update(self, done: ScheduledStep, output: protocol.StepOutput) -> list[protocol.Delta]:
-        """Add a step's sampled ids, one for each of done.sampled, and finish sequences that have ended."""
+        """Add a step's sampled tokens, a list for each of done.sampled, and finish sequences that have ended."""
         deltas = []
-        ids, logprobs = protocol.unpack_u32(output.ids).tolist(), output.logprobs
-        for i, (sequence, token) in enumerate(zip(done.sampled, ids, strict=True)):
+        logprobs, next_index = output.logprobs, 0
+        for i, (sequence, tokens) in enumerate(zip(done.sampled, output.tokens(), strict=True)):
+            index, next_index = next_index, next_index + len(tokens)
             sequence.in_flight -= 1
-            if sequence.finished:  # ended or aborted after this step was planned: the token is dropped
+            if sequence.finished:  # ended or aborted after this step was planned: the tokens are dropped
                 continue
-            sequence.tokens.append(token)
-            finish, stop = self._finish_reason(sequence, token)
-            if sequence.row >= 0:
-                self._cache_blocks(sequence)
-            shown = [] if stop >= 0 else [token]
-            self.counters.output_tokens += not sequence.sampling.pooling
+            shown, finish, stop = self._append(sequence, tokens)
+            given = []
+            if logprobs:
+                given = [logprobs[j] for j in range(index, index + len(shown)) if j in logprobs]
             deltas.append(
                 protocol.Delta(
                     id=sequence.id,
                     tokens=shown,
-                    logprobs=[logprobs[i]] if shown and i in logprobs else [],
+                    logprobs=given,
                     finish=finish,
                     stop_token=stop,
                     cached_tokens=0 if sequence.reported else sequence.cached_tokens,
@@ -326,6 +286,36 @@ class Scheduler:
             if finish:
                 self._finish(sequence)
         return deltas
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], str, int]:
+        """Add tokens up to one that ends the sequence.
+
+        Returns those that are shown, why it has ended ("": it has not) and its stop token (-1: none).
+        """
+        finish, stop = "", -1
+        for count, token in enumerate(tokens, 1):
+            sequence.tokens.append(token)
+            finish, stop = self._finish_reason(sequence, token)
+            if finish:
+                tokens = tokens[:count]
+                break
+        if not sequence.sampling.pooling:
+            self.counters.output_tokens += len(tokens)
+        if len(tokens) > 1:
+            self._skip(sequence, len(tokens) - 1)
+        if sequence.row >= 0:
+            self._cache_blocks(sequence)
+        return tokens[:-1] if stop >= 0 else tokens, finish, stop
+
+    def _skip(self, sequence: Sequence, tokens: int) -> None:
+        """Take over that a step has computed this many tokens more than were planned."""
+        if sequence.row < 0:  # preempted: all is computed again
+            self.backlog += tokens
+            return
+        sequence.num_computed += tokens
+        if self._blocks_for(sequence.num_computed) > len(sequence.blocks):
+            room = len(sequence.blocks) * self.blocks.size
+            raise RuntimeError(f"{sequence.id}: a step computed {sequence.num_computed} tokens, {room} have a block")
 
     def _finish_reason(self, sequence: Sequence, token: int) -> tuple[str, int]:
         outputs = len(sequence.tokens) - sequence.prompt_len

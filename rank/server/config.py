@@ -31,7 +31,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     listen_fd: int  # inherited HTTP socket, bound by the launcher: TCP or unix
     url: str = ""  # what the ready line shows, such as http://127.0.0.1:2000/v1; "" derives it from the socket
     served_model_name: str = ""  # comma separated, the first is the name in answers; "" is the directory's name
-    strict: bool = False  # another model name is answered with 404
+    strict: bool = False  # another model name is answered with 404, an unknown field with 400
     api_keys: list[str] = []  # any of them lets a client in; [] lets everybody in
     allowed_origins: list[str] = []  # whose web pages may call this server, such as http://localhost:3000; "*": any
     allowed_hosts: list[str] = []  # names of this server besides those it knows, for when it has no key; "*": any

@@ -32,8 +32,8 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def decode(body: bytes, kind: type[Kind]) -> Kind:
-    """A request's body. Raises ApiError 400."""
+def decode(body: bytes, kind: type[Kind], strict: bool = False) -> Kind:
+    """A request's body; `strict` refuses fields that nothing here knows. Raises ApiError 400."""
     if not body.strip():
         raise ApiError(400, "the request has no body: send a JSON object")
     try:
@@ -44,6 +44,13 @@ def decode(body: bytes, kind: type[Kind]) -> Kind:
         raise ApiError(400, f"the request's body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ApiError(400, f"the request's body is {show(raw)}: expected a JSON object")
+    if strict and (
+        unknown := [name for name in raw if name not in kind.__struct_fields__ and name not in kind.refused]
+    ):
+        name = unknown[0]
+        raise bad(
+            name, f"{name[:100]} is no field of this endpoint, and this server refuses such (--strict): leave it out"
+        )
     return convert(raw, kind)
 
 

@@ -43,7 +43,7 @@ MEANINGS = {
     "logprobs": "of the answer's tokens; in a completion how many likely tokens beside each, 0 to 20",
     "top_logprobs": "how many likely tokens beside each; needs `logprobs`",
     "tools": "functions that the model may call, where its template takes tools",
-    "tool_choice": "`auto` or `none`",
+    "tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
     "parallel_tool_calls": "false keeps the first call only",
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
     "enable_thinking": "the same; goes before `thinking`",
@@ -87,6 +87,14 @@ MEANINGS = {
     "include": "only `reasoning.encrypted_content`, of which there is none",
     "truncation": "only `disabled`",
     "ResponsesRequest.metadata": "comes back in the response",
+    # /v1/rerank, /v1/score
+    "query": "what the documents are to fit",
+    "documents": 'texts, or objects with "text"',
+    "top_n": "only the best so many",
+    "return_documents": "false leaves the texts out",
+    "instruction": "what a reranker is told to look for",
+    "text_1": "a text for all of `text_2`, or one for each",
+    "text_2": "a text or several",
     # /tokenize, /detokenize
     "content": "llama.cpp's name of `prompt`",
     "return_token_strs": "`token_strs`: each token's text",

@@ -44,7 +44,7 @@ Make = Callable[[LoadedModel, Any], Generation]  # from a request of its kind
 def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation:
     """The next message of a conversation. Takes as long as its texts are; raises ApiError."""
     prompt = chat_prompt(model.text, request, model.ready, model.thinking)
-    tool_format = model.text.tool_format if request.tools and request.tool_choice != "none" else None
+    tool_format = model.text.tool_format if request.offered() else None
     return _generation(model, request, [prompt], model.text.reasoning, tool_format)
 
 

@@ -10,7 +10,8 @@ import msgspec
 
 from .. import protocol
 from .api_error import ApiError, bad
-from .schema import MAX_SEQUENCES, ChatRequest, CompletionRequest, EmbeddingRequest, Message
+from .conversation import Message
+from .schema import MAX_SEQUENCES, ChatRequest, CompletionRequest, EmbeddingRequest
 from .text.load import Text
 
 MAX_IDS = 1 << 20  # token ids of all prompts of a request, and some more where the context is long
@@ -163,7 +164,7 @@ def render_chat(
         raise ApiError(
             400, "this model has no chat template: use /v1/completions, or start the server with one", "messages"
         )
-    tools = request.tools if request.tools and request.tool_choice != "none" else None
+    tools = request.offered()
     if tools and not text.template.takes_tools:
         raise bad("tools", "this model's chat template does not take tools: leave them out")
     continued = bool(request.continue_final_message)

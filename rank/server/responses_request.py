@@ -12,8 +12,9 @@ import msgspec
 
 from . import unsupported
 from .api_error import bad
-from .decoding import Body, explain, show
-from .schema import PARTS, Call, ChatRequest, Function, Message, Part, check_ranges
+from .conversation import PARTS, Call, Function, Message, Part
+from .decoding import explain, show
+from .schema import ChatRequest, Sampled
 
 # What `include` may name although nothing here has it: clients always send it.
 INCLUDES = ("reasoning.encrypted_content",)
@@ -52,25 +53,16 @@ class FunctionTool(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
 
-class ResponsesRequest(Body, kw_only=True):
+class ResponsesRequest(Sampled, kw_only=True):
     """POST /v1/responses."""
 
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.RESPONSES
 
     input: str | list[dict[str, Any]] = []
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
     background: bool | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -79,13 +71,9 @@ class ResponsesRequest(Body, kw_only=True):
     include: list[str] | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
 
     def check(self) -> None:
-        check_ranges(self)
+        super().check()
         if not self.input and self.previous_response_id is None and not self.instructions:
             raise bad("input", f"input is {show(self.input)}: give a text, or at least one item")
         for i, item in enumerate(self.items()):
@@ -128,24 +116,17 @@ class ResponsesRequest(Body, kw_only=True):
         if isinstance(choice, dict):
             allowed = {tool.get("name") for tool in choice.get("tools") or ()}
             tools, choice = [tool for tool in tools if tool["function"]["name"] in allowed], "auto"
-        return ChatRequest(
+        request = ChatRequest(
             messages=messages or [Message("user", "")],
-            model=self.model,
             max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop=self.stop,
             tools=tools or None,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=(self.reasoning or {}).get("effort"),
             chat_template_kwargs=self.chat_template_kwargs,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
         )
+        shared = {name: getattr(self, name) for name in Sampled.__struct_fields__}
+        return msgspec.structs.replace(request, **shared)
 
 
 def _prefix(item: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from . import unsupported
 from .api_error import bad
+from .conversation import Message, Tool, tool_name
 from .decoding import Body, explain, show
 
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
@@ -22,8 +23,6 @@ MAX_STOPS = 64
 MAX_BIASES = 1 << 16
 MAX_LOGPROBS = 20
 POOLINGS = ("mean", "last")
-PARTS = ("text", "input_text", "output_text", "refusal")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 # Field: lowest and highest value.
 RANGES: dict[str, tuple[float, float]] = {
@@ -51,71 +50,8 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Part(msgspec.Struct):
-    """A piece of a message's content."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def words(self) -> str:
-        return (self.refusal if self.type == "refusal" else self.text) or ""
-
-
-class Function(msgspec.Struct):
-    name: str
-    arguments: str | dict[str, Any] = ""
-
-
-class Call(msgspec.Struct):
-    function: Function
-    id: str | None = None
-    type: str = "function"
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[str | Part] | None = None
-    name: str | None = None
-    tool_calls: list[Call] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same under vLLM's newer name
-
-    def characters(self) -> int:
-        """Nearly how many are to be tokenised."""
-        content = self.content or ""
-        parts = [content] if isinstance(content, str) else content
-        calls = len(msgspec.json.encode(self.tool_calls)) if self.tool_calls else 0
-        texts = [one if isinstance(one, str) else one.words() for one in parts]
-        return calls + len(self.reasoning_content or self.reasoning or "") + sum(map(len, texts))
-
-    def check(self, at: str) -> None:
-        """`at` is where it is, for the error's words."""
-        if self.role not in ROLES:
-            raise bad(f"{at}.role", f"{at}.role is {show(self.role)}: expected one of {', '.join(ROLES)}")
-        for j, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            if isinstance(part, Part) and part.type not in PARTS:
-                raise bad(
-                    f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: this model takes text only"
-                )
-
-
-class ToolFunction(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(msgspec.Struct):
-    type: str
-    function: ToolFunction
-
-
-class Common(Body, kw_only=True):
-    """What all that generates takes."""
-
-    prompt_field: ClassVar[str]  # where the prompt is
+class Sampled(Body, kw_only=True):
+    """What all that generates takes, whosever API it is."""
 
     model: str | None = None
     temperature: float | None = None
@@ -127,27 +63,18 @@ class Common(Body, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
     stop: str | list[str] | dict[str, Any] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    echo: bool | None = None
-    return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    response_format: dict[str, Any] | None = None
 
     def stops(self) -> list[str]:
         """The stop strings; {"Single": …} and {"Multi": […]} are how candle-vLLM's examples write them."""
@@ -162,6 +89,34 @@ class Common(Body, kw_only=True):
         if len(stop) > MAX_STOPS:
             raise bad("stop", f"stop has {len(stop)} texts, at most {MAX_STOPS} are allowed")
         return stop
+
+    def check(self) -> None:
+        check_ranges(self)
+        self.stops()
+        if (count := len(self.logit_bias or ())) > MAX_BIASES:
+            raise bad("logit_bias", f"logit_bias names {count} tokens: at most {MAX_BIASES} are allowed")
+        for key, value in (self.logit_bias or {}).items():
+            if not TOKEN_ID.fullmatch(key) or not -100 <= value <= 100:
+                shown = show({key: value})
+                raise bad("logit_bias", f"logit_bias is {shown}: expected token ids with values between -100 and 100")
+        if any(token < 0 for token in self.stop_token_ids or ()):
+            raise bad("stop_token_ids", f"stop_token_ids is {show(self.stop_token_ids)}: token ids are not negative")
+
+
+class Common(Sampled, kw_only=True):
+    """What chat completions and completions take."""
+
+    prompt_field: ClassVar[str]  # where the prompt is
+
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
 
     def limit(self) -> int | None:
         """The most tokens that a choice may have, where the request says so."""
@@ -183,7 +138,7 @@ class Common(Body, kw_only=True):
         return self.n or 1
 
     def check(self) -> None:
-        check_ranges(self)
+        super().check()
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
             raise bad("best_of", f"best_of is {show(self.best_of)} with n {n}: only best_of equal to n is supported")
@@ -195,18 +150,6 @@ class Common(Body, kw_only=True):
         limit = self.limit()
         if self.min_tokens and limit and self.min_tokens > limit:
             raise bad("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens {limit}")
-        self._check_tokens()
-        self.stops()
-
-    def _check_tokens(self) -> None:
-        if (count := len(self.logit_bias or ())) > MAX_BIASES:
-            raise bad("logit_bias", f"logit_bias names {count} tokens: at most {MAX_BIASES} are allowed")
-        for key, value in (self.logit_bias or {}).items():
-            if not TOKEN_ID.fullmatch(key) or not -100 <= value <= 100:
-                shown = show({key: value})
-                raise bad("logit_bias", f"logit_bias is {shown}: expected token ids with values between -100 and 100")
-        if any(token < 0 for token in self.stop_token_ids or ()):
-            raise bad("stop_token_ids", f"stop_token_ids is {show(self.stop_token_ids)}: token ids are not negative")
 
 
 class ChatRequest(Common, kw_only=True):
@@ -243,6 +186,22 @@ class ChatRequest(Common, kw_only=True):
     def characters(self) -> int:
         tools = len(msgspec.json.encode(self.tools)) if self.tools else 0
         return tools + sum(message.characters() for message in self.conversation())
+
+    def offered(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call."""
+        allowed = self._allowed()
+        tools = [one for one in self.tools or () if allowed is None or one["function"]["name"] in allowed]
+        return tools if tools and self.tool_choice != "none" else None
+
+    def _allowed(self) -> set[str] | None:
+        """The names that a tool_choice of allowed_tools leaves, where it forces none of them."""
+        choice = self.tool_choice
+        inner = (
+            choice.get("allowed_tools") if isinstance(choice, dict) and choice.get("type") == "allowed_tools" else None
+        )
+        if not isinstance(inner, dict) or inner.get("mode") != "auto":
+            return None
+        return {name for tool in inner.get("tools") or () if (name := tool_name(tool))}
 
     def conversation(self) -> list[Message]:
         """The messages; a text alone is one of the user."""
@@ -287,7 +246,7 @@ class ChatRequest(Common, kw_only=True):
             if checked.type != "function":
                 raise bad("tools", f'tools[{i}].type is {show(checked.type)}: only "function" is supported')
         choice = self.tool_choice
-        if choice not in (None, "auto", "none"):
+        if choice not in (None, "auto", "none") and self._allowed() is None:
             hint = "required" if choice == "required" else show(choice)
             raise bad("tool_choice", f'tool_choice is {hint}: a call cannot be enforced yet, use "auto" or "none"')
 

@@ -23,7 +23,6 @@ from .engine_client import EngineClient
 from .generation import Generation, LoadedModel, Make
 from .prompts import Prompt, check_values, context_of
 from .sampling_params import SEED_MASK, resolve_defaults
-from .schema import Common
 from .session import Choice, Session
 from .text.load import Text
 from .text.tokenizer import detokenizer
@@ -114,7 +113,7 @@ class TextEngine:
         if len(body) > LARGE_BODY:
             check_values(body, context_of(self.ready()[1]))
 
-    async def generate(self, request: Common, make: Make) -> Session:
+    async def generate(self, request: Sized, make: Make) -> Session:
         """Start what `make` gives for a request."""
         return self._start(await self.prepare(request, make))
 

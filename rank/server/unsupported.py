@@ -111,20 +111,36 @@ EMBEDDING: dict[str, Field] = {
 }
 
 
+_ELSEWHERE = "it is not supported here, use /v1/chat/completions"
+
 MESSAGES: dict[str, Field] = {
+    **_COMMON,
+    **_all(_ELSEWHERE, "min_p", "seed", "repetition_penalty", "logit_bias", "logprobs", "stop_token_ids", "ignore_eos"),
+    **_all(_ELSEWHERE, "min_tokens", "presence_penalty", "frequency_penalty"),
+    "n": Field(_ELSEWHERE, (1,)),
+    **_all("use stop_sequences", "stop"),
     **_all("there are no tool servers, send the tools that the client runs", "mcp_servers"),
     **_all("nothing is run here, send the tools that the client runs", "container"),
 }
 
 
 RESPONSES: dict[str, Field] = {
+    **_COMMON,
+    **_all(_ELSEWHERE, "logprobs", "echo", "return_token_ids"),
+    "n": Field(_ELSEWHERE, (1,)),
     **_all("conversations are not kept, use previous_response_id", "conversation"),
     **_all("there are no stored prompts, write it into instructions and input", "prompt"),
-    "top_logprobs": Field("log probabilities are not supported here, use /v1/chat/completions", (0,)),
+    "top_logprobs": Field(_ELSEWHERE, (0,)),
     **_all("this is for /v1/chat/completions: use input", "messages"),
     **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),
     **_all("use text", "response_format"),
     **_all("use reasoning", "reasoning_effort"),
+}
+
+
+RERANK: dict[str, Field] = {
+    **_all(PROMPT_LENGTH, "truncate_prompt_tokens", "max_tokens_per_doc", "max_chunks_per_doc", "truncate"),
+    **_all("only texts are compared", "rank_fields"),
 }
 
 

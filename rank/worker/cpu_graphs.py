@@ -10,7 +10,6 @@ import functools
 import logging
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +18,8 @@ from ...kernels.cpp.graph import Graph, Memory, capture
 from ...kernels.gemm.cpu_gemm import MOST_ROWS
 from ...kernels.sampling.argmax import argmax
 from ..model.base import Model
-from ..model.batch import Batch
 from ..model.cache_spec import Caches
-from .batch_builder import given_ids
+from .decode_batch import HostDecodeBatch
 from .sampler import tp_argmax
 from .state import BatchState, ScheduledBatch
 
@@ -64,13 +62,9 @@ class CpuDecodeGraphs:
     head: Head | None = None  # of the last replay, where the head is replayed too
 
     def __init__(self, model: Model, state: BatchState, last: Tensor, caches: Caches):
-        self.model, self.state, self.last, self.caches = model, state, last.numpy(), caches
+        self.model = model
         self.most = min(len(state.length), MOST_ROWS)  # beyond, torch computes the GEMMs, which cannot be recorded
-        self._ids, self._positions, self._slots = torch.zeros(3, self.most, dtype=torch.int64)
-        self._lengths = torch.zeros(self.most, dtype=torch.int32)
-        self._tables = torch.zeros(self.most, state.table.shape[1], dtype=torch.int32)
-        self._starts = torch.arange(self.most + 1, dtype=torch.int32)
-        self._inputs = [x.numpy() for x in (self._ids, self._positions, self._slots, self._lengths, self._tables)]
+        self._inputs = HostDecodeBatch(state, last, caches, self.most)
         self._memory = Memory()
         self._captured: dict[int, _Captured] = {}
         self._able = True
@@ -85,7 +79,7 @@ class CpuDecodeGraphs:
     def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
         """The residual stream [B, hidden] of a supported step, and its rows [B]. Valid until the next replay."""
         n = len(scheduled.rows)
-        self._fill(scheduled)
+        self._inputs.fill(scheduled)
         self.head = None
         if n in self._captured:
             layers, hidden, head = self._captured[n]
@@ -97,32 +91,8 @@ class CpuDecodeGraphs:
             hidden = self._capture(n, scheduled)
         return hidden, torch.from_numpy(scheduled.rows)
 
-    def _fill(self, scheduled: ScheduledBatch) -> None:
-        n, row, starts = len(scheduled.rows), scheduled.rows, scheduled.starts
-        ids, positions, slots, lengths, tables = self._inputs
-        given = given_ids(self.state, scheduled)
-        np.copyto(ids[:n], np.where(given < 0, self.last[row], given))
-        positions[:n] = starts
-        block, offset = np.divmod(starts, self.state.block_size)
-        slots[:n] = self.state.table[row, block].astype(np.int64) * self.state.block_size + offset
-        lengths[:n] = starts + 1
-        width = int(block.max()) + 1
-        tables[:n, :width] = self.state.table[row, :width]
-
     def _capture(self, n: int, scheduled: ScheduledBatch) -> Tensor:
-        batch = Batch(
-            ids=self._ids[:n],
-            positions=self._positions[:n],
-            slots=self._slots[:n],
-            block_tables=self._tables[:n],
-            lengths=self._lengths[:n],
-            query_starts=self._starts[: n + 1],
-            sample_at=self._ids[:0],
-            num_decodes=n,
-            query_lens=[1] * n,
-            kv_lens=(scheduled.starts + 1).tolist(),
-            caches=self.caches,
-        )
+        batch = self._inputs.batch(n, (scheduled.starts + 1).tolist())
         hidden, layers, reason = capture(lambda: self.model.forward([batch]), self._memory)
         if layers is None:
             self._able = False

@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps: one call replays a step in which every sequence has one token.
 
-A graph reads what `Upload.fill` has copied and ends with the residual stream; head and sampler run outside it. A few
+A graph reads what DeviceDecodeBatch has sent and ends with the residual stream; head and sampler run outside it. A few
 batch sizes are captured, and batches are padded with rows that write and read nothing. NCCL's collectives are captured
 too, so all ranks must capture the same sizes in the same order, and must free the graphs before the communicators.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +19,9 @@ from ...kernels.gemm import skinny
 from ...kernels.gemm.autotune import TuneRequest
 from ...kernels.gemm.skinny import MOST_ROWS
 from ..model.base import Model
-from ..model.batch import Batch
 from ..model.cache_spec import Caches
 from ..model.layers.linear import Linear, QKVParallel, RowParallel
-from .batch_builder import given_ids
+from .decode_batch import DeviceDecodeBatch
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
@@ -67,16 +65,10 @@ class DecodeGraphs:
     head = None  # it runs outside the graph
 
     def __init__(self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload):
-        self.model, self.state, self.last, self.caches, self.upload = model, state, last, caches, upload
-        self.block_size = state.block_size
+        self.model = model
         self.sizes = capture_sizes(len(state.length))
-        most, width = self.sizes[-1], state.table.shape[1]
-        device = last.device
-        self._sent = torch.zeros(2 + most * (3 + width), dtype=torch.int32, device=device)
-        self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=device)
-        self._lengths = torch.zeros(most, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(most, width, dtype=torch.int32, device=device)
-        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._inputs = DeviceDecodeBatch(state, last, caches, self.sizes[-1], upload)
+        self._longest = min(model.max_model_len, state.table.shape[1] * state.block_size)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -103,32 +95,11 @@ class DecodeGraphs:
     def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
         """The residual stream [B, hidden] of a supported step, and its rows [B] int32. Valid until the next replay."""
         n = len(scheduled.rows)
-        width = int(scheduled.starts.max()) // self.block_size + 1
-        parts = [np.array([n, width]), scheduled.rows, given_ids(self.state, scheduled), scheduled.starts]
-        table = self.state.table[scheduled.rows, :width]
-        self.upload.fill(self._sent, [*(p.astype(np.int32) for p in parts), table])
+        rows = self._inputs.send(scheduled)
         graph, hidden = self._captured[next(size for size in self.sizes if size >= n)]
         graph.replay()
-        return hidden[:n], self._sent[2 : 2 + n]
+        return hidden[:n], rows
 
     def _run(self, size: int) -> Tensor:
-        kernel = jit.kernel("decode_inputs", "decode_inputs", torch.int64)
-        kernel(
-            (size, 1, 1), 128, self._sent, self.last, self._ids, self._positions, self._slots, self._lengths,
-            self._tables, self._tables.stride(0), self.block_size,
-        )  # fmt: skip
-        longest = min(self.model.max_model_len, self._tables.shape[1] * self.block_size)
-        batch = Batch(
-            ids=self._ids[:size],
-            positions=self._positions[:size],
-            slots=self._slots[:size],
-            block_tables=self._tables[:size],
-            lengths=self._lengths[:size],
-            query_starts=self._starts[: size + 1],
-            sample_at=self._ids[:0],
-            num_decodes=size,
-            query_lens=[1] * size,
-            kv_lens=[longest] * size,
-            caches=self.caches,
-        )
-        return self.model.forward([batch])
+        self._inputs.fill(size)
+        return self.model.forward([self._inputs.batch(size, [self._longest] * size)])

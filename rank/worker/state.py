@@ -58,6 +58,7 @@ class BatchState:
         self.block_size = block_size
         self.table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.num_on_device = np.zeros(max_num_seqs, np.int64)  # leading blocks that DeviceDecodeBatch holds
         self.length = np.zeros(max_num_seqs, np.int64)  # sampled tokens included
         self.known = np.zeros(max_num_seqs, np.int64)  # tokens whose ids are in `tokens`
         self.computed = np.zeros(max_num_seqs, np.int64)
@@ -82,6 +83,7 @@ class BatchState:
         self.prompt_len[row] = new.prompt_len
         self.table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
+        self.num_on_device[row] = 0
 
     def _scheduled_batch(self, plan: protocol.Plan) -> ScheduledBatch:
         rows = np.frombuffer(plan.rows, np.uint16).astype(np.int64)

@@ -53,6 +53,8 @@ PROGRAMS = [
     ("layer_norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, WEIGHT=0, BIAS=0)),
     ("layer_norm", dict(T=torch.float16, N=64, V=8, THREADS=32, PARTS=1, WEIGHT=1, BIAS=0)),
     ("activation", dict(T=torch.float16, V=8, ACT=0)),
+    ("xielu", dict(T=torch.bfloat16, V=8)),
+    ("xielu", dict(T=torch.float32, V=1)),
     ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
     ("activation", dict(T=torch.float32, V=1, ACT=2)),
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),

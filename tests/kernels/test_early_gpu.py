@@ -13,6 +13,7 @@ from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import skinny
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import rope
+from phalanx.kernels.sampling import decode_inputs
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).has_tma,
@@ -34,7 +35,8 @@ class Step:
         self.qkv = made(LAYERS, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN) / 32
         self.out = made(LAYERS, HIDDEN, HIDDEN) / 32
         self.keys = made(LAYERS, 2, BLOCKS, SIZE, KV_HEADS, DIM)
-        head = torch.tensor([rows, WIDTH], dtype=torch.int32)
+        head = torch.tensor([rows], dtype=torch.int32)
+        held, blocks = torch.zeros(rows), torch.full((rows,), WIDTH)  # all tables are sent in every step
         self.given = []
         for i in range(STEPS):
             ids, positions = torch.randint(VOCABULARY, (rows,)), torch.randint(LONGEST, (rows,))
@@ -42,19 +44,18 @@ class Step:
             written, others = torch.arange(BLOCKS).roll(i % 2 * rows).split([rows, BLOCKS - rows])
             tables = others[torch.randint(BLOCKS - rows, (rows, WIDTH))]
             tables[torch.arange(rows), positions // SIZE] = written
-            parts = [head, torch.arange(rows), ids, positions, tables.flatten()]
+            columns = [torch.arange(rows), ids, positions, held, blocks, blocks.cumsum(0) - blocks]
+            parts = [head, *columns, tables.flatten()]
             self.given.append(torch.cat([part.int() for part in parts]).cuda())
         self.sent = self.given[0].clone()
         self.last = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        self.ids, self.positions, self.slots = torch.zeros(3, rows, dtype=torch.int64, device="cuda")
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
-        self.tables = torch.zeros(rows, WIDTH, dtype=torch.int32, device="cuda")
+        self.inputs = decode_inputs.empty(rows, WIDTH, torch.device("cuda"))
+        self.state_tables = torch.zeros(rows, WIDTH, dtype=torch.int32, device="cuda")
+        self.ids, self.positions, self.slots, self.lengths, self.tables = self.inputs
         self.found = torch.zeros(rows, HIDDEN, device="cuda", dtype=torch.float16)
 
     def __call__(self, caches, pause):
-        inputs = jit.kernel("decode_inputs", "decode_inputs", torch.int64)
-        inputs((self.rows, 1, 1), 128, self.sent, self.last, self.ids, self.positions, self.slots, self.lengths,
-               self.tables, self.tables.stride(0), SIZE)  # fmt: skip
+        decode_inputs.decode_inputs(self.sent, self.state_tables, self.last, self.inputs, self.rows, SIZE)
         pause()
         residual = embedding.embedding(self.ids, self.table)
         pause()

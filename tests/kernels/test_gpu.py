@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.activation import activation
+from phalanx.kernels.activation import activation, xielu
 from phalanx.kernels.attention import attention, reference
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import CurrentKV
@@ -14,11 +14,12 @@ from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import linear, skinny, swiglu_gemm
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import rope
-from phalanx.kernels.sampling import argmax, logits
+from phalanx.kernels.sampling import argmax, decode_inputs, logits
 from torch.nn.functional import gelu, silu
 
 from .attention import decoding
 from .attention.test_attention import make_caches, make_rows
+from .sampling import test_decode_inputs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KINDS = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
@@ -50,6 +51,13 @@ def poison():
 def test_activate(rows, size, dtype, bound, act):
     x = (torch.randn(rows, size, device="cuda") * 3).to(dtype)
     near(activation.activate(x.clone(), act), activation.activate_reference(x, act), bound)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("rows, size", [(0, 8), (1, 1), (3, 33), (37, 4096)])
+def test_xielu(rows, size, dtype, bound):
+    x = (torch.randn(rows, size, device="cuda") * 3).to(dtype)
+    near(xielu.xielu(x.clone(), 0.9, 1.3), xielu.xielu_reference(x, 0.9, 1.3), bound)
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
@@ -390,16 +398,4 @@ def test_rows_of_tables(width):
 
 
 def test_inputs_of_a_decode_step():
-    """Three rows sent, a captured batch of five: the rest is empty and leaves the tables alone."""
-    width, block_size = 7, 16
-    sent = [3, 2, *(4, 0, 2), *(-1, 9, -1), *(17, 0, 31), *(5, 6, 7, 8, 9, 10)]
-    sent = torch.tensor(sent, dtype=torch.int32, device="cuda")
-    last = torch.arange(100, 105, device="cuda")
-    ids, positions, slots = torch.full((3, 5), -7, device="cuda")
-    lengths = torch.full((5,), -7, dtype=torch.int32, device="cuda")
-    tables = torch.full((5, width), -7, dtype=torch.int32, device="cuda")
-    kernel = jit.kernel("decode_inputs", "decode_inputs", torch.int64)
-    kernel((5, 1, 1), 128, sent, last, ids, positions, slots, lengths, tables, width, block_size)
-    assert ids.tolist() == [104, 9, 102, -1, -1] and positions.tolist() == [17, 0, 31, 0, 0]
-    assert slots.tolist() == [6 * 16 + 1, 7 * 16, 10 * 16 + 15, -1, -1] and lengths.tolist() == [18, 1, 32, 0, 0]
-    assert tables[:, :2].tolist() == [[5, 6], [7, 8], [9, 10], [-7, -7], [-7, -7]] and (tables[:, 2:] == -7).all()
+    test_decode_inputs.check(decode_inputs.decode_inputs, "cuda")

@@ -10,6 +10,7 @@ import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,16 +20,29 @@ from safetensors.torch import load_file, save_file
 
 from ..engine import device
 from ..ranks import run_ranks
+from .model import harness
 from .model.test_architectures import COMMON, MODELS, write
 from .reference import Reference
 
 SERVED = {name: dict(model_type=name) for name in ("llama", "qwen3")} | MODELS
-LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "tp3": (3, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}  # tp, pp
-SHORT = "tp2"
+
+
+class Layout(NamedTuple):
+    tp: int
+    pp: int
+    count: int = 200  # tokens that each prompt gets
+    known: int = 70  # of them, when the last prompt is asked again
+    blocks: int = 52  # in the pool, for the 68 that the sequences come to need: the last one is preempted
+
+
+SHORT = "short"
+LAYOUTS = {
+    SHORT: Layout(2, 1, count=80, known=30, blocks=28),
+    "tp1": Layout(1, 1), "tp2": Layout(2, 1), "tp3": Layout(3, 1), "pp2": Layout(1, 2), "tp2-pp2": Layout(2, 2),
+}  # fmt: skip
 TOLERANCE = 1e-4  # of log-probabilities; logits that are nearer than that are a tie
-LENGTH, COUNT, KNOWN = 60, 200, 70
+LENGTH = 60
 PROMPTS = torch.randint(3, 512, (4, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
-BLOCKS = 52  # for the 68 that the sequences come to need: the last one is preempted
 OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=288, dtype="f32", timeout=60.0)
 TIMEOUT = 60 + 10 * len(SERVED)  # seconds of a job, on a machine that others use too
 
@@ -36,31 +50,35 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 
 
 def cases():
-    """Layouts and models; of each architecture the short suite has its first model in one layout."""
-    for layout, (tp, _) in LAYOUTS.items():
-        seen = set()
+    """Layouts and models; the short suite has the first model of each architecture."""
+    first = {options["model_type"]: name for name, options in reversed(SERVED.items())}
+    yield from ((SHORT, name) for name in SERVED if name in first.values())
+    for layout in list(LAYOUTS)[1:]:
         for name, options in SERVED.items():
-            short = layout == SHORT and options["model_type"] not in seen
-            seen.add(options["model_type"])
-            if (COMMON | options)["num_attention_heads"] % tp == 0:
-                yield pytest.param(layout, name, marks=[] if short else pytest.mark.long)
+            heads = (COMMON | options | options.get("text_config", {}))["num_attention_heads"]
+            if heads % LAYOUTS[layout].tp == 0:
+                yield pytest.param(layout, name, marks=pytest.mark.long)
+
+
+EMBEDDING = re.compile("embed|wte|wpe")
 
 
 class Expected(Reference):
-    """transformers' greedy text after PROMPTS, and its log-probabilities of the last one's from token KNOWN on."""
+    """transformers' greedy text after PROMPTS, `count` tokens each, and its log-probabilities for the last one."""
 
     @torch.no_grad()
-    def __init__(self, path):
-        super().__init__(path)
+    def __init__(self, path, count):
+        self.model = harness.reference(path)
         cache, fresh, rows = None, torch.tensor(PROMPTS), []
-        for _ in range(COUNT):
+        for _ in range(count):
             out = self.model(fresh, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             rows.append(out.logits[:, -1])
             fresh = rows[-1].argmax(-1, keepdim=True)
-        logits = torch.stack(rows, 1)  # [prompts, COUNT, vocab]
+        logits = torch.stack(rows, 1)  # [prompts, count, vocab]
         self.tokens = logits.argmax(-1).tolist()
-        self.logprobs = logits[-1, KNOWN:].log_softmax(-1)
+        self.logprobs = logits[-1].log_softmax(-1)
+        self.tolerance = TOLERANCE * min(1, float(logits.std()))
 
     def ties(self, prompt, got, want):
         """The places where `got` takes another token than the likeliest, which is as likely; [] where got is want.
@@ -74,7 +92,9 @@ class Expected(Reference):
         behind = (logits.max(-1).values - logits[range(len(got)), got]).tolist()
         for place, gap in enumerate(behind):
             likeliest = int(logits[place].argmax())
-            assert gap <= TOLERANCE, f"token {place} is {got[place]}, not {likeliest}, whose logit is {gap:.2g} larger"
+            assert gap <= self.tolerance, (
+                f"token {place} is {got[place]}, not {likeliest}, whose logit is {gap:.2g} larger"
+            )
         return [place for place, gap in enumerate(behind) if gap > 0]
 
 
@@ -87,7 +107,9 @@ def checkpoint(tmp_path_factory):
         weights = load_file(path / "model.safetensors")
         for key, x in weights.items():
             if x.dim() > 1 and "lm_head" not in key:
-                x *= 0.1 if "embed" in key else 1.3
+                x *= 0.05 if EMBEDDING.search(key) else 1.5
+            elif key.endswith("bias"):
+                x *= 0.1
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         return path
 
@@ -96,7 +118,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    return functools.cache(lambda name: Expected(checkpoint(name)))
+    return functools.cache(lambda name, count: Expected(checkpoint(name), count))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,24 +137,23 @@ def answers(request, checkpoint, tmp_path_factory):
 
     @functools.cache
     def serve(layout):
-        tp, pp = LAYOUTS[layout]
+        tp, pp, count, known, blocks = LAYOUTS[layout]
         paths = [checkpoint(params["name"]) for params in chosen if params["layout"] == layout]
         asked = tmp_path_factory.mktemp("requests") / "requests.json"
-        requests = dict(prompts=PROMPTS, count=COUNT, known=KNOWN, logprobs=COMMON["vocab_size"], blocks=BLOCKS)
+        requests = dict(prompts=PROMPTS, count=count, known=known, logprobs=COMMON["vocab_size"], blocks=blocks)
         asked.write_text(json.dumps(requests))
         options = Options(ranks=tp * pp, tp=tp, pp=pp, device=device(tp * pp), **OPTIONS)
         environ = {
             "MODELS": ":".join(map(str, paths)),
             "REQUESTS": str(asked),
-            "ANSWERS": f"{tp}-{pp}.json",
+            "ANSWERS": f"{layout}.json",
             JOB_ENV: encode_job(Job(options=options, announced_size=tp * pp)),
         }
         return run_ranks(tp * pp, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
 
     def read(layout, name):
         done = serve(layout)
-        tp, pp = LAYOUTS[layout]
-        file = checkpoint(name) / f"{tp}-{pp}.json"
+        file = checkpoint(name) / f"{layout}.json"
         assert file.exists(), f"{layout} has not come to {name}:\n{done.stderr}"
         assert done.returncode == 0, done.stderr
         return SimpleNamespace(**json.loads(file.read_text()))
@@ -142,22 +163,23 @@ def answers(request, checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("layout, name", list(cases()))
 def test_served(answers, expected, layout, name):
-    found, want = answers(layout, name), expected(name)
-    assert max(len(set(tokens)) for tokens in want.tokens) >= 20, f"{name}: its text would not show an error"
+    count, known = LAYOUTS[layout].count, LAYOUTS[layout].known
+    found, want = answers(layout, name), expected(name, count)
+    assert max(len(set(tokens)) for tokens in want.tokens) >= 10, f"{name}: its text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0 and found.cached >= LENGTH, f"{layout}, {name}: {found}"
     for i, prompt in enumerate(PROMPTS):
         check(f"{layout}, {name}, prompt {i}", want, prompt, found.tokens[i], want.tokens[i])
-    known = PROMPTS[-1] + found.tokens[-1][:KNOWN]
-    title = f"{layout}, {name}, prompt {len(PROMPTS) - 1} from its token {KNOWN} on"
-    check(title, want, known, found.again, found.tokens[-1][KNOWN:])
-    logprobs = want.logprobs
-    if known + found.again != PROMPTS[-1] + want.tokens[-1]:  # a tie
-        logprobs = want.logits(known + found.again)[len(known) - 1 : -1].log_softmax(-1)
+    start = PROMPTS[-1] + found.tokens[-1][:known]
+    title = f"{layout}, {name}, prompt {len(PROMPTS) - 1} from its token {known} on"
+    check(title, want, start, found.again, found.tokens[-1][known:])
+    logprobs = want.logprobs[known:]
+    if start + found.again != PROMPTS[-1] + want.tokens[-1]:  # a tie
+        logprobs = want.logits(start + found.again)[len(start) - 1 : -1].log_softmax(-1)
     for place, top in enumerate(found.logprobs):
         ids, values = zip(*top, strict=True)
         assert sorted(ids) == list(range(COMMON["vocab_size"]))
         far = (torch.tensor(values) - logprobs[place, list(ids)]).abs().max()
-        assert far < TOLERANCE, f"{title}: log-probabilities of token {place} are {far:.2g} off"
+        assert far < want.tolerance, f"{title}: log-probabilities of token {place} are {far:.2g} off"
 
 
 def check(title, want, prompt, got, tokens):
@@ -175,20 +197,21 @@ def test_a_wrong_token_is_named_and_a_tie_is_told():
     logits = torch.zeros(5, 8)
     logits[[1, 2, 3], [4, 5, 6]] = 1.0
     logits[2, 7] = 1.00005
-    want.logits = lambda tokens: logits
+    want.logits, want.tolerance = lambda tokens: logits, TOLERANCE
     check("", want, [0, 0], [4, 7, 6], [4, 7, 6])
-    with pytest.warns(UserWarning, match="tp2, llama, prompt 0: token 1 is one of several"):
-        check("tp2, llama, prompt 0", want, [0, 0], [4, 5, 6], [4, 7, 6])
-    with pytest.raises(AssertionError, match="tp2, llama, prompt 0: token 2 is 3, not 6, whose logit is 1 larger"):
-        check("tp2, llama, prompt 0", want, [0, 0], [4, 7, 3], [4, 7, 6])
+    with pytest.warns(UserWarning, match="short, llama, prompt 0: token 1 is one of several"):
+        check("short, llama, prompt 0", want, [0, 0], [4, 5, 6], [4, 7, 6])
+    with pytest.raises(AssertionError, match="short, llama, prompt 0: token 2 is 3, not 6, whose logit is 1 larger"):
+        check("short, llama, prompt 0", want, [0, 0], [4, 7, 3], [4, 7, 6])
     with pytest.raises(AssertionError, match="2 tokens, not 3"):
         check("", want, [0, 0], [4, 7], [4, 7, 6])
 
 
 def test_prompts_are_longer_than_windows():
     for name, options in SERVED.items():
-        assert options.get("sliding_window", 0) < LENGTH, name
+        assert (options.get("sliding_window") or 0) < LENGTH, name
 
 
 def test_each_architecture_is_served():
-    assert {options["model_type"] for options in SERVED.values()} == set(architectures.supported())
+    unknown = {"chatglm"}  # to transformers: tests/rank/model/test_chatglm.py
+    assert {options["model_type"] for options in SERVED.values()} | unknown == set(architectures.supported())

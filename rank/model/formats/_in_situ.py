@@ -24,7 +24,7 @@ class Codec(Protocol):
         """weight [outputs, inputs] of 16 or 32 bits on any device → the tensors of the format."""
 
     def pack(self, *encoded: Tensor) -> Any:
-        """These as the device's kernels take them: a named tuple of tensors."""
+        """These as the device's kernels take them: a named tuple, of tensors and what has to be known of them."""
 
     def linear(self, x: Tensor, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] → [T, outputs]; with an activation as gate, act(gate) * up of outputs that are gate over up."""
@@ -40,7 +40,7 @@ class InSitu(Part):
 
     fields = (Field("weight", "oi", stored=True), Field("bias", "o"))
     codec: ClassVar[Codec]
-    packed: tuple[Tensor, ...]
+    packed: tuple[Any, ...]
 
     def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         super().__init__(inputs, outputs, bias, sources)
@@ -70,8 +70,9 @@ class InSitu(Part):
     def finish(self) -> None:
         self.packed = self.codec.pack(*self.codec.encode(self.weight.data))
         del self.weight
-        for index, tensor in enumerate(self.packed):
-            self.register_buffer(f"packed_{index}", tensor, persistent=False)
+        for index, one in enumerate(self.packed):
+            if isinstance(one, Tensor):
+                self.register_buffer(f"packed_{index}", one, persistent=False)
 
     @property
     def matrix(self) -> None:

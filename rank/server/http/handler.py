@@ -251,7 +251,7 @@ class BodyHandler(Handler):
         """The body's request. Raises ApiError."""
         body = await self.body()
         self.state.sessions.check_body(body)
-        return decode(body, kind)
+        return decode(body, kind, self.state.config.strict)
 
     async def run(self, work: Awaitable[Result]) -> Result | None:
         """Do this while the client is there; None where it has gone."""

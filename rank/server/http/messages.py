@@ -10,11 +10,12 @@ import msgspec
 from .. import unsupported
 from ..anthropic_format import MessageRenderer, error_body
 from ..api_error import bad
+from ..conversation import Call as ToolCall
+from ..conversation import Function, Message
 from ..decoding import Body, show
 from ..generation import LoadedModel
 from ..prompts import chat_prompt
-from ..schema import MAX_STOPS, ChatRequest, Function, Message, check_ranges
-from ..schema import Call as ToolCall
+from ..schema import MAX_STOPS, ChatRequest, check_ranges
 from ..session import Session
 from .chat import chat
 from .routes import Call, Route

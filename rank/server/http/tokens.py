@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..api_error import ApiError, bad
+from ..conversation import Message
 from ..decoding import Body
 from ..generation import LoadedModel
 from ..prompts import chat_prompt, completion_prompts, context_of, render_chat
-from ..schema import ChatRequest, CompletionRequest, Message
+from ..schema import ChatRequest, CompletionRequest
 from ..text.control import MARK
 from .routes import Call, Route
 

@@ -78,6 +78,7 @@ MODELS = {
         model_type="gemma3_text", head_dim=16, layer_types=["full_attention", "sliding_attention"] * 2,
         sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
     ),
+    "apertus": dict(model_type="apertus", attention_bias=True),
     "cohere2": dict(model_type="cohere2", sliding_window=11, logit_scale=0.7),
     "cohere2 biased": dict(
         model_type="cohere2", sliding_window=11, logit_scale=0.7, attention_bias=True,
@@ -154,7 +155,7 @@ MODELS = {
     "gpt_bigcode": dict(model_type="gpt_bigcode", num_key_value_heads=None, n_inner=100, activation_function="gelu"),
     "gpt_bigcode unscaled": dict(
         model_type="gpt_bigcode", num_attention_heads=6, num_key_value_heads=1, scale_attn_weights=False,
-        tie_word_embeddings=False, vocab_size=515,
+        tie_word_embeddings=False,
     ),
 }  # fmt: skip
 
@@ -234,6 +235,7 @@ def test_the_vision_part_is_left_out(made, caplog):
         ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta, which this model type needs"),
         ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block is false, which is not supported for cohere2"),
+        ("apertus", {"hidden_act": "silu"}, "activation 'silu' is not supported for apertus"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],
 )  # fmt: skip

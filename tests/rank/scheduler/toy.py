@@ -32,20 +32,31 @@ def alone(prompt, count, stop=()) -> list[int]:
 
 
 class Done:
-    def __init__(self, ids):
-        self.ids = ids
+    def __init__(self, tokens):
+        self.tokens = tokens  # of each row
 
     def wait(self, seconds):
         return True
 
     def output(self):
-        return protocol.StepOutput(protocol.pack_u32(self.ids))
+        return step_output(self.tokens)
+
+
+def step_output(tokens, logprobs=None) -> protocol.StepOutput:
+    """Of these tokens of each row."""
+    ids, counts = protocol.pack_u32([token for row in tokens for token in row]), bytes(map(len, tokens))
+    return protocol.StepOutput(ids, logprobs or {}, counts=b"" if set(counts) <= {1} else counts)
 
 
 class ToyRanks:
-    """Executes each plan when it is started, as the real ranks do in order; results are read one step late."""
+    """Executes each plan when it is started, as the real ranks do in order; results are read one step late.
 
-    def __init__(self, blocks: int, block_size: int, max_num_seqs: int = 8, max_model_len: int = 200):
+    most: tokens that a row samples in one step, as far as its blocks go. More than one: each result has to be read
+    before the next plan, as these ranks tell nobody else how far they are.
+    """
+
+    def __init__(self, blocks: int, block_size: int, max_num_seqs: int = 8, max_model_len: int = 200, most: int = 1):
+        self.most = most
         self.rows = BatchState(max_num_seqs, max_model_len, block_size)
         self.cache = np.full(blocks * block_size, -1, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
@@ -64,14 +75,25 @@ class ToyRanks:
                 known = position < self.rows.known[row]
                 token = self.rows.tokens[row][position] if known else self.last[row]
                 self.cache[self._slot(row, position)] = token
-        ids = []
+        sampled = []
         for row, start, count, samples in zip(work.rows, work.starts, work.counts, work.samples, strict=True):
             if samples:
-                seen = [self.cache[self._slot(row, p)] for p in range(start + count)]
-                assert -1 not in seen
-                ids.append(next_token(seen))
-                self.last[row] = ids[-1]
-        return Done(ids)
+                sampled.append(self._sample(row, start + count))
+        return Done(sampled)
+
+    def _sample(self, row: int, length: int) -> list[int]:
+        seen = [self.cache[self._slot(row, p)] for p in range(length)]
+        assert -1 not in seen
+        tokens = [next_token(seen)]
+        room = self.rows.num_blocks[row] * self.size
+        while len(tokens) < self.most and len(seen) < room:
+            self.cache[self._slot(row, len(seen))] = tokens[-1]
+            seen.append(tokens[-1])
+            tokens.append(next_token(seen))
+        self.last[row] = tokens[-1]
+        self.rows.length[row] += len(tokens) - 1
+        self.rows.computed[row] += len(tokens) - 1
+        return tokens
 
     def _slot(self, row: int, position: int) -> int:
         return self.rows.table[row, position // self.size] * self.size + position % self.size
@@ -94,12 +116,22 @@ class Engine:
     """A scheduler and toy ranks, stepped by hand as the loop does."""
 
     def __init__(
-        self, blocks=32, block_size=4, max_num_seqs=8, budget=16, prefix_cache=True, max_model_len=100, stages=1
+        self,
+        blocks=32,
+        block_size=4,
+        max_num_seqs=8,
+        budget=16,
+        prefix_cache=True,
+        max_model_len=100,
+        stages=1,
+        most=1,
     ):
         pool = Blocks(blocks, block_size, prefix_cache)
         self.scheduler = Scheduler(pool, max_num_seqs, budget, max_model_len, stages)
-        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len)
+        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most)
         self.replica = Replica(self.scheduler, self.ranks)
+        if most > 1:
+            self.replica.depth = 1
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
         self.cached: dict[str, int] = {}

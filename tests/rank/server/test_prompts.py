@@ -7,6 +7,7 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server import prompts
 from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.conversation import Call, Function, Message
 from phalanx.rank.server.decoding import convert
 from phalanx.rank.server.prompts import (
     chat_prompt,
@@ -15,14 +16,7 @@ from phalanx.rank.server.prompts import (
     embedding_inputs,
     template_messages,
 )
-from phalanx.rank.server.schema import (
-    Call,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    Function,
-    Message,
-)
+from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 from phalanx.rank.server.text.load import Text
 
 from .conftest import make_model

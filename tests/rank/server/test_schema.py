@@ -127,3 +127,13 @@ def test_a_token_id_of_many_digits():
 
 def test_the_number_of_biases():
     assert refusal(CompletionRequest, logit_bias=dict.fromkeys(map(str, range((1 << 16) + 1)), 1)) == "logit_bias"
+
+
+def test_a_choice_of_some_tools():
+    tools = [{"type": "function", "function": {"name": name}} for name in "ab"]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tools[1], 5, {"function": 5}]}}
+    request = convert({"messages": "x", "tools": tools, "tool_choice": choice}, ChatRequest)
+    assert request.offered() == [tools[1]]
+    assert convert({"messages": "x", "tools": tools, "tool_choice": "none"}, ChatRequest).offered() is None
+    choice["allowed_tools"]["mode"] = "required"
+    assert refusal(ChatRequest, tools=tools, tool_choice=choice) == "tool_choice"

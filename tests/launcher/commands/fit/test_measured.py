@@ -44,7 +44,7 @@ OTHERS = {
     },
 }  # fmt: skip
 REFUSED = [("phi", "tied")]
-UNGATED = ("gpt_bigcode", "phi", "starcoder2")
+UNGATED = ("apertus", "gpt_bigcode", "phi", "starcoder2")
 CASES = [(kind, name) for kind in architectures.supported() for name in VARIANTS if (kind, name) not in REFUSED]
 
 
@@ -79,7 +79,8 @@ def compare(path, dtype, isq="none"):
         stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
         for rank, found in enumerate(live(path, tp, pp, dtype, isq)):
             stage = stages[pp - 1 - rank // tp]  # rank 0 is on the last stage
-            assert (stage.loaded, stage.rope, stage.kv_token * TOKENS) == found, (tp, pp, rank)
+            assert (stage.rope, stage.kv_token * TOKENS) == found[1:], (tp, pp, rank)
+            assert stage.loaded == (found[0] if isq == "none" else pytest.approx(found[0], rel=0.05)), (tp, pp, rank)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -93,6 +93,23 @@ def test_a_norm_adds_what_is_pending_once(size, read_first):
     torch.testing.assert_close(value, total, atol=1e-5, rtol=1e-4)
 
 
+def test_a_stream_without_a_norm():
+    """It is what was added so far, and keeps the sampled rows."""
+    grid = mesh.build(threads_of_one(), 1, 1)
+    down, _, value, x = parts(grid)
+    stream = ResidualStream(value.clone())
+    stream.add((x @ down.matrix.T).clone())
+    h = residual.Unnormed(stream)
+    h.begin()
+    total = value + x @ down.matrix.T
+    torch.testing.assert_close(h.tensor(), total)
+    matrix = ColumnParallel(whole(HIDDEN), (whole(INNER),), bias=False)
+    torch.testing.assert_close(filled(matrix)(h), total @ matrix.matrix.T)
+    h.keep(torch.tensor([3, 1]))
+    torch.testing.assert_close(h.tensor(), total[[3, 1]])
+    torch.testing.assert_close(stream.read(), total[[3, 1]])
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_whole_tensor_is_not_summed_over_the_ranks(size):
     """A post-norm's output is equal on all ranks: only a Partial goes through the all-reduce."""

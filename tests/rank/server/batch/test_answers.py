@@ -78,3 +78,10 @@ def test_embeddings_among_other_requests(stage):
     lengths = [len(stage.encode(text)) for text in body["input"]]
     assert [one["embedding"] for one in answer["data"]] == [[n, 3, 0, 4] for n in lengths]
     assert answer["usage"] == {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
+
+
+def test_scores_among_other_requests(stage):
+    stage.input(1, json.dumps({"custom_id": "s", "url": "/v1/score", "body": {"text_1": "a", "text_2": ["a", "b c"]}}))
+    assert stage.start() == 0
+    (answer,) = (one["response"]["body"] for one in stage.read() if one["custom_id"] == "s")
+    assert [one["index"] for one in answer["data"]] == [0, 1] and round(answer["data"][0]["score"], 5) == 1

@@ -10,7 +10,7 @@ from phalanx.errors import FatalError
 from phalanx.rank.server.batch import batch_input
 from phalanx.rank.server.schema import ChatRequest, CompletionRequest
 
-PATHS = "one of /v1/chat/completions, /v1/completions, /v1/embeddings is needed"
+PATHS = "one of /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/score is needed"
 
 
 def line(custom_id, url="/v1/completions", **body):

@@ -319,6 +319,12 @@ def test_strict(make_front):
         "model_not_found",
     )
     assert front.post("completions", prompt="x", model="other").body["model"] == "tiny"
+    check(
+        front.post("completions", prompt="x", repeat_last_n=5),
+        400,
+        "repeat_last_n",
+        "repeat_last_n is no field of this endpoint, and this server refuses such (--strict): leave it out",
+    )
     assert front.post("completions", prompt="x").status == 200
 
 

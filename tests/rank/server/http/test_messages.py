@@ -163,6 +163,8 @@ def test_keys_in_both_headers(server, client):
         ({"output_config": {"format": {"type": "json_schema"}}}, "the output cannot be constrained yet"),
         ({"mcp_servers": [{}]}, "there are no tool servers"),
         ({"container": "x"}, "nothing is run here"),
+        ({"seed": 5}, "seed is 5: it is not supported here, use /v1/chat/completions"),
+        ({"stop": "x"}, "use stop_sequences"),
         ({"stop_sequences": ["a", ""]}, 'stop_sequences is ["a",""]: at most 64 texts'),
         ({"stop_sequences": ["a"] * 65}, "stop_sequences is 65 texts"),
         ({"temperature": -1}, "temperature is -1.0: it must be between 0 and 100"),

@@ -53,6 +53,16 @@ def test_a_text(server, responses, says):
     assert asked(server) == turns("system\nbe brief", "user\nhi")
 
 
+def test_sampling_as_in_chats(server, responses, says):
+    says("one two")
+    more = {"top_k": 3, "min_p": 0.1, "seed": 7, "stop": "two", "presence_penalty": 0.5, "logit_bias": {"3": 1}}
+    response = responses.create(model="m", input="hi", temperature=0.3, top_p=0.9, extra_body=more)
+    sampling = server.lead.requests[-1].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.9, 3, 0.1)
+    assert (sampling.seed, sampling.presence_penalty, sampling.logit_bias) == (7, 0.5, {3: 1.0})
+    assert response.output_text == "one "
+
+
 def test_too_short(responses, says):
     says("hello world")
     response = responses.create(model="m", input="hi", max_output_tokens=1)
@@ -240,6 +250,9 @@ def test_a_server_that_keeps_none(make_front):
         ({"top_logprobs": 2}, "top_logprobs", "use /v1/chat/completions"),
         ({"messages": []}, None, None),
         ({"max_tokens": 5}, "max_tokens", "use max_output_tokens"),
+        ({"n": 2}, "n", "use /v1/chat/completions"),
+        ({"guided_regex": "a"}, "guided_regex", "the output cannot be constrained yet"),
+        ({"min_tokens": 9, "max_output_tokens": 5}, "min_tokens", "min_tokens is 9"),
         ({"max_output_tokens": 600}, "max_output_tokens", "max_output_tokens is 600"),
         ({"max_output_tokens": 0}, "max_output_tokens", "it must be between 1"),
         ({"input": "word " * 3000}, "input", "context is 512 tokens"),

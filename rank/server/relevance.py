@@ -1,0 +1,102 @@
+"""How well texts fit a query: by a reranker's yes and no, or by the cosines of embeddings.
+
+Qwen3-Reranker is a causal model that is asked whether a document fits; the score is the probability of "yes" beside
+"no" (Zhang et al. 2025, arXiv 2506.05176, and the model's card).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from .. import protocol
+from .api_error import ApiError
+from .embeddings import embed
+from .generation import Generation, LoadedModel
+from .prompts import Prompt, context_of
+from .schema import MAX_LOGPROBS, EmbeddingRequest
+from .session import Session
+from .text.output_parser import OutputParser
+from .text_engine import TextEngine
+
+TASK = "Given a web search query, retrieve relevant passages that answer the query"
+JUDGE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+Ended = Callable[[str, list[list[int]]], None]
+
+
+class Pairs(Protocol):
+    """A request for scores."""
+
+    model: str | None
+    instruction: str | None
+    priority: int | None
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Queries, each with a document."""
+
+    def characters(self) -> int:
+        """Nearly how many are to be tokenised."""
+
+
+async def scores(
+    engine: TextEngine, request: Pairs, ended: Ended, over: Callable[[Session], None]
+) -> tuple[list[float], int]:
+    """A score for each pair, and the prompts' tokens. `ended` is told of embeddings, `over` of a session's end."""
+    if "rerank" in f"{engine.config.model_dir} {' '.join(engine.names)}".lower():
+        return await _judged(engine, request, over)
+    pairs = request.pairs()
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    body = await embed(engine, EmbeddingRequest(input=[*texts], model=request.model, priority=request.priority), ended)
+    vectors = {text: one["embedding"] for text, one in zip(texts, body["data"], strict=True)}
+    cosines = [sum(a * b for a, b in zip(vectors[query], vectors[text], strict=True)) for query, text in pairs]
+    return cosines, body["usage"]["prompt_tokens"]
+
+
+async def _judged(engine: TextEngine, request: Pairs, over: Callable[[Session], None]) -> tuple[list[float], int]:
+    assert engine.text is not None
+    yes, no = (engine.text.tokenizer.token_id(word) for word in ("yes", "no"))
+    if yes is None or no is None:
+        raise ApiError(400, "this model is no reranker: its vocabulary has no tokens for yes and no", "model")
+    with contextlib.closing(await engine.generate(request, _questions)) as session:
+        found = [0.0] * len(session.choices)
+        try:
+            async for updates in session:
+                for update in updates:
+                    for entry, _ in update.logprobs:
+                        likely = {token: math.exp(value) for token, value in [*entry.top, (entry.token, entry.logprob)]}
+                        sure = likely.get(yes, 0.0)
+                        found[update.choice.index] = sure / ((sure + likely.get(no, 0.0)) or 1.0)
+        finally:
+            over(session)
+    return found, session.prompt_tokens
+
+
+def _questions(model: LoadedModel, request: Pairs) -> Generation:
+    """One token for each pair."""
+    text, context = model.text, context_of(model.ready)
+    prompts = []
+    for query, document in request.pairs():
+        asked = JUDGE.format(*(text.marker.mark(one) for one in (request.instruction or TASK, query, document)))
+        tokens = text.tokenizer.encode(asked, False)
+        if len(tokens) >= context:
+            raise ApiError(
+                400,
+                f"a query and its document have {len(tokens)} tokens, but this model takes fewer than {context}; "
+                "shorten them",
+                "documents",
+                "context_length_exceeded",
+            )
+        prompts.append(Prompt(tokens))
+    sampling = protocol.SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS)
+    return Generation(
+        prompts=prompts,
+        sampling=[sampling] * len(prompts),
+        parser=lambda prompt: OutputParser(),
+        priority=request.priority or 0,
+    )

@@ -1,0 +1,92 @@
+"""Whatever a body has, the answer is one that is documented: no 500, no hang."""
+
+import json
+import random
+
+import msgspec
+import pytest
+from phalanx.rank.server.http.routes import routes
+
+from ..conftest import Front
+
+pytestmark = pytest.mark.timeout(60)
+WORDS = (
+    "",
+    "x",
+    "auto",
+    "none",
+    "user",
+    "assistant",
+    "text",
+    "function",
+    "message",
+    "input_text",
+    "enabled",
+    "<|end|>",
+)
+KEYS = (
+    "type", "text", "role", "content", "name", "function", "id", "call_id", "output", "arguments", "input", "format",
+    "tool_calls", "effort", "tools", "mode", "system", "thinking", "tool_use_id", "reasoning",
+)  # fmt: skip
+NUMBERS = (0, 1, -1, 5, 399, 400, 10**6, 2**63, 2**70, 0.5, -0.5, 1e308)
+GOOD = {
+    "messages": ("hi", [{"role": "user", "content": "hi"}]),
+    "prompt": ("hi", ["a", "b"], [1, 2]),
+    "input": ("hi", ["a"], [{"role": "user", "content": "hi"}]),
+    "tokens": ([1, 2, 3],),
+    "max_tokens": (5,),
+    "query": ("hi",),
+    "documents": (["a", {"text": "b"}],),
+    "text_1": ("a",),
+    "text_2": ("b", ["c", "d"]),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_dir, tokenizer):
+    front = Front(
+        tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, response_store=4, queue_size=1 << 20
+    )
+    yield front
+    front.stop()
+
+
+def value(draw, depth=0):
+    kind = draw.randrange(8 if depth < 4 else 4)
+    if kind < 2:
+        return draw.choice((None, True, False, *NUMBERS))
+    if kind < 4:
+        return draw.choice(WORDS)
+    if kind < 6:
+        return [value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    return {draw.choice(KEYS): value(draw, depth + 1) for _ in range(draw.randrange(5))}
+
+
+def body(draw, schema):
+    found = {name: draw.choice(GOOD[name]) for name in schema.__struct_fields__ if name in GOOD}
+    if {"prompt", "messages"} <= found.keys():  # /tokenize takes one of them
+        del found[draw.choice(("prompt", "messages"))]
+    for field in msgspec.structs.fields(schema):
+        if draw.random() < 0.04:
+            found[field.name] = value(draw)
+    if isinstance(found.get("messages"), list) and draw.random() < 0.7:
+        turn = {"role": draw.choice(WORDS[4:6]), "content": draw.choice(("x", value(draw, 1)))}
+        found["messages"] = [
+            turn,
+            {"role": "user", "content": [{"type": draw.choice(WORDS), "content": value(draw, 2)}]},
+        ]
+    return found
+
+
+@pytest.mark.parametrize("route", [route for route in routes() if route.schema], ids=lambda route: route.path)
+def test_no_body_breaks_it(server, route):
+    draw = random.Random(route.path)
+    statuses = set()
+    for _ in range(120):
+        sent = json.dumps(body(draw, route.schema))
+        answer = server.request("POST", route.path, sent)
+        assert answer.status in (200, 400, 404), (sent, answer.body)
+        assert answer.status == 200 or answer.body["error"]["message"], sent
+        assert not isinstance(answer.body, bytes) or b"internal error" not in answer.body, sent
+        statuses.add(answer.status)
+    assert {200, 400} <= statuses
