@@ -157,7 +157,7 @@ PROGRAMS = [
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(8, 64)))),
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(8, 128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(32, 128)))),
-    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(1408, 2048, "", 1, ItemConfig(16, 64)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(16, 64)))),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

@@ -325,3 +325,25 @@ def test_degrees_that_do_not_fit(size, tp, pp, dp, message):
     with pytest.raises(ValueError) as error:
         degrees(size, tp, pp, dp)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ["--ep", "2"],
+            "--ep: expert parallelism is not supported yet; --tp splits each expert over the ranks of a group",
+        ),
+        (
+            ["--enable-expert-parallel"],
+            "--enable-expert-parallel: expert parallelism is not supported yet; --tp splits",
+        ),
+        (
+            ["--num-experts-offload-per-rank", "8"],
+            "--num-experts-offload-per-rank: experts in the host's memory are not",
+        ),
+    ],
+)
+def test_placements_of_experts_that_there_are_not(flags, message):
+    with pytest.raises(UsageError, match=message):
+        given(*flags)
