@@ -48,6 +48,7 @@ MEANINGS = {
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
     "enable_thinking": "the same; goes before `thinking`",
     "reasoning_effort": "handed to the template; `none` switches reasoning off",
+    "reasoning": "`effort`, `enabled`, `exclude`: the same in one object",
     "include_reasoning": "false leaves the reasoning out of the answer",
     "chat_template": "refused: the server's option `--chat-template` sets it",
     "chat_template_kwargs": "variables for the template",
