@@ -72,7 +72,7 @@ MEANINGS = {
     "CountRequest.thinking": "`enabled`, `adaptive` or `disabled`. `budget_tokens` is no limit here: `max_tokens` "
     "counts thoughts and answer",
     "output_config": "`effort`, handed to the template; `format` is refused",
-    "MessagesRequest.max_tokens": "longest answer",
+    "MessagesRequest.max_tokens": "longest answer; at most what the context leaves",
     "stop_sequences": "as `stop`",
     # /v1/responses
     "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning",

@@ -117,6 +117,7 @@ class Common(Sampled, kw_only=True):
     """What chat completions and completions take."""
 
     prompt_field: ClassVar[str]  # where the prompt is
+    cut_to_context: ClassVar[bool] = False  # a limit that the context does not leave is lowered instead of refused
 
     n: int | None = None
     best_of: int | None = None

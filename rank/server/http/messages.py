@@ -56,6 +56,12 @@ class ClientTool(msgspec.Struct):
     type: str | None = None
 
 
+class MeantChat(ChatRequest, kw_only=True):
+    """Anthropic's clients ask for as many tokens as Anthropic's models have, whatever the prompt leaves."""
+
+    cut_to_context: ClassVar[bool] = True
+
+
 class Thinking(msgspec.Struct):
     type: str
 
@@ -125,7 +131,7 @@ class CountRequest(Body, kw_only=True):
             }
             for tool in self.tools or ()
         ]
-        return ChatRequest(
+        return MeantChat(
             messages=messages,
             model=self.model,
             tools=tools or None,
