@@ -99,6 +99,7 @@ async def _scores(call: Call) -> tuple[list[float], dict[str, int]]:
         ended = partial(metrics.embedding, time.monotonic())
         over = partial(metrics.session, gone=False)
         found, tokens = await scores(call.engine, call.request, ended, over, call.release)
+    call.count(tokens)
     return found, {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
