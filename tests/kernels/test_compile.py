@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -206,9 +207,23 @@ def checked(programs, archs=("sm_80", "sm_90a", "sm_100")):
     return found
 
 
+@pytest.fixture(scope="module")
+def compiled(request, tmp_path_factory):
+    """What compiles each of the chosen programs, by its test's name: as many at a time as there are cores."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        made = {}
+        for item in request.session.items:
+            if getattr(item, "function", None) is test_compiles:
+                one = item.callspec.params
+                text = jit.variant_text(one["source"], one["sizes"])
+                made[item.name] = pool.submit(compile_program, text, one["arch"], tmp_path_factory.mktemp("program"))
+        yield made
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("source, sizes, arch", checked(PROGRAMS))
-def test_compiles(source, sizes, arch, tmp_path):
-    compile_program(jit.variant_text(source, sizes), arch, tmp_path)
+def test_compiles(source, sizes, arch, request, compiled):
+    compiled[request.node.name].result()
 
 
 class Recorder:
