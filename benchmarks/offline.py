@@ -223,15 +223,16 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--n-mixed", type=int, default=512)
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--isq", default="none", help="quantise the weights while loading, as serve does")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         config = CONFIGS.get(asked.config) or json.loads(Path(asked.config).read_text())
         Path(made, "config.json").write_text(json.dumps(config))
         options = Options(
-            model=made, ranks=asked.tp, tp=asked.tp, dtype=asked.dtype, device=asked.device, prefix_cache=False,
-            load_format=asked.load_format, max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
+            model=made, ranks=asked.tp, tp=asked.tp, dtype=asked.dtype, isq=asked.isq, device=asked.device,
+            prefix_cache=False, load_format=asked.load_format, max_num_seqs=asked.max_num_seqs,
+            max_model_len=asked.max_model_len, max_num_batched_tokens=asked.max_num_batched_tokens,
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]
         ask = Ask(asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started)

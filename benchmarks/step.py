@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--multithread", action="store_true", help="ranks as threads")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--isq", default="none", help="quantise the weights while loading, as serve does")
     parser.add_argument("--batches", default="1,16,64,256", help="sequences that decode together")
     parser.add_argument("--prompt", type=int, default=128, help="their prompts' tokens")
     parser.add_argument("--steps", type=int, default=32, help="decode steps to take the median of")
@@ -229,6 +230,7 @@ def main() -> None:
             pp=asked.pp,
             multithread=asked.multithread,
             dtype=asked.dtype,
+            isq=asked.isq,
             device=asked.device,
             load_format="dummy" if asked.shape else "auto",
             prefix_cache=False,
@@ -240,7 +242,7 @@ def main() -> None:
         about = {
             "engine": "phalanx",
             "model": asked.shape or asked.model or "built-in",
-            **{key: getattr(asked, key) for key in ("np", "tp", "pp", "dtype")},
+            **{key: getattr(asked, key) for key in ("np", "tp", "pp", "dtype", "isq")},
             "cores": os.cpu_count(),
             "machine": platform.machine(),
             "torch": torch.__version__,

@@ -94,7 +94,8 @@ def _is_complete(path: Path) -> bool:
         shards = weight_files(path).values()
     except FatalError:
         return False
-    return all((path / name).is_file() for name in ("config.json", "tokenizer.json", *shards))
+    tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tekken.json", "tokenizer.model"))
+    return tokenizer and all((path / name).is_file() for name in ("config.json", *shards))
 
 
 def _chosen(id: str, names: list[str]) -> list[str]:

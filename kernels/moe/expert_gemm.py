@@ -13,7 +13,6 @@ from ..device import device_caps
 if TYPE_CHECKING:
     from .moe import Groups
 
-CHUNK = 128  # inputs that a block multiplies at once
 ROWS = {3: 8, 8: 16}  # most pairs per expert → rows of an item; of more it has 32
 MOST_PAIRS = 24  # per expert; of more, Triton's larger tiles read weights less often
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
@@ -30,7 +29,7 @@ class ItemConfig(NamedTuple):
 def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
     """Whether `expert_up` and `expert_down` take these."""
     hidden, inner = w2.shape[1:]
-    sizes = hidden % 128 == 0 and inner % 128 == 0
+    sizes = hidden % 64 == 0 and inner % 64 == 0
     same = x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype
     return same and sizes and jit.plain(x, w13, w2) and device_caps(x.device).has_tma
 
@@ -62,8 +61,8 @@ def sizes(inputs: int, outputs: int, act: str, top: int, cut: ItemConfig) -> dic
         I=inputs,
         OUTPUTS=outputs,
         M=cut.outputs,
-        KC=CHUNK,
-        STAGES=stages(cut)[0],
+        KC=_chunk(inputs),
+        STAGES=stages(cut, inputs)[0],
         TILES=cut.rows // 8,
         GATED=int(bool(act)),
         ACT=ACTIVATIONS.index(act) if act else 0,
@@ -71,10 +70,15 @@ def sizes(inputs: int, outputs: int, act: str, top: int, cut: ItemConfig) -> dic
     )
 
 
-def stages(cut: ItemConfig) -> tuple[int, int]:
+def _chunk(inputs: int) -> int:
+    """Inputs that a block multiplies at once."""
+    return 64 if inputs % 128 else 128
+
+
+def stages(cut: ItemConfig, inputs: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as expert_gemm.cu lays it out."""
     sums = _warps_together(cut) * cut.outputs * (cut.rows + 1) * 4
-    stage = (cut.outputs + cut.rows) * CHUNK * 2
+    stage = (cut.outputs + cut.rows) * _chunk(inputs) * 2
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
 
@@ -89,7 +93,7 @@ def _launch(
 ) -> None:
     """scales: the pairs' weights, of a gated GEMM."""
     experts, outputs, inputs = weight.shape
-    shared = stages(cut)[1]
+    shared = stages(cut, inputs)[1]
     kernel = jit.kernel("expert_gemm", "expert_gemm", x.dtype, shared, **sizes(inputs, outputs, act, top, cut))
     of_w = jit.tensor_map(
         weight.data_ptr(), experts * outputs, inputs, cut.outputs // 2 if act else cut.outputs, inputs

@@ -183,11 +183,13 @@ def pipelined(
     w13: Tensor,
     w2: Tensor,
     act: str = "silu",
-    outputs: tuple[int, int] = (64, 128),
+    outputs: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Grouped GEMMs of few pairs per expert, where `expert_gemm` takes them. outputs: of an item of both GEMMs."""
+    """Grouped GEMMs of few pairs per expert, where `expert_gemm` takes them. outputs: of an item of both GEMMs; chosen
+    unless given."""
     from . import moe_triton
 
+    outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
     rows = expert_gemm.choose_rows(ids.numel(), len(w13))
     groups = group(ids, len(w13), rows)
     h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(rows, outputs[0]))

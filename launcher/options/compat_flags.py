@@ -31,7 +31,7 @@ _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more 
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
 _TOOLS = _refuse("tool servers are not supported yet")
-_EXPERTS = _refuse("mixture-of-experts models are not supported yet")
+_EXPERTS = _refuse("expert parallelism is not supported yet; --tp splits each expert over the ranks of a group")
 
 FOREIGN: dict[str, CompatFlag] = {
     # candle-vLLM, both generations
@@ -58,7 +58,7 @@ FOREIGN: dict[str, CompatFlag] = {
     "--repeat-last-n": _refuse("penalties see the whole text; --repetition-penalty sets how strong they are"),
     "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
     "--mamba-fraction": _refuse("models with state-space layers are not supported yet"),
-    "--num-experts-offload-per-rank": _EXPERTS,
+    "--num-experts-offload-per-rank": _refuse("experts in the host's memory are not supported yet; --tp splits them"),
     "--ui-server": _refuse("there is no web page yet; `phalanx chat` talks to a running server"),
     "--mcp-command": _TOOLS,
     "--mcp-args": _TOOLS,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MODEL, USAGE, FatalError
-from .architectures import supported
+from .architectures import config_keys, supported
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # Rope types whose factor extends the context beyond max_position_embeddings. Of the others, max_position_embeddings
@@ -21,35 +21,6 @@ STRETCHING = ("linear", "dynamic")
 FULL, SLIDING = "full_attention", "sliding_attention"  # the types of layers, as config.json's layer_types has them
 # Keys of a multimodal model that stand beside its text_config and hold for the text model.
 SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
-# The text model of a multimodal one whose text_config does not say.
-TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-# Keys that checkpoints leave out, with the values that they then mean: those of transformers' config classes.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
-        "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-    },
-    "chatglm": {"intermediate_size": 13696},
-    "gpt_bigcode": {"num_key_value_heads": 1},
-    "olmo3": {"rope_theta": 5e5},
-    "phi": {"partial_rotary_factor": 0.5},
-    "stablelm": {"partial_rotary_factor": 0.25},
-}  # fmt: skip
-# Keys that a model type has under another name → the usual one.
-NAMES = {
-    "chatglm": {
-        "num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size", "kv_channels": "head_dim",
-        "padded_vocab_size": "vocab_size", "seq_length": "max_position_embeddings", "layernorm_epsilon": "rms_norm_eps",
-        "multi_query_group_num": "num_key_value_heads", "add_bias_linear": "mlp_bias",
-    },
-    "gpt_bigcode": {
-        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings", "activation_function": "hidden_act",
-    },
-}  # fmt: skip
-# Model types whose layers of full attention have other rope parameters than the sliding ones. Where config.json has one
-# set, it is that of full attention; sliding layers have no scaling, and may have a base of their own.
-ROPE_PER_LAYER_TYPE = ("gemma3_text", "olmo3")
 
 
 @dataclass(frozen=True)
@@ -156,16 +127,17 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         if not isinstance(text, dict):
             raise FatalError(f"{path}/config.json: text_config is {text!r}, not an object", MODEL)
         raw = {"model_type": raw["model_type"]} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
-    model_type = str(TEXT_TYPES.get(str(raw.get("model_type")), raw.get("model_type")))
-    names = NAMES.get(model_type, {})
+    model_type = str(raw["model_type"])
+    model_type = config_keys(model_type).text_type or model_type
+    keys = config_keys(model_type)
     given = {key: value for key, value in raw.items() if value is not None}
-    renamed = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
-    return DEFAULTS.get(model_type, {}) | given | renamed | {"model_type": model_type}
+    renamed = {ours: given[theirs] for theirs, ours in keys.names.items() if theirs in given}
+    return keys.defaults | given | renamed | {"model_type": model_type}
 
 
 def spelled(key: str, model_type: str) -> str:
     """A key as config.json of this model type has it, for messages."""
-    return next((theirs for theirs, ours in NAMES.get(model_type, {}).items() if ours == key), key)
+    return next((theirs for theirs, ours in config_keys(model_type).names.items() if ours == key), key)
 
 
 def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -177,7 +149,7 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     nested = FULL in given or SLIDING in given
     if nested:
         full, sliding = given.get(FULL) or {}, given.get(SLIDING) or {}
-    if not nested and raw.get("model_type") not in ROPE_PER_LAYER_TYPE:
+    if not nested and not config_keys(raw["model_type"]).rope_per_layer_type:
         return _rope_of(given, raw, raw.get("rope_theta"), path)
     local = raw.get("rope_local_base_freq") or raw.get("rope_theta")
     return {FULL: _rope_of(full, raw, raw.get("rope_theta"), path), SLIDING: _rope_of(sliding, raw, local, path)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -39,11 +39,16 @@ def sse(name: str, **fields: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
 
 
+class Limited(Protocol):
+    max_tokens: int
+
+
 class MessageRenderer(Renderer):
     """/v1/messages. There is one choice."""
 
-    def __init__(self, session: Session, request: object, tokenizer: object):
+    def __init__(self, session: Session, request: Limited, tokenizer: object):
         super().__init__(session)
+        self._limit = request.max_tokens
         self._items = Items()
 
     async def collect(self) -> dict[str, Any]:
@@ -89,6 +94,8 @@ class MessageRenderer(Renderer):
         (choice,) = self.session.choices
         if choice.finish == "stop" and isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        if choice.finish == "length" and choice.completion_tokens < self._limit:
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
         return {"stop_reason": STOP_REASONS[choice.finish], "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:

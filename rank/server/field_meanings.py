@@ -48,6 +48,7 @@ MEANINGS = {
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
     "enable_thinking": "the same; goes before `thinking`",
     "reasoning_effort": "handed to the template; `none` switches reasoning off",
+    "reasoning": "`effort`, `enabled`, `exclude`: the same in one object",
     "include_reasoning": "false leaves the reasoning out of the answer",
     "chat_template": "refused: the server's option `--chat-template` sets it",
     "chat_template_kwargs": "variables for the template",
@@ -71,7 +72,7 @@ MEANINGS = {
     "CountRequest.thinking": "`enabled`, `adaptive` or `disabled`. `budget_tokens` is no limit here: `max_tokens` "
     "counts thoughts and answer",
     "output_config": "`effort`, handed to the template; `format` is refused",
-    "MessagesRequest.max_tokens": "longest answer",
+    "MessagesRequest.max_tokens": "longest answer; at most what the context leaves",
     "stop_sequences": "as `stop`",
     # /v1/responses
     "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning",

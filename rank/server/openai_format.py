@@ -198,7 +198,7 @@ class ChatRenderer(OpenAiRenderer):
 
     def __init__(self, session: Session, request: ChatRequest, tokenizer: Tokenizer):
         super().__init__(session, request, tokenizer)
-        self._shows_reasoning = request.include_reasoning is not False
+        self._shows_reasoning = request.shows_reasoning()
 
     def text_chunk(self, index: int, event: Event) -> bytes | None:
         if isinstance(event, Text):

@@ -234,17 +234,14 @@ def _mark(text: Text, message: dict[str, Any]) -> dict[str, Any]:
 
 def _variables(request: ChatRequest, default_thinking: bool | None) -> dict[str, Any]:
     """What the template may ask for besides messages and tools."""
-    thinking = request.enable_thinking
-    if thinking is None and request.thinking is not None:
-        thinking = request.thinking.get("type") == "enabled" if isinstance(request.thinking, dict) else request.thinking
+    thinking = request.thinks()
     if thinking is None:
-        # Few templates know an effort of "none"; most have a switch.
-        thinking = False if request.reasoning_effort == "none" else default_thinking
+        thinking = default_thinking
     variables: dict[str, Any] = {}
     if thinking is not None:
         variables["enable_thinking"] = variables["thinking"] = thinking
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
+    if (effort := request.effort()) is not None:
+        variables["reasoning_effort"] = effort
     return {**variables, **(request.chat_template_kwargs or {})}
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from operator import mul
+from pathlib import Path
 from typing import Protocol
 
 from .. import protocol
@@ -45,25 +47,33 @@ class Pairs(Protocol):
 
 
 async def scores(
-    engine: TextEngine, request: Pairs, ended: Ended, over: Callable[[Session], None]
+    engine: TextEngine, request: Pairs, ended: Ended, over: Callable[[Session], None], tokenised: Callable[[], None]
 ) -> tuple[list[float], int]:
-    """A score for each pair, and the prompts' tokens. `ended` is told of embeddings, `over` of a session's end."""
-    if "rerank" in f"{engine.config.model_dir} {' '.join(engine.names)}".lower():
-        return await _judged(engine, request, over)
+    """A score for each pair, and the prompts' tokens.
+
+    `ended` is told of embeddings, `over` of a session's end. `tokenised` is called once the texts are not needed.
+    """
+    names = [*engine.names, *Path(engine.config.model_dir).parts[-3:]]  # the hub's cache has a name above two others
+    if any("rerank" in name.lower() for name in names):
+        return await _judged(engine, request, over, tokenised)
     pairs = request.pairs()
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    body = await embed(engine, EmbeddingRequest(input=[*texts], model=request.model, priority=request.priority), ended)
+    inputs = EmbeddingRequest(input=[*texts], model=request.model, priority=request.priority)
+    body = await embed(engine, inputs, ended, tokenised)
     vectors = {text: one["embedding"] for text, one in zip(texts, body["data"], strict=True)}
-    cosines = [sum(a * b for a, b in zip(vectors[query], vectors[text], strict=True)) for query, text in pairs]
+    cosines = await engine.in_pool(lambda: [sum(map(mul, vectors[query], vectors[text])) for query, text in pairs])
     return cosines, body["usage"]["prompt_tokens"]
 
 
-async def _judged(engine: TextEngine, request: Pairs, over: Callable[[Session], None]) -> tuple[list[float], int]:
-    assert engine.text is not None
-    yes, no = (engine.text.tokenizer.token_id(word) for word in ("yes", "no"))
+async def _judged(
+    engine: TextEngine, request: Pairs, over: Callable[[Session], None], tokenised: Callable[[], None]
+) -> tuple[list[float], int]:
+    tokenizer = engine.ready()[0].tokenizer
+    yes, no = (tokenizer.token_id(word) for word in ("yes", "no"))
     if yes is None or no is None:
         raise ApiError(400, "this model is no reranker: its vocabulary has no tokens for yes and no", "model")
     with contextlib.closing(await engine.generate(request, _questions)) as session:
+        tokenised()
         found = [0.0] * len(session.choices)
         try:
             async for updates in session:

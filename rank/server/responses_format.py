@@ -14,6 +14,7 @@ from .api_error import ApiError
 from .items import Change, Item, Items
 from .renderer import Renderer
 from .responses_request import ResponsesRequest
+from .schema import ReasoningOptions
 from .session import Session, Update
 
 ENDED = ("completed", "incomplete", "failed", "cancelled")
@@ -43,7 +44,7 @@ class ResponseRenderer(Renderer):
     def body(self) -> dict[str, Any]:
         """The response as it is now."""
         request, session = self._request, self.session
-        reasoning = request.reasoning or {}
+        reasoning = request.reasoning or ReasoningOptions()
         incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         return {
             "id": self.id,
@@ -60,7 +61,7 @@ class ResponseRenderer(Renderer):
             "output": self.output(),
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "store": self._stored,
             "temperature": request.temperature,
             "text": {"format": {"type": "text"}},

@@ -14,7 +14,7 @@ from . import unsupported
 from .api_error import bad
 from .conversation import PARTS, Call, Function, Message, Part
 from .decoding import explain, show
-from .schema import ChatRequest, Sampled
+from .schema import ChatRequest, ReasoningOptions, Sampled
 
 # What `include` may name although nothing here has it: clients always send it.
 INCLUDES = ("reasoning.encrypted_content",)
@@ -66,7 +66,7 @@ class ResponsesRequest(Sampled, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: ReasoningOptions | None = None
     text: dict[str, Any] | None = None
     include: list[str] | None = None
     truncation: str | None = None
@@ -122,7 +122,7 @@ class ResponsesRequest(Sampled, kw_only=True):
             tools=tools or None,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=(self.reasoning or {}).get("effort"),
+            reasoning=self.reasoning,
             chat_template_kwargs=self.chat_template_kwargs,
         )
         shared = {name: getattr(self, name) for name in Sampled.__struct_fields__}

@@ -54,6 +54,8 @@ def max_tokens(request: Common, default: int | None, prompt: int, context: int) 
     wanted = request.limit()
     if wanted is None:
         return min(default or context, context - prompt)
+    if prompt + wanted > context and request.cut_to_context:
+        return context - prompt
     if prompt + wanted > context:
         raise ApiError(
             400,

@@ -50,6 +50,16 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class ReasoningOptions(msgspec.Struct):
+    """OpenRouter's and, of the first two, OpenAI's."""
+
+    effort: str | None = None
+    summary: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: int | None = None
+
+
 class Sampled(Body, kw_only=True):
     """What all that generates takes, whosever API it is."""
 
@@ -107,6 +117,7 @@ class Common(Sampled, kw_only=True):
     """What chat completions and completions take."""
 
     prompt_field: ClassVar[str]  # where the prompt is
+    cut_to_context: ClassVar[bool] = False  # a limit that the context does not leave is lowered instead of refused
 
     n: int | None = None
     best_of: int | None = None
@@ -168,6 +179,7 @@ class ChatRequest(Common, kw_only=True):
     thinking: bool | dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -182,6 +194,23 @@ class ChatRequest(Common, kw_only=True):
 
     def parallel_calls(self) -> bool:
         return self.parallel_tool_calls is not False
+
+    def effort(self) -> str | None:
+        """How much the model is to think, in the template's words."""
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+
+    def thinks(self) -> bool | None:
+        """Whether the model is to think; None where the request does not say."""
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        if self.thinking is not None:
+            return self.thinking.get("type") == "enabled" if isinstance(self.thinking, dict) else self.thinking
+        if self.reasoning is not None and self.reasoning.enabled is not None:
+            return self.reasoning.enabled
+        return False if self.effort() == "none" else None  # few templates know this effort; most have a switch
+
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
 
     def characters(self) -> int:
         tools = len(msgspec.json.encode(self.tools)) if self.tools else 0
@@ -222,6 +251,9 @@ class ChatRequest(Common, kw_only=True):
                 "thinking.budget_tokens",
                 f"thinking.budget_tokens is {show(self.thinking['budget_tokens'])}: {unsupported.THINKING}",
             )
+        if self.reasoning is not None and self.reasoning.max_tokens is not None:
+            shown = show(self.reasoning.max_tokens)
+            raise bad("reasoning.max_tokens", f"reasoning.max_tokens is {shown}: {unsupported.THINKING}")
         self._check_messages()
         self._check_tools()
 

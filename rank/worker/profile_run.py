@@ -17,7 +17,10 @@ from ..model.base import Model
 from ..model.batch import Batch
 from ..model.experts.fused import FusedExperts
 from . import kv_cache
+from .batch_builder import build_batches
 from .sampler import Sampler, tp_argmax
+from .state import BatchState, ScheduledBatch
+from .upload import Upload
 
 # Triton attention (attention_triton.py) and GEMMs of few rows (skinny.py) have a kernel for each range of lengths.
 # These lists have one length of each range. Prompt tokens in a step:
@@ -40,7 +43,8 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
     hidden = None
     if not mesh.first:
         hidden = torch.zeros(tokens, model.hidden_size, dtype=model.dtype, device=device)
-    hidden = model.forward([_prompts(model, tokens, block_size, device)], hidden)
+    upload = Upload(device)
+    hidden = model.forward([prompts(model, tokens, block_size, upload)], hidden)
     if mesh.last:
         shard = model.logits(hidden[torch.arange(sequences, device=device) % tokens])
         tp_argmax(shard, mesh.tensor)  # compiles what greedy sequences need
@@ -50,10 +54,9 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
                 sampling = protocol.SamplingParams(max_tokens=1, top_p=0.9)  # a full sort takes the most memory
                 sampler.enter(protocol.NewSequence(row, protocol.pack_u32([0]), 1, 0, b"", sampling))
             sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
-    small = list(small_steps(model, tokens, block_size, device))
+    small = list(small_steps(model, tokens, block_size, upload))
     if mesh.last:  # this stage's last layer computes sampled rows only
-        two = _prompts(model, 2, block_size, device)
-        small += [_last_token_only(two, longest) for longest in (2, model.max_model_len)]
+        small += [last_token_only(model, longest, block_size, upload) for longest in (2, model.max_model_len)]
     for batch in small:
         model.forward([batch], hidden.new_zeros(len(batch.ids), model.hidden_size))
     torch.cuda.synchronize()
@@ -62,7 +65,7 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
     return found
 
 
-def small_steps(model: Model, tokens: int, block_size: int, device: torch.device) -> Iterator[Batch]:
+def small_steps(model: Model, tokens: int, block_size: int, upload: Upload) -> Iterator[Batch]:
     """Steps that together use every kernel that a step of at most `tokens` tokens may choose.
 
     A kernel takes seconds to compile, which must not happen while a request waits.
@@ -70,58 +73,39 @@ def small_steps(model: Model, tokens: int, block_size: int, device: torch.device
     experts = {n for one in model.modules() if isinstance(one, FusedExperts) for n in one.kernel_rows()}
     for count in sorted({*PROMPTS, *experts}):
         if count <= tokens:
-            yield _prompts(model, count, block_size, device)
+            yield prompts(model, count, block_size, upload)
     for longest in ATTENDED:
         if longest <= model.max_model_len:
-            yield _decode(model, longest, block_size, device)
+            yield dataclasses.replace(_step(model, [1], block_size, upload), kv_lens=[longest])
     for longest in (2, model.max_model_len):
-        yield _mixed(model, longest, block_size, device)
+        yield dataclasses.replace(_step(model, [1, 2], block_size, upload), kv_lens=[longest, 2])
 
 
-def _prompts(model: Model, tokens: int, block_size: int, device: torch.device) -> Batch:
+def last_token_only(model: Model, longest: int, block_size: int, upload: Upload) -> Batch:
+    """A prompt of which only the last token is sampled. longest: its length, by which kernels are chosen."""
+    prompt = _step(model, [2], block_size, upload, samples=True)
+    assert prompt.sampled is not None
+    return dataclasses.replace(prompt, sampled=dataclasses.replace(prompt.sampled, kv_lens=[longest]))
+
+
+def prompts(model: Model, tokens: int, block_size: int, upload: Upload) -> Batch:
     """A step of prompts as long as the model takes, all rows through all layers: no step needs more memory."""
     longest = min(tokens, model.max_model_len)
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
-    return _whole(model, counts, block_size, device)
+    return _step(model, sorted(counts, key=lambda count: count > 1), block_size, upload)
 
 
-def _decode(model: Model, longest: int, block_size: int, device: torch.device) -> Batch:
-    """A step of one decoding sequence. longest: its length, by which kernels are chosen."""
-    one = _whole(model, [1], block_size, device)
-    return dataclasses.replace(one, num_decodes=1, kv_lens=[longest])
-
-
-def _mixed(model: Model, longest: int, block_size: int, device: torch.device) -> Batch:
-    """A step of one decoding sequence and a prompt."""
-    two = _whole(model, [1, 2], block_size, device)
-    return dataclasses.replace(two, num_decodes=1, kv_lens=[longest, 2])
-
-
-def _whole(model: Model, counts: list[int], block_size: int, device: torch.device) -> Batch:
-    """A step of prompts with these token counts, all in the same blocks of the same caches."""
-    tokens, blocks = sum(counts), -(-max(counts) // block_size)
-    positions = torch.cat([torch.arange(n, device=device) for n in counts])
-    lengths = torch.tensor(counts, dtype=torch.int32)
-    return Batch(
-        ids=torch.zeros(tokens, dtype=torch.int64, device=device),
-        positions=positions,
-        slots=positions,
-        block_tables=torch.arange(blocks, dtype=torch.int32, device=device).repeat(len(counts), 1),
-        lengths=lengths.to(device),
-        query_starts=torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32))).to(device),
-        sample_at=positions[:0],
-        num_decodes=0,
-        query_lens=counts,
-        kv_lens=counts,
-        caches=kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, model.dtype, device),
-    )
-
-
-def _last_token_only(prompt: Batch, longest: int) -> Batch:
-    """The step of which only the prompt's last token is sampled. longest: its length, by which kernels are chosen."""
-    none = prompt.query_starts[:1]
-    last = dataclasses.replace(
-        prompt, ids=prompt.ids[:0], positions=prompt.positions[-1:], slots=prompt.slots[-1:], sample_at=none.long(),
-        query_starts=torch.cat((none, none + 1)), num_decodes=1, query_lens=[1], kv_lens=[longest], scratch={},
-    )  # fmt: skip
-    return dataclasses.replace(prompt, sample_at=prompt.query_starts[-1:].long() - 1, sampled=last)
+def _step(model: Model, counts: list[int], block_size: int, upload: Upload, samples: bool = False) -> Batch:
+    """A step of prompts with these token counts, all in the same blocks of the same caches. samples: of the last layer,
+    only their last tokens are computed."""
+    n = len(counts)
+    state = BatchState(n, max(counts), block_size)
+    blocks = state.table.shape[1]
+    state.table[:] = np.arange(blocks)
+    state.tokens, state.known[:] = [np.zeros(count, np.int64) for count in counts], counts
+    zeros = np.zeros(n, np.int64)
+    work = ScheduledBatch(np.arange(n), zeros, np.array(counts), np.full(n, samples), zeros)
+    last = torch.zeros(n, dtype=torch.int64, device=upload.device)
+    caches = kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, model.dtype, upload.device)
+    (batch,), _ = build_batches(state, work, last, caches, upload, last_token_only=samples)
+    return batch

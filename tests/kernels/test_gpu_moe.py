@@ -65,6 +65,14 @@ def test_pipelined(outputs, spread, tokens):
 
 
 @needs_tma
+@pytest.mark.parametrize("hidden, inner", [(192, 320), (2880, 192), (256, 64)])
+def test_pipelined_with_chunks_of_64(hidden, inner):
+    given = make(Sizes(11, 4, 20, hidden, inner), torch.bfloat16, "cuda")
+    assert expert_gemm.supports(given.x, given.w13, given.w2)
+    near(moe.pipelined(*given), moe.fused_experts_reference(*given), 4e-2)
+
+
+@needs_tma
 def test_pipelined_with_many_items():
     given = make(QWEN._replace(tokens=40), torch.bfloat16, "cuda")
     want = moe.fused_experts_reference(*given)

@@ -4,8 +4,8 @@ MODELS names the directories, a colon between, and REQUESTS a JSON file:
 
     prompts   lists of tokens
     count     tokens that each gets
-    known     of the last prompt's answer: so many are added to the prompt, and the rest is asked for again
-    logprobs  then, of so many tokens
+    known     of the last prompt's answer: so many are added to the prompt, and the rest is asked for again, with
+              log-probabilities of all tokens
     blocks    in the pool
 
 Rank 0 writes the answers beside each model's config.json, under the name that ANSWERS gives:
@@ -42,7 +42,7 @@ class ServingRank(ReloadingRank):
         ]
         first = scheduler.stats()
         known = [*asked.prompts[-1], *tokens[-1][: asked.known]]
-        (deltas,) = answer(replica, [known], asked.count - asked.known, asked.logprobs)
+        (deltas,) = answer(replica, [known], asked.count - asked.known, model.vocab_size)
         scheduler.check_empty()
         answers = dict(
             tokens=tokens,

@@ -7,7 +7,7 @@ import pytest
 from phalanx.launcher.cli import verbs
 from phalanx.launcher.options.compat_flags import FOREIGN
 from phalanx.launcher.options.option_sources import UsageError, from_keywords, read
-from phalanx.rank.options import GROUPS, Job, Options, decode_job, degrees, encode_job, specs
+from phalanx.rank.options import GROUPS, IN_SITU, Job, Options, decode_job, degrees, encode_job, specs
 
 TABLE = specs()
 SAMPLES = {str: "word", int: "7", float: "0.5", tuple: "2,0,1"}
@@ -163,6 +163,12 @@ def test_gpu_memory_utilization_is_said_to_be_a_share_of_free_memory():
         ("--temperature nan", "--temperature 'nan' (command line): must be at least 0"),
         ("--top-p 1.5", "--top-p '1.5' (command line): must be at most 1"),
         ("--dtype fp4", "--dtype 'fp4' (command line): one of auto, bf16, f16, f32 is needed"),
+        ("--isq q9_9", f"--isq 'q9_9' (command line): one of none, {', '.join(IN_SITU)} is needed"),
+        (
+            "--quantization q8_0",
+            "--quantization: quantised checkpoints are not supported yet; --isq quantises a model's bf16, f16 or f32 "
+            "directory while it loads",
+        ),
         ("--device 1", "--device '1' (command line): one of auto, cpu, cuda is needed; GPUs are chosen by --d 1"),
         ("--d 0,x", "--d '0,x' (command line): a list of whole numbers such as 0,1,2,3 is needed"),
         ("--d 0,0", "--d '0,0' (command line): a device is listed twice"),
@@ -319,3 +325,25 @@ def test_degrees_that_do_not_fit(size, tp, pp, dp, message):
     with pytest.raises(ValueError) as error:
         degrees(size, tp, pp, dp)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ["--ep", "2"],
+            "--ep: expert parallelism is not supported yet; --tp splits each expert over the ranks of a group",
+        ),
+        (
+            ["--enable-expert-parallel"],
+            "--enable-expert-parallel: expert parallelism is not supported yet; --tp splits",
+        ),
+        (
+            ["--num-experts-offload-per-rank", "8"],
+            "--num-experts-offload-per-rank: experts in the host's memory are not",
+        ),
+    ],
+)
+def test_placements_of_experts_that_there_are_not(flags, message):
+    with pytest.raises(UsageError, match=message):
+        given(*flags)

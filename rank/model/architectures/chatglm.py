@@ -14,6 +14,20 @@ from ....errors import MODEL, FatalError
 from ..layers.rope import Parameters
 from . import llama
 
+CONFIG = {
+    "names": {
+        "num_layers": "num_hidden_layers",
+        "ffn_hidden_size": "intermediate_size",
+        "kv_channels": "head_dim",
+        "padded_vocab_size": "vocab_size",
+        "seq_length": "max_position_embeddings",
+        "layernorm_epsilon": "rms_norm_eps",
+        "multi_query_group_num": "num_key_value_heads",
+        "add_bias_linear": "mlp_bias",
+    },
+    "defaults": {"intermediate_size": 13696},
+}
+
 # What is asked of keys that other models of this type could set otherwise.
 EXPECTED = {
     "position_encoding_2d": False,  # ChatGLM-6B, the first, which has another architecture

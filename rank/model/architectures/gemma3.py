@@ -5,6 +5,8 @@ from __future__ import annotations
 from .. import base
 from . import gemma3_text
 
+CONFIG = {"text_type": "gemma3_text"}
+
 Args = gemma3_text.Args
 
 

@@ -11,6 +11,19 @@ from ..layers.attention import layer_type
 from ..layers.rope import Parameters
 from . import gemma2, qwen3
 
+CONFIG = {
+    "defaults": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+    },
+    "rope_per_layer_type": True,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(gemma2.Args):

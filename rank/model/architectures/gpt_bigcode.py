@@ -24,6 +24,17 @@ from ..layers.residual import Normed, ResidualStream
 from ..layers.rope import NONE, Parameters
 from . import llama
 
+CONFIG = {
+    "names": {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "activation_function": "hidden_act",
+    },
+    "defaults": {"num_key_value_heads": 1},
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):

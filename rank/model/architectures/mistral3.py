@@ -7,6 +7,8 @@ from .. import base
 from ..config import Config
 from . import llama, ministral3, mistral
 
+CONFIG = {"text_type": "mistral"}
+
 TEXT: dict[str, type[mistral.Args]] = {"mistral": mistral.Args, "ministral3": ministral3.Args}
 
 

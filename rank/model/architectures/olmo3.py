@@ -10,6 +10,8 @@ from ..layers.attention import layer_type
 from ..layers.rope import Parameters
 from . import ministral, olmo2
 
+CONFIG = {"defaults": {"rope_theta": 500000.0}, "rope_per_layer_type": True}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(ministral.Args):

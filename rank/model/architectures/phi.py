@@ -20,6 +20,8 @@ from ..layers.norm import AddLayerNorm, LayerNorm
 from ..layers.residual import Normed, ResidualStream
 from . import llama
 
+CONFIG = {"defaults": {"partial_rotary_factor": 0.5}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):

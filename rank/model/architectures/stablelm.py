@@ -20,6 +20,8 @@ from ..shard import Shard, even, key_heads, whole
 from ..weights.slicing import Source
 from . import llama, phi
 
+CONFIG = {"defaults": {"partial_rotary_factor": 0.25}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):

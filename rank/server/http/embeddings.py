@@ -16,7 +16,9 @@ async def embeddings(call: Call) -> dict[str, Any]:
     if call.server is None:
         return await embed(call.engine, call.request)
     ended = partial(call.server.metrics.embedding, time.monotonic())
-    return await embed(call.engine, call.request, ended, call.release)
+    answer = await embed(call.engine, call.request, ended, call.release)
+    call.count(answer["usage"]["prompt_tokens"])
+    return answer
 
 
 ROUTES = [Route("/v1/embeddings", embeddings, EmbeddingRequest, also=("/embeddings",), batchable=True)]

@@ -50,7 +50,7 @@ class Endpoint(BodyHandler):
         if route is None:
             raise tornado.web.HTTPError(405)
         query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
-        call = Call(self.state.sessions, None, args, query, self.state, self.release)
+        call = Call(self.state.sessions, None, args, query, self.state, self.key, self.release)
         if route.schema is not None:
             call.request = await self.decoded(route.schema)
         answer = route.prepare(call)
@@ -63,7 +63,7 @@ class Endpoint(BodyHandler):
             assert route.render is not None and self.state.sessions.text is not None
             answer = route.render(answer, call.request, self.state.sessions.text.tokenizer)
         if isinstance(answer, Renderer):
-            await self._generate(answer, call.request.stream, began)
+            await self._generate(answer, call, began)
         elif isinstance(answer, Events):
             await self._stream(answer)
         else:
@@ -81,13 +81,13 @@ class Endpoint(BodyHandler):
         else:
             self.reply(reply.body, reply.status)
 
-    async def _generate(self, reply: Renderer, stream: bool | None, began: float) -> None:
+    async def _generate(self, reply: Renderer, call: Call, began: float) -> None:
         self.session = reply.session
         self.session.start = began
         try:
             if self.gone:  # while the prompt was tokenised
                 return
-            if stream:
+            if call.request.stream:
                 await self._stream(Events(reply.stream(), reply.error))
             else:
                 answer = await reply.collect()
@@ -98,6 +98,7 @@ class Endpoint(BodyHandler):
         finally:
             self.session.close()
             self.state.metrics.session(self.session, self.gone)
+            call.count(self.session.prompt_tokens, self.session.completion_tokens)
 
     def on_connection_close(self) -> None:
         super().on_connection_close()

@@ -38,6 +38,7 @@ class Handler(tornado.web.RequestHandler):
     """Base of all endpoints."""
 
     needs_key = True
+    key = 0  # which API key was sent
     label = "other"  # the path's, for the metrics
     request_id = ""
 
@@ -71,10 +72,13 @@ class Handler(tornado.web.RequestHandler):
         keys = self.state.keys
         if not keys or not self.needs_key or self.request.method == "OPTIONS":
             return
-        if not any([hmac.compare_digest(self._sent_key(), key) for key in keys]):
+        same = [hmac.compare_digest(self._sent_key(), key) for key in keys]  # all of them: the time tells nothing
+        if not any(same):
             raise ApiError(
                 401, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', code="invalid_api_key"
             )
+
+        self.key = same.index(True)
 
     def _sent_key(self) -> bytes:
         """The bytes that were sent, as OpenAI's clients do or as Anthropic's."""

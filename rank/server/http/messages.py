@@ -56,6 +56,21 @@ class ClientTool(msgspec.Struct):
     type: str | None = None
 
 
+class MeantChat(ChatRequest, kw_only=True):
+    """Anthropic's clients ask for as many tokens as Anthropic's models have, whatever the prompt leaves."""
+
+    cut_to_context: ClassVar[bool] = True
+
+
+class Thinking(msgspec.Struct):
+    type: str
+
+
+class OutputConfig(msgspec.Struct):
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class CountRequest(Body, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
@@ -66,8 +81,8 @@ class CountRequest(Body, kw_only=True):
     system: str | list[Block] | None = None
     tools: list[ClientTool] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     def check(self) -> None:
         check_ranges(self)
@@ -96,10 +111,10 @@ class CountRequest(Body, kw_only=True):
                 "tool_choice",
                 f'tool_choice.type is {show(choice)}: a call cannot be enforced yet, use "auto" or "none"',
             )
-        thinking = (self.thinking or {}).get("type", "enabled")
+        thinking = self.thinking.type if self.thinking else "enabled"
         if thinking not in ("enabled", "adaptive", "disabled"):
             raise bad("thinking.type", f"thinking.type is {show(thinking)}: expected enabled, adaptive or disabled")
-        if (self.output_config or {}).get("format") is not None:
+        if self.output_config and self.output_config.format is not None:
             raise bad("output_config.format", f"output_config.format: {unsupported.OUTPUT}")
 
     def chat(self) -> ChatRequest:
@@ -116,14 +131,14 @@ class CountRequest(Body, kw_only=True):
             }
             for tool in self.tools or ()
         ]
-        return ChatRequest(
+        return MeantChat(
             messages=messages,
             model=self.model,
             tools=tools or None,
             tool_choice=choice.get("type"),
             parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
-            enable_thinking=None if self.thinking is None else self.thinking.get("type") != "disabled",
-            reasoning_effort=(self.output_config or {}).get("effort"),
+            enable_thinking=None if self.thinking is None else self.thinking.type != "disabled",
+            reasoning_effort=self.output_config.effort if self.output_config else None,
             continue_final_message=last.role == "assistant" and not last.tool_calls,
         )
 

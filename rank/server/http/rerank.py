@@ -93,11 +93,13 @@ class ScoreRequest(Scored, kw_only=True):
 
 async def _scores(call: Call) -> tuple[list[float], dict[str, int]]:
     if call.server is None:
-        found, tokens = await scores(call.engine, call.request, lambda *_: None, lambda _: None)
+        found, tokens = await scores(call.engine, call.request, lambda *_: None, lambda _: None, call.release)
     else:
         metrics = call.server.metrics
         ended = partial(metrics.embedding, time.monotonic())
-        found, tokens = await scores(call.engine, call.request, ended, partial(metrics.session, gone=False))
+        over = partial(metrics.session, gone=False)
+        found, tokens = await scores(call.engine, call.request, ended, over, call.release)
+    call.count(tokens)
     return found, {"prompt_tokens": tokens, "total_tokens": tokens}
 
 

@@ -88,6 +88,7 @@ async def _run(call: Call, kept: Kept, renderer: ResponseRenderer) -> None:
         session.close()
         assert call.server is not None
         call.server.metrics.session(session, gone=renderer.status == "cancelled")
+        call.count(session.prompt_tokens, session.completion_tokens)
         kept.end(renderer.body())
         store.trim()
 

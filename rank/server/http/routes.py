@@ -35,7 +35,13 @@ class Call:
     args: Mapping[str, str] = field(default_factory=dict)  # what the path's {name} parts stand for
     query: Mapping[str, str] = field(default_factory=dict)
     server: ServerState | None = None  # None in a batch job
+    key: int = 0  # which API key it came with
     release: Callable[[], None] = lambda: None  # tells that the body's bytes are not needed any more
+
+    def count(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
+        """Put what was used down to the API key."""
+        if self.server is not None:
+            self.server.used[self.key].add(prompt_tokens, completion_tokens)
 
 
 class Reply(NamedTuple):

@@ -12,12 +12,26 @@ from .access import Access
 from .metrics import Metrics
 
 
+class Used:
+    """What one API key has used."""
+
+    def __init__(self) -> None:
+        self.requests = self.prompt_tokens = self.completion_tokens = 0
+
+    def add(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """A request that had tokens is over."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+
+
 class ServerState:
     def __init__(self, sessions: TextEngine, config: ServerConfig):
         self.sessions = sessions
         self.config = config
         self.access = Access(config)
         self.keys = [key.encode() for key in config.api_keys]
+        self.used = [Used() for _ in self.keys or [b""]]  # one where there are no keys
         self.link = sessions.link
         self.metrics = Metrics(sessions.link, sessions.names[0])
         self.responses = ResponseStore(config.response_store)

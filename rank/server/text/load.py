@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
+from . import tokenizer_file
 from .control import Marker
 from .output_parser import KNOWN_REASONING, ReasoningFormat
 from .template import ChatTemplate, load_template
@@ -18,12 +19,7 @@ class Text:
 
     def __init__(self, model_dir: str, generation_config: str = "auto", chat_template: str = ""):
         directory = Path(model_dir)
-        tokenizer = directory / "tokenizer.json"
-        if not tokenizer.is_file():
-            raise FileNotFoundError(
-                f"{tokenizer} is missing: convert the model's tokenizer to a tokenizer.json, "
-                "for example with transformers' AutoTokenizer(…).save_pretrained()"
-            )
+        tokenizer = tokenizer_file.find(directory)
         tokenizer_config = _read(directory / "tokenizer_config.json")
         self.template: ChatTemplate | None = load_template(directory, tokenizer_config, chat_template)
         source = self.template.source if self.template else ""

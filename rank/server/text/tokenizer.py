@@ -8,8 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-import tokenizers
-
+from . import tokenizer_file
 from .bound import Bound, bound
 from .control import MARK, Encoder, control_tokens
 
@@ -29,11 +28,11 @@ ALPHABET = _byte_level_alphabet()
 
 
 class Tokenizer:
-    """A tokenizer.json. Safe to use from several threads."""
+    """A tokenizer file of a model (tokenizer_file.py). Safe to use from several threads."""
 
     def __init__(self, path: Path, template: str = "", kept: Collection[str] = ()):
         """`template` is the chat template's source, `kept` what of its tokens texts may spell too (control_tokens)."""
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self._tokenizer = tokenizer_file.load(path, ALPHABET)
         self._tokenizer.no_truncation()  # some files carry a limit of their own
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()

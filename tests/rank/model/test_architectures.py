@@ -150,7 +150,8 @@ MODELS = {
     ),
     "starcoder2": dict(model_type="starcoder2", sliding_window=7),
     "starcoder2 without biases": dict(
-        model_type="starcoder2", use_bias=False, tie_word_embeddings=False, num_key_value_heads=1,
+        model_type="starcoder2", use_bias=False, tie_word_embeddings=False, num_attention_heads=6,
+        num_key_value_heads=1,
     ),
     "gpt_bigcode": dict(model_type="gpt_bigcode", num_key_value_heads=None, n_inner=100, activation_function="gelu"),
     "gpt_bigcode unscaled": dict(

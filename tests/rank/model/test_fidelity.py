@@ -174,9 +174,9 @@ def test_through_mpirun(checkpoint, expected, tmp_path, model_type, tp, pp):
 
 
 def test_long_prompts_span_several_pieces(checkpoint, expected, monkeypatch):
-    from phalanx.kernels.attention import attention
+    from phalanx.kernels.attention import reference
 
-    monkeypatch.setattr(attention, "PIECE", 16)
+    monkeypatch.setattr(reference, "PIECE", 16)
     path = checkpoint(num_hidden_layers=2)
     ids = tokens(100)
     want = expected(path, ids)
@@ -185,10 +185,11 @@ def test_long_prompts_span_several_pieces(checkpoint, expected, monkeypatch):
 
 
 def test_large_batches_are_split_into_groups(checkpoint, expected, monkeypatch):
-    from phalanx.kernels.attention import attention
+    from phalanx.kernels.attention import cpu_decode, reference
 
-    monkeypatch.setattr(attention, "GATHER_BYTES", 6 * 8 * 4 * 30)
-    monkeypatch.setattr(attention, "SLACK", 0)
+    monkeypatch.setattr(cpu_decode, "supports", lambda part: False)
+    monkeypatch.setattr(reference, "GATHER_BYTES", 6 * 8 * 4 * 30)
+    monkeypatch.setattr(reference, "SLACK", 0)
     path = checkpoint(num_hidden_layers=2)
     sequences = [tokens(n, seed=n) for n in (40, 3, 17, 2, 90, 18, 33)]
     steps = [[(i, len(s) - 1) for i, s in enumerate(sequences)], [(i, 1) for i in range(len(sequences))]]

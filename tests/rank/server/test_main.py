@@ -152,7 +152,7 @@ def test_model_without_tokenizer(start, tmp_path):
     (tmp_path / "empty").mkdir()
     front = start(model=tmp_path / "empty")
     assert front.process.wait(10) == errors.MODEL
-    assert "tokenizer.json is missing" in front.process.stdout.read()
+    assert "has no tokenizer.json, tekken.json or tokenizer.model" in front.process.stdout.read()
 
 
 def test_open_streams_get_an_error_when_the_process_is_stopped(start):

@@ -137,3 +137,24 @@ def test_a_choice_of_some_tools():
     assert convert({"messages": "x", "tools": tools, "tool_choice": "none"}, ChatRequest).offered() is None
     choice["allowed_tools"]["mode"] = "required"
     assert refusal(ChatRequest, tools=tools, tool_choice=choice) == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks", "effort", "shown"),
+    [
+        ({}, None, None, True),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, None, "low", True),
+        ({"reasoning": {"enabled": False, "exclude": True}}, False, None, False),
+        ({"reasoning_effort": "none"}, False, "none", True),
+        ({"reasoning": {"enabled": False}, "thinking": {"type": "enabled"}}, True, None, True),
+        ({"enable_thinking": False, "thinking": True, "include_reasoning": False}, False, None, False),
+    ],
+)
+def test_ways_to_ask_for_reasoning(fields, thinks, effort, shown):
+    request = convert({"messages": "x", **fields}, ChatRequest)
+    assert (request.thinks(), request.effort(), request.shows_reasoning()) == (thinks, effort, shown)
+
+
+def test_a_limit_of_the_reasoning_is_refused():
+    assert refusal(ChatRequest, reasoning={"max_tokens": 5}) == "reasoning.max_tokens"
+    assert refusal(ChatRequest, reasoning={"effort": 5}) == "reasoning.effort"

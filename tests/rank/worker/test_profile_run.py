@@ -1,10 +1,8 @@
-"""What the largest step is measured by looks as prepare() makes steps."""
+"""The steps that the start runs: of the most memory, and of every kernel."""
 
-import dataclasses
 import random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from phalanx.kernels.attention import attention, cudnn
@@ -15,8 +13,6 @@ from phalanx.kernels.gemm import skinny
 from phalanx.kernels.rope.rope import CosSin
 from phalanx.rank.model.cache_spec import PagedKV
 from phalanx.rank.worker import profile_run
-from phalanx.rank.worker.batch_builder import build_batches
-from phalanx.rank.worker.state import BatchState, ScheduledBatch
 from phalanx.rank.worker.upload import Upload
 
 BLOCK = 16
@@ -29,46 +25,36 @@ def model(longest):
     )
 
 
-def prepared(*counts, sampled=0, narrow=False):
-    """A step of whole prompts of so many tokens, all in the same blocks; the first `sampled` of them sample."""
-    rows = BatchState(len(counts), max(counts), BLOCK)
-    rows.table[:] = np.arange(rows.table.shape[1])
-    rows.tokens, rows.known[:] = [np.zeros(count, np.int64) for count in counts], counts
-    zeros = np.zeros(len(counts), np.int64)
-    work = ScheduledBatch(np.arange(len(counts)), zeros, np.array(counts), np.arange(len(counts)) < sampled, zeros)
-    (batch,), _ = build_batches(rows, work, torch.zeros(len(counts), dtype=torch.int64), [], Upload(CPU), narrow)
-    return batch
-
-
-def same(found, want):
-    for field in dataclasses.fields(want):
-        a, b = getattr(found, field.name), getattr(want, field.name)
-        if field.name == "sampled" and b is not None:
-            same(a, b)
-        elif field.name != "caches":
-            assert (torch.equal(a, b) and a.dtype == b.dtype) if isinstance(b, torch.Tensor) else a == b, field.name
-
-
 def test_the_largest_step():
-    same(profile_run._prompts(model(24), 64, BLOCK, CPU), prepared(24, 24, 16))
-    same(profile_run._prompts(model(100), 50, BLOCK, CPU), prepared(50))
-    caches = profile_run._prompts(model(24), 64, BLOCK, CPU).caches
-    assert [[x.shape for x in pair] for pair in caches] == [[(2, BLOCK, 2, 8)] * 2] * 3
+    batch = profile_run.prompts(model(24), 64, BLOCK, Upload(CPU))
+    assert batch.query_lens == batch.kv_lens == [24, 24, 16] and batch.num_decodes == 0
+    assert batch.positions.tolist() == batch.slots.tolist() == [*range(24), *range(24), *range(16)]
+    assert batch.block_tables.tolist() == [[0, 1]] * 3 and not batch.ids.any() and len(batch.ids) == 64
+    assert [[x.shape for x in pair] for pair in batch.caches] == [[(2, BLOCK, 2, 8)] * 2] * 3
+    assert batch.sampled is None, "all rows go through all layers"
+    assert profile_run.prompts(model(100), 50, BLOCK, Upload(CPU)).query_lens == [50]
+    rest = profile_run.prompts(model(21), 64, BLOCK, Upload(CPU))
+    assert rest.query_lens == [1, 21, 21, 21] and rest.num_decodes == 1, "single tokens come first"
 
 
-def test_the_narrowed_step():
-    same(
-        profile_run._last_token_only(profile_run._prompts(model(24), 2, BLOCK, CPU), 2),
-        prepared(2, sampled=1, narrow=True),
-    )
+@pytest.mark.parametrize("longest", [2, 100])
+def test_the_narrowed_step(longest):
+    batch = profile_run.last_token_only(model(100), longest, BLOCK, Upload(CPU))
+    assert batch.query_lens == [2] and batch.sample_at.tolist() == [1]
+    assert batch.sampled.kv_lens == [longest] and batch.sampled.positions.tolist() == [1]
+    assert batch.sampled.num_decodes == 1 and batch.sampled.lengths.tolist() == [2]
 
 
 def test_small_steps():
-    """As prepare() makes them, but for the lengths that kernels are chosen by."""
-    decode, mixed = profile_run._decode(model(100), 100, BLOCK, CPU), profile_run._mixed(model(100), 100, BLOCK, CPU)
-    assert (decode.kv_lens, mixed.kv_lens) == ([100], [100, 2])
-    same(dataclasses.replace(decode, kv_lens=[1]), prepared(1))
-    same(dataclasses.replace(mixed, kv_lens=[1, 2]), prepared(1, 2))
+    found = [
+        (step.query_lens, step.kv_lens, step.num_decodes)
+        for step in profile_run.small_steps(model(300), 9, BLOCK, Upload(CPU))
+    ]
+    assert found == [
+        *(([count], [count], 0) for count in (2, 3, 9)),
+        *(([1], [longest], 1) for longest in (1, 257)),
+        *(([1, 2], [longest, 2], 1) for longest in (2, 300)),
+    ]  # fmt: skip
 
 
 class Launches:
@@ -158,7 +144,7 @@ def light(counts, lengths):
 def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(monkeypatch, dtype, dim, longest, budget, window):
     """Each is seconds of compilation, which the first prompts of some lengths waited for."""
     one = Attention(monkeypatch, longest, dtype, dim, window)
-    for batch in profile_run.small_steps(one, budget, BLOCK, CPU):
+    for batch in profile_run.small_steps(one, budget, BLOCK, Upload(CPU)):
         one.forward([batch])
     compiled = set(one.asked)
     for counts, lengths in served(longest, budget):
@@ -200,6 +186,6 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
     mesh = SimpleNamespace(first=first, last=last, tensor=SimpleNamespace(rank=0, all_gather=lambda x: x[None]))
     sampler = SimpleNamespace(device=CPU, enter=lambda _: None, sample=lambda *_: ran.append("sample"))
     profile_run.profile_run(one, mesh, sampler, 64, 4, BLOCK)
-    small = [(b.query_lens, b.kv_lens, False) for b in profile_run.small_steps(one, 64, BLOCK, CPU)]
+    small = [(b.query_lens, b.kv_lens, False) for b in profile_run.small_steps(one, 64, BLOCK, Upload(CPU))]
     assert len(small) > 6 and all(step in ran for step in small)
     assert ("argmax" in ran) == ("sample" in ran) == last

@@ -63,6 +63,44 @@ def test_why_it_stopped(client, says):
     assert client.messages.create(model="m", max_tokens=2, messages=USER).stop_reason == "max_tokens"
 
 
+def test_a_limit_beyond_the_context(server, client, says):
+    """The clients ask for what Anthropic's models have."""
+    says("hello")
+    message = client.messages.create(model="m", max_tokens=20_000, messages=USER)
+    assert message.stop_reason == "end_turn"
+    sampling, prompt = server.lead.requests[-1].sampling, len(server.lead.requests[-1].tokens) // 4
+    assert sampling.max_tokens == 512 - prompt
+    says("hello " * 600)
+    message = client.messages.create(model="m", max_tokens=20_000, messages=USER)
+    assert message.stop_reason == "model_context_window_exceeded" and message.usage.output_tokens == 512 - prompt
+
+
+def test_a_request_as_claude_code_sends_it(server, says):
+    says("hello")
+    ephemeral = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "claude-sonnet-4-5-20250929",
+        "max_tokens": 32000,
+        "stream": True,
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "system": [{"type": "text", "text": "You are an agent.", **ephemeral}, {"type": "text", "text": "Be short."}],
+        "thinking": {"type": "enabled", "budget_tokens": 31999},
+        "temperature": 1,
+        "tools": [{"name": "Bash", "description": "d", "input_schema": {"type": "object", "$schema": "s"}}],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **ephemeral}]}],
+    }
+    headers = {
+        "Authorization": "Bearer secret",
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219",
+    }
+    answer = server.request("POST", "/v1/messages?beta=true", body, headers)
+    assert answer.status == 200 and answer.body.rstrip().endswith(b'{"type":"message_stop"}')
+    count = {name: body[name] for name in ("model", "messages", "tools", "system", "thinking")}
+    assert server.request("POST", "/v1/messages/count_tokens?beta=true", count, headers).body["input_tokens"] > 20
+
+
 def test_thoughts_texts_and_calls_in_their_order(client, says):
     says(f"<think>\nhm\n</think>\n\nOne\n{CALL}\n{CALL}")
     body = {"model": "m", "max_tokens": 300, "messages": USER, "tools": [TOOL]}
@@ -168,7 +206,9 @@ def test_keys_in_both_headers(server, client):
         ({"stop_sequences": ["a", ""]}, 'stop_sequences is ["a",""]: at most 64 texts'),
         ({"stop_sequences": ["a"] * 65}, "stop_sequences is 65 texts"),
         ({"temperature": -1}, "temperature is -1.0: it must be between 0 and 100"),
-        ({"max_tokens": 600}, "this model's context is 512 tokens"),
+        ({"messages": [{"role": "user", "content": "word " * 600}]}, "this model's context is 512 tokens"),
+        ({"thinking": {"type": 5}}, "thinking.type is 5"),
+        ({"output_config": {"effort": 5}}, "output_config.effort is 5"),
     ],
 )
 def test_refusals(server, body, words):

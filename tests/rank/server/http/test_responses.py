@@ -127,6 +127,31 @@ def test_history_as_agents_send_it(server, responses, says):
         responses.retrieve(response.id)
 
 
+def test_a_request_as_codex_sends_it(server, says):
+    says("hello")
+    body = {
+        "model": "gpt-5-codex",
+        "instructions": "You are an agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "sandboxed"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context/>"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        ],
+        "tools": [{**TOOL, "name": "shell", "strict": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0199",
+        "text": {"verbosity": "medium"},
+    }
+    answer = server.request("POST", "/v1/responses", body, {"session_id": "1", "originator": "codex_cli_rs"})
+    assert answer.status == 200 and b"event: response.completed" in answer.body
+    assert asked(server).endswith("user\n<environment_context/><|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n")
+
+
 def test_allowed_tools(server, responses, says):
     says("x")
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}

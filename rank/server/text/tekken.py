@@ -1,0 +1,51 @@
+"""Mistral's tekken.json as a tokenizer of `tokenizers`: byte-level BPE by ranks, as tiktoken has it.
+
+The format: https://github.com/mistralai/mistral-common, src/mistral_common/tokens/tokenizers/tekken.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from .sentencepiece import merges_of
+
+# Of files that do not list theirs: version 3's, in the order of their ids.
+CONTROL = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+
+
+def build(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
+    """alphabet: the character of each byte in byte-level BPE. Raises ValueError where the file is not as expected."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        config = data["config"]
+        count, size = int(config["default_num_special_tokens"]), int(config["default_vocab_size"])
+        pattern = config["pattern"]
+        control = {int(one["rank"]): one["token_str"] for one in data.get("special_tokens") or []}
+        control = control or dict(enumerate(CONTROL))
+        character = {byte: char for char, byte in alphabet.items()}
+        listed = sorted((int(one["rank"]), base64.b64decode(one["token_bytes"])) for one in data["vocab"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a tekken tokenizer, or it is damaged: {error!r}") from None
+    names = [control.get(i, f"<SPECIAL_{i}>") for i in range(count)]
+    ranks = {"".join(map(character.__getitem__, token)): rank for rank, token in listed[: size - count]}
+    vocab = {name: i for i, name in enumerate(names)} | {token: count + rank for token, rank in ranks.items()}
+    # A word that is a token is taken whole, whether merges lead to it or not.
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges_of(ranks), ignore_merges=True))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return made

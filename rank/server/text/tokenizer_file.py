@@ -1,0 +1,95 @@
+"""The file of a model directory that holds its tokenizer, in whichever format, read into one of `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from . import sentencepiece, tekken
+
+NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model")  # in this order, where there are several
+# The tokens that the code of ChatGLM2 and 3 puts behind those of tokenizer.model.
+CHATGLM = (
+    "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+)  # fmt: skip
+
+
+def find(directory: Path) -> Path:
+    """Raises FileNotFoundError where the directory has none."""
+    found = next((directory / name for name in NAMES if (directory / name).is_file()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"{directory} has no {', '.join(NAMES[:-1])} or {NAMES[-1]}: bring the model's tokenizer, or convert it to "
+            "a tokenizer.json, for example with transformers' AutoTokenizer(…).save_pretrained()"
+        )
+    return found
+
+
+def load(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
+    """alphabet: the byte of each character of byte-level BPE. Raises ValueError where the file cannot be read so."""
+    if path.name == "tekken.json":
+        made = tekken.build(path, alphabet)
+        _surround(made, ["<s>"], [])
+    elif path.suffix == ".model":
+        made = _sentencepiece(path)
+    else:
+        made = tokenizers.Tokenizer.from_file(str(path))
+    return made
+
+
+def _sentencepiece(path: Path) -> tokenizers.Tokenizer:
+    config = _json(path.with_name("tokenizer_config.json"))
+    made = sentencepiece.build(sentencepiece.read(path), config)
+    added = _added(path.parent, config)
+    start, end = _end(config, "bos", True, "<s>"), _end(config, "eos", False, "</s>")
+    if config.get("tokenizer_class") == "ChatGLMTokenizer":
+        added = dict(enumerate(map(_chatglm, CHATGLM), made.get_vocab_size())) | added
+        start = ["[gMASK]", "sop"]
+    for id, token in sorted(added.items()):
+        made.add_tokens([token])
+        if made.token_to_id(token.content) != id:
+            raise ValueError(
+                f"{path.parent}: its added tokens say that {token.content!r} is token {id}, but with {path.name} it is "
+                f"{made.token_to_id(token.content)}: convert the tokenizer to a tokenizer.json"
+            )
+    _surround(made, start, end)
+    return made
+
+
+def _chatglm(name: str) -> AddedToken:
+    """sop is no part of a word such as sophisticated."""
+    return AddedToken(name, special=True, normalized=False, single_word=name.isalpha())
+
+
+def _end(config: dict[str, Any], name: str, wanted: bool, usual: str) -> list[str]:
+    """The token at the start or the end of a text, where tokenizer_config.json asks for it."""
+    token = config.get(f"{name}_token") or usual
+    return [token["content"] if isinstance(token, dict) else token] if config.get(f"add_{name}_token", wanted) else []
+
+
+def _surround(made: tokenizers.Tokenizer, start: list[str], end: list[str]) -> None:
+    """Let encoding put these tokens around a text, as far as there are such tokens."""
+    ids = {token: id for token in (*start, *end) if (id := made.token_to_id(token)) is not None}
+    start, end = ([token for token in tokens if token in ids] for tokens in (start, end))
+    if ids:
+        made.post_processor = processors.TemplateProcessing(
+            single=[*start, "$A", *end], special_tokens=list(ids.items())
+        )
+
+
+def _added(directory: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
+    """Tokens that transformers' files have beside the model's own, by id."""
+    plain = _json(directory / "added_tokens.json")
+    found = {int(id): AddedToken(text, special=True, normalized=False) for text, id in plain.items()}
+    for id, one in (config.get("added_tokens_decoder") or {}).items():
+        ways = {key: bool(one.get(key)) for key in ("special", "lstrip", "rstrip", "normalized", "single_word")}
+        found[int(id)] = AddedToken(one["content"], **ways)
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

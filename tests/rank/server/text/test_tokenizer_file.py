@@ -1,0 +1,201 @@
+"""Tokenizers without a tokenizer.json: token ids are those of sentencepiece's own library, and of tiktoken's rule."""
+
+import base64
+import json
+import random
+import re
+import warnings
+
+import pytest
+import sentencepiece
+from phalanx.rank.server.text import tokenizer_file
+from phalanx.rank.server.text.tokenizer import ALPHABET, Tokenizer, detokenizer
+from transformers import LlamaTokenizer
+
+from ....checkpoints import CORPUS
+
+pytestmark = pytest.mark.timeout(60)
+TEXTS = [
+    "The quick brown fox", " leading and  two  spaces ", "", " ", "a\n\tb\n\n", "Größe, naïve, Привет, мир! 你好",
+    "🙂🚀 unseen 漢字 ☃", "def main(arguments): return 0123456789",
+]  # fmt: skip
+TYPES = {"bpe": dict(model_type="bpe"), "unigram": dict(model_type="unigram", vocab_size=420)}
+KINDS = {
+    "llama": dict(byte_fallback=True, remove_extra_whitespaces=False, normalization_rule_name="identity"),
+    "no prefix": dict(
+        byte_fallback=True, remove_extra_whitespaces=False, normalization_rule_name="identity", add_dummy_prefix=False,
+    ),
+    "normalised": dict(byte_fallback=True, normalization_rule_name="nmt_nfkc"),
+    "control": dict(
+        byte_fallback=True, remove_extra_whitespaces=False, normalization_rule_name="identity",
+        control_symbols=["<pad>", "[INST]"], user_defined_symbols=["<|code|>"],
+    ),
+}  # fmt: skip
+
+
+def train(directory, **options):
+    directory.mkdir(exist_ok=True)
+    corpus = directory / "corpus.txt"
+    corpus.write_text(CORPUS)
+    options = dict(vocab_size=500, model_type="bpe", character_coverage=0.995, num_threads=1) | options
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(directory / "tokenizer"), minloglevel=2, hard_vocab_limit=False, **options
+    )
+    (directory / "tokenizer.vocab").unlink()
+    return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+
+
+def configure(directory, **config):
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(tokenizer_file.find(directory))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("type", TYPES)
+def test_sentencepiece(tmp_path, type, kind):
+    truth = train(tmp_path, **KINDS[kind], **TYPES[type])
+    made = configure(tmp_path)
+    assert made.size == truth.get_piece_size()
+    words = CORPUS.split()
+    draw = random.Random(0)
+    texts = TEXTS + [" ".join(draw.choices(words, k=6)) for _ in range(30)]
+    for text in texts:
+        want = truth.encode(text)
+        assert made.encode(text, False) == want, text
+        assert made.encode(text, True) == [truth.bos_id(), *want]
+        assert made.decode(want) == truth.decode(want)
+        detok = detokenizer(made, frozenset(), [])
+        spelt = "".join([detok.feed(id) for id in want] + [detok.finish()])
+        assert spelt in (made.decode(want), " " + made.decode(want)), "texts continue a prompt: the space stays"
+    assert made.special == {i for i in range(truth.get_piece_size()) if truth.is_control(i) or truth.is_unknown(i)}
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_as_transformers_converts_it(tmp_path, legacy):
+    train(tmp_path, **KINDS["llama"])
+    made = configure(tmp_path, legacy=legacy, add_eos_token=True, bos_token="<s>", eos_token="</s>")
+    theirs = LlamaTokenizer.from_pretrained(tmp_path, legacy=False, add_bos_token=True, add_eos_token=True)
+    for text in TEXTS:
+        if not (legacy and text.startswith(" ")):  # of which the new way makes one space less than sentencepiece
+            assert made.encode(text, True) == theirs(text)["input_ids"], text
+    # A space before the text behind a special token: of the old way alone.
+    got = made.encode("<s>a", False)
+    assert got == theirs("<s>a", add_special_tokens=False)["input_ids"] if not legacy else len(got) == 2
+    assert made.piece(got[1]) == (b" a" if legacy else b"a")
+
+
+def test_tokens_that_are_added(tmp_path):
+    truth = train(tmp_path, **KINDS["llama"])
+    size = truth.get_piece_size()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|user|>": size + 1, "<|end|>": size}))
+    decoder = {str(size + 2): {"content": "<fim>", "special": False}, "1": {"content": "<s>", "special": True}}
+    ends = dict(add_bos_token=False, add_eos_token=True, eos_token={"content": "<|end|>"})
+    made = configure(tmp_path, added_tokens_decoder=decoder, **ends)
+    assert made.encode("<|user|>", True) == [size + 1, size] and made.token_id("<fim>") == size + 2
+    assert size + 2 not in made.special and {1, size, size + 1} <= made.special
+    with pytest.raises(
+        ValueError, match=rf"'<far>' is token {size + 9}, but with tokenizer.model it is {size + 2}: conv"
+    ):
+        configure(tmp_path, added_tokens_decoder={str(size + 9): {"content": "<far>"}})
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_chatglm(tmp_path, listed):
+    """Its code adds tokens, and begins texts with two of them; newer files list them."""
+    truth = train(tmp_path, **KINDS["llama"])
+    size = truth.get_piece_size()
+    decoder = {str(size + 6): {"content": "<|user|>", "special": False}} if listed else {}
+    made = configure(tmp_path, tokenizer_class="ChatGLMTokenizer", added_tokens_decoder=decoder)
+    assert made.encode("The quick", True) == [size + 1, size + 3, *truth.encode("The quick")]
+    assert made.encode("sophisticated", False) == truth.encode("sophisticated")
+    assert made.encode("[gMASK]sop<|user|>", False) == [size + 1, size + 3, size + 6]
+    assert made.encode("<|user|>", False) == [size + 6] and (size + 6 in made.special) is not listed
+    assert made.size == size + 9
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 1000, -3])
+def test_a_damaged_model(tmp_path, keep):
+    train(tmp_path)
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="tokenizer.model is not a sentencepiece model, or it is damaged"):
+        configure(tmp_path)
+
+
+def test_a_model_of_words(tmp_path):
+    train(tmp_path, model_type="word")
+    with pytest.raises(ValueError, match="sentencepiece model of type 3; unigram"):
+        configure(tmp_path)
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json, tekken.json or tokenizer.model: bring"):
+        tokenizer_file.find(tmp_path)
+
+
+def test_a_tokenizer_json_goes_first(tmp_path, model_dir):
+    for name in ("tokenizer.model", "tekken.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((model_dir / "tokenizer.json").read_bytes())
+        assert tokenizer_file.find(tmp_path).name == name
+
+
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def tekken(directory, model_dir, special=None):
+    """A tekken.json with the vocabulary of the byte-level tokenizer there; its ranks by bytes."""
+    data = json.loads((model_dir / "tokenizer.json").read_text())
+    added = {token["content"] for token in data["added_tokens"]}
+    tokens = [token for token in data["model"]["vocab"] if token not in added]
+    tokens = [bytes(ALPHABET[char] for char in token) for token in sorted(tokens, key=data["model"]["vocab"].get)]
+    single = [bytes([i]) for i in range(256)]
+    ranks = {token: i for i, token in enumerate([*single, *(t for t in tokens if len(t) > 1)])}
+    vocab = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for token, rank in ranks.items()
+    ]
+    config = {"pattern": PATTERN, "default_vocab_size": 30 + len(ranks) - 5, "default_num_special_tokens": 30}
+    (directory / "tekken.json").write_text(
+        json.dumps({"config": config, "vocab": vocab} | ({"special_tokens": special} if special else {}))
+    )
+    return {token: 30 + rank for token, rank in ranks.items() if rank < len(ranks) - 5}
+
+
+def by_ranks(ranks, word):
+    """tiktoken's rule: the neighbours whose pair has the lowest rank become one, as long as there are any."""
+    if word in ranks:
+        return [ranks[word]]
+    parts = [word[i : i + 1] for i in range(len(word))]
+    while True:
+        pairs = [(ranks.get(a + b, 1 << 30), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        rank, at = min(pairs, default=(1 << 30, 0))
+        if rank == 1 << 30:
+            return [ranks[part] for part in parts]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_tekken(tmp_path, model_dir, listed):
+    special = [{"rank": 0, "token_str": "<unk>"}, {"rank": 1, "token_str": "<s>"}, {"rank": 7, "token_str": "[THINK]"}]
+    ranks = tekken(tmp_path, model_dir, special if listed else None)
+    made = Tokenizer(tokenizer_file.find(tmp_path))
+    assert made.size == 30 + len(ranks)
+    assert made.token_id("[THINK]" if listed else "[AVAILABLE_TOOLS]") == (7 if listed else 5)
+    assert made.token_id("<SPECIAL_29>") == 29 and made.special == set(range(30))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pattern = re.compile(PATTERN.replace(r"\p{L}", r"[^\W\d_]").replace(r"[^\r\n[^\W\d_]\p{N}]", r"(?:[^\r\n\w]|_)")
+                             .replace(r"[^\s[^\W\d_]\p{N}]", r"(?:[^\s\w]|_)").replace(r"\p{N}", r"\d"))  # fmt: skip
+    for text in [*TEXTS, *CORPUS.splitlines()]:
+        words = pattern.findall(text)
+        assert "".join(words) == text
+        want = [id for word in words for id in by_ranks(ranks, word.encode())]
+        assert made.encode(text, False) == want and made.encode(text, True) == [1, *want]
+        assert made.decode(want) == text
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": {"pattern": "."}, "vocab": []}'])
+def test_a_damaged_tekken(tmp_path, text):
+    (tmp_path / "tekken.json").write_text(text)
+    with pytest.raises(ValueError, match="tekken.json is not a tekken tokenizer, or it is damaged"):
+        Tokenizer(tokenizer_file.find(tmp_path))
