@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +20,18 @@ class Codec(Protocol):
     GROUP: int  # neighbouring inputs that are encoded together
     BITS: float  # of a weight, with its share of the group's
 
-    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+    @property
+    def encode(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """weight [outputs, inputs] of 16 or 32 bits on any device → the tensors of the format."""
 
-    def pack(self, *encoded: Tensor) -> Any:
+    @property
+    def pack(self) -> Callable[..., tuple[Any, ...]]:
         """These as the device's kernels take them: a named tuple, of tensors and what has to be known of them."""
 
-    def linear(self, x: Tensor, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor:
-        """x [T, inputs] → [T, outputs]; with an activation as gate, act(gate) * up of outputs that are gate over up."""
+    @property
+    def linear(self) -> Callable[..., Tensor]:
+        """(x, packed, gate, bias): x [T, inputs] → [T, outputs]; with an activation as gate, act(gate) * up of outputs
+        that are gate over up."""
 
 
 class InSitu(Part):
@@ -39,7 +43,7 @@ class InSitu(Part):
     """
 
     fields = (Field("weight", "oi", stored=True), Field("bias", "o"))
-    codec: ClassVar[Codec]
+    codec: Codec
     packed: tuple[Any, ...]
 
     def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
