@@ -25,7 +25,7 @@ def engine(world, model=None, device=CPU, **options):
 
 
 def test_large_weights_on_cpus_run_few_sequences_at_once(caplog):
-    model = SimpleNamespace(weight_bytes=4 * 50_000_000_000, dtype=torch.float32)
+    model = SimpleNamespace(num_weights=50_000_000_000)
     with caplog.at_level(logging.INFO, "phalanx"):
         assert threads.run(lambda w: engine(w, model, max_num_seqs=32)._token_budget(), 2) == [(10, 10)] * 2
     assert caplog.messages == [
