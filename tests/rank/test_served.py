@@ -7,6 +7,7 @@ the prefix cache. A new architecture is covered by its entry in `MODELS`.
 import functools
 import json
 import re
+import subprocess
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,19 +45,20 @@ TOLERANCE = 1e-4  # of log-probabilities; logits that are nearer than that are a
 LENGTH = 60
 PROMPTS = torch.randint(3, 512, (4, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
 OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=288, dtype="f32", timeout=60.0)
-TIMEOUT = 60 + 10 * len(SERVED)  # seconds of a job, on a machine that others use too
+TIMEOUT = 60 + 20 * len(SERVED)  # seconds of a job, on a machine that others use too
 
 pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 
 
 def cases():
-    """Layouts and models; the short suite has the first model of each architecture."""
+    """Layouts and models; the short suite and layouts of many ranks have the first model of each architecture."""
     first = {options["model_type"]: name for name, options in reversed(SERVED.items())}
     yield from ((SHORT, name) for name in SERVED if name in first.values())
     for layout in list(LAYOUTS)[1:]:
         for name, options in SERVED.items():
             heads = (COMMON | options | options.get("text_config", {}))["num_attention_heads"]
-            if heads % LAYOUTS[layout].tp == 0:
+            few = LAYOUTS[layout].tp * LAYOUTS[layout].pp <= 2 or name in first.values()
+            if few and heads % LAYOUTS[layout].tp == 0:
                 yield pytest.param(layout, name, marks=pytest.mark.long)
 
 
@@ -107,7 +109,7 @@ def checkpoint(tmp_path_factory):
         weights = load_file(path / "model.safetensors")
         for key, x in weights.items():
             if x.dim() > 1 and "lm_head" not in key:
-                x *= 0.05 if EMBEDDING.search(key) else 1.5
+                x *= 0.05 if EMBEDDING.search(key) else 1.2
             elif key.endswith("bias"):
                 x *= 0.1
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -149,7 +151,10 @@ def answers(request, checkpoint, tmp_path_factory):
             "ANSWERS": f"{layout}.json",
             JOB_ENV: encode_job(Job(options=options, announced_size=tp * pp)),
         }
-        return run_ranks(tp * pp, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
+        try:
+            return run_ranks(tp * pp, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
+        except AssertionError as late:  # for all of its models, which must not wait again
+            return subprocess.CompletedProcess([], 1, "", str(late))
 
     def read(layout, name):
         done = serve(layout)
@@ -165,7 +170,7 @@ def answers(request, checkpoint, tmp_path_factory):
 def test_served(answers, expected, layout, name):
     count, known = LAYOUTS[layout].count, LAYOUTS[layout].known
     found, want = answers(layout, name), expected(name, count)
-    assert max(len(set(tokens)) for tokens in want.tokens) >= 10, f"{name}: its text would not show an error"
+    assert max(len(set(tokens)) for tokens in want.tokens) >= 8, f"{name}: its text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0 and found.cached >= LENGTH, f"{layout}, {name}: {found}"
     for i, prompt in enumerate(PROMPTS):
         check(f"{layout}, {name}, prompt {i}", want, prompt, found.tokens[i], want.tokens[i])
