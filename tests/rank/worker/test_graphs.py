@@ -104,8 +104,8 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
     done = []
     for name in ("set_device", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
     monkeypatch.setattr(model_runner.autotune, "tune", lambda products: done.extend(products) or "2 of 16 are others")
     graphs = SimpleNamespace(capture=lambda reached: done.append("captured"), sizes=[1, 2])
     monkeypatch.setattr(model_runner, "DecodeGraphs", lambda *_: graphs)
