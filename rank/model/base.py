@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.mesh import Mesh
-from ...errors import MODEL, FatalError
+from ...errors import MODEL, USAGE, FatalError
 from ...kernels.rope.rope import CosSin
 from .batch import Batch
 from .cache_spec import CacheSpec
@@ -269,6 +269,8 @@ class Model(nn.Module):
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, names), format_of)
             elif isinstance(layer, StackedLinear):
+                if format_of is not dense:
+                    raise FatalError(f"--isq: {path} has experts, which are not quantised yet: leave --isq out", USAGE)
                 layer.sources = self._expert_sources(path, layer, names)
             elif isinstance(layer, ShardedModule) and not layer.sources:
                 layer.sources = (Source(path),)

@@ -157,3 +157,11 @@ def test_groups_that_cannot_be_whole(tmp_path, sizes, tp, words):
     with pytest.raises(errors.FatalError) as stopped:
         load_on(path, tp)
     assert stopped.value.code == errors.USAGE and words in str(stopped.value)
+
+
+def test_experts_are_not_quantised_yet(tmp_path):
+    config = COMMON | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    write(tmp_path, **config)
+    with pytest.raises(errors.FatalError, match="--isq: .*has experts, .*leave --isq out") as stop:
+        threads.run(lambda world: load(tmp_path, mesh.build(world, 1, 1), isq="q8_0"), 1)
+    assert stop.value.code == errors.USAGE
