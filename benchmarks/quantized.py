@@ -56,7 +56,7 @@ def ways(x: Tensor, packed: q8_0.Packed, gate: str) -> dict[str, Any]:
         for cut in q8_0.tile_configs(rows, packed.outputs, packed.inputs, bool(gate)):
             found["m{}k{}".format(*cut)] = partial(_gemm, cut)
     for cut in _wgmma_cuts(rows, packed.inputs, gate):
-        found["m{}n{}k{}s{}".format(*cut)] = partial(_wgmma, cut)
+        found["m{}n{}k{}s{}x{}".format(*cut)] = partial(_wgmma, cut)
     return found
 
 

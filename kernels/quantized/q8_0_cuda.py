@@ -36,7 +36,7 @@ WGMMA_ROWS = range(33, 257)  # that quantized_wgmma.cu takes, on Hopper
 WGMMA_TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 WGMMA_LENGTHS = (128, 64)
 LEAST_WGMMA_STAGES = 3
-SPLITS = (1, 2, 4)  # blocks that share a tile
+CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
 
 
 class Packed(NamedTuple):
@@ -72,6 +72,11 @@ class WgmmaConfig(NamedTuple):
     rows: int  # of a tile, at most
     inputs: int  # of a chunk
     split: int  # blocks of a cluster that share a tile, each a part of its inputs
+    share: int = 1  # blocks of a cluster that have tiles of the same rows, and x together
+
+    def blocks(self, rows: int, outputs: int) -> int:
+        tiles = -(-outputs // (self.outputs * self.share)) * self.share
+        return tiles * -(-rows // self.rows) * self.split
 
 
 Way = GemvConfig | TileConfig | WgmmaConfig
@@ -200,20 +205,19 @@ def tile_configs(rows: int, outputs: int, inputs: int, gated: bool) -> Iterator[
 
 def _wgmma_time(rows: int, outputs: int, inputs: int, cut: WgmmaConfig, num_sms: int) -> float:
     """Cycles on an H200, roughly: of the waves of blocks, each as long as its slowest of four parts."""
-    row_tiles = -(-rows // cut.rows)
-    blocks = -(-outputs // cut.outputs) * row_tiles * cut.split
+    row_tiles, cluster = -(-rows // cut.rows), cut.split * cut.share
     # An H200 takes 28 clusters of four blocks, but not 32, as one lies within a part of the GPU (2026-11-23).
-    at_once = num_sms // cut.split * cut.split if cut.split < 4 else num_sms * 7 // 32 * 4
+    at_once = num_sms // cluster * cluster if cluster < 4 else num_sms * 7 // 32 * 4
 
     def wave(count: int) -> float:
-        weights, moved = cut.outputs * 17, cut.outputs * 17 + cut.rows * 32  # bytes, of 16 inputs
+        weights, moved = cut.outputs * 17, cut.outputs * 17 + cut.rows * 32 / cut.share  # bytes, of 16 inputs
         tensor_cores, widening = cut.outputs * cut.rows / 128, cut.outputs * 0.45
         second_level = moved * max(count / 3000, 1 / 50)
         step = max(tensor_cores, widening, second_level, weights * count / row_tiles / 2400)
         exchange = cut.outputs * cut.rows / 10 if cut.split > 1 else 0
         return inputs / 16 / cut.split * step + exchange + 3000
 
-    whole, rest = divmod(blocks, at_once)
+    whole, rest = divmod(cut.blocks(rows, outputs), at_once)
     return whole * wave(at_once) + (wave(rest) if rest else 0)
 
 
@@ -222,10 +226,10 @@ def wgmma_configs(rows: int, inputs: int, gated: bool) -> Iterator[WgmmaConfig]:
     for outputs, height in WGMMA_TILES:
         if height >= 2 * rows:
             continue
-        for split in SPLITS:
+        for split, share in CLUSTERS:
             for length in WGMMA_LENGTHS:
-                cut = WgmmaConfig(outputs, height, length, split)
-                even = outputs // (1 + gated) % (4 * split) == 0
+                cut = WgmmaConfig(outputs, height, length, split, share)
+                even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
                 if even and inputs % (length * split) == 0 and wgmma_stages(cut)[0] >= LEAST_WGMMA_STAGES:
                     yield cut
 
@@ -265,12 +269,11 @@ def wgmma(x: Tensor, packed: Packed, cut: WgmmaConfig, gate: str = "", bias: Ten
     _, shared = wgmma_stages(cut)
     sizes = _wgmma_sizes(inputs, cut, gate, bias is not None)
     kernel = jit.kernel("quantized_wgmma", "quantized_wgmma", x.dtype, shared, **sizes)
-    row_tiles = -(-rows // cut.rows)
-    height = -(-rows // row_tiles)
-    blocks = -(-outputs // cut.outputs) * row_tiles * cut.split
+    height = -(-rows // -(-rows // cut.rows))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, height, inputs)
     args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height
-    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.split)
+    blocks, cluster = cut.blocks(rows, outputs), cut.split * cut.share
+    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
     return y
 
 
@@ -336,6 +339,7 @@ def _wgmma_sizes(inputs: int, cut: WgmmaConfig, gate: str, bias: bool) -> dict[s
         ROWS=cut.rows,
         GROUPS=cut.outputs // 64,
         SPLIT=cut.split,
+        SHARE=cut.share,
         GATED=int(bool(gate)),
         ACT=ACTIVATIONS.index(gate) if gate else 0,
         BIAS=int(bias),

@@ -2,7 +2,9 @@
 // Hopper's asynchronous tensor-core instructions, for sm_90a alone.
 //
 // A block has a tile of M outputs and up to ROWS rows, or, of a cluster of SPLIT blocks that share it, the sums over a
-// part of the inputs. One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared
+// part of the inputs; or the SHARE blocks of one, two, have tiles
+// of the same rows, and each brings half of x to both.
+// One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared
 // memory, STAGES of them ahead; as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each
 // takes 64 outputs: a warp makes the weights of its strip of 16 in registers, each rounded once, while the products of those
 // before are under way. x is so read from the second-level cache once for M outputs, and from shared memory once for 64.
@@ -23,13 +25,16 @@ constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int REGISTERS = GROUPS == 4 ? 120 : GROUPS == 3 ? 160 : 240;
 constexpr int PITCH = M + 4;             // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 
+static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 struct Tile {
     int first, row, rank;  // output of y, row, part of the inputs
 
     __device__ Tile(int row_tiles, int height) {
-        const int at = blockIdx.x / SPLIT;  // neighbours share W
-        first = at / row_tiles * OUTS, row = at % row_tiles * height, rank = blockIdx.x % SPLIT;
+        const int at = blockIdx.x / (SPLIT * SHARE);  // neighbours share W
+        first = (at / row_tiles * SHARE + blockIdx.x % SHARE) * OUTS;
+        row = at % row_tiles * height, rank = blockIdx.x % SPLIT;
     }
 };
 
@@ -51,8 +56,14 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     auto ask_x = [&](int n) {
         const int stage = n % STAGES, at = (tile.rank * CHUNKS + n) * KC;
 #pragma unroll
-        for (int b = 0; b < KC / 64; b++)
-            tma_load(ring + stage * STAGE + b * ROWS * 128, of_x, at + b * 64, tile.row, full + stage);
+        for (int b = 0; b < KC / 64 / SHARE; b++) {
+            const int box = SHARE > 1 ? cluster_rank() * (KC / 64 / SHARE) + b : b;
+            const unsigned to = ring + stage * STAGE + box * ROWS * 128;
+            if (SHARE > 1)
+                tma_load_multicast(to, of_x, at + box * 64, tile.row, full + stage);
+            else
+                tma_load(to, of_x, at + box * 64, tile.row, full + stage);
+        }
     };
 #pragma unroll 1
     for (int n = 0; n < STAGES && n < CHUNKS; n++) ask(n);
@@ -89,8 +100,13 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
                              n > 0 || p > 0 || s > 0);
             wgmma_commit();
             wgmma_wait<1>();
+            if (p > 0) continue;
             // What was loaded of the chunk before has been multiplied, so that it has been read.
-            if (p == 0 && n > 0 && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
+            Barrier* const before = empty + (n + STAGES - 1) % STAGES;
+            if constexpr (SHARE > 1)
+                mbarrier_arrive_at_if(n > 0 && lane < SHARE, before, lane % SHARE);
+            else if (n > 0 && lane == 0)
+                mbarrier_arrive(before);
         }
     }
     wgmma_wait<0>();
@@ -152,11 +168,14 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32);
+            mbarrier_init(empty + s, THREADS / 32 * SHARE);
         }
         fence_mbarrier_init();
     }
-    __syncthreads();
+    if constexpr (SHARE > 1)
+        cluster_sync();
+    else
+        __syncthreads();
     if (thread >= THREADS) {
         set_registers<24>(false);
         if (thread == THREADS) produce(&of_x, weight, ring, full, empty, tile, (width + 15) / 16, height);
@@ -174,7 +193,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
         else
             block_sync<THREADS>(1);
         store(sums, bias, y, tile, width, min(height, rows - tile.row));
-        if constexpr (SPLIT > 1) cluster_sync();  // no block leaves while another may read its sums
+        if constexpr (SPLIT * SHARE > 1) cluster_sync();  // no block leaves while another may read or write there
     }
 #endif
 }

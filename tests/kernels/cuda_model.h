@@ -358,6 +358,8 @@ static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barr
 // What clusters of one block need.
 static int cluster_rank() { return 0; }
 static void cluster_sync() { model::fail("the model has no clusters"); }
+static void mbarrier_arrive_at_if(bool, Barrier*, int) { model::fail("the model has no clusters"); }
+static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*) { model::fail("the model has no clusters"); }
 static float4 load_from_block(unsigned, int) {
     model::fail("the model has no clusters");
     return {};

@@ -22,9 +22,9 @@ needs_hopper = pytest.mark.skipif(
 NAN = float("nan")
 DTYPES = [torch.bfloat16, torch.float16]
 HALF_UNIT = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # of the last place
-# Bounds of the error's norm, in these. Rounded outputs are off by 0.85, those of rounded weights by 1.2; a gate of exact
-# products by 0.85, of rounded weights by 2.2, as the reference rounds another way before it. Where it splits a product,
-# the library rounds parts, too.
+# Bounds of the norm of the error, in these. Rounded outputs are off by 0.85, those of rounded weights by 1.2. A gate of
+# exact products is off by 0.85, of rounded weights by 2.2, as the reference rounds its inputs another way. Where the
+# library splits a product, it rounds parts, too.
 PLAIN, EXACT_GATED, ROUNDED_GATED, LIBRARY = 1.5, 2.0, 3.5, 2.5
 
 
