@@ -55,8 +55,8 @@ def ways(x: Tensor, packed: q8_0.Packed, gate: str) -> dict[str, Any]:
     if rows <= q8_0.MOST_ROWS:
         for cut in q8_0.tile_configs(rows, packed.outputs, packed.inputs, bool(gate)):
             found["m{}k{}".format(*cut)] = partial(_gemm, cut)
-    for cut in _wgmma_cuts(rows, packed.inputs, gate):
-        found["m{}n{}k{}s{}x{}".format(*cut)] = partial(_wgmma, cut)
+    for many in _wgmma_cuts(rows, packed.inputs, gate):
+        found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
     return found
 
 
@@ -87,8 +87,8 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int]) -> None:
             if n <= q8_0.MOST_ROWS:
                 for cut in q8_0.tile_configs(n, outputs, inputs, bool(gate)):
                     wanted.append(jit.variant("quantized_gemm", BF16, **q8_0._gemm_sizes(n, inputs, cut, gate, False)))
-            for cut in _wgmma_cuts(n, inputs, gate):
-                wanted.append(jit.variant("quantized_wgmma", BF16, **q8_0._wgmma_sizes(inputs, cut, gate, False)))
+            for many in _wgmma_cuts(n, inputs, gate):
+                wanted.append(jit.variant("quantized_wgmma", BF16, **q8_0._wgmma_sizes(inputs, many, gate, False)))
     jit.compile_ahead(wanted, device)
     for thread in threading.enumerate():
         if thread.name == "compile":

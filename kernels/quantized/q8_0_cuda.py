@@ -129,8 +129,10 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     assert way is not None, "supports() was not asked"
     if isinstance(way, GemvConfig):
         y = gemv(x, packed, way, fused, bias)
+    elif isinstance(way, WgmmaConfig):
+        y = wgmma(x, packed, way, fused, bias)
     else:
-        y = (wgmma if isinstance(way, WgmmaConfig) else gemm)(x, packed, way, fused, bias)
+        y = gemm(x, packed, way, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
 
 

@@ -1,15 +1,16 @@
-// y [rows, width] = x [rows, I] W^T for more rows than quantized_gemm.cu takes well, W in pieces of a quantised format: by
-// Hopper's asynchronous tensor-core instructions, for sm_90a alone.
+// y [rows, width] = x [rows, I] W^T for more rows than quantized_gemm.cu takes well, W in pieces of a quantised format:
+// by Hopper's asynchronous tensor-core instructions, for sm_90a alone.
 //
-// A block has a tile of M outputs and up to ROWS rows, or, of a cluster of SPLIT blocks that share it, the sums over a
-// part of the inputs; or the SHARE blocks of one, two, have tiles
-// of the same rows, and each brings half of x to both.
-// One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared
-// memory, STAGES of them ahead; as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each
-// takes 64 outputs: a warp makes the weights of its strip of 16 in registers, each rounded once, while the products of those
-// before are under way. x is so read from the second-level cache once for M outputs, and from shared memory once for 64.
-// With GATED, W is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs] is added. x lies in
-// boxes of 64 inputs of `height` rows with TMA's 128-byte swizzle; rows below that are whatever lies there.
+// A block has a tile of M outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each
+// a part of the inputs, and they add their sums up through each other's shared memory. With SHARE 2, the two blocks of
+// a cluster have tiles of the same rows, and each brings half of x to both.
+//
+// One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared memory, STAGES ahead;
+// as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: a warp
+// makes the weights of its strip of 16 in registers, each rounded once, while the products of those before are under
+// way. So x is read from the second-level cache once for M outputs, and from shared memory once for 64. With GATED, W
+// is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs] is added. x lies in boxes of 64
+// inputs of `height` rows with TMA's 128-byte swizzle; rows below that are whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -21,8 +22,11 @@ constexpr int PIECES = I / 32, OF_CHUNK = KC / 32, CHUNKS = I / KC / SPLIT;  // 
 constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
-// Registers of a thread that multiplies: those that a fourth warp group, which only copies, leaves to them.
-constexpr int REGISTERS = GROUPS == 4 ? 120 : GROUPS == 3 ? 160 : 240;
+// Registers of a thread at the start, of one that copies, and of one that multiplies. A block has none but those of the
+// start: a warp that asks for more than others have given back waits forever.
+constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = 24;
+constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
+static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;             // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 
 static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
@@ -50,7 +54,8 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
             const int half = GATED ? i / (OUTS / 16) : 0, strip = tile.first / 16 + i - half * (OUTS / 16);
             const int there = half * strips + min(strip, strips - 1);  // what is past the end is not stored
             bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE,
-                      part + (long long)there * (PIECES * PIECE) + n * (OF_CHUNK * PIECE), OF_CHUNK * PIECE, full + stage);
+                      part + (long long)there * (PIECES * PIECE) + n * (OF_CHUNK * PIECE), OF_CHUNK * PIECE,
+                      full + stage);
         }
     };
     auto ask_x = [&](int n) {
@@ -95,9 +100,10 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
             weights<T>(piece, 1, a[p % 2][1]);
             wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < 2; s++)
-                wgmma<false>(T(), sum, a[p % 2][s], smem_descriptor(stage + p / 2 * ROWS * 128 + p % 2 * 64 + s * 32, 16),
-                             n > 0 || p > 0 || s > 0);
+            for (int s = 0; s < 2; s++) {
+                const unsigned x = stage + p / 2 * ROWS * 128 + p % 2 * 64 + s * 32;
+                wgmma<false>(T(), sum, a[p % 2][s], smem_descriptor(x, 16), n > 0 || p > 0 || s > 0);
+            }
             wgmma_commit();
             wgmma_wait<1>();
             if (p > 0) continue;
@@ -138,9 +144,9 @@ __device__ inline void store(const float* sums, const T* bias, T* y, const Tile&
         Vec<T, 4> four;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            auto with_bias = [&](float value, int at) { return BIAS && j < count ? value + to_float(bias[at + j]) : value; };
-            const float value = with_bias(of_gate[j], column);
-            four.x[j] = from_float<T>(GATED ? gated<T, ACT>(value, with_bias(of_up[j], width + column)) : value);
+            auto added = [&](int at) { return BIAS && j < count ? to_float(bias[at + j]) : 0; };
+            const float value = of_gate[j] + added(column);
+            four.x[j] = from_float<T>(GATED ? gated<T, ACT>(value, of_up[j] + added(width + column)) : value);
         }
         T* const to = y + (long long)(tile.row + row) * width + column;
         if (width % 4 == 0) {
@@ -177,7 +183,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     else
         __syncthreads();
     if (thread >= THREADS) {
-        set_registers<24>(false);
+        set_registers<TO_COPY>(false);
         if (thread == THREADS) produce(&of_x, weight, ring, full, empty, tile, (width + 15) / 16, height);
     } else {
         set_registers<REGISTERS>(true);

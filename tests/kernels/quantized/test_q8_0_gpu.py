@@ -214,7 +214,7 @@ def test_what_is_refused():
     assert q8_0_cuda.supports(x, packed) and q8_0_cuda.supports(x, packed, x[0, :64])
     assert not q8_0_cuda.supports(x.float(), packed) and not q8_0_cuda.supports(x.cpu(), packed)
     assert not q8_0_cuda.supports(x[:0], packed) and not q8_0_cuda.supports(x[:, None], packed)
-    assert not q8_0_cuda.supports(rows_of(q8_0_cuda.WGMMA_ROWS.stop, 512, torch.float16), packed)
+    assert not q8_0_cuda.supports(rows_of(257, 512, torch.float16), packed)
     assert not q8_0_cuda.supports(rows_of(4, 1024, torch.float16)[:, :512], packed)
     assert not q8_0_cuda.supports(rows_of(1, 520, torch.float16)[0, 1:513][None], packed)
     assert not q8_0_cuda.supports(x, packed, x[0, :64].bfloat16())
