@@ -55,6 +55,8 @@ def ways(x: Tensor, packed: q8_0.Packed, gate: str) -> dict[str, Any]:
     if rows <= q8_0.MOST_ROWS:
         for cut in q8_0.tile_configs(rows, packed.outputs, packed.inputs, bool(gate)):
             found["m{}k{}".format(*cut)] = partial(_gemm, cut)
+    for many in _wgmma_cuts(rows, packed.inputs, gate):
+        found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
     return found
 
 
@@ -64,6 +66,15 @@ def _gemv(way: q8_0.GemvConfig, x: Tensor, packed: q8_0.Packed, gate: str) -> Te
 
 def _gemm(cut: q8_0.TileConfig, x: Tensor, packed: q8_0.Packed, gate: str) -> Tensor:
     return q8_0.gemm(x, packed, cut, gate)
+
+
+def _wgmma(cut: q8_0.WgmmaConfig, x: Tensor, packed: q8_0.Packed, gate: str) -> Tensor:
+    return q8_0.wgmma(x, packed, cut, gate)
+
+
+def _wgmma_cuts(rows: int, inputs: int, gate: str) -> list[q8_0.WgmmaConfig]:
+    taken = device_caps(torch.device("cuda")).hopper and rows in q8_0.WGMMA_ROWS
+    return list(q8_0.wgmma_configs(rows, inputs, bool(gate))) if taken else []
 
 
 def compile_all(shapes: list[tuple[int, int, str]], rows: list[int]) -> None:
@@ -76,6 +87,8 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int]) -> None:
             if n <= q8_0.MOST_ROWS:
                 for cut in q8_0.tile_configs(n, outputs, inputs, bool(gate)):
                     wanted.append(jit.variant("quantized_gemm", BF16, **q8_0._gemm_sizes(n, inputs, cut, gate, False)))
+            for many in _wgmma_cuts(n, inputs, gate):
+                wanted.append(jit.variant("quantized_wgmma", BF16, **q8_0._wgmma_sizes(inputs, many, gate, False)))
     jit.compile_ahead(wanted, device)
     for thread in threading.enumerate():
         if thread.name == "compile":

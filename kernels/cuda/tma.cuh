@@ -80,6 +80,15 @@ __device__ inline void mbarrier_arrive_at(Barrier* barrier, int rank) {
         : "memory");
 }
 
+// Only if so, without a branch: around one, ptxas would have asynchronous products wait for each other.
+__device__ inline void mbarrier_arrive_at_if(bool arrives, Barrier* barrier, int rank) {
+    asm volatile(
+        "{ .reg .pred arrives; .reg .b32 there; setp.ne.b32 arrives, %2, 0; mapa.shared::cluster.u32 there, %0, %1; "
+        "@arrives mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(smem_address(barrier)),
+        "r"(rank), "r"((int)arrives)
+        : "memory");
+}
+
 // 16 bytes of the shared memory of one of the cluster's blocks, from the address that they have in this one's.
 __device__ inline float4 load_from_block(unsigned at, int rank) {
     unsigned there;

@@ -17,6 +17,13 @@ template <int N> __device__ inline void fence_registers(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
+// Registers of each thread of this warpgroup from here on: more, or fewer.
+template <int N> __device__ inline void set_registers(bool more) {
+    if (more)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 
 // The registers of a sum, by their number.
 #define D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"

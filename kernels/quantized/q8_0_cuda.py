@@ -32,6 +32,11 @@ WARPS = 12  # of a block that multiply, at most, where there are several to a st
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 LEAST_STAGES, MOST_STAGES = 4, 16
 RUN = 4  # pieces that a warp of dequantize.cu takes
+WGMMA_ROWS = range(33, 257)  # that quantized_wgmma.cu takes, on Hopper
+WGMMA_TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
+WGMMA_LENGTHS = (128, 64)
+LEAST_WGMMA_STAGES = 3
+CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
 
 
 class Packed(NamedTuple):
@@ -58,6 +63,23 @@ class TileConfig(NamedTuple):
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
+
+
+class WgmmaConfig(NamedTuple):
+    """How quantized_wgmma.cu cuts a product."""
+
+    outputs: int  # of a tile
+    rows: int  # of a tile, at most
+    inputs: int  # of a chunk
+    split: int  # blocks of a cluster that share a tile, each a part of its inputs
+    share: int = 1  # blocks of a cluster that have tiles of the same rows, and x together
+
+    def blocks(self, rows: int, outputs: int) -> int:
+        tiles = -(-outputs // (self.outputs * self.share)) * self.share
+        return tiles * -(-rows // self.rows) * self.split
+
+
+Way = GemvConfig | TileConfig | WgmmaConfig
 
 
 def pack(codes: Tensor, scales: Tensor) -> Packed:
@@ -105,7 +127,12 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     """
     way, fused = _plan(len(x), packed, gate, device_caps(x.device))
     assert way is not None, "supports() was not asked"
-    y = gemv(x, packed, way, fused, bias) if isinstance(way, GemvConfig) else gemm(x, packed, way, fused, bias)
+    if isinstance(way, GemvConfig):
+        y = gemv(x, packed, way, fused, bias)
+    elif isinstance(way, WgmmaConfig):
+        y = wgmma(x, packed, way, fused, bias)
+    else:
+        y = gemm(x, packed, way, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
 
 
@@ -127,34 +154,37 @@ def variants(
         way, fused = _plan(n, packed, gate, found)
         if isinstance(way, GemvConfig):
             yield jit.variant("quantized_gemv", dtype, **_gemv_sizes(n, packed.inputs, way, fused, bias))
+        elif isinstance(way, WgmmaConfig):
+            yield jit.variant("quantized_wgmma", dtype, **_wgmma_sizes(packed.inputs, way, fused, bias))
         elif way:
             yield jit.variant("quantized_gemm", dtype, **_gemm_sizes(n, packed.inputs, way, fused, bias))
 
 
-def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[GemvConfig | TileConfig | None, str]:
+def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Way | None, str]:
     """How the product is computed, and the gate if that takes it: not where its halves share a strip."""
     sizes = packed.outputs, packed.inputs
     if gate and packed.outputs % (2 * STRIP) == 0:
-        way = choose(rows, *sizes, True, found.num_sms, found.has_tma)
+        way = choose(rows, *sizes, True, found)
         if way:
             return way, gate
-    return choose(rows, *sizes, False, found.num_sms, found.has_tma), ""
+    return choose(rows, *sizes, False, found), ""
 
 
 @functools.cache
-def choose(
-    rows: int, outputs: int, inputs: int, gated: bool, num_sms: int, has_tma: bool
-) -> GemvConfig | TileConfig | None:
+def choose(rows: int, outputs: int, inputs: int, gated: bool, found: DeviceCaps) -> Way | None:
     """The fastest way for these sizes; None: weights are dequantised first."""
+    if found.hopper and rows in WGMMA_ROWS and inputs % WGMMA_LENGTHS[-1] == 0:
+        time = functools.partial(_wgmma_time, rows, outputs, inputs, num_sms=found.num_sms)
+        return min(wgmma_configs(rows, inputs, gated), key=time)
     if not 0 < rows <= MOST_ROWS:
         return None
     strips = -(-outputs // STRIP)
-    way = GemvConfig(2, 4, 2) if gated or strips > 24 * num_sms else GemvConfig(1, 8, 2)
+    way = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
     fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, way.strips) <= GEMV_SHARED
-    if fits and (rows <= GEMV_ROWS or not has_tma or inputs % LENGTHS[-1]):
+    if fits and (rows <= GEMV_ROWS or not found.has_tma or inputs % LENGTHS[-1]):
         return way
-    cuts = tile_configs(rows, outputs, inputs, gated) if has_tma else ()
-    return min(cuts, key=functools.partial(_cost, rows, outputs, num_sms), default=None)
+    cuts = tile_configs(rows, outputs, inputs, gated) if found.has_tma else ()
+    return min(cuts, key=functools.partial(_cost, rows, outputs, found.num_sms), default=None)
 
 
 def _cost(rows: int, outputs: int, num_sms: int, cut: TileConfig) -> tuple[float, int]:
@@ -173,6 +203,37 @@ def tile_configs(rows: int, outputs: int, inputs: int, gated: bool) -> Iterator[
             cut = TileConfig(height, length)
             if inputs % length == 0 and stages(cut, rows)[0] >= LEAST_STAGES:
                 yield cut
+
+
+def _wgmma_time(rows: int, outputs: int, inputs: int, cut: WgmmaConfig, num_sms: int) -> float:
+    """Cycles on an H200, roughly: of the waves of blocks, each as long as its slowest of four parts."""
+    row_tiles, cluster = -(-rows // cut.rows), cut.split * cut.share
+    # An H200 takes 28 clusters of four blocks, but not 32, as one lies within a part of the GPU (2026-11-23).
+    at_once = num_sms // cluster * cluster if cluster < 4 else num_sms * 7 // 32 * 4
+
+    def wave(count: int) -> float:
+        weights, moved = cut.outputs * 17, cut.outputs * 17 + cut.rows * 32 / cut.share  # bytes, of 16 inputs
+        tensor_cores, widening = cut.outputs * cut.rows / 128, cut.outputs * 0.45
+        second_level = moved * max(count / 3000, 1 / 50)
+        step = max(tensor_cores, widening, second_level, weights * count / row_tiles / 2400)
+        exchange = cut.outputs * cut.rows / 10 if cut.split > 1 else 0
+        return inputs / 16 / cut.split * step + exchange + 3000
+
+    whole, rest = divmod(cut.blocks(rows, outputs), at_once)
+    return whole * wave(at_once) + (wave(rest) if rest else 0)
+
+
+def wgmma_configs(rows: int, inputs: int, gated: bool) -> Iterator[WgmmaConfig]:
+    """All that `wgmma` takes for these sizes."""
+    for outputs, height in WGMMA_TILES:
+        if height >= 2 * rows:
+            continue
+        for split, share in CLUSTERS:
+            for length in WGMMA_LENGTHS:
+                cut = WgmmaConfig(outputs, height, length, split, share)
+                even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
+                if even and inputs % (length * split) == 0 and wgmma_stages(cut)[0] >= LEAST_WGMMA_STAGES:
+                    yield cut
 
 
 def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -202,6 +263,22 @@ def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tenso
     return y
 
 
+def wgmma(x: Tensor, packed: Packed, cut: WgmmaConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """Of any number of rows, on Hopper."""
+    (rows, inputs), outputs = x.shape, packed.outputs
+    width = outputs // 2 if gate else outputs
+    y = x.new_empty(rows, width)
+    _, shared = wgmma_stages(cut)
+    sizes = _wgmma_sizes(inputs, cut, gate, bias is not None)
+    kernel = jit.kernel("quantized_wgmma", "quantized_wgmma", x.dtype, shared, **sizes)
+    height = -(-rows // -(-rows // cut.rows))
+    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, height, inputs)
+    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height
+    blocks, cluster = cut.blocks(rows, outputs), cut.split * cut.share
+    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
+    return y
+
+
 def gemv_shared(rows: int, inputs: int, strips: int) -> int:
     """Bytes of shared memory, as quantized_gemv.cu lays it out."""
     return rows * (inputs * 2 + 16) + GEMV_WARPS * strips * 512
@@ -215,6 +292,15 @@ def stages(cut: TileConfig, rows: int) -> tuple[int, int]:
     stage = -(-stage // 1024) * 1024
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
+
+
+def wgmma_stages(cut: WgmmaConfig) -> tuple[int, int]:
+    """As `stages`, as quantized_wgmma.cu lays it out: sums take the place of chunks."""
+    sums = cut.rows * (cut.outputs + 4) * 4
+    stage = cut.rows * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // GROUP) * PIECE
+    stage = -(-stage // 1024) * 1024
+    count = min((SHARED - 1024) // stage, MOST_STAGES)
+    return count, 1024 + max(count * stage, sums)
 
 
 def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool) -> dict[str, int]:
@@ -241,6 +327,21 @@ def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool) 
         TILES=tiles,
         MT=_strips_of_a_warp(cut.outputs, tiles),
         GROUPS=_groups(cut, rows),
+        GATED=int(bool(gate)),
+        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        BIAS=int(bias),
+    )
+
+
+def _wgmma_sizes(inputs: int, cut: WgmmaConfig, gate: str, bias: bool) -> dict[str, int]:
+    return dict(
+        I=inputs,
+        KC=cut.inputs,
+        STAGES=wgmma_stages(cut)[0],
+        ROWS=cut.rows,
+        GROUPS=cut.outputs // 64,
+        SPLIT=cut.split,
+        SHARE=cut.share,
         GATED=int(bool(gate)),
         ACT=ACTIVATIONS.index(gate) if gate else 0,
         BIAS=int(bias),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 
-REPLACED = ("common.cuh", "tma.cuh", "mma.cuh", "pairs.cuh")
+REPLACED = ("common.cuh", "tma.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
 FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
 LAUNCH = """
 extern "C" const char* launch(const char* from, const char* to, int gx, int gy, int threads, int seed, void** args) {{

@@ -47,6 +47,10 @@ def quantized_gemm(rows, inputs, cut, gate, bias):
     return q8_0_cuda._gemm_sizes(rows, inputs, q8_0_cuda.TileConfig(*cut), gate, bias)
 
 
+def quantized_wgmma(inputs, cut, gate, bias):
+    return q8_0_cuda._wgmma_sizes(inputs, q8_0_cuda.WgmmaConfig(*cut), gate, bias)
+
+
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
     ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
@@ -138,6 +142,10 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 512), "", False))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(32, 4096, (48, 256), "", False))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "gelu_tanh", True))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False))),
+    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(14336, (192, 128, 128, 2), "", True))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(192, (128, 256, 64, 1), "silu", False))),
     ("dequantize", dict(T=torch.bfloat16, I=4096, RUN=q8_0_cuda.RUN)),
     ("dequantize", dict(T=torch.float16, I=96, RUN=q8_0_cuda.RUN)),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),

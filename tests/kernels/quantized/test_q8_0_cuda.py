@@ -5,7 +5,7 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.quantized import q8_0_cuda
-from phalanx.kernels.quantized.q8_0_cuda import GemvConfig, TileConfig
+from phalanx.kernels.quantized.q8_0_cuda import GemvConfig, TileConfig, WgmmaConfig
 
 from .. import cuda_model
 from ..cuda_model import Box
@@ -72,7 +72,8 @@ def launched(monkeypatch, tmp_path):
             folder.mkdir()
             libraries[variant] = cuda_model.build(source, {"T": dtype, **sizes}, folder)
 
-        def launch(grid, threads, *args, shared=0):
+        def launch(grid, threads, *args, shared=0, cluster=1):
+            assert cluster == 1, "the model has none"
             sources.append(source)
             weights = next(a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.uint8)
             cuda_model.launch(libraries[variant], grid, threads, args, weights, seed=len(sources))
@@ -165,6 +166,22 @@ def test_gated_gemm(rows, outputs, inputs, cut, launched):
     near(q8_0_cuda.gemm(x, packed, cut, "silu", bias), gate(want, x.dtype))
 
 
+@pytest.mark.parametrize(
+    "rows, outputs, inputs, gated, cut, dtype",
+    [
+        (33, 150, 512, "", WgmmaConfig(128, 64, 64, 1), torch.bfloat16),
+        (131, 288, 256, "silu", WgmmaConfig(192, 128, 64, 1), torch.float16),
+    ],
+)
+def test_wgmma(rows, outputs, inputs, gated, cut, dtype, launched):
+    """Neither the last tile of outputs nor the last one of rows is whole, and the ring goes round."""
+    codes, scales = make(outputs, inputs)
+    packed, (x, bias) = q8_0_cuda.pack(codes, scales), inputs_of(rows, outputs, inputs, dtype)
+    want = x.double() @ wide(codes, scales).to(dtype).double().T + bias.double()
+    near(q8_0_cuda.wgmma(x, packed, cut, gated, bias), gate(want, dtype) if gated else want)
+    assert launched == ["quantized_wgmma"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outputs, inputs", [(16, 32), (40, 1184)])
 def test_dequantize(outputs, inputs, dtype, launched):
@@ -188,7 +205,7 @@ def test_what_is_compiled_ahead(outputs, inputs, found, monkeypatch):
     )
     monkeypatch.setattr(q8_0_cuda, "gated_activation", lambda y, _: y)
     pieces = torch.empty(-(-outputs // 16), inputs // 32, 544, dtype=torch.uint8, device="meta")
-    packed, rows = q8_0_cuda.Packed(pieces, outputs), [1, 2, 4, 5, 8, 9, 16, 33, 64, 65]
+    packed, rows = q8_0_cuda.Packed(pieces, outputs), [1, 2, 4, 5, 8, 9, 16, 33, 64, 65, 128, 200, 256, 257]
     for gate, bias in (("", None), ("silu", None), ("", torch.empty(outputs, dtype=torch.bfloat16, device="meta"))):
         asked.clear()
         supported = [n for n in rows if q8_0_cuda._plan(n, packed, "", found)[0]]
@@ -197,3 +214,5 @@ def test_what_is_compiled_ahead(outputs, inputs, found, monkeypatch):
         assert list(q8_0_cuda.variants(rows, packed, torch.bfloat16, gate, bias is not None, found)) == asked
         assert supported[:4] == rows[:4] or inputs > 8192, "one to five rows at least"
         assert (64 in supported) is (found.has_tma and inputs % 64 == 0)
+        assert ({65, 256} <= set(supported)) is (found.hopper and inputs % 64 == 0)
+        assert 257 not in supported

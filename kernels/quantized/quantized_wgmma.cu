@@ -1,0 +1,205 @@
+// y [rows, width] = x [rows, I] W^T for more rows than quantized_gemm.cu takes well, W in pieces of a quantised format:
+// by Hopper's asynchronous tensor-core instructions, for sm_90a alone.
+//
+// A block has a tile of M outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each
+// a part of the inputs, and they add their sums up through each other's shared memory. With SHARE 2, the two blocks of
+// a cluster have tiles of the same rows, and each brings half of x to both.
+//
+// One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared memory, STAGES ahead;
+// as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: a warp
+// makes the weights of its strip of 16 in registers, each rounded once, while the products of those before are under
+// way. So x is read from the second-level cache once for M outputs, and from shared memory once for 64. With GATED, W
+// is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs] is added. x lies in boxes of 64
+// inputs of `height` rows with TMA's 128-byte swizzle; rows below that are whatever lies there.
+#include "tma.cuh"
+#include "mma.cuh"
+#include "wgmma.cuh"
+#include "pairs.cuh"
+#include "q8_0.cuh"
+
+constexpr int M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;  // that multiply
+constexpr int PIECES = I / 32, OF_CHUNK = KC / 32, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
+constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
+constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
+constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
+// Registers of a thread at the start, of one that copies, and of one that multiplies. A block has none but those of the
+// start: a warp that asks for more than others have given back waits forever.
+constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = 24;
+constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
+static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
+constexpr int PITCH = M + 4;             // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
+
+static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+struct Tile {
+    int first, row, rank;  // output of y, row, part of the inputs
+
+    __device__ Tile(int row_tiles, int height) {
+        const int at = blockIdx.x / (SPLIT * SHARE);  // neighbours share W
+        first = (at / row_tiles * SHARE + blockIdx.x % SHARE) * OUTS;
+        row = at % row_tiles * height, rank = blockIdx.x % SPLIT;
+    }
+};
+
+// The tile's part of W and x, chunk by chunk, by one thread.
+__device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
+                               Barrier* empty, const Tile& tile, int strips, int height) {
+    const unsigned char* const part = weight + tile.rank * CHUNKS * (OF_CHUNK * PIECE);
+    auto ask = [&](int n) {  // for W's part of the n-th chunk
+        const int stage = n % STAGES;
+        mbarrier_expect(full + stage, W_BYTES + height * KC * 2);
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            const int half = GATED ? i / (OUTS / 16) : 0, strip = tile.first / 16 + i - half * (OUTS / 16);
+            const int there = half * strips + min(strip, strips - 1);  // what is past the end is not stored
+            bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE,
+                      part + (long long)there * (PIECES * PIECE) + n * (OF_CHUNK * PIECE), OF_CHUNK * PIECE,
+                      full + stage);
+        }
+    };
+    auto ask_x = [&](int n) {
+        const int stage = n % STAGES, at = (tile.rank * CHUNKS + n) * KC;
+#pragma unroll
+        for (int b = 0; b < KC / 64 / SHARE; b++) {
+            const int box = SHARE > 1 ? cluster_rank() * (KC / 64 / SHARE) + b : b;
+            const unsigned to = ring + stage * STAGE + box * ROWS * 128;
+            if (SHARE > 1)
+                tma_load_multicast(to, of_x, at + box * 64, tile.row, full + stage);
+            else
+                tma_load(to, of_x, at + box * 64, tile.row, full + stage);
+        }
+    };
+#pragma unroll 1
+    for (int n = 0; n < STAGES && n < CHUNKS; n++) ask(n);
+    grid_wait();
+    launch_dependents();
+#pragma unroll 1
+    for (int n = 0; n < STAGES && n < CHUNKS; n++) ask_x(n);
+#pragma unroll 1
+    for (int n = STAGES; n < CHUNKS; n++) {
+        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
+        ask(n);
+        ask_x(n);
+    }
+}
+
+// The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
+// each eight.
+__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    unsigned a[2][2][4];  // of two pieces: the products of one are under way while the other's weights are made
+#pragma unroll 1
+    for (int n = 0; n < CHUNKS; n++) {
+        const unsigned stage = ring + n % STAGES * STAGE;
+        mbarrier_wait(full + n % STAGES, n / STAGES);
+#pragma unroll
+        for (int p = 0; p < OF_CHUNK; p++) {
+            const Piece piece = shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane);
+            weights<T>(piece, 0, a[p % 2][0]);
+            weights<T>(piece, 1, a[p % 2][1]);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 2; s++) {
+                const unsigned x = stage + p / 2 * ROWS * 128 + p % 2 * 64 + s * 32;
+                wgmma<false>(T(), sum, a[p % 2][s], smem_descriptor(x, 16), n > 0 || p > 0 || s > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (p > 0) continue;
+            // What was loaded of the chunk before has been multiplied, so that it has been read.
+            Barrier* const before = empty + (n + STAGES - 1) % STAGES;
+            if constexpr (SHARE > 1)
+                mbarrier_arrive_at_if(n > 0 && lane < SHARE, before, lane % SHARE);
+            else if (n > 0 && lane == 0)
+                mbarrier_arrive(before);
+        }
+    }
+    wgmma_wait<0>();
+    fence_registers(sum);
+}
+
+// Four values of the sums, over the cluster's blocks.
+__device__ inline float4 total(const float* at) {
+    if constexpr (SPLIT == 1) return *(const float4*)at;
+    float4 sum = {};
+#pragma unroll
+    for (int rank = 0; rank < SPLIT; rank++) {
+        const float4 part = load_from_block(smem_address(at), rank);
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    return sum;
+}
+
+// This block's outputs of the tile: of y's rows from its first on, `rows` of them.
+__device__ inline void store(const float* sums, const T* bias, T* y, const Tile& tile, int width, int rows) {
+    constexpr int MINE = OUTS / SPLIT, FOURS = MINE / 4;
+    for (int i = threadIdx.x; i < rows * FOURS; i += THREADS) {
+        const int row = i / FOURS, out = tile.rank * MINE + i % FOURS * 4, column = tile.first + out;
+        if (column >= width) continue;
+        const float* const at = sums + row * PITCH + out;
+        const float4 sum = total(at), up = GATED ? total(at + OUTS) : sum;
+        const float of_gate[] = {sum.x, sum.y, sum.z, sum.w}, of_up[] = {up.x, up.y, up.z, up.w};
+        const int count = min(width - column, 4);
+        Vec<T, 4> four;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            auto added = [&](int at) { return BIAS && j < count ? to_float(bias[at + j]) : 0; };
+            const float value = of_gate[j] + added(column);
+            four.x[j] = from_float<T>(GATED ? gated<T, ACT>(value, of_up[j] + added(width + column)) : value);
+        }
+        T* const to = y + (long long)(tile.row + row) * width + column;
+        if (width % 4 == 0) {
+            *(Vec<T, 4>*)to = four;
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (j < count) to[j] = four.x[j];
+        }
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
+quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* weight, const T* bias, T* y, int rows,
+                int outputs, int height) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ uint4 memory[];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
+    const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
+    float* const sums = (float*)((char*)memory + (ring - smem_address(memory)));
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int width = GATED ? outputs / 2 : outputs;
+    const Tile tile((rows + height - 1) / height, height);
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(full + s, 1);
+            mbarrier_init(empty + s, THREADS / 32 * SHARE);
+        }
+        fence_mbarrier_init();
+    }
+    if constexpr (SHARE > 1)
+        cluster_sync();
+    else
+        __syncthreads();
+    if (thread >= THREADS) {
+        set_registers<TO_COPY>(false);
+        if (thread == THREADS) produce(&of_x, weight, ring, full, empty, tile, (width + 15) / 16, height);
+    } else {
+        set_registers<REGISTERS>(true);
+        grid_wait();
+        float sum[ROWS / 2];
+        multiply(ring, full, empty, sum);
+        block_sync<THREADS>(1);  // the last chunks have been read
+        float* const here = sums + lane % 4 * 2 * PITCH + warp * 16 + lane / 4;
+#pragma unroll
+        for (int r = 0; r < ROWS / 2; r++) here[(r / 4 * 8 + r % 2) * PITCH + r % 4 / 2 * 8] = sum[r];
+        if constexpr (SPLIT > 1)
+            cluster_sync();
+        else
+            block_sync<THREADS>(1);
+        store(sums, bias, y, tile, width, min(height, rows - tile.row));
+        if constexpr (SPLIT * SHARE > 1) cluster_sync();  // no block leaves while another may read or write there
+    }
+#endif
+}
