@@ -6,13 +6,16 @@ rows, dequantising a panel of the weight first and multiplying with the library 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import jit
 from ..activation.activation import gated_activation
 from ..cpp import ops
+from ..device import DeviceCaps
 from ..gemm import linear as gemm
 from . import q8_0_cpu, q8_0_cuda
 from .q8_0_cpu import GROUP
@@ -104,6 +107,14 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     else:
         y = _by_panels(x, packed, bias)
     return gated_activation(y, gate) if gate else y
+
+
+def variants(
+    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What `linear` of so many rows, each, is compiled as on this GPU."""
+    if isinstance(packed, q8_0_cuda.Packed):
+        yield from q8_0_cuda.variants(rows, packed, dtype, gate, bias, found)
 
 
 def _by_panels(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ too, so all ranks must capture the same sizes in the same order, and must free t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ...kernels.gemm.autotune import TuneRequest
 from ...kernels.gemm.skinny import MOST_ROWS
 from ..model.base import Model
 from ..model.cache_spec import Caches
+from ..model.formats import Part
 from ..model.layers.linear import Linear, QKVParallel, RowParallel
 from .decode_batch import DeviceDecodeBatch
 from .state import BatchState, ScheduledBatch
@@ -49,14 +51,18 @@ def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
 
 def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iterator[jit.KernelVariant]:
     """The kernels to compile ahead for the small GEMMs of captured steps: each batch size has its own variants."""
-    few = [size for size in capture_sizes(max_num_seqs) if size <= MOST_ROWS]
+    sizes, found = capture_sizes(max_num_seqs), device_caps(device)
+    few = [size for size in sizes if size <= MOST_ROWS]
     for module in model.modules():
-        matrix = module.matrix if isinstance(module, Linear) else None
-        if matrix is not None:
-            gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
+        if not isinstance(module, Linear):
+            continue
+        gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
+        if (matrix := module.matrix) is not None:
             # Without tensor parallelism a GEMM fuses the norm before it, except in a pipeline stage's first sublayer.
             for norm in (False, True) if alone and isinstance(module, QKVParallel) else (alone and bool(gate),):
-                yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, device_caps(device))
+                yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, found)
+        elif len(module.parts) == 1:
+            yield from cast(Part, module.parts[0]).variants(sizes, gate, model.dtype, found)
 
 
 class DecodeGraphs:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ....errors import USAGE, FatalError
+from ....kernels import jit
+from ....kernels.device import DeviceCaps
 from ..shard import Shard
 from ..weights.slicing import Field, Source
 from .dense import Part
@@ -32,6 +34,10 @@ class Codec(Protocol):
     def linear(self) -> Callable[..., Tensor]:
         """(x, packed, gate, bias): x [T, inputs] → [T, outputs]; with an activation as gate, act(gate) * up of outputs
         that are gate over up."""
+
+    @property
+    def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
+        """(rows, packed, dtype, gate, bias, found): what GEMMs of so many rows, each, are compiled as on this GPU."""
 
 
 class InSitu(Part):
@@ -93,6 +99,11 @@ class InSitu(Part):
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         return self.weight.numel() * stored.itemsize if self.sources else 0
+
+    def variants(
+        self, rows: Sequence[int], gate: str, dtype: torch.dtype, found: DeviceCaps
+    ) -> Iterator[jit.KernelVariant]:
+        return self.codec.variants(rows, self.packed, dtype, gate, self.added_bias is not None, found)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.codec.linear(x, self.packed, bias=self.added_bias)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ....kernels import jit
+from ....kernels.device import DeviceCaps
 from ....kernels.gemm.linear import gated_linear, linear
 from ..shard import Shard
 from ..weights.slicing import Field, ShardedModule, Source, pack_weight
@@ -37,6 +39,15 @@ class Part(ShardedModule):
     def added_bias(self) -> Tensor | None:
         """The bias [outputs], where this rank adds it."""
         return self.bias if self.adds_bias else None
+
+    def variants(
+        self, rows: Sequence[int], gate: str, dtype: torch.dtype, found: DeviceCaps
+    ) -> Iterator[jit.KernelVariant]:
+        """Where there is no `matrix`: kernels to compile ahead for so many rows, each, of a model's dtype on a GPU.
+
+        gate: the activation where the outputs are gate over up.
+        """
+        yield from ()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank → its [T, outputs]."""

@@ -6,13 +6,16 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import q8_0
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.quantized import q8_0, q8_0_cuda
 from phalanx.rank.model import measure
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.formats import in_situ
 from phalanx.rank.model.formats import q8_0 as q8_0_format
 from phalanx.rank.model.load import load
+from phalanx.rank.model.shard import whole
 from phalanx.rank.model.weights import striped
+from phalanx.rank.model.weights.slicing import Source
 from safetensors.torch import load_file
 
 from ...reference import Reference
@@ -165,3 +168,15 @@ def test_experts_are_not_quantised_yet(tmp_path):
     with pytest.raises(errors.FatalError, match="--isq: .*has experts, .*leave --isq out") as stop:
         threads.run(lambda world: load(tmp_path, mesh.build(world, 1, 1), isq="q8_0"), 1)
     assert stop.value.code == errors.USAGE
+
+
+def test_what_is_compiled_ahead_for_gpus():
+    """Of a part as a GPU packs it; on CPUs there is nothing to compile for each size."""
+    part = q8_0_format.Part(whole(256), (whole(512),), False, (Source("up_proj"),))
+    part.weight = torch.nn.Parameter(torch.randn(512, 256), requires_grad=False)
+    part.finish()
+    rest = "", torch.bfloat16, DeviceCaps(132, "sm_90a", True, True, True)
+    assert list(part.variants([1, 16, 100], *rest)) == []
+    part.packed = q8_0_cuda.pack(*q8_0.encode(torch.randn(512, 256)))
+    kernels = [variant.source for variant in part.variants([1, 16, 100], *rest)]
+    assert kernels == ["quantized_gemv", "quantized_gemm", "quantized_wgmma"]
