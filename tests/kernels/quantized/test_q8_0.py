@@ -1,6 +1,5 @@
 """Q8_0 beside gguf-py's, bit for bit, and its GEMM beside f64 of the dequantised weight."""
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -9,6 +8,7 @@ from phalanx.kernels.quantized import q8_0, q8_0_cpu
 
 from ..conftest import DTYPES, close
 
+gguf = pytest.importorskip("gguf")
 KIND = gguf.GGMLQuantizationType.Q8_0
 
 
