@@ -1,0 +1,169 @@
+"""What the kernels are compiled as in tests: source and sizes, one entry for each way that makes a difference."""
+
+import torch
+from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.collective import allreduce
+from phalanx.kernels.moe import expert_gemm, moe, router
+from phalanx.kernels.moe.expert_gemm import ItemConfig
+from phalanx.kernels.moe.router import RouterParams
+from phalanx.kernels.quantized import q8_0_cuda
+
+LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
+OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
+GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1)
+
+
+def room(sizes):
+    """How attention_tma.decode has decode.cu share out its memory."""
+    stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"])
+    few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * 2))
+    fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
+    return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
+
+
+def quantized_gemv(rows, inputs, way, gate, bias):
+    return q8_0_cuda._gemv_sizes(rows, inputs, q8_0_cuda.GemvConfig(*way), gate, bias)
+
+
+def quantized_gemm(rows, inputs, cut, gate, bias):
+    return q8_0_cuda._gemm_sizes(rows, inputs, q8_0_cuda.TileConfig(*cut), gate, bias)
+
+
+def quantized_wgmma(inputs, cut, gate, bias):
+    return q8_0_cuda._wgmma_sizes(inputs, q8_0_cuda.WgmmaConfig(*cut), gate, bias)
+
+
+PROGRAMS = [
+    ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
+    ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
+    ("layer_norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2, WEIGHT=1, BIAS=1)),
+    ("layer_norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, WEIGHT=0, BIAS=0)),
+    ("layer_norm", dict(T=torch.float16, N=64, V=8, THREADS=32, PARTS=1, WEIGHT=1, BIAS=0)),
+    ("activation", dict(T=torch.float16, V=8, ACT=0)),
+    ("xielu", dict(T=torch.bfloat16, V=8)),
+    ("xielu", dict(T=torch.float32, V=1)),
+    ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
+    ("activation", dict(T=torch.float32, V=1, ACT=2)),
+    ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
+    (
+        "rope",
+        dict(
+            T=torch.bfloat16,
+            C=torch.bfloat16,
+            DIM=128,
+            TURNED=128,
+            V=2,
+            Q_HEADS=32,
+            KV_HEADS=8,
+            NORM=1,
+            PER=8,
+            INTERLEAVED=0,
+        ),
+    ),
+    (
+        "rope",
+        dict(
+            T=torch.float16,
+            C=torch.float16,
+            DIM=64,
+            TURNED=32,
+            V=2,
+            Q_HEADS=4,
+            KV_HEADS=2,
+            NORM=1,
+            PER=8,
+            INTERLEAVED=1,
+        ),
+    ),
+    (
+        "rope",
+        dict(
+            T=torch.float32,
+            C=torch.bfloat16,
+            DIM=10,
+            TURNED=6,
+            V=1,
+            Q_HEADS=3,
+            KV_HEADS=1,
+            NORM=0,
+            PER=1,
+            INTERLEAVED=1,
+        ),
+    ),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0, BIAS=0)),
+    ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8, ACT=0, BIAS=1)),
+    ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0, BIAS=0)),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2, BIAS=1, SPLIT=1),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=0, SPLIT=1),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2, BIAS=1, SPLIT=1),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2, BIAS=0, SPLIT=1),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.bfloat16, I=14336, M=64, KC=256, STAGES=3, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=1, SPLIT=2),
+    ),
+    (
+        "pipelined_gemm",
+        dict(T=torch.float16, I=4096, M=128, KC=128, STAGES=4, TILES=8, GATED=1, WHOLE=1, ACT=0, BIAS=1, SPLIT=4),
+    ),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "silu", True))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(8, 1056, (2, 4, 2), "", True))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "gelu_tanh", True))),
+    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 512), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(32, 4096, (48, 256), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "gelu_tanh", True))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False))),
+    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(14336, (192, 128, 128, 2), "", True))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(192, (128, 256, 64, 1), "silu", False))),
+    ("dequantize", dict(T=torch.bfloat16, I=4096, RUN=q8_0_cuda.RUN)),
+    ("dequantize", dict(T=torch.float16, I=96, RUN=q8_0_cuda.RUN)),
+    ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
+    ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
+    ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),
+    ("prefill", dict(T=torch.float16, **OTHER, TILE=128, STAGES=6)),
+    ("prefill", dict(T=torch.bfloat16, **GEMMA, TILE=64, STAGES=2)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), TURN=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
+    ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
+    ("decode_inputs", dict(T=torch.int64)),
+    ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
+    ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
+    ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
+    ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
+    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(8, 64)))),
+    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(8, 128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(32, 128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(16, 64)))),
+    ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
+    ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
+    ("embedding", dict(T=torch.bfloat16, V=8)),
+    ("embedding", dict(T=torch.float32, V=1)),
+    ("argmax", dict(T=torch.bfloat16, V=8)),
+    ("argmax", dict(T=torch.float32, V=1)),
+    ("logits", dict(T=torch.bfloat16, V=8)),
+    ("logits", dict(T=torch.float32, V=1)),
+    ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
+    ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=8192, V=8, THREADS=512, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=8192, V=8, THREADS=1024, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=1024, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=512, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.float32, SIZE=3, N=33, V=1, THREADS=64, **allreduce.ROOM)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=1, V=1, THREADS=32, **allreduce.ROOM)),
+]
