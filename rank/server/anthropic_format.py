@@ -96,7 +96,8 @@ class MessageRenderer(Renderer):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
         if choice.finish == "length" and choice.completion_tokens < self._limit:
             return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
-        return {"stop_reason": STOP_REASONS[choice.finish], "stop_sequence": None}
+        # A session that was closed before its end, as the client left, has no reason.
+        return {"stop_reason": STOP_REASONS.get(choice.finish), "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic counts what the cache had beside the rest of the input, not within it."""
