@@ -80,8 +80,17 @@ def test_a_reranker_without_the_words(make_front, tmp_path):
 
 
 def test_a_pair_that_is_too_long_for_a_reranker(reranker):
-    answer = reranker.post("rerank", query="q", documents=["word " * 600])
+    answer = reranker.post("rerank", query="q", documents=["word " * 140])
     assert answer.status == 400 and "takes fewer than 512; shorten them" in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize("long", ["query", "documents", "instruction"])
+def test_what_cannot_fit_is_not_tokenised(reranker, monkeypatch, long):
+    monkeypatch.setattr(reranker.sessions.text.tokenizer, "encode", lambda *args: pytest.fail("tokenised"))
+    text = "word " * 3000
+    body = {"query": "q", "documents": ["a"], long: [text] if long == "documents" else text}
+    answer = reranker.post("rerank", **body)
+    assert answer.status == 400 and "it has 15000 characters" in answer.body["error"]["message"]
 
 
 @pytest.mark.parametrize(
