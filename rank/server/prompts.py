@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from .. import protocol
-from .api_error import ApiError, bad
+from .api_error import ApiError, PromptTooLong, bad
 from .conversation import Message
 from .schema import MAX_SEQUENCES, ChatRequest, CompletionRequest, EmbeddingRequest
 from .text.load import Text
@@ -92,12 +92,12 @@ def check_length(text: Text, one: str, context: int, param: str) -> None:
 
 def _too_long(param: str, what: str, fewest: int, context: int) -> ApiError:
     name = "input" if param == "input" else "prompt"
-    return ApiError(
-        400,
+    return PromptTooLong(
         f"the {name} has at least {fewest} tokens, but this model's context is {context} tokens, the "
         f"answer included ({what}); shorten it",
         param,
-        "context_length_exceeded",
+        fewest,
+        context,
     )
 
 
