@@ -97,7 +97,11 @@ MEANINGS = {
     "text_1": "a text for all of `text_2`, or one for each",
     "text_2": "a text or several",
     # /tokenize, /detokenize
-    "content": "llama.cpp's name of `prompt`",
+    "content": "a text, as llama.cpp has it",
+    "TokenizeRequest.add_special_tokens": "whether the tokenizer adds its own to `prompt`; to a conversation's only if "
+    "true",
+    "add_special": "the same for `content`; false unless given",
+    "with_pieces": "`tokens` has objects with `id` and `piece`: the token's text, or its bytes where they are no text",
     "return_token_strs": "`token_strs`: each token's text",
     "tokens": "token ids",
     "TokenizeRequest.prompt": "a text; or send `messages`",
