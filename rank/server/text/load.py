@@ -6,7 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
-from . import tokenizer_file
+from . import tekken, tokenizer_file
 from .control import Marker
 from .output_parser import KNOWN_REASONING, ReasoningFormat
 from .template import ChatTemplate, load_template
@@ -20,7 +20,8 @@ class Text:
     def __init__(self, model_dir: str, generation_config: str = "auto", chat_template: str = ""):
         directory = Path(model_dir)
         tokenizer = tokenizer_file.find(directory)
-        tokenizer_config = _read(directory / "tokenizer_config.json")
+        ends = tekken.ENDS if tokenizer.name == tekken.NAME else {}
+        tokenizer_config = ends | _read(directory / "tokenizer_config.json")
         self.template: ChatTemplate | None = load_template(directory, tokenizer_config, chat_template)
         source = self.template.source if self.template else ""
         self.tool_format: ToolCallFormat | None = choose(source)
