@@ -13,6 +13,8 @@ from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer
 from .tool_formats import ToolCallFormat, choose
 
+POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
+
 
 class Text:
     """Read once, in a thread of its own: a large tokenizer takes a second."""
@@ -60,9 +62,11 @@ class Text:
 
 
 def _pooling(directory: Path) -> str:
-    """How a model that is made for embeddings pools: what sentence-transformers writes. Of others the mean is taken."""
+    """How a model that is made for embeddings pools: what sentence-transformers writes, mean, last, or the names of
+    other ways, which are not supported. Of others the mean is taken."""
     said = _read(directory / "1_Pooling" / "config.json")
-    return "last" if said.get("pooling_mode_lasttoken") else "mean"
+    modes = [POOLINGS.get(name, name) for name, on in said.items() if name.startswith("pooling_mode_") and on is True]
+    return " and ".join(modes) or "mean"
 
 
 def _read(path: Path) -> dict:
