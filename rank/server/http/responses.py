@@ -13,7 +13,7 @@ from ..response_store import Kept, ResponseStore
 from ..responses_format import ResponseRenderer
 from ..responses_request import ResponsesRequest
 from .chat import chat
-from .routes import Call, Events, Reply, Route
+from .routes import EVENTS, JSON, Call, Events, Reply, Route
 
 log = logging.getLogger(__name__)
 PAGE = 100  # most items of a page
@@ -153,8 +153,8 @@ def input_items(call: Call) -> dict[str, Any]:
 
 ONE = "/v1/responses/{response_id}"
 ROUTES = [
-    Route("/v1/responses", create, ResponsesRequest, also=("/responses",)),
-    Route(ONE, retrieve, method="GET"),
+    Route("/v1/responses", create, ResponsesRequest, also=("/responses",), media=(JSON, EVENTS)),
+    Route(ONE, retrieve, method="GET", media=(JSON, EVENTS)),
     Route(ONE, delete, method="DELETE"),
     Route(f"{ONE}/cancel", cancel),
     Route(f"{ONE}/input_items", input_items, method="GET"),
