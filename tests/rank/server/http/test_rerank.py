@@ -5,6 +5,7 @@ import math
 
 import pytest
 from phalanx.rank import protocol
+from phalanx.rank.server.http.rerank import RerankRequest
 
 from ..conftest import Front, make_model
 
@@ -43,6 +44,17 @@ def test_the_best_come_first(server):
     for path in ("/rerank", "/v2/rerank"):
         short = server.request("POST", path, {**body, "top_n": 1, "return_documents": False}).body["results"]
         assert short == [{key: answer["results"][0][key] for key in ("index", "relevance_score")}]
+
+
+def test_the_texts_are_listed_as_often_for_many_documents(server, monkeypatch):
+    counts, texts = [], RerankRequest.texts
+    monkeypatch.setattr(RerankRequest, "texts", lambda self: counts.append(1) or texts(self))
+    asked = []
+    for count in (1, 20):
+        counts.clear()
+        assert server.post("rerank", query="q", documents=["a"] * count).status == 200
+        asked.append(len(counts))
+    assert asked[0] == asked[1]
 
 
 @pytest.fixture
