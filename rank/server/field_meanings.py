@@ -1,9 +1,9 @@
-"""What each field of a request means, for docs/api.md. schema.py has types and limits."""
+"""What each field of a request means, for docs/api.md and OpenAPI. The requests' structs have types and limits."""
 
 from __future__ import annotations
 
 MEANINGS = {
-    # all three
+    # all that generate
     "model": "any name gets the one model; with `--strict` another name gets 404",
     "user": "ignored",
     "metadata": "ignored",
