@@ -22,7 +22,7 @@ class Kept:
         self.input = input
         self.key = key
         # Bytes. What came before is counted though `previous` may hold it too: it lives on when that is forgotten.
-        self._items = (previous._items if previous else 0) + len(msgspec.json.encode(input))
+        self._items: int = (previous._items if previous else 0) + len(msgspec.json.encode(input))
         self.size = self._items
         self.events: list[bytes] = []  # of one in the background
         self.task: asyncio.Task[None] | None = None  # that makes it, in the background

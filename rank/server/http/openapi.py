@@ -80,7 +80,7 @@ def description() -> bytes:
 def _operation(route: Route, path: str, ref: dict[str, Any] | None) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     media = (*route.media, EVENTS) if route.render is not None else route.media
-    answer = {"description": "the answer"} | ({"content": {one: {} for one in media}} if media else {})
+    answer: dict[str, Any] = {"description": "the answer"} | ({"content": {one: {} for one in media}} if media else {})
     operation: dict[str, Any] = {
         "summary": route.about,
         "operationId": route.method.lower() + PART.sub(r"\1", path).replace("/", "_").replace("-", "_"),
