@@ -68,7 +68,8 @@ REQUESTS = """\
 Requests and answers have OpenAI's shapes, under `/v1/messages` Anthropic's. A body is JSON (`Content-Type:
 application/json`) of up to 64 MiB, also as gzip (`Content-Encoding: gzip`) of which that much comes out. With
 `--api-key` or `--api-key-file` a request needs `Authorization: Bearer KEY` or `X-Api-Key: KEY`, except where the table
-says no. The answer to every request has an `X-Request-Id`: the client's own where it sent one. `"stream": true` answers
+says no. The answer to every request has an `X-Request-Id`, the client's own where it sent one, and the same as
+`request-id`. A response that is kept is there only for the key that it was asked with. `"stream": true` answers
 with server-sent events, which OpenAI's completions end with `data: [DONE]`; an error after the first event is the last
 event. `/openapi.json` describes all this for programs, `/docs` for people.
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from .api_error import ApiError
+from .api_error import ApiError, PromptTooLong
 from .items import Change, Item, Items
 from .renderer import Renderer
 from .session import Session, Update
@@ -29,9 +29,13 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """An error as Anthropic's clients expect it."""
+    """An error as Anthropic's clients expect it. Agents look for these very words about a long
+    prompt, and shorten it then."""
+    message = error.message
+    if isinstance(error, PromptTooLong):
+        message = f"prompt is too long: {error.tokens} tokens > {error.context - 1} maximum"
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def sse(name: str, **fields: Any) -> bytes:
@@ -96,7 +100,8 @@ class MessageRenderer(Renderer):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
         if choice.finish == "length" and choice.completion_tokens < self._limit:
             return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
-        return {"stop_reason": STOP_REASONS[choice.finish], "stop_sequence": None}
+        # A session that was closed before its end, as the client left, has no reason.
+        return {"stop_reason": STOP_REASONS.get(choice.finish), "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic counts what the cache had beside the rest of the input, not within it."""

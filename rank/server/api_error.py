@@ -40,3 +40,12 @@ class ApiError(Exception):
 def bad(param: str, message: str) -> ApiError:
     """A field of the request is wrong: `message` says with which value and what is allowed."""
     return ApiError(400, message, param)
+
+
+class PromptTooLong(ApiError):
+    """A prompt of so many tokens, or more, where fewer than `context` are taken."""
+
+    def __init__(self, message: str, param: str, tokens: int, context: int):
+        super().__init__(400, message, param, "context_length_exceeded")
+        self.tokens = tokens
+        self.context = context

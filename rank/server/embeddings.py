@@ -13,7 +13,7 @@ from .. import protocol
 from .api_error import ApiError, bad
 from .generation import LoadedModel
 from .prompts import embedding_inputs
-from .schema import EmbeddingRequest
+from .schema import POOLINGS, EmbeddingRequest
 from .text_engine import TextEngine
 
 
@@ -69,7 +69,13 @@ async def embed(
 
 def _inputs(model: LoadedModel, request: EmbeddingRequest) -> tuple[list[list[int]], str]:
     """Token ids of each input, and how the model pools them."""
-    return embedding_inputs(model.text, request, model.ready), request.embedding_type or model.text.pooling
+    pooling = request.embedding_type or model.text.pooling
+    if pooling not in POOLINGS:
+        raise bad(
+            "embedding_type",
+            f"this model pools by {pooling}, which is not supported: only mean and last are, which give other vectors",
+        )
+    return embedding_inputs(model.text, request, model.ready), pooling
 
 
 def _data(vectors: list[bytes], request: EmbeddingRequest) -> list[dict[str, Any]]:

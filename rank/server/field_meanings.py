@@ -1,9 +1,9 @@
-"""What each field of a request means, for docs/api.md. schema.py has types and limits."""
+"""What each field of a request means, for docs/api.md and OpenAPI. The requests' structs have types and limits."""
 
 from __future__ import annotations
 
 MEANINGS = {
-    # all three
+    # all that generate
     "model": "any name gets the one model; with `--strict` another name gets 404",
     "user": "ignored",
     "metadata": "ignored",
@@ -42,7 +42,7 @@ MEANINGS = {
     "max_completion_tokens": "goes before `max_tokens`",
     "logprobs": "of the answer's tokens; in a completion how many likely tokens beside each, 0 to 20",
     "top_logprobs": "how many likely tokens beside each; needs `logprobs`",
-    "tools": "functions that the model may call, where its template takes tools",
+    "tools": "functions that the model may call, where its template takes tools; `strict` is not enforced",
     "tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
     "parallel_tool_calls": "false keeps the first call only",
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
@@ -67,7 +67,7 @@ MEANINGS = {
     "CountRequest.messages": "roles are user and assistant; blocks of type `text`, `tool_use`, `tool_result`, "
     "`thinking`. A last message of the assistant is continued",
     "system": "a text, or blocks of type `text`",
-    "CountRequest.tools": "tools with an `input_schema`, which the client runs",
+    "CountRequest.tools": "tools with an `input_schema`, which the client runs; `strict` is not enforced",
     "CountRequest.tool_choice": '`{"type": "auto"}` or `none`; `disable_parallel_tool_use` keeps the first call only',
     "CountRequest.thinking": "`enabled`, `adaptive` or `disabled`. `budget_tokens` is no limit here: `max_tokens` "
     "counts thoughts and answer",
@@ -81,7 +81,7 @@ MEANINGS = {
     "ResponsesRequest.store": "false keeps the response out of the store",
     "background": "answer at once; the response is made meanwhile and asked for by its id",
     "max_output_tokens": "longest answer, its reasoning included",
-    "ResponsesRequest.tools": "tools of type `function`, which the client runs",
+    "ResponsesRequest.tools": "tools of type `function`, which the client runs; `strict` is not enforced",
     "ResponsesRequest.tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
     "ResponsesRequest.reasoning": "`effort` is handed to the template, as `reasoning_effort`; `summary` is ignored",
     "text": "`format` of type `text` only",
@@ -97,7 +97,11 @@ MEANINGS = {
     "text_1": "a text for all of `text_2`, or one for each",
     "text_2": "a text or several",
     # /tokenize, /detokenize
-    "content": "llama.cpp's name of `prompt`",
+    "content": "a text, as llama.cpp has it",
+    "TokenizeRequest.add_special_tokens": "whether the tokenizer adds its own to `prompt`; to a conversation's only if "
+    "true",
+    "add_special": "the same for `content`; false unless given",
+    "with_pieces": "`tokens` has objects with `id` and `piece`: the token's text, or its bytes where they are no text",
     "return_token_strs": "`token_strs`: each token's text",
     "tokens": "token ids",
     "TokenizeRequest.prompt": "a text; or send `messages`",

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from .. import protocol
-from .api_error import ApiError, bad
+from .api_error import ApiError, PromptTooLong, bad
 from .conversation import Message
 from .schema import MAX_SEQUENCES, ChatRequest, CompletionRequest, EmbeddingRequest
 from .text.load import Text
@@ -77,7 +77,7 @@ def check_number(messages: int, context: int) -> None:
         raise _too_long("messages", f"it has {messages} messages", messages, context)
 
 
-def _check_length(text: Text, one: str, context: int, param: str) -> None:
+def check_length(text: Text, one: str, context: int, param: str) -> None:
     """Refuse a text that cannot fit before it is tokenised, which would take seconds and gigabytes."""
     bound = text.tokenizer.bound
     if bound is not None and len(one) >= context:
@@ -92,12 +92,12 @@ def _check_length(text: Text, one: str, context: int, param: str) -> None:
 
 def _too_long(param: str, what: str, fewest: int, context: int) -> ApiError:
     name = "input" if param == "input" else "prompt"
-    return ApiError(
-        400,
+    return PromptTooLong(
         f"the {name} has at least {fewest} tokens, but this model's context is {context} tokens, the "
         f"answer included ({what}); shorten it",
         param,
-        "context_length_exceeded",
+        fewest,
+        context,
     )
 
 
@@ -107,7 +107,7 @@ def completion_prompts(text: Text, request: CompletionRequest, ready: protocol.R
     asked = request.prompts()
     for prompt in asked:
         if isinstance(prompt, str):
-            _check_length(text, prompt, context, "prompt")
+            check_length(text, prompt, context, "prompt")
     prompts = []
     for prompt in asked:
         if isinstance(prompt, str):
@@ -128,7 +128,7 @@ def embedding_inputs(text: Text, request: EmbeddingRequest, ready: protocol.Read
     asked = request.prompts()
     for one in asked:
         if isinstance(one, str):
-            _check_length(text, one, context, "input")
+            check_length(text, one, context, "input")
     found = []
     for one in asked:
         special = request.add_special_tokens is not False
@@ -150,7 +150,7 @@ def embedding_inputs(text: Text, request: EmbeddingRequest, ready: protocol.Read
 def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default_thinking: bool | None) -> Prompt:
     """The conversation as the model's template writes it; default_thinking is for requests that do not say."""
     rendered, thinking = render_chat(text, request, ready, default_thinking)
-    _check_length(text, rendered, context_of(ready), "messages")
+    check_length(text, rendered, context_of(ready), "messages")
     tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))
     _check_tokens(tokens, ready.vocab_size, "messages")
     return Prompt(tokens, thinking=thinking)

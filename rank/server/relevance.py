@@ -17,7 +17,7 @@ from .. import protocol
 from .api_error import ApiError
 from .embeddings import embed
 from .generation import Generation, LoadedModel
-from .prompts import Prompt, context_of
+from .prompts import Prompt, check_length, context_of
 from .schema import MAX_LOGPROBS, EmbeddingRequest
 from .session import Session
 from .text.output_parser import OutputParser
@@ -91,8 +91,11 @@ def _questions(model: LoadedModel, request: Pairs) -> Generation:
     """One token for each pair."""
     text, context = model.text, context_of(model.ready)
     prompts = []
-    for query, document in request.pairs():
-        asked = JUDGE.format(*(text.marker.mark(one) for one in (request.instruction or TASK, query, document)))
+    pairs, task = request.pairs(), request.instruction or TASK
+    for one in dict.fromkeys([task, *(one for pair in pairs for one in pair)]):
+        check_length(text, one, context, "documents")
+    for query, document in pairs:
+        asked = JUDGE.format(*(text.marker.mark(one) for one in (task, query, document)))
         tokens = text.tokenizer.encode(asked, False)
         if len(tokens) >= context:
             raise ApiError(

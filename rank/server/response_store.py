@@ -14,13 +14,16 @@ MAX_BYTES = 256 << 20  # of all that is kept, as JSON
 
 
 class Kept:
-    """One response."""
+    """One response. It goes on from `previous`, and only the API key that it came with may see it."""
 
-    def __init__(self, before: list[dict[str, Any]], input: list[dict[str, Any]]):
+    def __init__(self, previous: Kept | None, input: list[dict[str, Any]], key: int):
         self.body: dict[str, Any] = {}
-        self.before = before  # the items of the responses that it goes on from
+        self.before = previous.conversation if previous else []
         self.input = input
-        self.size = len(msgspec.json.encode(input))  # bytes; what came before is shared with other responses
+        self.key = key
+        # Bytes. What came before is counted though `previous` may hold it too: it lives on when that is forgotten.
+        self._items: int = (previous._items if previous else 0) + len(msgspec.json.encode(input))
+        self.size = self._items
         self.events: list[bytes] = []  # of one in the background
         self.task: asyncio.Task[None] | None = None  # that makes it, in the background
         self._changed = asyncio.Event()
@@ -42,7 +45,8 @@ class Kept:
         """The response is as it stays."""
         self.body = body
         self.task = None
-        self.size += len(msgspec.json.encode(body)) + sum(map(len, self.events))
+        self._items += len(msgspec.json.encode(body["output"]))
+        self.size = self._items + len(msgspec.json.encode(body)) + sum(map(len, self.events))
         self._wake()
 
     def _wake(self) -> None:
@@ -69,10 +73,10 @@ class ResponseStore:
         self.most = most
         self._kept: dict[str, Kept] = {}
 
-    def get(self, id: str, param: str | None = None) -> Kept:
-        """Raises ApiError 404."""
+    def get(self, id: str, key: int, param: str | None = None) -> Kept:
+        """Raises ApiError 404, also for what came with another API key."""
         kept = self._kept.get(id)
-        if kept is None:
+        if kept is None or kept.key != key:
             why = f"the last {self.most} are kept" if self.most else "none is kept (--response-store 0)"
             raise ApiError(404, f"there is no response {id[:100]!r} here: {why}", param, "response_not_found")
         return kept
@@ -81,8 +85,8 @@ class ResponseStore:
         self._kept[id] = kept
         self.trim()
 
-    def remove(self, id: str) -> None:
-        kept = self.get(id)
+    def remove(self, id: str, key: int) -> None:
+        kept = self.get(id, key)
         del self._kept[id]
         if kept.task is not None:
             kept.task.cancel()

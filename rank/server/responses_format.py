@@ -114,7 +114,8 @@ class ResponseRenderer(Renderer):
             for update in updates:
                 self._items.add(update.events)
                 self._see_end(update)
-        self.on_end()
+        if self.status in ENDED:  # not where the client left
+            self.on_end()
         return self.body()
 
     async def stream(self) -> AsyncIterator[bytes]:

@@ -53,6 +53,28 @@ class FunctionTool(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
 
+class TextFormat(msgspec.Struct):
+    type: str = "text"
+
+
+class TextOptions(msgspec.Struct):
+    format: TextFormat | None = None
+
+
+class NamedTool(msgspec.Struct, omit_defaults=True):
+    type: str | None = None
+    name: str | None = None
+
+
+class ToolChoice(msgspec.Struct, omit_defaults=True):
+    """Of the kinds that OpenAI has, allowed_tools is the one that may force no call."""
+
+    type: str | None = None
+    mode: str | None = None
+    name: str | None = None
+    tools: list[NamedTool] | None = None
+
+
 class ResponsesRequest(Sampled, kw_only=True):
     """POST /v1/responses."""
 
@@ -64,10 +86,10 @@ class ResponsesRequest(Sampled, kw_only=True):
     background: bool | None = None
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    text: dict[str, Any] | None = None
+    text: TextOptions | None = None
     include: list[str] | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -76,14 +98,14 @@ class ResponsesRequest(Sampled, kw_only=True):
         super().check()
         if not self.input and self.previous_response_id is None and not self.instructions:
             raise bad("input", f"input is {show(self.input)}: give a text, or at least one item")
-        for i, item in enumerate(self.items()):
+        for i, item in enumerate(self.input if isinstance(self.input, list) else ()):
             _item(item, f"input[{i}]").check(f"input[{i}]")
         for i, tool in enumerate(self.tools or ()):
             _tool(tool, f"tools[{i}]")
         self._check_tool_choice()
-        form = ((self.text or {}).get("format") or {}).get("type", "text")
-        if form != "text":
-            raise bad("text.format", f"text.format.type is {show(form)}: {unsupported.OUTPUT}")
+        form = self.text.format if self.text else None
+        if form is not None and form.type != "text":
+            raise bad("text.format", f"text.format.type is {show(form.type)}: {unsupported.OUTPUT}")
         for name in self.include or ():
             if name not in INCLUDES:
                 raise bad("include", f"include names {show(name)}: it is not supported, leave it out")
@@ -95,7 +117,7 @@ class ResponsesRequest(Sampled, kw_only=True):
         choice = self.tool_choice
         if choice in (None, "auto", "none"):
             return
-        if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and choice.get("mode") == "auto":
+        if isinstance(choice, ToolChoice) and choice.type == "allowed_tools" and choice.mode == "auto":
             return
         raise bad("tool_choice", f'tool_choice is {show(choice)}: a call cannot be enforced yet, use "auto" or "none"')
 
@@ -113,8 +135,8 @@ class ResponsesRequest(Sampled, kw_only=True):
         messages += _messages([_item(item, "input") for item in items])
         choice = self.tool_choice
         tools = [_tool(tool, "tools") for tool in self.tools or ()]
-        if isinstance(choice, dict):
-            allowed = {tool.get("name") for tool in choice.get("tools") or ()}
+        if isinstance(choice, ToolChoice):
+            allowed = {tool.name for tool in choice.tools or ()}
             tools, choice = [tool for tool in tools if tool["function"]["name"] in allowed], "auto"
         request = ChatRequest(
             messages=messages or [Message("user", "")],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import protocol
-from .api_error import ApiError, bad
+from .api_error import ApiError, PromptTooLong, bad
 from .config import SamplingDefaults
 from .decoding import show
 from .schema import Common
@@ -44,12 +44,12 @@ def max_tokens(request: Common, default: int | None, prompt: int, context: int) 
     if prompt == 0:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
     if prompt >= context:
-        raise ApiError(
-            400,
+        raise PromptTooLong(
             f"the prompt has {prompt} tokens, but this model's context is {context} tokens, "
             "the answer included; shorten the prompt",
             request.prompt_field,
-            "context_length_exceeded",
+            prompt,
+            context,
         )
     wanted = request.limit()
     if wanted is None:

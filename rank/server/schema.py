@@ -230,7 +230,11 @@ class ChatRequest(Common, kw_only=True):
         )
         if not isinstance(inner, dict) or inner.get("mode") != "auto":
             return None
-        return {name for tool in inner.get("tools") or () if (name := tool_name(tool))}
+        tools = inner.get("tools") or []
+        if not isinstance(tools, list):
+            at = "tool_choice.allowed_tools.tools"
+            raise bad(at, f"{at} is {show(tools)}: expected a list of tools")
+        return {name for tool in tools if (name := tool_name(tool))}
 
     def conversation(self) -> list[Message]:
         """The messages; a text alone is one of the user."""

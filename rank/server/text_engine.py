@@ -1,4 +1,4 @@
-"""One request: text or token ids become step.Requests, deltas become events (text, reasoning, tool calls) and counts.
+"""One request: text or token ids become protocol.Requests, deltas become events (text, reasoning, calls) and counts.
 
 HTTP, the library and batch jobs all use this; none of it knows about HTTP.
 """

@@ -19,6 +19,7 @@ _REASONING = "the reasoning comes in a field of its own, which the client may pa
 _ADAPTER = "adapters are not supported yet"
 _BODY = "this is an argument of the openai Python client, not a field: send the fields in it beside the others"
 _CHAT = "this is for /v1/chat/completions"
+_ONLY_RESPONSES = "this is for /v1/responses"
 _VECTOR = "vectors are written as 32-bit floats of little-endian byte order"
 
 
@@ -81,10 +82,24 @@ _COMMON: dict[str, Field] = {
     "vllm_xargs": Field("arguments of vLLM's plugins are not supported", ({},)),
     "nvext": Field("extensions of NVIDIA's servers are not supported, use the fields of vLLM", ({},)),
     **_all(_ADAPTER, "lora", "lora_path"),
+    # 64 is what llama.cpp's page sends, whatever the penalty.
+    "repeat_last_n": Field("repetition_penalty counts the whole prompt and output, leave it out", (-1, 64)),
+}
+
+_RESPONSES: dict[str, Field] = {
+    **_all(_ONLY_RESPONSES, "background", "previous_response_id"),
+    "text": Field(_ONLY_RESPONSES, ({}, {"format": {"type": "text"}})),
+    "truncation": Field(PROMPT_LENGTH, ("disabled",)),
 }
 
 CHAT: dict[str, Field] = {
     **_COMMON,
+    **_RESPONSES,
+    **_all("use messages", "prompt", "input"),
+    **_all("write it into the messages", "system", "instructions"),
+    **_all("use stop", "stop_sequences"),
+    **_all("use max_tokens", "max_output_tokens"),
+    "output_config": Field("use reasoning_effort", ({},)),
     "modalities": Field("the answer is text", (["text"],)),
     **_all("the answer is text", "audio"),
     "separate_reasoning": Field(_REASONING, (True,), default=True),
@@ -95,9 +110,14 @@ CHAT: dict[str, Field] = {
 
 COMPLETION: dict[str, Field] = {
     **_COMMON,
+    **_RESPONSES,
     "tool_choice": Field(_CHAT, ("none", "auto")),
-    **_all(_CHAT, "tools"),
-    **_all("use max_tokens", "max_completion_tokens"),
+    **_all(_CHAT, "tools", "messages"),
+    **_all("use prompt", "input"),
+    **_all("write it into the prompt", "system", "instructions"),
+    **_all("use stop", "stop_sequences"),
+    **_all("use max_tokens", "max_completion_tokens", "max_output_tokens"),
+    "output_config": Field(_CHAT, ({},)),
     "top_logprobs": Field("use logprobs, which is a number here", (0,)),
 }
 
@@ -113,11 +133,36 @@ EMBEDDING: dict[str, Field] = {
 
 _ELSEWHERE = "it is not supported here, use /v1/chat/completions"
 
+_NOT_CHAT: dict[str, Field] = {
+    **_all(_ELSEWHERE, "logprobs", "echo", "return_token_ids", "add_special_tokens", "use_beam_search"),
+    "n": Field(_ELSEWHERE, (1,)),
+    "best_of": Field(_ELSEWHERE, (1,)),
+    "top_logprobs": Field(_ELSEWHERE, (0,)),
+    "add_generation_prompt": Field(_ELSEWHERE, (True,), default=True),
+    "include_reasoning": Field(_ELSEWHERE, (True,), default=True),
+    **_all("the server's option --chat-template sets it", "chat_template"),
+    **_all("this is for models that fill in the middle", "suffix"),
+}
+
 MESSAGES: dict[str, Field] = {
     **_COMMON,
-    **_all(_ELSEWHERE, "min_p", "seed", "repetition_penalty", "logit_bias", "logprobs", "stop_token_ids", "ignore_eos"),
-    **_all(_ELSEWHERE, "min_tokens", "presence_penalty", "frequency_penalty"),
-    "n": Field(_ELSEWHERE, (1,)),
+    **_RESPONSES,
+    **_NOT_CHAT,
+    **_all(_ELSEWHERE, "min_p", "seed", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos"),
+    **_all(_ELSEWHERE, "min_tokens", "presence_penalty", "frequency_penalty", "cache_salt"),
+    **_all(_ELSEWHERE, "include_stop_str_in_output"),
+    "priority": Field(_ELSEWHERE, (0,)),
+    "chat_template_kwargs": Field(_ELSEWHERE, ({},)),
+    "skip_special_tokens": Field(_ELSEWHERE, (True,), default=True),
+    "parallel_tool_calls": Field("use disable_parallel_tool_use of tool_choice", (True,), default=True),
+    "enable_thinking": Field("use thinking", default=True),
+    **_all("use output_config", "reasoning_effort"),
+    "reasoning": Field("use thinking and output_config", ({},)),
+    "response_format": Field(OUTPUT, ({}, {"type": "text"})),
+    "output_format": Field(OUTPUT, ({}, {"type": "text"})),
+    **_all("use messages", "prompt", "input"),
+    **_all("use system", "instructions"),
+    **_all("use max_tokens", "max_completion_tokens", "max_output_tokens"),
     **_all("use stop_sequences", "stop"),
     **_all("there are no tool servers, send the tools that the client runs", "mcp_servers"),
     **_all("nothing is run here, send the tools that the client runs", "container"),
@@ -126,11 +171,15 @@ MESSAGES: dict[str, Field] = {
 
 RESPONSES: dict[str, Field] = {
     **_COMMON,
-    **_all(_ELSEWHERE, "logprobs", "echo", "return_token_ids"),
-    "n": Field(_ELSEWHERE, (1,)),
+    **_NOT_CHAT,
+    **_all(_ELSEWHERE, "continue_final_message"),
+    "enable_thinking": Field("use reasoning", default=True),
+    "thinking": Field("use reasoning", ({},), default=True),
+    **_all("use instructions", "system"),
+    **_all("use stop", "stop_sequences"),
+    "output_config": Field("use reasoning and text", ({},)),
     **_all("conversations are not kept, use previous_response_id", "conversation"),
     **_all("there are no stored prompts, write it into instructions and input", "prompt"),
-    "top_logprobs": Field(_ELSEWHERE, (0,)),
     **_all("this is for /v1/chat/completions: use input", "messages"),
     **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),
     **_all("use text", "response_format"),

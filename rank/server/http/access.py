@@ -21,7 +21,7 @@ from ..api_error import ApiError
 from ..config import ServerConfig
 
 # Load balancers and kubelets ask under any name; the answers tell a page nothing of worth.
-PROBES = ("/health", "/ready", "/ping")
+PROBES = ("/health", "/v1/health", "/ready", "/ping")
 PRIVATE = (".local", ".internal")  # names that no public DNS server has (RFC 6762; ICANN, 2024)
 
 

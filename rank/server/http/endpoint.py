@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
 from typing import Any
@@ -53,6 +54,8 @@ class Endpoint(BodyHandler):
         call = Call(self.state.sessions, None, args, query, self.state, self.key, self.release)
         if route.schema is not None:
             call.request = await self.decoded(route.schema)
+        if self.gone:  # while its body was inflated
+            return
         answer = route.prepare(call)
         if inspect.isawaitable(answer):
             answer = await self.run(answer)
@@ -65,7 +68,8 @@ class Endpoint(BodyHandler):
         if isinstance(answer, Renderer):
             await self._generate(answer, call, began)
         elif isinstance(answer, Events):
-            await self._stream(answer)
+            with contextlib.suppress(tornado.iostream.StreamClosedError):  # the client has gone
+                await self._stream(answer)
         else:
             self.send(answer if isinstance(answer, Reply) else Reply(answer))
 

@@ -54,6 +54,7 @@ class Handler(tornado.web.RequestHandler):
             asked = self.request.headers.get("X-Request-Id", "")
             self.request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         self.set_header("X-Request-Id", self.request_id)
+        self.set_header("Request-Id", self.request_id)  # what Anthropic's client reads
 
     def _let_page_read(self) -> None:
         """Browsers keep an answer from a page of another server unless the answer names that server (CORS)."""
@@ -62,7 +63,7 @@ class Handler(tornado.web.RequestHandler):
             self.set_header("Vary", "Origin")
         if origin is not None and (allowed := access.allowed(origin)):
             self.set_header("Access-Control-Allow-Origin", allowed)
-            self.set_header("Access-Control-Expose-Headers", "x-request-id")
+            self.set_header("Access-Control-Expose-Headers", "x-request-id, request-id")
 
     def prepare(self) -> None:
         self.state.active[self] = None

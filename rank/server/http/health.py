@@ -50,8 +50,8 @@ def versions(call: Call) -> dict[str, str]:
 
 ROUTES = [
     Route("/health", health, method="GET", also=("/ready", "/v1/health"), needs_key=False),
-    Route("/ping", ping, method="GET", needs_key=False),
+    Route("/ping", ping, method="GET", needs_key=False, media=()),
     Route("/load", load, method="GET", needs_key=False),
     Route("/version", versions, method="GET", needs_key=False),
-    Route("/metrics", metrics, method="GET", needs_key=False),
+    Route("/metrics", metrics, method="GET", needs_key=False, media=("text/plain",)),
 ]

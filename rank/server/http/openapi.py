@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..field_meanings import meaning
-from .routes import PART, Call, Reply, Route, routes
+from .routes import EVENTS, PART, Call, Reply, Route, routes
 
 ERROR = {
     "type": "object",
@@ -68,7 +68,10 @@ def description() -> bytes:
             "paths": found,
             "components": {
                 "schemas": {**components, "Error": ERROR},
-                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+                "securitySchemes": {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+                },
             },
         }
     )
@@ -76,14 +79,13 @@ def description() -> bytes:
 
 def _operation(route: Route, path: str, ref: dict[str, Any] | None) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    answer: dict[str, Any] = {"application/json": {}}
-    if route.render is not None:
-        answer["text/event-stream"] = {}
+    media = (*route.media, EVENTS) if route.render is not None else route.media
+    answer: dict[str, Any] = {"description": "the answer"} | ({"content": {one: {} for one in media}} if media else {})
     operation: dict[str, Any] = {
         "summary": route.about,
         "operationId": route.method.lower() + PART.sub(r"\1", path).replace("/", "_").replace("-", "_"),
         "responses": {
-            "200": {"description": "the answer", "content": answer},
+            "200": answer,
             "default": {"description": "an error", "content": error},
         },
     }
@@ -94,7 +96,7 @@ def _operation(route: Route, path: str, ref: dict[str, Any] | None) -> dict[str,
     if ref is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref}}}
     if route.needs_key:
-        operation["security"] = [{"key": []}, {}]  # {}: a server may have no keys
+        operation["security"] = [{"bearer": []}, {"header": []}, {}]  # {}: a server may have no keys
     return operation
 
 
@@ -118,5 +120,5 @@ def documents() -> bytes:
 
 ROUTES = [
     Route("/openapi.json", openapi, method="GET", needs_key=False),
-    Route("/docs", page, method="GET", needs_key=False),
+    Route("/docs", page, method="GET", needs_key=False, media=("text/html",)),
 ]

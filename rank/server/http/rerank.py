@@ -108,10 +108,11 @@ async def rerank(call: Call) -> dict[str, Any]:
     request: RerankRequest = call.request
     found, usage = await _scores(call)
     results: list[dict[str, Any]] = []
+    texts = request.texts()
     for index in sorted(range(len(found)), key=lambda index: -found[index])[: request.top_n]:
         results.append({"index": index, "relevance_score": found[index]})
         if request.return_documents is not False:
-            results[-1]["document"] = {"text": request.texts()[index]}
+            results[-1]["document"] = {"text": texts[index]}
     return {"id": f"rerank-{uuid.uuid4().hex[:24]}", "model": call.engine.names[0], "results": results, "usage": usage}
 
 

@@ -13,7 +13,7 @@ from ..response_store import Kept, ResponseStore
 from ..responses_format import ResponseRenderer
 from ..responses_request import ResponsesRequest
 from .chat import chat
-from .routes import Call, Events, Reply, Route
+from .routes import EVENTS, JSON, Call, Events, Reply, Route
 
 log = logging.getLogger(__name__)
 PAGE = 100  # most items of a page
@@ -34,7 +34,7 @@ async def create(call: Call) -> ResponseRenderer | Reply | Events:
     if request.background and request.store is False:
         raise bad("background", "background is true with store false: what runs in the background has to be kept")
     previous = request.previous_response_id
-    before = store.get(previous, "previous_response_id") if previous is not None else None
+    before = store.get(previous, call.key, "previous_response_id") if previous is not None else None
     if before is not None and before.running:
         raise bad("previous_response_id", f"previous_response_id is {previous!r}: that response is still being made")
     earlier, items = before.conversation if before else [], request.items()
@@ -46,7 +46,7 @@ async def create(call: Call) -> ResponseRenderer | Reply | Events:
     renderer = ResponseRenderer(session, request, stored)
     if not stored:
         return renderer
-    kept = Kept(earlier, items)
+    kept = Kept(before, items, call.key)
     renderer.on_end = functools.partial(_keep, store, kept, renderer)
     if not request.background:
         return renderer
@@ -95,7 +95,7 @@ async def _run(call: Call, kept: Kept, renderer: ResponseRenderer) -> None:
 
 def retrieve(call: Call) -> Reply | Events:
     """A response that is kept, as it is now; with `stream=true` its events after `starting_after`."""
-    kept = _store(call).get(call.args["response_id"])
+    kept = _store(call).get(call.args["response_id"], call.key)
     if call.query.get("stream", "false").lower() not in ("true", "1"):
         return Reply(kept.body)
     if not kept.events and not kept.running:
@@ -110,7 +110,7 @@ def retrieve(call: Call) -> Reply | Events:
 
 async def cancel(call: Call) -> dict[str, Any]:
     """Stop a response that is made in the background."""
-    kept = _store(call).get(call.args["response_id"])
+    kept = _store(call).get(call.args["response_id"], call.key)
     if not kept.body["background"]:
         raise ApiError(400, "only responses in the background can be cancelled: to stop another one, close its stream")
     if kept.task is not None:
@@ -122,13 +122,13 @@ async def cancel(call: Call) -> dict[str, Any]:
 def delete(call: Call) -> dict[str, Any]:
     """Forget a response."""
     id = call.args["response_id"]
-    _store(call).remove(id)
+    _store(call).remove(id, call.key)
     return {"id": id, "object": "response", "deleted": True}
 
 
 def input_items(call: Call) -> dict[str, Any]:
     """The items that a response was asked with, the last first (`order`, `limit`, `after`)."""
-    kept = _store(call).get(call.args["response_id"])
+    kept = _store(call).get(call.args["response_id"], call.key)
     order, limit, after = call.query.get("order", "desc"), call.query.get("limit", "20"), call.query.get("after")
     if order not in ("asc", "desc"):
         raise bad("order", f"order is {order[:20]!r}: expected asc or desc")
@@ -153,8 +153,8 @@ def input_items(call: Call) -> dict[str, Any]:
 
 ONE = "/v1/responses/{response_id}"
 ROUTES = [
-    Route("/v1/responses", create, ResponsesRequest, also=("/responses",)),
-    Route(ONE, retrieve, method="GET"),
+    Route("/v1/responses", create, ResponsesRequest, also=("/responses",), media=(JSON, EVENTS)),
+    Route(ONE, retrieve, method="GET", media=(JSON, EVENTS)),
     Route(ONE, delete, method="DELETE"),
     Route(f"{ONE}/cancel", cancel),
     Route(f"{ONE}/input_items", input_items, method="GET"),

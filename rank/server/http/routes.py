@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .state import ServerState
 
 FAMILY = re.compile(r"^ROUTES\b", re.MULTILINE)
+JSON, EVENTS = "application/json", "text/event-stream"
 PART = re.compile(r"\{(\w+)\}")  # of a path: stands for any text
 
 
@@ -71,6 +72,7 @@ class Route(NamedTuple):
     also: tuple[str, ...] = ()  # other paths
     batchable: bool = False  # a batch file may name it
     needs_key: bool = True
+    media: tuple[str, ...] = (JSON,)  # what the answer may be, for OpenAPI; a session may be EVENTS, too
     error: Callable[[ApiError], dict[str, Any]] = ApiError.body  # the shape of errors
 
     @property

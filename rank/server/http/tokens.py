@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+from .. import unsupported
 from ..api_error import ApiError, bad
 from ..conversation import Message
 from ..decoding import Body
@@ -17,6 +18,10 @@ from .routes import Call, Route
 class TokenizeRequest(Body, kw_only=True):
     """POST /tokenize, as vLLM has it (prompt or messages) or llama.cpp (content)."""
 
+    refused: ClassVar[dict[str, unsupported.Field]] = {
+        "parse_special": unsupported.Field("control tokens in a text are always taken as such", (True,), default=True)
+    }
+
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
@@ -26,13 +31,18 @@ class TokenizeRequest(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+    add_special: bool | None = None
     return_token_strs: bool | None = None
+    with_pieces: bool | None = None
 
     def meant(self) -> ChatRequest | CompletionRequest:
         """The request whose prompt is meant."""
         if self.messages is None:
-            prompt = self.content if self.prompt is None else self.prompt
-            return CompletionRequest(prompt=prompt or "", add_special_tokens=self.add_special_tokens)
+            if self.content is None:
+                return CompletionRequest(prompt=self.prompt or "", add_special_tokens=self.add_special_tokens)
+            return CompletionRequest(
+                prompt=self.content, add_special_tokens=bool(self.add_special or self.add_special_tokens)
+            )
         names = "messages tools chat_template_kwargs add_generation_prompt continue_final_message add_special_tokens"
         return ChatRequest(**{name: getattr(self, name) for name in names.split()})
 
@@ -71,7 +81,17 @@ def _tokenize(model: LoadedModel, request: TokenizeRequest) -> dict[str, Any]:
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context_of(model.ready), "tokens": tokens}
     if request.return_token_strs:
         answer["token_strs"] = [text.tokenizer.piece(token).decode(errors="replace") for token in tokens]
+    if request.with_pieces:
+        answer["tokens"] = [{"id": token, "piece": _piece(text.tokenizer.piece(token))} for token in tokens]
     return answer
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are no text alone."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 async def detokenize(call: Call) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import tekken
+
 
 class FamilyTemplate(NamedTuple):
     family: str
@@ -19,12 +21,18 @@ class FamilyTemplate(NamedTuple):
     models: tuple[str, ...] = ()  # without tokens: the model_type is one of these
 
 
-def turns(open: str, after: str, close: str, begin: str = "", assistant: str = "assistant", fold: str = "") -> str:
-    """Each turn as open, role, after, text, close. begin: before the first turn; assistant: that role's name; fold:
-    what the first turn has before its text."""
-    role = f"{{{{ '{assistant}' if message['role'] == 'assistant' else message['role'] }}}}"
+TEXT = "{{ message['content'] or '' }}"  # a message of calls may have none
+
+
+def turns(open: str, after: str, close: str, begin: str = "", assistant: str = "", fold: str = "") -> str:
+    """Each turn as open, role, after, text, close. begin: before the first turn; assistant: that role's name where the
+    only other one is the user; fold: what the first turn has before its text."""
+    role = "{{ message['role'] }}"
+    if assistant:
+        role = f"{{{{ '{assistant}' if message['role'] == 'assistant' else 'user' }}}}"
+    assistant = assistant or "assistant"
     return (
-        f"{begin}{{% for message in messages %}}{open}{role}{after}{fold}{{{{ message['content'] }}}}{close}"
+        f"{begin}{{% for message in messages %}}{open}{role}{after}{fold}{TEXT}{close}"
         f"{{% endfor %}}{{% if add_generation_prompt %}}{open}{assistant}{after}{{% endif %}}"
     )
 
@@ -32,20 +40,26 @@ def turns(open: str, after: str, close: str, begin: str = "", assistant: str = "
 def instructions(user: str, fold: str = "") -> str:
     """[INST] text [/INST] answer. user: before each [INST]; fold: what the first one has before its text."""
     return (
-        "{% for message in messages %}{% if message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}"
-        f"{{% else %}}{user}[INST] {fold}{{{{ message['content'] }}}} [/INST]{{% endif %}}{{% endfor %}}"
+        f"{{% for message in messages %}}{{% if message['role'] == 'assistant' %}} {TEXT}{{{{ eos_token }}}}"
+        f"{{% else %}}{user}[INST] {fold}{TEXT} [/INST]{{% endif %}}{{% endfor %}}"
     )
 
 
 BOS = "{{ bos_token }}"
-# Of families without a turn of the system: its message is before the first other one's text, framed or not.
+# Of families without a turn of the system: its message is before the user's first text, framed or not. Where no message
+# of the user follows it, it is one of the user's.
 FIRST = (
-    "{% set system = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' %}"
-    "{% set messages = messages[1:] if system else messages %}"
+    "{% set folds = messages | length > 1 and messages[0]['role'] == 'system' and messages[1]['role'] != 'assistant' %}"
+    "{% set system = messages[0]['content'] if folds else '' %}"
+    "{% set messages = messages[1:] if folds else messages %}"
 )
 FOLD = "{% if system and loop.first %}{{ system }}\n\n{% endif %}"
 FRAMED = "{% if system and loop.first %}<<SYS>>\n{{ system }}\n<</SYS>>\n\n{% endif %}"
 FAMILIES = (
+    FamilyTemplate(
+        "Phi-4", turns("<|im_start|>", "<|im_sep|>", "<|im_end|>"), "<|im_end|>",
+        tokens=("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    ),
     FamilyTemplate(
         "ChatML", turns("<|im_start|>", "\n", "<|im_end|>\n"), "<|im_end|>", tokens=("<|im_start|>", "<|im_end|>")
     ),
@@ -67,7 +81,17 @@ FAMILIES = (
     FamilyTemplate(
         "Phi-3", turns("<|", "|>\n", "<|end|>\n"), "<|end|>", tokens=("<|user|>", "<|assistant|>", "<|end|>")
     ),
-    FamilyTemplate("OLMo", turns("<|", "|>\n", "\n", BOS), models=("olmo2", "olmo3")),
+    FamilyTemplate(
+        "OLMo", turns("<|", "|>\n", "{{ eos_token if message['role'] == 'assistant' else '' }}\n", BOS),
+        models=("olmo2", "olmo3"),
+    ),
+    FamilyTemplate(
+        "Mistral, tekken",
+        BOS + "{% for message in messages %}{% if message['role'] == 'system' %}[SYSTEM_PROMPT]" + TEXT
+        + "[/SYSTEM_PROMPT]{% elif message['role'] == 'assistant' %}" + TEXT + "{{ eos_token }}{% else %}[INST]" + TEXT
+        + "[/INST]{% endif %}{% endfor %}",
+        tokens=("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+    ),
     FamilyTemplate("Llama 2", FIRST + instructions(BOS, FRAMED), models=("llama",)),
     FamilyTemplate(
         "Mistral", FIRST + BOS + instructions("", FOLD),
@@ -79,6 +103,8 @@ FAMILIES = (
 def family_template(model_dir: Path) -> FamilyTemplate | None:
     """The family of a model directory; None where it is unknown."""
     tokens = {token["content"] for token in _read(model_dir / "tokenizer.json").get("added_tokens", [])}
+    if not tokens and (model_dir / tekken.NAME).is_file():
+        tokens = tekken.control(model_dir / tekken.NAME)
     model_type = _read(model_dir / "config.json").get("model_type")
     for family in FAMILIES:
         if family.tokens and tokens.issuperset(family.tokens):

@@ -6,12 +6,14 @@ import itertools
 import json
 from pathlib import Path
 
-from . import tokenizer_file
+from . import tekken, tokenizer_file
 from .control import Marker
 from .output_parser import KNOWN_REASONING, ReasoningFormat
 from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer
 from .tool_formats import ToolCallFormat, choose
+
+POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
 
 class Text:
@@ -20,7 +22,8 @@ class Text:
     def __init__(self, model_dir: str, generation_config: str = "auto", chat_template: str = ""):
         directory = Path(model_dir)
         tokenizer = tokenizer_file.find(directory)
-        tokenizer_config = _read(directory / "tokenizer_config.json")
+        ends = tekken.ENDS if tokenizer.name == tekken.NAME else {}
+        tokenizer_config = ends | _read(directory / "tokenizer_config.json")
         self.template: ChatTemplate | None = load_template(directory, tokenizer_config, chat_template)
         source = self.template.source if self.template else ""
         self.tool_format: ToolCallFormat | None = choose(source)
@@ -59,9 +62,11 @@ class Text:
 
 
 def _pooling(directory: Path) -> str:
-    """How a model that is made for embeddings pools: what sentence-transformers writes. Of others the mean is taken."""
+    """How a model that is made for embeddings pools: what sentence-transformers writes, mean, last, or the names of
+    other ways, which are not supported. Of others the mean is taken."""
     said = _read(directory / "1_Pooling" / "config.json")
-    return "last" if said.get("pooling_mode_lasttoken") else "mean"
+    modes = [POOLINGS.get(name, name) for name, on in said.items() if name.startswith("pooling_mode_") and on is True]
+    return " and ".join(modes) or "mean"
 
 
 def _read(path: Path) -> dict:

@@ -8,18 +8,38 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from .sentencepiece import merges_of
 
+NAME = "tekken.json"
+ENDS = {"bos_token": "<s>", "eos_token": "</s>"}  # as tokenizer_config.json, which is not beside it, would say
 # Of files that do not list theirs: version 3's, in the order of their ids.
 CONTROL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
 )  # fmt: skip
+
+
+def control(path: Path) -> set[str]:
+    """A file's control tokens. Raises ValueError where it is not as expected."""
+    try:
+        return set(_control(json.loads(path.read_text(encoding="utf-8"))).values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is not a tekken tokenizer, or it is damaged: {error!r}")
+
+
+def _control(data: dict[str, Any]) -> dict[int, str]:
+    """By their ids."""
+    return {int(one["rank"]): one["token_str"] for one in data.get("special_tokens") or []} or dict(enumerate(CONTROL))
 
 
 def build(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
@@ -29,13 +49,12 @@ def build(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
         config = data["config"]
         count, size = int(config["default_num_special_tokens"]), int(config["default_vocab_size"])
         pattern = config["pattern"]
-        control = {int(one["rank"]): one["token_str"] for one in data.get("special_tokens") or []}
-        control = control or dict(enumerate(CONTROL))
+        named = _control(data)
         character = {byte: char for char, byte in alphabet.items()}
         listed = sorted((int(one["rank"]), base64.b64decode(one["token_bytes"])) for one in data["vocab"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a tekken tokenizer, or it is damaged: {error!r}") from None
-    names = [control.get(i, f"<SPECIAL_{i}>") for i in range(count)]
+        raise _damaged(path, error) from None
+    names = [named.get(i, f"<SPECIAL_{i}>") for i in range(count)]
     ranks = {"".join(map(character.__getitem__, token)): rank for rank, token in listed[: size - count]}
     vocab = {name: i for i, name in enumerate(names)} | {token: count + rank for token, rank in ranks.items()}
     # A word that is a token is taken whole, whether merges lead to it or not.

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, processors
 
 from . import sentencepiece, tekken
 
-NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model")  # in this order, where there are several
+NAMES = ("tokenizer.json", tekken.NAME, "tokenizer.model")  # in this order, where there are several
 # The tokens that the code of ChatGLM2 and 3 puts behind those of tokenizer.model.
 CHATGLM = (
     "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
@@ -31,9 +31,9 @@ def find(directory: Path) -> Path:
 
 def load(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
     """alphabet: the byte of each character of byte-level BPE. Raises ValueError where the file cannot be read so."""
-    if path.name == "tekken.json":
+    if path.name == tekken.NAME:
         made = tekken.build(path, alphabet)
-        _surround(made, ["<s>"], [])
+        _surround(made, [tekken.ENDS["bos_token"]], [])
     elif path.suffix == ".model":
         made = _sentencepiece(path)
     else:

@@ -3,6 +3,8 @@
 import pytest
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.decoding import convert
+from phalanx.rank.server.http.messages import CountRequest, MessagesRequest
+from phalanx.rank.server.responses_request import ResponsesRequest
 from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
 BASE = {ChatRequest: {"messages": "x"}, CompletionRequest: {"prompt": "x"}, EmbeddingRequest: {"input": "x"}}
@@ -45,6 +47,12 @@ COMMON = {
     "vllm_xargs": "arguments of vLLM's plugins are not supported",
     "nvext": "extensions of NVIDIA's servers are not supported, use the fields of vLLM",
     **dict.fromkeys(("lora", "lora_path"), "adapters are not supported yet"),
+    "repeat_last_n": "repetition_penalty counts the whole prompt and output, leave it out",
+    # fields of the other endpoints
+    **dict.fromkeys(("background", "previous_response_id", "text"), "this is for /v1/responses"),
+    "truncation": LENGTH,
+    "stop_sequences": "use stop",
+    "max_output_tokens": "use max_tokens",
 }
 REASONS = {
     ChatRequest: {
@@ -54,10 +62,15 @@ REASONS = {
         "web_search_options": "there is no web search",
         "documents": "write them into the messages",
         "suffix": "this is for models that fill in the middle",
+        **dict.fromkeys(("prompt", "input"), "use messages"),
+        **dict.fromkeys(("system", "instructions"), "write it into the messages"),
+        "output_config": "use reasoning_effort",
     },
     CompletionRequest: {
         **COMMON,
-        **dict.fromkeys(("tools", "tool_choice"), CHAT),
+        **dict.fromkeys(("tools", "tool_choice", "messages", "output_config"), CHAT),
+        "input": "use prompt",
+        **dict.fromkeys(("system", "instructions"), "write it into the prompt"),
         "max_completion_tokens": "use max_tokens",
         "top_logprobs": "use logprobs, which is a number here",
     },
@@ -93,3 +106,40 @@ def test_a_limit_of_the_reasoning():
     with pytest.raises(ApiError) as error:
         convert({"messages": "x", "thinking": thinking}, ChatRequest)
     assert error.value.message == f"thinking.budget_tokens is 100: {REASONING}"
+
+
+# Fields of other endpoints that would not change the answer.
+TEMPLATES = {
+    *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message"),
+    *("enable_thinking", "thinking", "reasoning", "reasoning_effort", "include_reasoning", "parallel_tool_calls"),
+}
+IGNORED = {"include", "store", "user", "stream_options"}
+HARMLESS = {
+    ChatRequest: {"include"},
+    CompletionRequest: {"include", *TEMPLATES},  # a completion's prompt is written by the client
+    ResponsesRequest: IGNORED,
+    MessagesRequest: {*IGNORED, "continue_final_message"},  # the last message of the assistant is continued anyway
+    CountRequest: {*IGNORED, "continue_final_message", *MessagesRequest.__struct_fields__},  # the prompt is the same
+}
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_fields_of_other_endpoints(kind):
+    fields = {name for other in HARMLESS for name in other.__struct_fields__}
+    assert fields - {*kind.__struct_fields__, *kind.refused} - HARMLESS[kind] == set()
+
+
+@pytest.mark.parametrize("name", ["output_format", "response_format"])
+def test_a_schema_of_a_message(name):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    convert({**body, name: {"type": "text"}}, MessagesRequest)
+    with pytest.raises(ApiError, match=OUTPUT):
+        convert({**body, name: {"type": "json_schema", "schema": {}}}, MessagesRequest)
+
+
+@pytest.mark.parametrize(("kind", "body"), [(MessagesRequest, {"max_tokens": 5}), (ResponsesRequest, {"input": "x"})])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_of_another_endpoint(kind, body, value):
+    messages = {"messages": [{"role": "user", "content": "x"}]} if kind is MessagesRequest else {}
+    with pytest.raises(ApiError, match="enable_thinking is (true|false): use (thinking|reasoning)"):
+        convert({**body, **messages, "enable_thinking": value}, kind)

@@ -143,7 +143,8 @@ def test_the_names_of_the_address_it_listens_on(monkeypatch):
 
 
 def test_a_probe_may_use_any_name(front):
-    assert front.request("GET", "/health", headers={"Host": "probe.example"}).status == 200
+    for path in ("/health", "/v1/health", "/ready", "/ping"):
+        assert front.request("GET", path, headers={"Host": "probe.example"}).status == 200
 
 
 def test_a_foreign_host_over_http(front):

@@ -29,6 +29,7 @@ KEYS = (
     "tool_calls", "effort", "tools", "mode", "system", "thinking", "tool_use_id", "reasoning",
 )  # fmt: skip
 NUMBERS = (0, 1, -1, 5, 399, 400, 10**6, 2**63, 2**70, 0.5, -0.5, 1e308)
+ALLOWED = {"type": "allowed_tools", "mode": "auto"}
 GOOD = {
     "messages": ("hi", [{"role": "user", "content": "hi"}]),
     "prompt": ("hi", ["a", "b"], [1, 2]),
@@ -90,3 +91,32 @@ def test_no_body_breaks_it(server, route):
         assert not isinstance(answer.body, bytes) or b"internal error" not in answer.body, sent
         statuses.add(answer.status)
     assert {200, 400} <= statuses
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "param"),
+    [
+        ("responses", {"text": {"format": "x"}}, "text.format"),
+        ("responses", {"text": {"format": ["x"]}}, "text.format"),
+        ("responses", {"tool_choice": {**ALLOWED, "tools": 5}}, "tool_choice.tools"),
+        (
+            "responses",
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": {"a": 1}}},
+            "tool_choice.tools",
+        ),
+        ("responses", {"tool_choice": {**ALLOWED, "tools": [{"name": []}]}}, "tool_choice.tools[0].name"),
+        ("responses", {"tools": {"a": 1}}, "tools"),
+        ("responses", {"tools": [{"type": "function", "name": []}]}, "tools[0].name"),
+        ("responses", {"input": [{"type": []}]}, "input[0].type"),
+        (
+            "chat/completions",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": 5}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+    ],
+)
+def test_wrong_kinds_of_values_within(server, path, sent, param):
+    whole = {"input": "hi"} if path == "responses" else {"messages": "hi"}
+    answer = server.post(path, **{**whole, **sent})
+    assert (answer.status, answer.body["error"]["param"]) == (400, param)
+    assert f"{param} is " in answer.body["error"]["message"]

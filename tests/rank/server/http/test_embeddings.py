@@ -96,6 +96,16 @@ def test_models_that_are_made_for_embeddings_say_how_they_pool(tmp_path):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
     assert _pooling(tmp_path) == "last"
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    assert _pooling(tmp_path) == "pooling_mode_cls_token"
+
+
+def test_a_way_of_pooling_that_is_not_supported(front, monkeypatch):
+    monkeypatch.setattr(front.sessions.text, "pooling", "pooling_mode_cls_token")
+    answer = front.post("embeddings", input="x")
+    assert answer.status == 400 and answer.body["error"]["param"] == "embedding_type"
+    assert "pools by pooling_mode_cls_token, which is not supported: only mean" in answer.body["error"]["message"]
+    assert front.post("embeddings", input="x", embedding_type="last").status == 200
 
 
 def test_nothing_is_open_afterwards(front):

@@ -320,10 +320,10 @@ def test_strict(make_front):
     )
     assert front.post("completions", prompt="x", model="other").body["model"] == "tiny"
     check(
-        front.post("completions", prompt="x", repeat_last_n=5),
+        front.post("completions", prompt="x", no_such_field=5),
         400,
-        "repeat_last_n",
-        "repeat_last_n is no field of this endpoint, and this server refuses such (--strict): leave it out",
+        "no_such_field",
+        "no_such_field is no field of this endpoint, and this server refuses such (--strict): leave it out",
     )
     assert front.post("completions", prompt="x").status == 200
 

@@ -1,5 +1,7 @@
 """Anthropic's messages, mostly through Anthropic's own client."""
 
+import re
+
 import anthropic
 import pytest
 from phalanx.rank.server.anthropic_format import MessageRenderer
@@ -206,7 +208,6 @@ def test_keys_in_both_headers(server, client):
         ({"stop_sequences": ["a", ""]}, 'stop_sequences is ["a",""]: at most 64 texts'),
         ({"stop_sequences": ["a"] * 65}, "stop_sequences is 65 texts"),
         ({"temperature": -1}, "temperature is -1.0: it must be between 0 and 100"),
-        ({"messages": [{"role": "user", "content": "word " * 600}]}, "this model's context is 512 tokens"),
         ({"thinking": {"type": 5}}, "thinking.type is 5"),
         ({"output_config": {"effort": 5}}, "output_config.effort is 5"),
     ],
@@ -216,6 +217,25 @@ def test_refusals(server, body, words):
     answer = server.request("POST", "/v1/messages", whole, {"X-Api-Key": "secret"})
     assert answer.status == 400 and set(answer.body) == {"type", "error"}
     assert answer.body["error"]["type"] == "invalid_request_error" and words in answer.body["error"]["message"]
+
+
+def test_a_prompt_that_is_too_long(server, client):
+    """Agents look for these words, and shorten the conversation then."""
+    head = "<|turn|>user\n"
+    exact = [{"role": "user", "content": "word " * 250}]
+    count = len(server.lead.encode(f"{head}{exact[0]['content']}<|end|>\n<|turn|>assistant\n"))
+    assert 512 <= count < 1000
+    for messages, tokens in ((exact, str(count)), ([{"role": "user", "content": "word " * 3000}], r"\d{3,}")):
+        with pytest.raises(anthropic.BadRequestError) as error:
+            client.messages.create(model="m", max_tokens=5, messages=messages)
+        message = error.value.body["error"]["message"]
+        assert re.fullmatch(rf"prompt is too long: {tokens} tokens > 511 maximum", message), message
+
+
+def test_the_client_knows_the_request_by_its_id(client, says):
+    says("x")
+    raw = client.messages.with_raw_response.create(model="m", max_tokens=5, messages=USER)
+    assert raw.request_id and raw.request_id == raw.headers["x-request-id"]
 
 
 def test_errors_of_streams(server, says, monkeypatch):

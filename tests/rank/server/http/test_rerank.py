@@ -5,6 +5,7 @@ import math
 
 import pytest
 from phalanx.rank import protocol
+from phalanx.rank.server.http.rerank import RerankRequest
 
 from ..conftest import Front, make_model
 
@@ -45,6 +46,17 @@ def test_the_best_come_first(server):
         assert short == [{key: answer["results"][0][key] for key in ("index", "relevance_score")}]
 
 
+def test_the_texts_are_listed_as_often_for_many_documents(server, monkeypatch):
+    counts, texts = [], RerankRequest.texts
+    monkeypatch.setattr(RerankRequest, "texts", lambda self: counts.append(1) or texts(self))
+    asked = []
+    for count in (1, 20):
+        counts.clear()
+        assert server.post("rerank", query="q", documents=["a"] * count).status == 200
+        asked.append(len(counts))
+    assert asked[0] == asked[1]
+
+
 @pytest.fixture
 def reranker(make_front, tmp_path):
     """A model with tokens for yes and no."""
@@ -80,8 +92,17 @@ def test_a_reranker_without_the_words(make_front, tmp_path):
 
 
 def test_a_pair_that_is_too_long_for_a_reranker(reranker):
-    answer = reranker.post("rerank", query="q", documents=["word " * 600])
+    answer = reranker.post("rerank", query="q", documents=["word " * 140])
     assert answer.status == 400 and "takes fewer than 512; shorten them" in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize("long", ["query", "documents", "instruction"])
+def test_what_cannot_fit_is_not_tokenised(reranker, monkeypatch, long):
+    monkeypatch.setattr(reranker.sessions.text.tokenizer, "encode", lambda *args: pytest.fail("tokenised"))
+    text = "word " * 3000
+    body = {"query": "q", "documents": ["a"], long: [text] if long == "documents" else text}
+    answer = reranker.post("rerank", **body)
+    assert answer.status == 400 and "it has 15000 characters" in answer.body["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """OpenAI's responses, mostly through OpenAI's own client."""
 
+import json
+
 import openai
 import pytest
 
@@ -292,6 +294,31 @@ def test_refusals(server, body, param, words):
         return
     assert answer.status in (400, 404) and answer.body["error"]["param"] == param
     assert words in answer.body["error"]["message"]
+
+
+def test_each_key_has_its_own(make_front):
+    front = make_front(response_store=4, api_keys=["a", "b"])
+    first, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
+    id = front.request("POST", "/v1/responses", {"input": "hi"}, first).body["id"]
+    one = f"/v1/responses/{id}"
+    asked = [("GET", one), ("GET", f"{one}/input_items"), ("POST", f"{one}/cancel"), ("DELETE", one)]
+    answers = [front.request(method, path, headers=second) for method, path in asked]
+    answers.append(front.request("POST", "/v1/responses", {"input": "so?", "previous_response_id": id}, second))
+    assert [answer.status for answer in answers] == [404] * 5
+    assert all(f"there is no response '{id}' here" in answer.body["error"]["message"] for answer in answers)
+    assert front.request("GET", one, headers=first).status == 200
+
+
+def test_what_came_before_counts(server, monkeypatch):
+    id = server.post("responses", input="hi " * 100).body["id"]
+    ids = [id]
+    for _ in range(3):
+        ids.append(server.post("responses", input="so?", previous_response_id=ids[-1]).body["id"])
+    kept = [server.state.responses._kept[id] for id in ids]
+    assert all(one.size > len(json.dumps([*one.before, *one.input, *one.body["output"]]).encode()) for one in kept)
+    monkeypatch.setattr("phalanx.rank.server.response_store.MAX_BYTES", kept[-1].size)
+    server.call(server.state.responses.trim)
+    assert list(server.state.responses._kept) == ids[-1:]
 
 
 @pytest.mark.parametrize("query", ["order=up", "limit=0", "limit=x", "after=y"])

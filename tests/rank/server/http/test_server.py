@@ -1,6 +1,7 @@
 """Connections that end, readers that are slow, leads that come and go; models, health, metrics."""
 
 import contextlib
+import gzip
 import json
 import socket
 import threading
@@ -50,6 +51,62 @@ def test_client_that_goes_away_frees_its_sequences(front, stream, hold):
     front.lead.hold = False
     assert front.link.open_sequences == 0
     front.wait(lambda: not front.state.active)
+
+
+def errors(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}), ("responses", {"input": "hi"})],
+)
+def test_client_that_leaves_before_a_whole_answer(make_front, caplog, path, body):
+    front = make_front(response_store=4, lead={"hold": True})
+    sock = send(front, path, **body)
+    front.wait(lambda: front.lead.requests)
+    sock.close()
+    front.wait(lambda: front.link.open_sequences == 0 and not front.state.active)
+    assert front.request("GET", "/health").status == 200  # comes after the request that was left
+    assert errors(caplog) == [] and not front.state.responses._kept
+
+
+def test_client_that_leaves_a_followed_response_as_an_event_comes(make_front, caplog):
+    front = make_front(response_store=4, lead={"hold": True})
+    sock = send(front, "responses", input="hi", background=True, stream=True)
+    assert b"HTTP/1.1 200" in sock.recv(30)
+    (kept,) = front.state.responses._kept.values()
+    (handler,) = front.state.active
+
+    def leave():  # the event is written before the handler hears that the connection is closed
+        kept.add([b"event"])
+        handler._socket.close()
+
+    front.call(leave)
+    front.wait(lambda: not front.state.active)
+    assert front.request("GET", "/health").status == 200
+    assert errors(caplog) == []
+    sock.close()
+
+
+def test_client_that_leaves_while_its_body_is_inflated(front, monkeypatch):
+    begun, left = threading.Event(), threading.Event()
+
+    def slow(body):
+        begun.set()
+        assert left.wait(20)
+        return gzip.decompress(body)
+
+    monkeypatch.setattr("phalanx.rank.server.http.handler._inflate", slow)
+    body = gzip.compress(json.dumps({"messages": "hi"}).encode())
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    with contextlib.closing(socket.create_connection(("127.0.0.1", front.port))) as sock:
+        sock.sendall(head.encode() + b"Content-Encoding: gzip\r\n\r\n" + body)
+        assert begun.wait(20)
+    front.wait(lambda: not front.state.active)
+    left.set()
+    front.post("chat/completions", messages="hello")
+    assert len(front.lead.requests) == 1
 
 
 def test_finished_sequences_are_not_aborted(front):

@@ -51,6 +51,21 @@ def test_every_route_is_described(server):
     assert chat["required"] == ["messages"] and chat["properties"]["temperature"]["description"]
 
 
+def test_what_the_description_says_of_answers_and_keys(server):
+    described = server.request("GET", "/openapi.json").body
+    media = lambda path, method="get": set(described["paths"][path][method]["responses"]["200"].get("content", ()))  # noqa: E731
+    assert media("/v1/responses", "post") == media("/v1/messages", "post") == {"application/json", "text/event-stream"}
+    assert media("/v1/responses/{response_id}") == {"application/json", "text/event-stream"}
+    assert media("/v1/responses/{response_id}", "delete") == {"application/json"} and media("/ping") == set()
+    for path in ("/metrics", "/docs", "/openapi.json"):
+        (kind,) = media(path)
+        assert server.request("GET", path).headers["Content-Type"].startswith(kind)
+    schemes = described["components"]["securitySchemes"]
+    assert schemes["header"] == {"type": "apiKey", "in": "header", "name": "X-Api-Key"}
+    for one in described["paths"]["/v1/models"]["get"]["security"]:
+        assert set(one) <= set(schemes)
+
+
 def test_the_page_needs_nothing_from_elsewhere(server):
     answer = server.request("GET", "/docs")
     assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")

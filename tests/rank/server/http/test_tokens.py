@@ -1,6 +1,7 @@
 """/tokenize, /detokenize, /apply-template."""
 
 import pytest
+from phalanx.rank.server.http.tokens import TokenizeRequest
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -27,6 +28,16 @@ def test_texts_and_back(server):
     assert post(server, "/detokenize", tokens=found["tokens"]) == {"prompt": "hello world", "content": "hello world"}
 
 
+def test_texts_as_llama_cpp_has_them(server):
+    found = post(server, "/tokenize", content="hi 🙂", with_pieces=True)["tokens"]
+    pieces = [one["piece"].encode() if isinstance(one["piece"], str) else bytes(one["piece"]) for one in found]
+    assert b"".join(pieces).decode() == "hi 🙂" and any(isinstance(one["piece"], list) for one in found)
+    assert [one["id"] for one in found] == post(server, "/tokenize", content="hi 🙂")["tokens"]
+    sent = ({"content": "x"}, {"content": "x", "add_special": True}, {"prompt": "x"}, {"content": ""})
+    meant = [TokenizeRequest(**body).meant().add_special_tokens for body in sent]
+    assert meant == [False, True, None, False]
+
+
 def test_conversations(server):
     body = {"messages": [{"role": "user", "content": "hi <|end|>"}], "add_generation_prompt": False}
     found = post(server, "/tokenize", **body)
@@ -41,6 +52,7 @@ def test_conversations(server):
         ("/tokenize", {}, "none of them given: send one of prompt, content, messages"),
         ("/tokenize", {"prompt": "a", "messages": "b"}, "prompt and messages given: send one of"),
         ("/tokenize", {"messages": [{"role": "king"}]}, 'messages[0].role is "king"'),
+        ("/tokenize", {"content": "a", "parse_special": False}, "control tokens in a text are always taken as such"),
         ("/detokenize", {}, "tokens is missing"),
         ("/detokenize", {"tokens": [1, 400]}, "tokens holds token id 400: this model's tokens are 0 to 399"),
         ("/apply-template", {"messages": []}, "messages is an empty list"),

@@ -13,6 +13,9 @@ CHAT = [
     {"role": "user", "content": "Bye"},
 ]
 WRITTEN = {
+    "Phi-4": "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>"
+    "assistant<|im_sep|>Ho<|im_end|><|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_sep|>",
+    "Mistral, tekken": "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Hi[/INST]Ho</s>[INST]Bye[/INST]",
     "ChatML": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo"
     "<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n",
     "Llama 3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user"
@@ -26,7 +29,7 @@ WRITTEN = {
     "GLM-4": "[gMASK]<sop><|system|>\nBe brief.<|user|>\nHi<|assistant|>\nHo<|user|>\nBye<|assistant|>\n",
     "Phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHo<|end|>\n<|user|>\nBye<|end|>\n"
     "<|assistant|>\n",
-    "OLMo": "<s><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\nHo\n<|user|>\nBye\n<|assistant|>\n",
+    "OLMo": "<s><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\nHo</s>\n<|user|>\nBye\n<|assistant|>\n",
     "Llama 2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Ho</s><s>[INST] Bye [/INST]",
     "Mistral": "<s>[INST] Be brief.\n\nHi [/INST] Ho</s>[INST] Bye [/INST]",
 }
@@ -56,3 +59,20 @@ def test_control_tokens_say_more_than_the_model_type(tmp_path):
 def test_a_template_of_its_own_stays(tmp_path):
     template = write(tmp_path, ("<|im_start|>", "<|im_end|>"), "qwen2", chat_template="own")
     assert template.family is None and template.source == "own"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.family)
+def test_nothing_is_lost(tmp_path, family):
+    template = write(tmp_path, family.tokens, next(iter(family.models), "some"))
+    assert template.render(CHAT[:1]).count("Be brief.") == 1
+    written = template.render([CHAT[0], *CHAT[2:]])
+    assert [written.count(text) for text in ("Be brief.", "Ho", "Bye")] == [1, 1, 1]
+    assert written.index("Be brief.") < written.index("Ho") < written.index("Bye")
+    assert "None" not in template.render([CHAT[1], {"role": "assistant", "content": None, "tool_calls": []}, CHAT[3]])
+
+
+def test_a_system_message_that_no_user_follows(tmp_path):
+    answered = [CHAT[0], *CHAT[2:]]
+    assert write(tmp_path, (), "llama").render(answered) == "<s>[INST] Be brief. [/INST] Ho</s><s>[INST] Bye [/INST]"
+    gemma = write(tmp_path, ("<start_of_turn>", "<end_of_turn>")).render(CHAT[:1])
+    assert gemma == "<s><start_of_turn>user\nBe brief.<end_of_turn>\n<start_of_turn>model\n"

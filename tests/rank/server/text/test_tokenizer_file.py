@@ -9,6 +9,7 @@ import warnings
 import pytest
 import sentencepiece
 from phalanx.rank.server.text import tokenizer_file
+from phalanx.rank.server.text.load import Text
 from phalanx.rank.server.text.tokenizer import ALPHABET, Tokenizer, detokenizer
 from transformers import LlamaTokenizer
 
@@ -82,6 +83,20 @@ def test_as_transformers_converts_it(tmp_path, legacy):
     got = made.encode("<s>a", False)
     assert got == theirs("<s>a", add_special_tokens=False)["input_ids"] if not legacy else len(got) == 2
     assert made.piece(got[1]) == (b" a" if legacy else b"a")
+
+
+def test_null_is_absent(tmp_path):
+    train(tmp_path, **KINDS["llama"])
+    texts = [*TEXTS, "<s>a"]
+    plain = [configure(tmp_path).encode(text, True) for text in texts]
+    nulls = configure(tmp_path, legacy=None, add_prefix_space=None)
+    assert [nulls.encode(text, True) for text in texts] == plain
+
+
+def test_a_model_in_tiktokens_format(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    with pytest.raises(ValueError, match="is in tiktoken's format, which cannot be read: convert it to a"):
+        configure(tmp_path)
 
 
 def test_tokens_that_are_added(tmp_path):
@@ -199,3 +214,15 @@ def test_a_damaged_tekken(tmp_path, text):
     (tmp_path / "tekken.json").write_text(text)
     with pytest.raises(ValueError, match="tekken.json is not a tekken tokenizer, or it is damaged"):
         Tokenizer(tokenizer_file.find(tmp_path))
+
+
+def test_tekken_alone(tmp_path, model_dir):
+    """No other file names its first and last token, or its template."""
+    tekken(tmp_path, model_dir)
+    text = Text(str(tmp_path))
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert text.template.family.family == "Mistral, tekken" and text.end_tokens == (2,)
+    assert text.template.render(messages) == "<s>[SYSTEM_PROMPT]s[/SYSTEM_PROMPT][INST]u[/INST]"
+    (tmp_path / "tekken.json").write_text("[]")
+    with pytest.raises(ValueError, match="tekken.json is not a tekken tokenizer, or it is damaged"):
+        Text(str(tmp_path))
