@@ -152,7 +152,7 @@ class Model(nn.Module):
     # Set by load():
     dtype: torch.dtype
     weight_bytes: int  # on this rank
-    num_weights: int  # of its linears
+    num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from ..safetensors_header import Index, read_index
 from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config
+from .experts.fused import FusedExperts
 from .formats import in_situ
 from .layers.linear import Linear
 from .weights.dummy import Dummy
@@ -92,7 +93,7 @@ def load(
     model.dtype = DTYPES[chosen]
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
-    model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear))
+    model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
     return model.eval()
 
 
