@@ -333,8 +333,9 @@ class TextOfMultimodal(Model):
 
     @staticmethod
     def _is_tied(args: Args, names: Container[str]) -> bool:
-        """The whole's config.json may say so by its class's default, where the checkpoint has a head of its own."""
-        return args.tie_word_embeddings and "lm_head.weight" not in names
+        """By what the checkpoint has, where that is known: the whole's config.json may say either by its class's default,
+        whatever its text_config says."""
+        return "lm_head.weight" not in names if names else args.tie_word_embeddings
 
     @classmethod
     def rename(cls, name: str) -> str:

@@ -236,6 +236,16 @@ def test_a_head_of_its_own_is_read_whatever_the_whole_says(tmp_path, expected):
     assert distance(logits, want) < TOLERANCE
 
 
+def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path, expected):
+    path = made("mistral3 of ministral3")
+    config = json.loads((path / "config.json").read_text())
+    assert config["text_config"]["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    (logits,) = run_steps(tmp_path, [tokens(20)], tp=2)
+    assert distance(logits, expected(path, tokens(20))) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
