@@ -333,8 +333,8 @@ class TextOfMultimodal(Model):
 
     @staticmethod
     def _is_tied(args: Args, names: Container[str]) -> bool:
-        """By what the checkpoint has, where that is known: the whole's config.json may say either by its class's default,
-        whatever its text_config says."""
+        """By what the checkpoint has, where that is known: the whole's config.json may say either by its class's
+        default, whatever its text_config says."""
         return "lm_head.weight" not in names if names else args.tie_word_embeddings
 
     @classmethod
