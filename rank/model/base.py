@@ -28,8 +28,10 @@ from .shard import Shard, stage_layers
 from .weights.slicing import ShardedModule, Slice, Source, slices
 
 STACKED = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts in one tensor, whose name ends here
-# The types that a field of Args accepts, by its annotation. Other annotations are not checked.
-TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
+# The types that a field of Args accepts, by its annotation.
+TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str, "dict": dict}
+# Keys of config.json that count tokens, layers or groups, of which there are some wherever the key is given.
+POSITIVE = ("sliding_window", "sliding_window_pattern", "decoder_sparse_step", "n_group", "topk_group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +73,31 @@ class Args:
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """Raises FatalError where a key is missing or has the wrong type. A null counts as absent."""
+        """Raises FatalError where a key is missing or has a wrong type or value. A null counts as absent."""
         resolved = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
         given = {key: value for key, value in (config.raw | resolved).items() if value is not None}
         values = {}
         for field in dataclasses.fields(cls):
             if field.name in given:
                 value = values[field.name] = given[field.name]
-                if not isinstance(value, TYPES.get(str(field.type), object)):
+                kind = str(field.type).removesuffix(" | None")
+                if not _is_of(value, kind) or (field.name in POSITIVE and value < 1):
                     name = spelled(field.name, config.model_type)
-                    raise FatalError(f"{config.path}/config.json: {name} is {value!r}, expected {field.type}", MODEL)
+                    expected = f"{kind}, at least 1" if field.name in POSITIVE else kind
+                    raise FatalError(f"{config.path}/config.json: {name} is {value!r}, expected {expected}", MODEL)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 name = spelled(field.name, config.model_type)
                 raise FatalError(f"{config.path}/config.json has no {name}", MODEL)
         return cls(**values)
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """kind: an annotation such as int, list[str] or dict[str, Any]."""
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_is_of(one, kind[5:-1]) for one in value)
+    if isinstance(value, bool):  # which Python takes for an int
+        return kind == "bool"
+    return isinstance(value, TYPES[kind.partition("[")[0]])
 
 
 class Layer(nn.Module):
@@ -152,7 +165,7 @@ class Model(nn.Module):
     # Set by load():
     dtype: torch.dtype
     weight_bytes: int  # on this rank
-    num_weights: int  # of its linears
+    num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
 
     def __init__(
         self,
@@ -320,8 +333,9 @@ class TextOfMultimodal(Model):
 
     @staticmethod
     def _is_tied(args: Args, names: Container[str]) -> bool:
-        """The whole's config.json may say so by its class's default, where the checkpoint has a head of its own."""
-        return args.tie_word_embeddings and "lm_head.weight" not in names
+        """By what the checkpoint has, where that is known: the whole's config.json may say either by its class's
+        default, whatever its text_config says."""
+        return "lm_head.weight" not in names if names else args.tie_word_embeddings
 
     @classmethod
     def rename(cls, name: str) -> str:

@@ -18,6 +18,7 @@ from ..safetensors_header import Index, read_index
 from . import architectures
 from .base import Model
 from .config import Config, check_degrees, read_config
+from .experts.fused import FusedExperts
 from .formats import in_situ
 from .layers.linear import Linear
 from .weights.dummy import Dummy
@@ -77,7 +78,7 @@ def load(
     parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
     if index is not None:
-        source = _open(model, parts, config.path, index, way, mesh.world, speaks)
+        source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
     need = _memory(model.sharded_modules(), source, DTYPES[chosen], stored)
     if room is not None and need > room:
@@ -92,7 +93,7 @@ def load(
     model.dtype = DTYPES[chosen]
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
-    model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear))
+    model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
     return model.eval()
 
 
@@ -152,14 +153,14 @@ def choose_way(way: str, path: Path, world: HostComm) -> str:
 
 
 def _open(
-    model: Model, parts: list[Slice], path: Path, index: Index, way: str, world: HostComm, speaks: bool
+    model: Model, parts: list[Slice], config: Config, index: Index, way: str, world: HostComm, speaks: bool
 ) -> Checkpoint | Striped:
     """Open and check the checkpoint; the model has no memory yet. Collective over world if striped."""
-    checkpoint = Checkpoint(path, index, model.rename, model.spelled)
+    checkpoint = Checkpoint(config.path, index, model.rename, model.spelled)
     for part in parts:  # before the first byte is read, so that a wrong file is reported at once
         checkpoint.check(part)
     if speaks:
-        _tell_unread(model, parts, checkpoint)
+        _tell_unread(model, config, parts, checkpoint)
     return Striped(checkpoint, parts, world) if way == "striped" else checkpoint
 
 
@@ -183,12 +184,17 @@ def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], filler: Fill
     filler.close()
 
 
-def _tell_unread(model: Model, parts: list[Slice], source: Checkpoint) -> None:
-    """Log tensors that no rank reads. Layers of other stages are recognised by their names."""
-    read = {part.tensor for part in parts}
-    patterns = {_pattern(name) for name in read} | {"model.embed_tokens.weight", "model.embed_positions.weight"}
+def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Checkpoint) -> None:
+    """Log tensors that no rank reads. Layers of other stages are recognised by their numbers."""
+    read = {part.tensor for part in parts} | {"model.embed_tokens.weight", "model.embed_positions.weight"}
     harmless = (*HARMLESS, "lm_head.weight") if model.tied else HARMLESS
-    unread = [name for name in source.names if _pattern(name) not in patterns and not name.endswith(harmless)]
+    elsewhere = set(range(config.num_layers)) - set(map(int, model.model.layers))
+    unread = [name for name in source.names if name not in read and not name.endswith(harmless)]
+    unread = [name for name in unread if _layer(name) not in elsewhere]
+    if config.raw.get("num_nextn_predict_layers"):
+        if further := [name for name in unread if _layer(name) >= config.num_layers]:
+            log.info("layers that predict further tokens are left out: %d tensors", len(further))
+        unread = [name for name in unread if _layer(name) < config.num_layers]
     if left_out := [name for name in unread if name.startswith(model.LEFT_OUT)]:
         log.info("text alone is served: %d tensors of the model's other parts are left out", len(left_out))
     unread = [name for name in unread if not name.startswith(model.LEFT_OUT)]
@@ -196,6 +202,7 @@ def _tell_unread(model: Model, parts: list[Slice], source: Checkpoint) -> None:
         log.warning("%d tensors of the checkpoint are not used, the first is %s", len(unread), unread[0])
 
 
-def _pattern(name: str) -> str:
-    """A tensor's name with its layer number replaced by *."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _layer(name: str) -> int:
+    """The number of the layer whose tensor this is; -1: of none."""
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return int(number) if name.startswith("model.layers.") and number.isdigit() else -1

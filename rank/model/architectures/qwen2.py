@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams
+from ..config import FULL, SLIDING
+from ..layers.attention import layer_type
 from . import llama
 
 
@@ -17,15 +18,8 @@ class Args(llama.Args):
     layer_types: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        named, layers = len(self.layer_types), self.num_hidden_layers
-        # More entries than layers are allowed: models with layers removed have them.
-        if self.use_sliding_window and self.sliding_window is not None and 0 < named < layers:
-            entries = "1 entry" if named == 1 else f"{named} entries"
-            raise FatalError(
-                f"config.json: layer_types has {entries}, but num_hidden_layers is {layers}; with use_sliding_window "
-                "it says for each layer whether attention slides",
-                MODEL,
-            )
+        for index in range(self.num_hidden_layers):
+            self._window(index)  # so that all ranks refuse a wrong type, whichever stage has the layer
 
     @property
     def qkv_bias(self) -> bool:
@@ -42,8 +36,8 @@ class Args(llama.Args):
         """A layer's sliding window in tokens; 0: none."""
         if not self.use_sliding_window or self.sliding_window is None:
             return 0
-        slides = self.layer_types[index] == "sliding_attention" if self.layer_types else index >= self.max_window_layers
-        return self.sliding_window if slides else 0
+        kind = layer_type(self.layer_types, index, SLIDING if index >= self.max_window_layers else FULL)
+        return self.sliding_window if kind == SLIDING else 0
 
 
 Model = llama.Model

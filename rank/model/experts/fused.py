@@ -61,6 +61,12 @@ class FusedExperts(nn.Module):
         w13, w2 = self.gate_up_proj.weight, self.down_proj.weight
         return fused_experts(routed.x, routed.ids, routed.weights, w13, w2, self.activation)
 
+    @property
+    def num_weights(self) -> int:
+        """Elements of this rank's slices of the experts that one token visits."""
+        one = sum(w.inputs.width * sum(shard.width for shard in w.outputs) for w in (self.gate_up_proj, self.down_proj))
+        return self.top_k * one
+
     def kernel_rows(self) -> list[int]:
         """Numbers of tokens that together use every kernel there is for these experts."""
         return tiling_rows(self.down_proj.experts.width, self.top_k)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.moe.router import RouterParams, route
+from ....kernels.moe.router import GROUP_TOP, RouterParams, route
 from ..experts.fused import FusedExperts
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
@@ -22,8 +22,7 @@ class Router(ShardedModule):
 
     def __init__(self, hidden: int, experts: int, params: RouterParams):
         super().__init__()
-        if experts % params.groups:
-            raise FatalError(f"config.json: {experts} experts do not fall into {params.groups} groups", MODEL)
+        _check_groups(experts, params)
         self.inputs, self.outputs, self.params = whole(hidden), (whole(experts),), params
         self.weight = nn.Parameter(torch.empty(experts, hidden, device="meta"), requires_grad=False)
         bias = nn.Parameter(torch.empty(experts, device="meta"), requires_grad=False)
@@ -34,12 +33,30 @@ class Router(ShardedModule):
         return route(x, self.weight, self.e_score_correction_bias, self.params)
 
 
+def _check_groups(experts: int, params: RouterParams) -> None:
+    if experts % params.groups:
+        raise FatalError(f"config.json: {experts} experts do not fall into {params.groups} groups", MODEL)
+    size = experts // params.groups
+    if params.groups > 1 and size < GROUP_TOP:
+        raise FatalError(
+            f"config.json: {experts} experts in {params.groups} groups are {size} in each, but groups are chosen by "
+            f"their best {GROUP_TOP}",
+            MODEL,
+        )
+    if params.top_groups > params.groups or params.top_groups * size < params.top_k:
+        raise FatalError(
+            f"config.json: a token cannot visit {params.top_k} experts of its best {params.top_groups} of "
+            f"{params.groups} groups of {size}",
+            MODEL,
+        )
+
+
 class MoE(nn.Module):
     """The weighted sum of k experts of each token. A subclass may add an expert that all tokens visit."""
 
     def __init__(self, hidden: int, inner: int, experts: int, params: RouterParams, mesh: Mesh, act: str = "silu"):
         """inner: of one expert. act: the activation's name in config.json. Raises FatalError where a token is to visit
-        more experts than there are."""
+        more experts than there are, or than its groups have."""
         super().__init__()
         if not 0 < params.top_k <= experts:
             raise FatalError(

@@ -4,7 +4,6 @@ import pytest
 import torch
 from phalanx.kernels.moe.router import RouterParams, route
 from transformers import AutoConfig
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -59,16 +58,3 @@ def test_deepseek_v3(groups, top_groups, normalise):
         6, "sigmoid", corrected=True, normalise=normalise, scale=2.5, groups=groups, top_groups=top_groups
     )
     check(x, router.weight, router.e_score_correction_bias, params, ids, weights)
-
-
-def test_deepseek_v2():
-    """Softmax, and the groups whose best expert is the best."""
-    config = AutoConfig.for_model(
-        "deepseek_v2", hidden_size=32, n_routed_experts=20, num_experts_per_tok=4, n_group=5, topk_group=2,
-        topk_method="group_limited_greedy", routed_scaling_factor=16.0, norm_topk_prob=False,
-    )  # fmt: skip
-    router, x = DeepseekV2TopkRouter(config), torch.randn(40, 32)
-    torch.nn.init.normal_(router.weight)
-    _, weights, ids = router(x)
-    params = RouterParams(4, normalise=False, scale=16.0, groups=5, top_groups=2, group_top=1)
-    check(x, router.weight, None, params, ids, weights)

@@ -9,6 +9,7 @@ from phalanx.errors import MODEL, FatalError
 from phalanx.rank.model import architectures
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.measure import Seat, build
+from safetensors.torch import load_file, save_file
 
 from .harness import auto_model, distance, run_steps, tokens
 
@@ -227,6 +228,31 @@ def test_the_vision_part_is_left_out(made, caplog):
     ]
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe"])
+def test_stages_whose_layers_differ_are_all_read(made, caplog, name):
+    """The layer with another kind of MLP is the other stage's, on which nobody logs."""
+    caplog.set_level("WARNING", "phalanx")
+    run_steps(made(name), [[1]], pp=2)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_layer_that_predicts_a_second_token_is_left_out(made, tmp_path, caplog, pp):
+    path = made("glm4_moe plain")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    further = {"model.layers.4.eh_proj.weight": torch.zeros(3), "model.layers.4.mlp.gate.weight": torch.zeros(3)}
+    save_file(further, tmp_path / "more.safetensors")
+    files = {name: "model.safetensors" for name in load_file(path / "model.safetensors")}
+    weight_map = files | dict.fromkeys(further, "more.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    caplog.set_level("INFO", "phalanx")
+    run_steps(tmp_path, [[1]], pp=pp)
+    assert "layers that predict further tokens are left out: 2 tensors" in caplog.messages
+    assert not [one for one in caplog.records if one.levelname != "INFO"]
+
+
 def test_a_head_of_its_own_is_read_whatever_the_whole_says(tmp_path, expected):
     path = write(tmp_path, **MODELS["mistral3"])
     want = expected(path, tokens(20))
@@ -234,6 +260,16 @@ def test_a_head_of_its_own_is_read_whatever_the_whole_says(tmp_path, expected):
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     (logits,) = run_steps(path, [tokens(20)], tp=2)
     assert distance(logits, want) < TOLERANCE
+
+
+def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path, expected):
+    path = made("mistral3 of ministral3")
+    config = json.loads((path / "config.json").read_text())
+    assert config["text_config"]["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    (logits,) = run_steps(tmp_path, [tokens(20)], tp=2)
+    assert distance(logits, expected(path, tokens(20))) < TOLERANCE
 
 
 @pytest.mark.parametrize(

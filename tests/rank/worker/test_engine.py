@@ -1,18 +1,22 @@
 """What a rank says of the sizes that it chooses: sequences at once, and the KV cache."""
 
+import json
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 from phalanx import errors
-from phalanx.comm import threads
+from phalanx.comm import mesh, threads
 from phalanx.comm.watchdog import LocalWatchdog
 from phalanx.rank.model.cache_spec import PagedKV
+from phalanx.rank.model.load import load
 from phalanx.rank.options import Options
 from phalanx.rank.worker import engine as module
 from phalanx.rank.worker import kv_cache
 from phalanx.rank.worker.engine import Engine, Place
+
+from ...checkpoints import make_config
 
 CPU = torch.device("cpu")
 
@@ -31,6 +35,20 @@ def test_large_weights_on_cpus_run_few_sequences_at_once(caplog):
     assert caplog.messages == [
         "at most 10 sequences run at once on each copy, so that a step of these weights is short"
     ]
+
+
+def test_experts_that_a_token_visits_count_in_a_step(tmp_path, monkeypatch):
+    config = make_config("llama", num_hidden_layers=1) | {
+        "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention, two_experts, head = 48 * 96 * 2 + 48 * 48 * 2, 2 * 3 * 48 * 100, 48 * 512
+    monkeypatch.setattr(module, "CPU_STEP", 2 * 20 * (attention + two_experts + head))
+
+    def budget(world):
+        return engine(world, load(tmp_path, mesh.build(world, 1, 1), load_format="dummy"))._token_budget()
+
+    assert threads.run(budget, 1) == [(20, 20)]
 
 
 def test_the_cache_gets_its_part_of_the_free_memory(caplog, monkeypatch):
