@@ -186,11 +186,11 @@ def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], filler: Fill
 
 def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Checkpoint) -> None:
     """Log tensors that no rank reads. Layers of other stages are recognised by their numbers."""
-    read = {part.tensor for part in parts} | {"model.embed_tokens.weight", "model.embed_positions.weight"}
+    read = {_pattern(part.tensor) for part in parts} | {"model.embed_tokens.weight", "model.embed_positions.weight"}
     harmless = (*HARMLESS, "lm_head.weight") if model.tied else HARMLESS
     elsewhere = set(range(config.num_layers)) - set(map(int, model.model.layers))
-    unread = [name for name in source.names if name not in read and not name.endswith(harmless)]
-    unread = [name for name in unread if _layer(name) not in elsewhere]
+    unread = [name for name in source.names if not name.endswith(harmless) and _layer(name) not in elsewhere]
+    unread = [name for name in unread if _pattern(name) not in read or _layer(name) >= config.num_layers]
     if config.raw.get("num_nextn_predict_layers"):
         if further := [name for name in unread if _layer(name) >= config.num_layers]:
             log.info("layers that predict further tokens are left out: %d tensors", len(further))
@@ -206,3 +206,8 @@ def _layer(name: str) -> int:
     """The number of the layer whose tensor this is; -1: of none."""
     number = name.removeprefix("model.layers.").partition(".")[0]
     return int(number) if name.startswith("model.layers.") and number.isdigit() else -1
+
+
+def _pattern(name: str) -> str:
+    """A tensor's name with * for its numbers: of a layer, and of a head or expert that may be another rank's."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

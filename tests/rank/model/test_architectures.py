@@ -228,11 +228,11 @@ def test_the_vision_part_is_left_out(made, caplog):
     ]
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe"])
-def test_stages_whose_layers_differ_are_all_read(made, caplog, name):
-    """The layer with another kind of MLP is the other stage's, on which nobody logs."""
+@pytest.mark.parametrize("name, tp, pp", [("qwen2_moe", 1, 2), ("glm4_moe", 1, 2), ("stablelm parallel", 2, 1)])
+def test_what_other_ranks_read_is_used(made, caplog, name, tp, pp):
+    """One rank logs for all: it reads neither layers of other stages nor norms of other ranks' heads."""
     caplog.set_level("WARNING", "phalanx")
-    run_steps(made(name), [[1]], pp=2)
+    run_steps(made(name), [[1]], tp=tp, pp=pp)
     assert not caplog.messages
 
 
