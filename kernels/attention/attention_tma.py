@@ -65,7 +65,7 @@ def supports_decode(q: Tensor, keys: Tensor, newest: CurrentKV | None = None) ->
 
 
 def supports_prefill(q: Tensor, keys: Tensor) -> bool:
-    """Whether `prompts` takes q [T, heads, dim] and caches like keys."""
+    """Whether `prefill` takes q [T, heads, dim] and caches like keys."""
     return _boxed(q, keys) and device_caps(q.device).hopper
 
 

@@ -13,8 +13,8 @@
 // read x once for WIDTH outputs; warps on their own, each with 16 outputs, read it once each, which from 33 rows on is
 // more than shared memory gives.
 //
-// With SPLIT above 1, which needs WHOLE and launches of as many blocks a cluster, a cluster of so many blocks shares one tile: each multiplies its part of the
-// inputs, and they add their sums up through each other's shared memory. A tile may then have SPLIT times the outputs,
+// With SPLIT above 1, which needs WHOLE and launches of as many blocks a cluster, a cluster of so many blocks shares one
+// tile: each multiplies its part of the inputs, and they add their sums up through each other's shared memory. A tile may then have SPLIT times the outputs,
 // so that x comes from the second-level cache that much less often: beside tiles of 32 outputs 64 rows of x are twice
 // the bytes of W.
 

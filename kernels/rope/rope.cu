@@ -2,7 +2,8 @@
 // A warp does PER heads of a token: Q_HEADS query heads, then KV_HEADS key heads, then as many value heads.
 //
 // DIM: elements of a head, the first TURNED of them in pairs: (2i, 2i + 1) where INTERLEAVED, else (i, i + TURNED / 2).
-// V: elements at a time, a divisor of DIM and of TURNED / 2. C: the cache's element type. Rows of q, k and v are q_row, k_row and v_row apart.
+// V: elements at a time, a divisor of DIM and of TURNED / 2. C: the cache's element type. Rows of q, k and v are q_row,
+// k_row and v_row apart.
 
 constexpr int HALF = TURNED / 2;
 constexpr int PAIRS = (HALF / V + 31) / 32;           // vectors of a lane in each half
