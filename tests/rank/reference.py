@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +14,7 @@ GAP = 1e-3  # between the two likeliest tokens' logits: far above what the order
 
 def through_gguf(weight: torch.Tensor, kind: str) -> torch.Tensor:
     """A weight [O, I] as gguf-py makes it of its own codes: f32."""
-    import gguf  # here, as GPU machines may lack it and run the tests of plain weights
+    gguf = pytest.importorskip("gguf")  # here, as GPU machines may lack it and run the tests of plain weights
 
     number = gguf.GGMLQuantizationType[kind.upper()]
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.float().numpy(), number), number))

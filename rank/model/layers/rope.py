@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ....errors import MODEL, FatalError
 from ....kernels.embedding.embedding import embedding
 from ....kernels.rope.rope import CosSin, cos_sin
+from ..config import FULL, SLIDING
 
 Parameters = dict[str, Any]
 # The rope type of layers without positions (NoPE: Kazemnejad et al. 2023, arXiv 2305.19466): nothing is rotated.
@@ -61,11 +62,11 @@ class RotaryEmbedding(nn.Module):
         kind = parameters.get("rope_type")
         if kind is None:
             raise FatalError(
-                f"config.json: the rope parameters differ between {' and '.join(parameters)} layers, which is not "
-                "supported for this model type",
+                f"config.json: the rope parameters differ between {FULL} and {SLIDING} layers, which is not supported "
+                "for this model type",
                 MODEL,
             )
-        if kind not in KINDS:
+        if kind not in KINDS and parameters != NONE:
             raise FatalError(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         if dim % 2:
@@ -73,7 +74,7 @@ class RotaryEmbedding(nn.Module):
                 f"config.json: rope needs an even number of dimensions, but it gets {dim} of a head's {head_dim}", MODEL
             )
         try:
-            frequencies, scale = KINDS[kind](parameters, dim, max_positions, max_model_len)
+            frequencies, scale = KINDS.get(kind, _none)(parameters, dim, max_positions, max_model_len)
         except KeyError as missing:
             raise FatalError(f"config.json: rope type {kind!r} needs {missing.args[0]!r}", MODEL) from None
         # Plain arithmetic in f32, the order of transformers: positions times frequencies, then cos.
@@ -202,5 +203,4 @@ KINDS: dict[str, Callable[[Parameters, int, int, int], tuple[Tensor, float]]] = 
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,
-    "none": _none,
 }

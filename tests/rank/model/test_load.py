@@ -256,6 +256,8 @@ def test_extra_tensors(small, caplog):
     ({"hidden_act": "mish"}, "activation 'mish' is not supported; supported are silu, swish, gelu"),
     ({"rope_parameters": {"rope_type": "proportional"}},
      "rope type 'proportional' is not supported; supported are default, linear, dynamic, llama3, yarn, longrope"),
+    ({"rope_parameters": {"rope_type": "none"}},
+     "rope type 'none' is not supported; supported are default, linear, dynamic, llama3, yarn, longrope, su"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' needs 'short_factor'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' needs 'low_freq_factor'"),
     ({"head_dim": 7}, "rope needs an even number of dimensions, but it gets 7 of a head's 7"),
