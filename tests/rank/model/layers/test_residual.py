@@ -10,7 +10,7 @@ from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
 from phalanx.rank.model.formats import dense
 from phalanx.rank.model.layers import residual
 from phalanx.rank.model.layers.linear import ColumnParallel, GatedColumnParallel, Linear, RowParallel
-from phalanx.rank.model.layers.mlp import MLP
+from phalanx.rank.model.layers.mlp import MLP, activation
 from phalanx.rank.model.layers.norm import AddLayerNorm, AddRMSNorm
 from phalanx.rank.model.layers.residual import ResidualStream
 from phalanx.rank.model.shard import whole
@@ -330,6 +330,7 @@ def test_a_parallel_block_reads_its_norm_twice(monkeypatch, kind, fused, kept, s
     torch.testing.assert_close(value, want if kept is None else want[kept], atol=1e-4, rtol=1e-4)
 
 
-def test_an_unknown_activation_is_refused():
+def test_names_of_activations():
+    assert activation("gelu_fast") == activation("gelu_new")  # the same formula
     with pytest.raises(FatalError, match="'mish' is not supported.*gelu_new"):
         MLP(HIDDEN, INNER, mesh.build(threads_of_one(), 1, 1), act="mish")
