@@ -5,21 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
-from ....kernels.attention.attention import AttentionParams
 from ....kernels.moe.router import RouterParams
 from .. import base
 from ..layers.moe import MoE
-from . import llama
+from . import llama, mistral
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(llama.Args):
+class Args(mistral.Args):
     num_local_experts: int
     num_experts_per_tok: int
-    sliding_window: int | None = None
-
-    def attention_params(self, index: int) -> AttentionParams:
-        return AttentionParams(scale=self.head_dim**-0.5, window=self.sliding_window or 0)
 
 
 class Layer(llama.Layer):

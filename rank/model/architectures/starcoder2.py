@@ -7,22 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....comm.mesh import Mesh
-from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
 from ..layers.mlp import MLP
 from ..layers.norm import AddLayerNorm, LayerNorm
 from ..layers.residual import Normed, ResidualStream
-from . import llama
+from . import llama, mistral
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(llama.Args):
+class Args(mistral.Args):
     hidden_act: str = "gelu_pytorch_tanh"
     norm_epsilon: float = 1e-5
     use_bias: bool = True
-    sliding_window: int | None = None
     tie_word_embeddings: bool = True
 
     @property
@@ -32,9 +30,6 @@ class Args(llama.Args):
     @property
     def o_bias(self) -> bool:
         return self.use_bias
-
-    def attention_params(self, index: int) -> AttentionParams:
-        return AttentionParams(scale=self.head_dim**-0.5, window=self.sliding_window or 0)
 
 
 class Layer(base.Layer):
