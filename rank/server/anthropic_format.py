@@ -9,11 +9,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-import msgspec
-
 from .api_error import ApiError, PromptTooLong
 from .items import Change, Item, Items
-from .renderer import Renderer
+from .renderer import Renderer, sse
 from .session import Session, Update
 
 ERRORS = {
@@ -36,11 +34,6 @@ def error_body(error: ApiError) -> dict[str, Any]:
         message = f"prompt is too long: {error.tokens} tokens > {error.context - 1} maximum"
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def sse(name: str, **fields: Any) -> bytes:
-    """One event: its name and its data, whose type is the name again."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
 
 
 class Limited(Protocol):

@@ -11,6 +11,11 @@ from .api_error import ApiError
 from .session import Session
 
 
+def sse(name: str, /, **fields: Any) -> bytes:
+    """One event: its name and its data, whose type is the name again."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
+
+
 class Renderer:
     """The answer of one endpoint to one request. Its constructor takes the session, the request and the tokenizer."""
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
-
 from .api_error import ApiError
 from .items import Change, Item, Items
-from .renderer import Renderer
+from .renderer import Renderer, sse
 from .responses_request import ResponsesRequest
 from .schema import ReasoningOptions
 from .session import Session, Update
@@ -183,9 +181,9 @@ class ResponseRenderer(Renderer):
         ]
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
-        data = msgspec.json.encode({"type": name, "sequence_number": self._number, **fields})
+        event = sse(name, sequence_number=self._number, **fields)
         self._number += 1
-        return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+        return event
 
 
 def _part(item: Item, text: str) -> dict[str, Any]:
