@@ -10,20 +10,7 @@ constexpr int V = 8;                 // elements of one access
 constexpr int STEPS = I / (32 * V);  // accesses of a warp to a row
 constexpr int N = I, THREADS = WARPS * 32;
 #include "row.cuh"
-
-// One access as it comes: single elements would take a register each.
-struct Access {
-    unsigned u[4];
-};
-
-// Weights are read once: they need not displace anything in the first-level cache.
-__device__ inline Access stream(const Access* from) {
-    Access y;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(y.u[0]), "=r"(y.u[1]), "=r"(y.u[2]), "=r"(y.u[3])
-                 : "l"(from));
-    return y;
-}
+#include "stream.cuh"
 
 // The norm of x + residual to `to`. That sum goes to `sum`, as other blocks still read the residual.
 __device__ inline void reduce_add_norm(const T* x, const T* residual, const Weights& weights, float eps, T* sum, T* to) {

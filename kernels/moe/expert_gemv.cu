@@ -4,19 +4,7 @@
 // but one from the second-level cache.
 
 constexpr int V = 8;  // elements of one access
-
-struct Access {
-    unsigned u[4];
-};
-
-// Weights are read once: they need not displace anything in the first-level cache.
-__device__ inline Access stream(const T* from) {
-    Access y;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(y.u[0]), "=r"(y.u[1]), "=r"(y.u[2]), "=r"(y.u[3])
-                 : "l"(from));
-    return y;
-}
+#include "stream.cuh"
 
 __device__ inline float dot(const Access& w, const uint4& x, float sum) {
     const unsigned b[4] = {x.x, x.y, x.z, x.w};
