@@ -31,6 +31,7 @@ constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's output
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
+#include "smem_tile.cuh"
 
 #if __CUDA_ARCH__ >= 900
 __device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
@@ -207,10 +208,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
         }
 #endif
         const int sub = warp % SUBTILES, group = warp / SUBTILES;
-        // A lane's row of a box, and where its first piece of 16 bytes stands there.
-        const unsigned w_from = ring + (sub * 16 + lane % 16) * 128, w_piece = (lane / 16 ^ lane % 8) * 16;
-        const unsigned x_from = ring + (BOXES * M + lane % 8 + (TILES > 1 ? lane / 16 * 8 : 0)) * 128;
-        const unsigned x_piece = (lane / 8 % 2 ^ lane % 8) * 16;
+        const TileLane place(ring, sub, lane);
         for (int t = 0, n = 0; t < mine; t++) {
             float sum[TILES][4] = {};
 #pragma unroll 1
@@ -220,24 +218,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
                 // What was loaded of the chunk before has been multiplied, so that it has been read.
                 if (n > start && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
 #pragma unroll
-                for (int i = 0; i < KC / 16; i += GROUPS) {
-                    const int k = i + group, box = stage * STAGE + k / 4 * M * 128, box_x = stage * STAGE + k / 4 * ROWS * 128;
-                    unsigned a[4];
-                    ldmatrix(a, w_from + box + (k % 4 * 32 ^ w_piece));
-                    if constexpr (TILES == 1) {
-                        unsigned b[2];
-                        ldmatrix(b, x_from + box_x + (k % 4 * 32 ^ x_piece));
-                        mma<T>(sum[0], a, b[0], b[1]);
-                    } else {
-#pragma unroll
-                        for (int j = 0; j < TILES; j += 2) {
-                            unsigned b[4];
-                            ldmatrix(b, x_from + box_x + j * 1024 + (k % 4 * 32 ^ x_piece));
-                            mma<T>(sum[j], a, b[0], b[1]);
-                            mma<T>(sum[j + 1], a, b[2], b[3]);
-                        }
-                    }
-                }
+                for (int i = 0; i < KC / 16; i += GROUPS) multiply_step(sum, place, stage, i + group);
             }
             release_stage(empty + (n - 1) % STAGES);
             if (t) consumer_sync();  // the values of the tile before have been stored

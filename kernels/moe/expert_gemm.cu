@@ -23,6 +23,7 @@ constexpr int BLOCKS = WIDTH / OUTS;           // items of a tile
 constexpr int WIDE = ROWS + 1;
 #include "tma.cuh"
 #include "mma.cuh"
+#include "smem_tile.cuh"
 
 #if __CUDA_ARCH__ >= 900
 struct Item {
@@ -147,10 +148,7 @@ expert_gemm(const T* x, const __grid_constant__ TensorMap of_w, const int* order
         return;
     }
     const int sub = warp % SUBTILES, group = warp / SUBTILES;
-    // A lane's row of a box, and where its first piece of 16 bytes stands there.
-    const unsigned w_from = ring + (sub * 16 + lane % 16) * 128, w_piece = (lane / 16 ^ lane % 8) * 16;
-    const unsigned x_from = ring + (BOXES * M + lane % 8 + (TILES > 1 ? lane / 16 * 8 : 0)) * 128;
-    const unsigned x_piece = (lane / 8 % 2 ^ lane % 8) * 16;
+    const TileLane place(ring, sub, lane);
     Item item;
     int n = 0;
     for (int number = blockIdx.x; tiles.find(number, item); number += gridDim.x) {
@@ -162,24 +160,7 @@ expert_gemm(const T* x, const __grid_constant__ TensorMap of_w, const int* order
             // What was loaded of the chunk before has been multiplied, so that it has been read.
             if (n > start && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
 #pragma unroll
-            for (int i = 0; i < KC / 16; i += GROUPS) {
-                const int k = i + group, box = stage * STAGE + k / 4 * M * 128, box_x = stage * STAGE + k / 4 * ROWS * 128;
-                unsigned a[4];
-                ldmatrix(a, w_from + box + (k % 4 * 32 ^ w_piece));
-                if constexpr (TILES == 1) {
-                    unsigned b[2];
-                    ldmatrix(b, x_from + box_x + (k % 4 * 32 ^ x_piece));
-                    mma<T>(sum[0], a, b[0], b[1]);
-                } else {
-#pragma unroll
-                    for (int j = 0; j < TILES; j += 2) {
-                        unsigned b[4];
-                        ldmatrix(b, x_from + box_x + j * 1024 + (k % 4 * 32 ^ x_piece));
-                        mma<T>(sum[j], a, b[0], b[1]);
-                        mma<T>(sum[j + 1], a, b[2], b[3]);
-                    }
-                }
-            }
+            for (int i = 0; i < KC / 16; i += GROUPS) multiply_step(sum, place, stage, i + group);
         }
         release_stage(empty + (n - 1) % STAGES);
         if (number != (int)blockIdx.x) consumer_sync();  // the values of the item before have been stored
