@@ -125,7 +125,7 @@ def reference(path: Path) -> Any:
     """transformers' model of a checkpoint, in f32."""
     from transformers import AutoConfig
 
-    return auto_model(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.float32).eval()
+    return auto_model(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def auto_model(config: Any) -> Any:
