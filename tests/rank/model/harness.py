@@ -125,7 +125,8 @@ def reference(path: Path) -> Any:
     """transformers' model of a checkpoint, in f32."""
     from transformers import AutoConfig
 
-    return auto_model(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = auto_model(AutoConfig.from_pretrained(path))
+    return model.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def auto_model(config: Any) -> Any:
