@@ -18,7 +18,9 @@ from ..errors import MODEL, FatalError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, of the kinds that ranks read
+WIDTHS = {  # bytes of an element, of the kinds that ranks read
+    "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1,
+}  # fmt: skip
 LONGEST = 100_000_000  # bytes of a header, as the format limits them; other files would ask for any memory
 
 

@@ -24,11 +24,13 @@ ROOMS = (
     "rank.model.architectures.*",
     "rank.model.base",
     "rank.model.layers.moe",
+    "rank.model.stored_formats.*",
     "rank.model.experts",
     "rank.model.layers",
     "rank.model.formats",
     "rank.model.weights",
     "rank.model.config",
+    "rank.model.stored_formats",  # which there are: its own file alone
     "rank.model.architectures",  # which there are: its own file alone
     "rank.model.batch",
     "rank.model.cache_spec",

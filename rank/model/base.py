@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -18,7 +18,7 @@ from .batch import Batch
 from .cache_spec import CacheSpec
 from .config import Config, spelled
 from .experts.fused import StackedLinear
-from .formats import ChooseFormat, dense
+from .formats import ChooseFormat, Part, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.norm import LayerNorm, RMSNorm
@@ -172,7 +172,7 @@ class Model(nn.Module):
         args: Args,
         mesh: Mesh,
         max_model_len: int,
-        names: Container[str] = (),
+        names: Collection[str] = (),
         format_of: ChooseFormat = dense,
     ):
         """names: of the checkpoint's tensors. format_of: chooses each linear's weight format."""
@@ -276,33 +276,34 @@ class Model(nn.Module):
             name = name.replace(ours, theirs)
         return name
 
-    def _build(self, names: Container[str], format_of: ChooseFormat) -> None:
+    def _build(self, names: Collection[str], format_of: ChooseFormat) -> None:
         """Decide, from the names of a checkpoint's tensors, which tensors fill each module, and in which format."""
+        stored = frozenset(name.rpartition(".")[0] for name in names)  # the modules that it has tensors of
         for path, layer in self.named_modules():
             if isinstance(layer, Linear):
-                layer.build(self._sources(path, layer, names), format_of)
+                layer.build(self._sources(path, layer, stored), format_of)
             elif isinstance(layer, StackedLinear):
-                if format_of is not dense:
+                layer.sources = self._expert_sources(path, layer, stored)
+                if format_of(layer.sources[0].path.replace("{}", "0")) is not Part:
                     raise FatalError(f"--isq: {path} has experts, which are not quantised yet: leave --isq out", USAGE)
-                layer.sources = self._expert_sources(path, layer, names)
             elif isinstance(layer, ShardedModule) and not layer.sources:
                 layer.sources = (Source(path),)
         if self.tied and self.lm_head and self.model.embed_tokens:
             self.lm_head.tie(self.model.embed_tokens)
 
-    def _sources(self, path: str, linear: Linear, names: Container[str]) -> list[Source]:
+    def _sources(self, path: str, linear: Linear, stored: Container[str]) -> list[Source]:
         if linear is self.lm_head and self.tied:
             return [Source("model.embed_tokens")]
         parent, _, name = path.rpartition(".")
         merged = self.MERGED.get(name, (name,))
         several = len(linear.outputs) > 1
-        if several and (name not in self.MERGED or f"{path}.weight" in names):
+        if several and (name not in self.MERGED or path in stored):
             return self._merged_sources(path, linear.outputs)
         return [Source(f"{parent}.{part}" if parent else part) for part in merged]
 
-    def _expert_sources(self, path: str, layer: StackedLinear, names: Container[str]) -> tuple[Source, ...]:
+    def _expert_sources(self, path: str, layer: StackedLinear, stored: Container[str]) -> tuple[Source, ...]:
         """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged."""
-        if f"{path}.weight" in names:
+        if path in stored:
             return tuple(self._merged_sources(path, layer.outputs))
         parent, _, name = path.rpartition(".")
         return tuple(Source(f"{parent}.{{}}.{part}") for part in self.MERGED.get(name, (name,)))

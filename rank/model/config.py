@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MODEL, USAGE, FatalError
+from . import stored_formats
 from .architectures import config_keys, supported
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -36,6 +37,7 @@ class Config:
     max_positions: int  # the longest sequence the model can take, rope scaling included
     dtype: str  # of the checkpoint: f32, bf16 or f16
     raw: dict[str, Any]  # config.json, converted to the newer form
+    quantization: dict[str, Any]  # how the checkpoint's weights are quantised; empty: they are not
 
 
 def read_config(path: str | Path) -> Config:
@@ -50,9 +52,9 @@ def read_config(path: str | Path) -> Config:
             f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL
         )
     raw = _text_config(raw, path)
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise FatalError(f"{path}: quantised weights ({method}) are not supported yet", MODEL)
+    quantization = raw.get("quantization_config") or {}
+    if quantization:
+        stored_formats.method_of(quantization, path)
     raw = {**raw, "rope_parameters": _rope_parameters(raw, path), "dtype": _dtype(raw, path)}
     heads = _integer(raw, "num_attention_heads", path)
     hidden = _integer(raw, "hidden_size", path)
@@ -73,6 +75,7 @@ def read_config(path: str | Path) -> Config:
         max_positions=_max_positions(raw, path),
         dtype=raw["dtype"],
         raw=raw,
+        quantization=quantization,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -12,14 +12,14 @@ import torch
 from ...comm.base import HostComm
 from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
-from ...errors import MEMORY, FatalError
+from ...errors import MEMORY, USAGE, FatalError
 from .. import filesystems
 from ..safetensors_header import Index, read_index
-from . import architectures
+from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts
-from .formats import in_situ
+from .formats import ChooseFormat, Part, in_situ
 from .layers.linear import Linear
 from .weights.dummy import Dummy
 from .weights.filler import Filler
@@ -74,7 +74,8 @@ def load(
     module = architectures.find(config.model_type)
     args = module.Args.from_config(config)
     names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
-    model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, in_situ(isq))
+    format_of = choose_format(config, isq, names)
+    model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, format_of)
     parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
     if index is not None:
@@ -124,6 +125,19 @@ def _check_buffers(need: int, room: int | None) -> None:
             f"{room / 1e6:.1f} MB are free beside the weights: choose --load direct, or more memory for the job",
             MEMORY,
         )
+
+
+def choose_format(config: Config, isq: str, names: Collection[str] = ()) -> ChooseFormat:
+    """The format of each linear: what the checkpoint stores, or what weights are quantised to while they are loaded.
+
+    names: of the checkpoint's tensors; none where config.json alone is known.
+    """
+    if not config.quantization:
+        return in_situ(isq)
+    if isq != "none":
+        method = stored_formats.method_of(config.quantization)
+        raise FatalError(f"--isq {isq}: {config.path} is quantised already ({method}): leave --isq out", USAGE)
+    return stored_formats.choose(config.quantization, Part, names)
 
 
 def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:

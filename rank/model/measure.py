@@ -24,10 +24,10 @@ from .base import Model
 from .cache_spec import block_bytes
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
-from .formats import ChooseFormat, dense, in_situ
+from .formats import ChooseFormat, dense
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.moe import Router
-from .load import DTYPES, choose_dtype
+from .load import DTYPES, choose_dtype, choose_format
 from .shard import stage_layers
 from .weights.slicing import ShardedModule
 
@@ -48,7 +48,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
     device = torch.device(question["device"])
     chosen = choose_dtype(question["dtype"], config, device)
-    format_of = in_situ(question["isq"])
+    format_of = choose_format(config, question["isq"])
     build(config, Seat(0, question["tp"] or 1), Seat(0, 1), format_of)  # what it refuses, it refuses here
     degrees = [n for n in tensor_degrees(config.num_heads, config.num_kv_heads) if can_cut(config, n, format_of)]
     wanted = [n for n in degrees if n <= question["most"] or n == question["tp"]]

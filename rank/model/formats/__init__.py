@@ -8,14 +8,17 @@ device, or quantises it where a model is quantised while loading. A format is fo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from ..shard import Shard
+from ..weights.slicing import Source
 from .dense import Part
 
-ChooseFormat = Callable[[str], type[Part]]  # from a tensor's path in the checkpoint, without the field's name
+MakePart = Callable[[Shard, Sequence[Shard], bool, Sequence[Source]], Part]  # inputs, outputs, bias, sources
+ChooseFormat = Callable[[str], MakePart]  # from a tensor's path in the checkpoint, without the field's name
 
 
-def dense(path: str) -> type[Part]:
+def dense(path: str) -> MakePart:
     """The default: unquantised weights of 16 or 32 bits for every linear."""
     return Part
 

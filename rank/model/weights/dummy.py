@@ -7,6 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
+from .safetensors import FLOATS
 from .slicing import Slice
 
 # Every tensor is a window into one endless repetition of this many numbers. It is prime, so no row length divides it
@@ -27,8 +28,9 @@ class Dummy:
         """Fill a slice. Weights have standard deviation 1 / sqrt(inputs), to keep activations near 1; norms are 1."""
         if target.numel() == 0:
             return
-        if len(part.shape) == 1 and part.tensor.endswith(".weight"):
-            target.fill_(1)
+        constant = part.spec.made_up
+        if constant is not None or (len(part.shape) == 1 and part.tensor.endswith(".weight")):
+            target.fill_(1 if constant is None else constant)
             return
         columns = part.shape[-1]
         rows = target.view(1, -1) if len(part.shape) == 1 else target
@@ -41,14 +43,29 @@ class Dummy:
             offset = (start + done * columns) % PERIOD
             count = min(len(rows) - done, (PERIOD - 1 - offset) // columns + 1)
             window = pool.as_strided((count, last - first), (columns, 1), offset)
-            torch.mul(window, columns**-0.5, out=rows[done : done + count])
+            if target.dtype in FLOATS.values():
+                torch.mul(window, columns**-0.5, out=rows[done : done + count])
+            else:
+                rows[done : done + count] = window
             done += count
 
     def _extended(self, like: Tensor, width: int) -> Tensor:
-        """The pool in `like`'s dtype on its device, followed by at least its first `width` numbers again."""
+        """The pool in `like`'s dtype on its device, followed by at least its first `width` numbers again.
+
+        In dtypes of codes it is random codes.
+        """
         width = 1 << (width - 1).bit_length()
         key = like.device, like.dtype, width
         if key not in self._ready:
             repeats = -(-width // PERIOD)
-            self._ready[key] = torch.cat([self._pool] * repeats + [self._pool])[: PERIOD + width].to(like)
+            pool = self._pool if like.dtype in FLOATS.values() else self._codes(like.dtype)
+            self._ready[key] = torch.cat([pool] * repeats + [pool])[: PERIOD + width].to(like)
         return self._ready[key]
+
+    def _codes(self, dtype: torch.dtype) -> Tensor:
+        """As many random codes, or packs of them: of 8 bits, such as none of e4m3 is NaN."""
+        generator = torch.Generator().manual_seed(0)
+        codes = torch.randint(0, 256, (PERIOD * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        if dtype.is_floating_point:
+            codes &= 0xB7  # numbers below 2
+        return codes.view(dtype)

@@ -39,8 +39,8 @@ class Filler:
 
     def nbytes(self, part: Slice) -> int:
         """Bytes of a slice's target."""
-        (stored,) = (field.stored for field in part.module.fields if field.name == part.field)
-        return part.numel * (self._stored if stored else part.module.dtype_of(part.field, self._dtype)).itemsize
+        dtype = self._stored if part.spec.stored else part.module.dtype_of(part.field, self._dtype)
+        return part.numel * dtype.itemsize
 
     def arrived(self, part: Slice, count: int) -> None:
         """Report that `count` elements of a slice are in place."""

@@ -17,7 +17,15 @@ from ....errors import MODEL, FatalError
 from ...safetensors_header import INDEX, Entry, Index, rows
 from .slicing import Slice
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # each is converted to any of them
+DTYPES = FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 POPULATE_READ = 22  # madvise: fault pages in, and fail where an access would raise SIGBUS; Linux 5.14
 
 Ranges = tuple[tuple[int, int], ...]
@@ -55,13 +63,16 @@ class Checkpoint:
         """Raises FatalError unless the slice's tensor is present, with the expected shape and a supported dtype."""
         file, entry = self.find(part.tensor)
         name = self.names[part.tensor]
-        if entry.shape != part.shape:
+        scalar = part.shape == (1,) and entry.shape == ()
+        if entry.shape != part.shape and not scalar:
             expected = " x ".join(map(str, part.shape))
             raise FatalError(
                 f"{self.path / file}: {name} is {' x '.join(map(str, entry.shape))}, expected {expected}", MODEL
             )
-        if entry.dtype not in DTYPES:
-            supported = ", ".join(DTYPES)
+        wanted = part.spec.dtype
+        kinds = FLOATS if wanted is None or wanted in FLOATS.values() else [k for k, v in DTYPES.items() if v == wanted]
+        if entry.dtype not in kinds:
+            supported = ", ".join(kinds)
             raise FatalError(f"{self.path / file}: {name} has dtype {entry.dtype}; supported are {supported}", MODEL)
 
     def fill(self, part: Slice, target: Tensor) -> None:

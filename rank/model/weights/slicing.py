@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ....errors import USAGE, FatalError
 from ....kernels.gemm.linear import pack
 from ..shard import Shard
+
+
+class Ratio(NamedTuple):
+    """How many entries a tensor stores along an axis for how many of the module's inputs or outputs.
+
+    (1, 8): eight codes in each int32. (144, 256): super-blocks of 256 inputs, of 144 bytes each. (1, 128, True): a
+    scale for each 128. (1, 0, True): one for the whole axis.
+    """
+
+    entries: int = 1
+    elements: int = 1  # 0: all of the axis
+    shared: bool = False  # as a scale, which holds for each of its elements: where a cut parts them, both ranks read it
+
+    def span(self, start: int, stop: int, size: int) -> tuple[int, int]:
+        """First and last of the entries that hold elements start to stop, of an axis of `size`."""
+        elements = self.elements or max(size, 1)
+        first = start * self.entries // elements
+        return first, max(first, -(-stop * self.entries // elements)) if stop > start else first
+
+    def parts(self, at: int, size: int) -> bool:
+        """Whether a cut before element `at` would part what is stored as one."""
+        return not self.shared and 0 < at < size and at % (self.elements or size) > 0
+
+
+PLAIN = Ratio()
 
 
 class Field(NamedTuple):
@@ -21,6 +48,11 @@ class Field(NamedTuple):
     axes: str  # one letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts
     dtype: torch.dtype | None = None  # None: the model's
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
+    ratios: Mapping[str, Ratio] = MappingProxyType({})  # of axes of other than one entry for each of theirs
+    made_up: float | None = None  # what all of a float tensor is in a model of random weights; None: random numbers
+
+    def ratio(self, axis: str) -> Ratio:
+        return self.ratios.get(axis, PLAIN)
 
 
 class Source(NamedTuple):
@@ -74,6 +106,41 @@ def pack_weight(layer: ShardedModule) -> None:
         layer.register_buffer("weight", packed, persistent=False)
 
 
+def stored_width(field: Field, axis: str, shard: Shard, source: Source) -> int:
+    """Entries along an axis of the parameter that a rank's shard fills, with its padding."""
+    ratio, first, size = field.ratio(axis), source.start if axis == "o" else 0, source.size or shard.size
+    start, stop = ratio.span(first + shard.start, first + shard.start + shard.width, size)
+    return min(stop - start, 1) if ratio.elements == 0 else stop - start
+
+
+def stored_shape(module: ShardedModule, field: Field) -> tuple[int, ...]:
+    """The shape of a parameter as its tensor stores it: what `slices` fill."""
+    shape = []
+    for axis in field.axes:
+        if axis == "o":
+            pairs = zip(module.outputs, module.sources, strict=True)
+            shape.append(sum(stored_width(field, axis, shard, source) for shard, source in pairs))
+        else:
+            shard = module.inputs if axis == "i" else module.experts
+            shape.append(stored_width(field, axis, shard, Source("")))
+    return tuple(shape)
+
+
+def check_cuts(module: ShardedModule) -> None:
+    """Raises FatalError where this rank's shard begins or ends within what a tensor stores as one."""
+    for field in module.fields:
+        cuts = [("inputs", "i", module.inputs, Source(module.sources[0].path))]
+        cuts += [("outputs", "o", shard, source) for shard, source in zip(module.outputs, module.sources, strict=True)]
+        for name, axis, shard, source in cuts:
+            ratio, first, size = field.ratio(axis), source.start if axis == "o" else 0, source.size or shard.size
+            if any(ratio.parts(first + at, size) for at in (shard.start, shard.stop)):
+                raise FatalError(
+                    f"{source.path}.{field.name} keeps groups of {ratio.elements or size} {name} together, and tensor "
+                    f"parallelism leaves a rank {shard.width} of {shard.size}: choose another --tp",
+                    USAGE,
+                )
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """`tensor[ranges]` of a checkpoint fills a part of a module's parameter, or of one expert's in it."""
@@ -85,6 +152,11 @@ class Slice:
     field: str
     starts: tuple[int, ...]  # where the part begins in the parameter
     expert: int | None = None  # its index in the parameter, where the tensor is of one expert and lacks that axis
+
+    @property
+    def spec(self) -> Field:
+        """The tensor's field."""
+        return next(field for field in self.module.fields if field.name == self.field)
 
     @property
     def numel(self) -> int:
@@ -113,10 +185,12 @@ def slices(layer: ShardedModule) -> Iterator[Slice]:
                 for axis in field.axes if number is None else field.axes.removeprefix("e"):
                     shard = outputs if axis == "o" else layer.inputs if axis == "i" else layer.experts
                     first, at = (source.start, offset) if axis == "o" else (0, 0)
-                    shape.append(source.size if axis == "o" and source.size else shard.size)
-                    ranges.append((first + shard.start, first + shard.stop))
+                    size = source.size if axis == "o" and source.size else shard.size
+                    ratio = field.ratio(axis)
+                    shape.append(ratio.span(0, size, size)[1])
+                    ranges.append(ratio.span(first + shard.start, first + shard.stop, size))
                     starts.append(at)
                 name = f"{source.path}.{field.name}".replace("{}", str(number))
                 index = None if number is None else number - layer.experts.start
                 yield Slice(name, tuple(shape), tuple(ranges), layer, field.name, tuple(starts), index)
-            offset += outputs.width
+            offset += stored_width(field, "o", outputs, source)

@@ -103,8 +103,8 @@ def test_the_text_model_of_a_multimodal_one(tmp_path):
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    whole["quantization_config"] = {"quant_method": "awq"}
-    assert "quantised weights (awq)" in stop(write(tmp_path, whole))
+    whole["quantization_config"] = {"quant_method": "aqlm"}
+    assert "quantised weights (aqlm)" in stop(write(tmp_path, whole))
 
 
 def test_dimensions_and_defaults(tmp_path):
@@ -137,7 +137,7 @@ def test_missing_and_garbled_files(tmp_path):
         ({"num_key_value_heads": 5}, "{}/config.json: 12 attention heads cannot share 5 key heads evenly"),
         ({"head_dim": None, "hidden_size": 50}, "{}/config.json: hidden_size 50 is not a multiple of its 12 heads"),
         ({"dtype": "fp8"}, "{}/config.json: dtype fp8 is not supported; supported are float32, bfloat16, float16"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "{}: quantised weights (gptq) are not supported yet"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "{}: quantised weights (aqlm) are not supported"),
         ({"rope_parameters": 3}, "{}/config.json: the rope parameters are 3, not an object"),
         (
             {"rope_parameters": {"local": {"rope_type": "default"}}},

@@ -30,7 +30,7 @@ def write(tmp_path):
         ({"num_key_value_heads": 5}, 1, 1, MODEL),
         ({"hidden_act": "sine"}, 1, 1, MODEL),
         ({"rope_parameters": {"rope_type": "spiral"}}, 1, 1, MODEL),
-        ({"quantization_config": {"quant_method": "fp8"}}, 1, 1, MODEL),
+        ({"quantization_config": {"quant_method": "aqlm"}}, 1, 1, MODEL),
     ],
 )
 def test_what_loading_refuses(write, tmp_path, capsys, changes, tp, pp, code):

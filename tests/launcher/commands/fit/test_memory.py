@@ -251,7 +251,7 @@ def test_lengths_as_the_ranks_count_them(shape):
         ({"vocab_size": 0}, "config.json: vocab_size is 0, not a positive integer"),
         ({"torch_dtype": "int8"}, "config.json: dtype int8 is not supported; supported are float32, bfloat16, float16"),
         ({"hidden_act": "sine"}, "activation 'sine' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (gptq) are not supported yet"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantised weights (aqlm) are not supported"),
     ],
 )
 def test_configs_that_serving_refuses(shape, changes, message):

@@ -1,0 +1,63 @@
+"""How quantised checkpoints store weights: one file per `quant_method` of config.json's quantization_config.
+
+A file has `match(settings, path, names)`: of a linear's path, what makes its parts, or None where it is plain. What it
+returns is called as a `Part` is made (formats/dense.py), and is equal for linears that are stored alike. Only these
+files need torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from ....errors import MODEL, FatalError
+
+# Where methods list the modules that they leave plain.
+LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers")
+
+
+def methods() -> list[str]:
+    """Those that have a file, in the spelling of config.json."""
+    return sorted(one.name.replace("_", "-") for one in pkgutil.iter_modules(__path__) if one.name[0] != "_")
+
+
+def method_of(settings: object, where: object = "config.json") -> str:
+    """The method of a quantization_config. Raises FatalError where it has none, or one that is not supported.
+
+    where: what the message begins with.
+    """
+    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+    if not isinstance(settings, dict) or str(method).replace("_", "-") not in methods():
+        known = f"; supported are {', '.join(methods())}" if methods() else ""
+        raise FatalError(f"{where}: quantised weights ({method}) are not supported{known}", MODEL)
+    return str(method)
+
+
+def choose(settings: dict[str, Any], plain: Any, names: Collection[str] = ()) -> Callable[[str], Any]:
+    """The format of each linear, by its path. plain: what makes parts of those that are not quantised.
+
+    names: of the checkpoint's tensors; none where config.json alone is known.
+    """
+    file = importlib.import_module(f".{method_of(settings).replace('-', '_')}", __name__)
+    left_out = [pattern for key in LEFT_OUT for pattern in settings.get(key) or ()]
+    match = file.match
+    return lambda path: (None if is_among(path, left_out) else match(settings, path, names)) or plain
+
+
+def is_among(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a list names a module: itself or one that it is in, by the end of its path, or `re:` and a pattern."""
+    parts = path.split(".")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], path):
+                return True
+            continue
+        wanted = pattern.rstrip(".").split(".")
+        while len(wanted) > 1 and wanted[0] in ("model", "language_model"):  # more of them in a multimodal model
+            wanted = wanted[1:]
+        if any(parts[at : at + len(wanted)] == wanted for at in range(len(parts))):
+            return True
+    return False
