@@ -20,14 +20,16 @@ from .job import mpi_env
 from .options import option_sources
 
 _GROUP = "Server"
+UNIX = "unix://"
 START = "start one with `phalanx serve`"
 
 
 class FoundServer(msgspec.Struct, frozen=True):
     """Where requests go."""
 
-    url: str  # without /v1
+    url: str  # without /v1; or unix:///PATH
     key: str = ""
+    certificate: str = ""  # of TLS, PEM, as the server's file has it; "": the usual authorities vouch for it
     remedy: str = START  # what to do if nobody answers there
     direct: bool = False  # no proxy in between: it is a host of the cluster
 
@@ -63,7 +65,7 @@ def chosen(where: option_sources.ParsedOptions[Any], verb: str) -> FoundServer:
         url = url or default
     found = find(options.job, verb, url) if options.job or not url else None
     if found is None:
-        found = FoundServer(url or default, key_of(url or default))
+        found = _known(url or default)
     return msgspec.structs.replace(found, key=options.api_key or found.key)
 
 
@@ -75,7 +77,11 @@ def request(server: FoundServer, path: str, body: dict[str, Any] | None = None) 
     data = None if body is None else json.dumps(body).encode()
     url = f"{server.url}{path}"
     try:
-        return http_client.open_url(urllib.request.Request(url, data, headers), direct=server.direct)
+        if server.url.startswith(UNIX):
+            request = urllib.request.Request(f"http://localhost{path}", data, headers)
+            return http_client.open_unix(server.url.removeprefix(UNIX), request)
+        request = urllib.request.Request(url, data, headers)
+        return http_client.open_url(request, direct=server.direct, certificate=server.certificate)
     except urllib.error.HTTPError as error:
         try:
             message = json.load(error)["error"]["message"]
@@ -117,37 +123,37 @@ def find(wanted: str, verb: str, url: str = "") -> FoundServer | None:
         several = f"{len(matching)} servers of yours are running; choose one with `phalanx {verb} --job NAME`"
         raise FatalError(f"{several}:\n{_listing(matching)}", USAGE)
     ((name, job),) = matching.items()
-    return FoundServer(url, job.key) if url else _reached(name, job, verb)
+    return FoundServer(url, job.key, job.certificate) if url else _reached(name, job, verb)
 
 
-def key_of(url: str) -> str:
-    """The key of this host's server at that URL; "" if it has none, or is not known."""
+def _known(url: str) -> FoundServer:
+    """That of this host at the URL, with the key of its file; without one where it has none, or is not known."""
     for job in server_registry.running(server_registry.directory(), mpi_env.hostname()).values():
         if job.host == mpi_env.hostname() and job.url == url:
-            return job.key
-    return ""
+            return FoundServer(url, job.key, job.certificate)
+    return FoundServer(url)
 
 
 def _reached(name: str, job: RegisteredServer, verb: str) -> FoundServer:
     parts = urllib.parse.urlsplit(job.url)
-    if parts.scheme != "http":
-        remedy = f"{verb} reaches a server that was started with --h HOST"
-        raise FatalError(f"job {name} listens on {job.url} only: {remedy}", USAGE)
     if job.host == mpi_env.hostname():
-        return FoundServer(job.url, job.key)
+        return FoundServer(job.url, job.key, job.certificate)
+    if parts.scheme == "unix":
+        remedy = f"run phalanx {verb} there, or start the server with --h HOST"
+        raise FatalError(f"job {name} listens on {job.url} of {job.host} only: {remedy}", USAGE)
     port = parts.port
     if http_client.is_loopback(parts.hostname or ""):
         raise FatalError(
             f"job {name} listens on {job.host} for that host only. In another terminal:\n"
             f"  ssh -N -L {port}:127.0.0.1:{port} {job.host}\n"
             f"and here:\n"
-            f"  phalanx {verb} --job {name} --url http://127.0.0.1:{port}\n"
-            "A server that is started with --h 0.0.0.0 and --api-key-file FILE is reached without ssh",
+            f"  phalanx {verb} --job {name} --url {parts.scheme}://127.0.0.1:{port}\n"
+            "A server that is started with --h 0.0.0.0 is reached without ssh",
             USAGE,
         )
     path = server_registry.directory() / f"{name}.json"
     remedy = f"if job {name} on {job.host} is over, remove {path}"
-    return FoundServer(job.url, job.key, remedy, direct=True)
+    return FoundServer(job.url, job.key, job.certificate, remedy, direct=True)
 
 
 def _names(name: str, job: RegisteredServer) -> tuple[str, ...]:

@@ -42,8 +42,8 @@ Prompt = str | Sequence[int]
 
 # Options of a server: here nothing listens, and whoever calls sees the failure and can start again.
 _SERVER_ONLY = (
-    "host", "port", "api_key", "api_key_file", "strict", "queue_size", "access_log", "restarts", "served_model_name",
-    "idle_exit", "allowed_origins", "allowed_hosts", "response_store",
+    "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "strict", "queue_size", "access_log", "restarts",
+    "served_model_name", "requests_per_key", "idle_exit", "allowed_origins", "allowed_hosts", "response_store",
 )  # fmt: skip
 DRAIN_PATIENCE = 5.0
 

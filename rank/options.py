@@ -94,12 +94,25 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[
         int, flag("--port", "--p", group=_SERVER, metavar="N", low=0, high=65535, help="0 picks a free one")
     ] = 2000
-    api_key: Annotated[  # of several, read from a file, each is a line
-        str, flag("--api-key", group=_SERVER, metavar="KEY", secret=True, help="clients must send it; better in a file")
-    ] = ""
+    api_key: Annotated[  # of several, read from a file, each is a line: KEY, or NAME KEY
+        str,
+        flag("--api-key", group=_SERVER, metavar="KEY", secret=True,
+             help="clients must send it; better in a file; none: anybody may call, also where a key would be made"),
+    ] = ""  # fmt: skip
     api_key_file: Annotated[
         str,
-        flag("--api-key-file", group=_SERVER, metavar="FILE", help="a file of keys, one per line; # begins a comment"),
+        flag("--api-key-file", group=_SERVER, metavar="FILE",
+             help="a file of keys, a line each: KEY, or NAME KEY; # begins a comment"),
+    ] = ""  # fmt: skip
+    tls_cert: Annotated[
+        str,
+        flag("--tls-cert", "--ssl-certfile", group=_SERVER, metavar="FILE",
+             help="serve HTTPS with this certificate (PEM, with its chain)"),
+    ] = ""  # fmt: skip
+    tls_key: Annotated[
+        str,
+        flag("--tls-key", "--ssl-keyfile", group=_SERVER, metavar="FILE",
+             help="the certificate's private key; none: it is in --tls-cert's file"),
     ] = ""  # fmt: skip
     allowed_origins: Annotated[
         tuple[str, ...],
@@ -118,6 +131,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--queue-size", group=_SERVER, metavar="N", low=1,
              help="429 beyond this many open sequences plus --max-num-seqs"),
     ] = 1024  # fmt: skip
+    requests_per_key: Annotated[
+        int,
+        flag("--requests-per-key", group=_SERVER, metavar="N", low=0,
+             help="429 beyond this many open requests of one API key; 0: as many as the queue takes"),
+    ] = 0  # fmt: skip
     response_store: Annotated[
         int,
         flag("--response-store", group=_SERVER, metavar="N", low=0,

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Sequence
 
 from ...rank.options import Options
+from ...rank.server import tls
 from .. import http_client
 from ..job import mpi_env, rank_bootstrap, sbatch, server_process, supervisor
 from ..options import option_sources
@@ -62,17 +63,16 @@ def main(argv: Sequence[str]) -> int:
 
 def serve(options: Options) -> int:
     """Not under MPI: supervise."""
-    listener = server_process.listen(options.host, options.port)
+    listener, options = server_process.open_for_clients(options)
     directory = ""
     try:
-        server_process.warn(listener, options)
         directory = server_process.job_directory()
         link = os.path.join(directory, "lead")
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
         start = supervisor.launch_spec(options, link, columns)
         _announce(options, listener.url)
         child = server_process.start(server_process.config(options, link, listener, []), os.environ)
-        job = supervisor.Supervisor(start, child, options.restarts, serving=lambda: _serving(listener, link))
+        job = supervisor.Supervisor(start, child, options.restarts, serving=lambda: _serving(options, listener, link))
         return job.run()
     finally:
         server_process.unlink(listener)
@@ -87,7 +87,7 @@ def _announce(options: Options, url: str) -> None:
     supervisor.say(f"serving {what} on {ranks}{how} at {url}; loading")
 
 
-def _serving(listener: server_process.Listener, link: str) -> bool:
+def _serving(options: Options, listener: server_process.Listener, link: str) -> bool:
     """Whether a request may be open, which ending at once would lose. Where nobody can tell, one may be."""
     if not os.path.exists(link):
         return False  # the server process opens that socket when it begins to answer
@@ -95,9 +95,12 @@ def _serving(listener: server_process.Listener, link: str) -> bool:
         return True
     # Its own address and no proxy: whoever else answers under the name knows nothing of this server.
     host, port = listener.socket.getsockname()[:2]
-    request = urllib.request.Request(f"{http_client.url_of(host, port)}/health")
+    url, certificate = http_client.url_of(host, port), ""
+    if options.tls_cert:
+        url, certificate = url.replace("http://", "https://", 1), tls.certificate(options.tls_cert)
+    request = urllib.request.Request(f"{url}/health")
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=HEALTH_PATIENCE):
+        with http_client.open_url(request, HEALTH_PATIENCE, direct=True, certificate=certificate):
             return True
     except urllib.error.HTTPError as error:
         try:

@@ -199,8 +199,7 @@ def _start_server(options: Options, jobs: Jobs | None) -> str:
     """
     listener = None
     if jobs is None:
-        listener = server_process.listen(options.host, options.port)
-        server_process.warn(listener, options)
+        listener, options = server_process.open_for_clients(options)
     directory = server_process.job_directory()
     link = os.path.join(directory, "lead")
     settings = server_process.config(options, link, listener, binding.allowed())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import socket
 import stat
@@ -12,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from ...errors import USAGE, FatalError
 from ...rank.options import Options
-from ...rank.server import server_registry
+from ...rank.server import server_registry, tls
 from ...rank.server.config import VARIABLE, SamplingDefaults, ServerConfig
 from .. import builtin_model
 from . import mpi_env
@@ -26,6 +28,7 @@ from .linux import say
 SERVER = ["-m", "phalanx.rank.server"]
 BACKLOG = 1024
 NULL = subprocess.DEVNULL
+NO_KEY = "none"  # of --api-key
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -38,6 +41,28 @@ class Listener(msgspec.Struct):
     name: str = ""  # the host as the user gave it
     path: str = ""  # of a unix socket
     inode: tuple[int, int] = (0, 0)  # the socket's device and inode number
+
+
+def open_for_clients(options: Options) -> tuple[Listener, Options]:
+    """The bound socket, and the options with the API keys that are in force."""
+    if options.tls_key and not options.tls_cert:
+        raise FatalError(f"--tls-key {options.tls_key}: its certificate is missing, --tls-cert FILE", USAGE)
+    if options.tls_cert:
+        if options.host.startswith("unix://"):
+            raise FatalError(f"--tls-cert {options.tls_cert}: a unix socket needs no TLS: leave it out", USAGE)
+        try:
+            tls.server_context(options.tls_cert, options.tls_key)
+        except ValueError as error:
+            raise FatalError(f"--tls-cert, --tls-key: {error}", USAGE) from None
+    listener = listen(options.host, options.port)
+    if options.tls_cert:
+        listener.url = listener.url.replace("http://", "https://", 1)
+    try:
+        return listener, _with_key(listener, options)
+    except BaseException:
+        listener.socket.close()
+        unlink(listener)
+        raise
 
 
 def listen(host: str, port: int) -> Listener:
@@ -65,9 +90,36 @@ def listen(host: str, port: int) -> Listener:
     return Listener(listener, f"http://{f'[{shown}]' if ':' in shown else shown}:{port}", not local, host)
 
 
-def warn(listener: Listener, options: Options) -> None:
-    if listener.open_to_all and not options.api_key:
-        say("listening to other machines without a key: --api-key-file FILE lets only its holders in")
+def _with_key(listener: Listener, options: Options) -> Options:
+    """The options with a key for a server that others can reach and that was given none, or without for NO_KEY.
+
+    Others are on the host's network, and on a node of a batch system's job. The server's job file has the key.
+    """
+    if options.api_key == NO_KEY:
+        if listener.open_to_all:
+            say("listening to other machines without a key: --api-key-file FILE lets only its holders in")
+        return msgspec.structs.replace(options, api_key="")
+    job = mpi_env.batch_job(os.environ)
+    if options.api_key or listener.path or not (listener.open_to_all or job):
+        return options
+    try:
+        server_registry.make_directory(server_registry.directory())
+    except OSError as error:
+        raise FatalError(
+            f"no place for an API key: {server_registry.directory()}: {error.strerror}; give one with --api-key-file "
+            f"FILE, or let everybody in with --api-key {NO_KEY}",
+            USAGE,
+        ) from None
+    why = "other machines reach it" if listener.open_to_all else "other users may be on this node"
+    say(
+        f"made an API key, as {why}: {_job_file()} has it, for you alone, and phalanx chat finds it there "
+        f"(--api-key {NO_KEY} lets everybody in)"
+    )
+    return msgspec.structs.replace(options, api_key=secrets.token_urlsafe(32))
+
+
+def _job_file() -> Path:
+    return server_registry.directory() / f"{mpi_env.hostname()}-{os.getpid()}.json"
 
 
 def _split(host: str, port: int) -> tuple[str, int]:
@@ -165,6 +217,7 @@ def _own_name(listener: Listener | None) -> list[str]:
 def config(options: Options, link: str, listener: Listener | None, cpus: list[int]) -> ServerConfig:
     """The server process's configuration. link: its socket for rank 0. cpus: those it may run on."""
     defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
+    keys = [(" ".join(line.split()[:-1]), line.split()[-1]) for line in options.api_key.split("\n") if line.strip()]
     own = builtin_model.SERVED_NAME if options.model == str(builtin_model.DIRECTORY) else ""
     return ServerConfig(
         model_dir=options.model,
@@ -173,10 +226,14 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
         url=f"{listener.url}/v1" if listener and listener.url.startswith("http") else "",
         served_model_name=options.served_model_name or own,
         strict=options.strict,
-        api_keys=[line.strip() for line in options.api_key.split("\n") if line.strip()],
+        api_keys=[key for _, key in keys],
+        key_names={key: name for name, key in keys if name},
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
         allowed_origins=list(options.allowed_origins),
         allowed_hosts=[*options.allowed_hosts, *_own_name(listener)],
         queue_size=options.queue_size,
+        requests_per_key=options.requests_per_key,
         response_store=options.response_store,
         restarts_expected=options.restarts > 0,
         sampling=SamplingDefaults(**defaults),
@@ -188,7 +245,7 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
         cpus=cpus,
         parent_pid=os.getpid(),
         idle_exit=options.idle_exit,
-        registry_file=str(server_registry.directory() / f"{mpi_env.hostname()}-{os.getpid()}.json") if listener else "",
+        registry_file=str(_job_file()) if listener else "",
         batch_job=mpi_env.batch_job(os.environ),
         end_time=mpi_env.end_time(os.environ),
     )

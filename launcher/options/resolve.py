@@ -103,8 +103,10 @@ def _check_names(options: Options) -> None:
 
 
 def _api_key(options: Options) -> str:
-    """The keys, a line each. Empty lines of the file and lines that begin with # are none."""
+    """The keys, a line each, with or without a name before. Empty lines of the file and those after # are none."""
     if not options.api_key_file:
+        if len(options.api_key.split()) > 1:
+            raise FatalError("--api-key: a key has no spaces; --api-key-file FILE takes several, a line each", USAGE)
         return options.api_key
     if options.api_key:
         raise FatalError("--api-key and --api-key-file are both given: give one of them", USAGE)
@@ -118,6 +120,8 @@ def _api_key(options: Options) -> str:
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise FatalError(f"--api-key-file {options.api_key_file}: no line of it is a key", USAGE)
+    if any(len(line.split()) > 2 for line in keys):
+        raise FatalError(f"--api-key-file {options.api_key_file}: a line is KEY or NAME KEY, without spaces", USAGE)
     return "\n".join(keys)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import errors
-from . import server_registry
+from . import server_registry, tls
 from .api_error import ApiError
 from .config import ServerConfig, take
 from .engine_client import EngineClient
@@ -91,7 +91,8 @@ class Server:
         self.link.on_lost = self._lost
         sessions = TextEngine(self.link, self.config)
         self._state = ServerState(sessions, self.config)
-        server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd))
+        context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
+        server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd), context)
         await self.link.listen()
         register(self.config)
         tasks = [asyncio.ensure_future(self._greet(sessions))]
@@ -174,6 +175,7 @@ def register(config: ServerConfig) -> None:
         pids=server_registry.namespace(),
         since=time.time(),
         key=config.api_keys[0] if config.api_keys else "",
+        certificate=tls.certificate(config.tls_cert) if config.tls_cert else "",
         batch=config.batch_job,
         end=config.end_time,
     )
@@ -199,6 +201,8 @@ def ready_line(config: ServerConfig, model: str, chat: bool) -> str:
         else:
             url = f"unix:{name}"
     base = url
+    if config.tls_cert:
+        option = f" --cacert {config.tls_cert}"
     if url.startswith("unix:"):
         base, option = "http://localhost/v1", f" --unix-socket {url.removeprefix('unix:').removeprefix('//')}"
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if config.api_keys else ""

@@ -33,9 +33,13 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     served_model_name: str = ""  # comma separated, the first is the name in answers; "" is the directory's name
     strict: bool = False  # another model name is answered with 404, an unknown field with 400
     api_keys: list[str] = []  # any of them lets a client in; [] lets everybody in
+    key_names: dict[str, str] = {}  # whose they are, of those that have a name
+    tls_cert: str = ""  # path of the certificate chain, PEM; "": HTTP without TLS
+    tls_key: str = ""  # path of its key; "": the chain's file has it
     allowed_origins: list[str] = []  # whose web pages may call this server, such as http://localhost:3000; "*": any
     allowed_hosts: list[str] = []  # names of this server besides those it knows, for when it has no key; "*": any
     queue_size: int = 1024  # open sequences beyond max_num_seqs before 429
+    requests_per_key: int = 0  # open ones of a key before 429; 0: no limit
     response_store: int = 1024  # of /v1/responses how many are kept in memory; 0: none
     restarts_expected: bool = False  # a new lead may come after one is lost: stay and answer 503 meanwhile
     sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)

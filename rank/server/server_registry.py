@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class RegisteredServer(msgspec.Struct):
     """A running server, as somebody on another host needs it."""
 
-    url: str  # http://127.0.0.1:2000, without /v1; or unix:///PATH
+    url: str  # http://127.0.0.1:2000 or https://…, without /v1; or unix:///PATH
     host: str
     model: str  # the name that clients see
     pid: int  # of the server process
@@ -34,6 +34,7 @@ class RegisteredServer(msgspec.Struct):
     pids: int = 0  # the namespace that counts it: a container has its own
     since: float = 0.0  # Unix time
     key: str = ""
+    certificate: str = ""  # of TLS, PEM: by which clients know the server
     batch: str = ""  # the batch system's name for the job
     end: float = 0.0  # Unix time at which the batch system ends it; 0: not known
 
@@ -83,14 +84,21 @@ def _below_shared(place: Path) -> list[Path]:
     return [one for one in (*reversed(place.parents), place) if any(root in one.parents for root in shared)]
 
 
-def write(path: Path, job: RegisteredServer) -> None:
-    """At once and for this user only. Raises OSError where the directory cannot be written, or is not this user's."""
-    for one in (*reversed(path.parent.parents), path.parent):
+def make_directory(place: Path) -> None:
+    """For this user only. Raises OSError where it cannot be made or written, or is not this user's."""
+    for one in (*reversed(place.parents), place):
         if not one.is_dir():
             with contextlib.suppress(FileExistsError):
                 one.mkdir(mode=0o700)
-    if why := foreign(path.parent):
+    if why := foreign(place):
         raise PermissionError(errno.EPERM, why)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def write(path: Path, job: RegisteredServer) -> None:
+    """At once and for this user only. Raises OSError where the directory cannot be written, or is not this user's."""
+    make_directory(path.parent)
     part = path.with_suffix(".part")
     with contextlib.suppress(FileNotFoundError):
         part.unlink()

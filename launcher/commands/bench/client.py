@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ssl
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+
+from ....rank.server import tls
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 30.0  # seconds, whatever Retry-After says
@@ -238,15 +239,17 @@ class Exchange(asyncio.BufferedProtocol):
 class Client:
     """A server's address, its key, and requests to it. `root` ends before /v1."""
 
-    def __init__(self, url: str, api_key: str, timeout: float):
+    def __init__(self, url: str, api_key: str, timeout: float, certificate: str = ""):
+        """certificate: of TLS, PEM, where the client knows it already."""
         parts = urlsplit(url)
         self.root = url
+        self._unix = parts.path if parts.scheme == "unix" else ""
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._path = parts.path.rstrip("/")
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = "" if self._unix else parts.path.rstrip("/")
+        self._ssl = tls.client_context(certificate) if parts.scheme == "https" else None
         self._common = (
-            f"Host: {parts.netloc}\r\nAuthorization: Bearer {api_key}\r\nConnection: close\r\n"
+            f"Host: {parts.netloc or 'localhost'}\r\nAuthorization: Bearer {api_key}\r\nConnection: close\r\n"
             "Content-Type: application/json\r\nAccept: */*\r\n"
         )
         self.timeout = timeout
@@ -262,11 +265,13 @@ class Client:
         try:
             async with asyncio.timeout(self.timeout):
                 try:
-                    await loop.create_connection(lambda: exchange, self._host, self._port, ssl=self._ssl)
+                    if self._unix:
+                        await loop.create_unix_connection(lambda: exchange, self._unix)
+                    else:
+                        await loop.create_connection(lambda: exchange, self._host, self._port, ssl=self._ssl)
                 except OSError as error:
-                    raise Failure(
-                        f"no connection to {self._host} port {self._port}: {_why(error)}", retry=True
-                    ) from None
+                    where = self._unix or f"{self._host} port {self._port}"
+                    raise Failure(f"no connection to {where}: {_why(error)}", retry=True) from None
                 await exchange.done
         except TimeoutError:
             raise Failure(f"no whole answer within {self.timeout:g} s") from None

@@ -85,7 +85,7 @@ async def _bench(server: find_server.FoundServer, model: str, options: BenchOpti
         seed=secrets.token_hex(8),  # prompts of an earlier run would be in the prefix cache
         ignore_eos=True,
     )
-    client = Client(server.url, server.key or "none", TIMEOUT)
+    client = Client(server.url, server.key or "none", TIMEOUT, server.certificate)
     scale = await workload.calibrate(load, client, model)
     if not options.json:
         print(f"{model} at {server.url}; prompts: {scale.note}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 
 import tornado.web
 
@@ -40,12 +41,13 @@ def make_app(state: ServerState) -> tornado.web.Application:
     return tornado.web.Application(rules, default_handler_class=NotFound, log_function=log_request, state=state)
 
 
-def serve(app: tornado.web.Application, sock: socket.socket) -> Server:
-    """Accept clients on a bound socket, TCP or unix."""
+def serve(app: tornado.web.Application, sock: socket.socket, context: ssl.SSLContext | None = None) -> Server:
+    """Accept clients on a bound socket, TCP or unix; with a context by TLS."""
     sock.setblocking(False)
     sock.listen(1024)
     server = Server(
         app,
+        context=context,
         max_body_size=MAX_BODY,
         max_header_size=MAX_HEAD,
         idle_connection_timeout=HEADER_TIMEOUT,

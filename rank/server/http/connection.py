@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http
 import socket
+import ssl
 import sys
 from asyncio import Future
 from typing import Any
@@ -28,9 +29,21 @@ UNREAD = 1 << 20  # bytes of a refused request that are taken, as a reset for un
 class Server(tornado.httpserver.HTTPServer):
     """Tornado's server on such streams."""
 
+    def initialize(self, *args: Any, context: ssl.SSLContext | None = None, **options: Any) -> None:
+        super().initialize(*args, **options)
+        self.context = context
+
     def handle_stream(self, stream: tornado.iostream.IOStream, address: tuple) -> None:
-        assert stream.socket is not None
-        super().handle_stream(Stream(stream.socket, self.max_buffer_size, self.read_chunk_size), address)
+        sizes = self.max_buffer_size, self.read_chunk_size
+        if self.context is None:
+            super().handle_stream(Stream(stream.socket, *sizes), address)
+            return
+        try:  # the handshake comes with the first bytes that are read
+            sock = self.context.wrap_socket(stream.socket, server_side=True, do_handshake_on_connect=False)
+        except OSError:  # the client has gone
+            stream.close()
+            return
+        super().handle_stream(TlsStream(sock, *sizes, ssl_options=self.context), address)
 
 
 class Stream(tornado.iostream.IOStream):
@@ -59,6 +72,10 @@ class Stream(tornado.iostream.IOStream):
                 while left > 0 and (data := self.socket.recv(64 << 10)):
                     left -= len(data)
         super().close(exc_info)
+
+
+class TlsStream(Stream, tornado.iostream.SSLIOStream):
+    """A client's connection by TLS."""
 
 
 def answer(error: ApiError) -> bytes:

@@ -27,6 +27,7 @@ class Endpoint(BodyHandler):
 
     session: Session | None = None
     gone = False  # the client closed the connection
+    _counted = False  # among the open requests of its key
 
     def initialize(self, routes: dict[str, Route]) -> None:
         self.routes = routes
@@ -53,6 +54,7 @@ class Endpoint(BodyHandler):
         query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
         call = Call(self.state.sessions, None, args, query, self.state, self.key, self.release)
         if route.schema is not None:
+            self._count()
             call.request = await self.decoded(route.schema)
         if self.gone:  # while its body was inflated
             return
@@ -74,6 +76,28 @@ class Endpoint(BodyHandler):
             self.send(answer if isinstance(answer, Reply) else Reply(answer))
 
     get = head = post = delete = _answer
+
+    def _count(self) -> None:
+        """Count this request as one of its key's. Raises ApiError 429 where there are too many."""
+        used, limit = self.state.used[self.key], self.state.config.requests_per_key
+        if limit and used.open >= limit:
+            raise ApiError(
+                429,
+                f"this API key has {used.open} requests open and may have {limit} (--requests-per-key): wait for one",
+                code="rate_limit_exceeded",
+                retry_after=1,
+            )
+        self._counted = True
+        used.open += 1
+
+    def _uncount(self) -> None:
+        if self._counted:
+            self._counted = False
+            self.state.used[self.key].open -= 1
+
+    def on_finish(self) -> None:
+        super().on_finish()
+        self._uncount()
 
     def send(self, reply: Reply) -> None:
         """Finish with this."""
@@ -107,6 +131,7 @@ class Endpoint(BodyHandler):
     def on_connection_close(self) -> None:
         super().on_connection_close()
         self.gone = True
+        self._uncount()
         if self.session is not None:
             self.session.close()
 

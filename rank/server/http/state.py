@@ -17,6 +17,7 @@ class Used:
 
     def __init__(self) -> None:
         self.requests = self.prompt_tokens = self.completion_tokens = 0
+        self.open = 0  # requests that are being answered
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
         """A request that had tokens is over."""

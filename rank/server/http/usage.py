@@ -13,6 +13,7 @@ def usage(call: Call) -> dict[str, Any]:
     used = call.server.used[call.key]
     return {
         "object": "usage",
+        "name": call.server.config.key_names.get(call.server.config.api_keys[call.key]) if call.server.keys else None,
         "since": call.server.started,
         "requests": used.requests,
         "prompt_tokens": used.prompt_tokens,

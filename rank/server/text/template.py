@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +22,7 @@ from .family_templates import FamilyTemplate, family_template
 
 # Marks where the final message ends, so that what the template writes after it can be cut off.
 CUT = "\u2063phalanx-cut\u2063"
+LONGEST = 10.0  # seconds to render a prompt
 LOOK = 1 << 16  # characters between two looks at how long a prompt has become
 ESCAPE = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 MARK_ESCAPED = json.dumps(MARK)[1:-1]
@@ -48,10 +51,38 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _environment() -> jinja2.Environment:
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with an end of the time: `start`, in each thread that renders.
+
+    It looks at the clock where a template calls something or reads an attribute, as loops do; jinja2 bounds a range.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._clock = threading.local()
+
+    def start(self) -> None:
+        self._clock.end = time.monotonic() + LONGEST
+
+    def look(self) -> None:
+        if time.monotonic() > self._clock.end:
+            raise jinja2.TemplateError(f"rendering takes longer than {LONGEST:g} s")
+
+    def call(self, *args: Any, **options: Any) -> Any:
+        self.look()
+        return super().call(*args, **options)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.look()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.look()
+        return super().getitem(obj, argument)
+
+
+def _environment() -> _Sandbox:
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -67,7 +98,7 @@ class ChatTemplate:
         self.source = "\n".join(sources.values())
         self.family = family
         self._tokens = tokens
-        env = _environment()
+        self._sandbox = env = _environment()
         self._templates = {name: env.from_string(source) for name, source in sources.items()}
 
     @property
@@ -92,6 +123,7 @@ class ChatTemplate:
         if continue_final:
             final = messages[-1]
             messages = [*messages[:-1], {**final, "content": (final.get("content") or "") + CUT}]
+        self._sandbox.start()
         try:
             parts = template.generate(
                 {

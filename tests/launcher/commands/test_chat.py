@@ -10,8 +10,10 @@ import time
 
 import pytest
 from phalanx.launcher import cli
-from phalanx.rank.server import server_registry
+from phalanx.rank.server import server_registry, tls
 from phalanx.rank.server.server_registry import RegisteredServer
+
+from ...certificates import make_certificate
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -191,7 +193,7 @@ def test_the_loopback_of_another_host(server, leave, monkeypatch, capsys):
         "  ssh -N -L 2000:127.0.0.1:2000 node7\n"
         "and here:\n"
         "  phalanx chat --job node7-5 --url http://127.0.0.1:2000\n"
-        "A server that is started with --h 0.0.0.0 and --api-key-file FILE is reached without ssh\n"
+        "A server that is started with --h 0.0.0.0 is reached without ssh\n"
     )
     assert talk(monkeypatch, "--job", "991", "--url", f"http://127.0.0.1:{server.server_port}/") == 0
     assert talk(monkeypatch, "--job", "991", "--p", str(server.server_port)) == 0
@@ -209,9 +211,47 @@ def test_a_server_of_another_host(server, leave, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(f"refused); if job node7-5 on node7 is over, remove {path}\n")
 
 
-def test_a_unix_socket(leave, monkeypatch, capsys):
-    leave("here-1", url="unix:///run/p")
+def test_a_unix_socket_of_another_host(leave, monkeypatch, capsys):
+    leave("node7-1", url="unix:///run/p", host="node7")
     assert talk(monkeypatch) == 2
     assert capsys.readouterr().err == (
-        "phalanx: job here-1 listens on unix:///run/p only: chat reaches a server that was started with --h HOST\n"
+        "phalanx: job node7-1 listens on unix:///run/p of node7 only: run phalanx chat there, or start the server with "
+        "--h HOST\n"
     )
+
+
+def test_a_unix_socket(leave, monkeypatch, capsys, tmp_path):
+    path = str(tmp_path / "http")
+
+    class UnixServer(http.server.ThreadingHTTPServer):
+        address_family = socket.AF_UNIX
+        server_name, server_port, seen, fails = "localhost", 0, [], 0
+
+        def server_bind(self):
+            self.socket.bind(path)
+
+        def get_request(self):
+            return self.socket.accept()[0], ("", 0)
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with UnixServer(path, Server) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        leave("here-1", url=f"unix://{path}", key="k")
+        assert talk(monkeypatch) == 0 == talk(monkeypatch, "--url", f"unix://{path}")
+        running.shutdown()
+    assert [key for _, key in running.seen] == ["Bearer k", "Bearer k"]
+    os.unlink(path)
+    assert talk(monkeypatch) == 2
+    assert "no server answers at unix:///" in capsys.readouterr().err
+
+
+def test_tls(server, leave, monkeypatch, capsys, tmp_path):
+    """The server's file has its certificate, by which it is known under any name."""
+    (cert, key), (other, _) = make_certificate(tmp_path / "a", "node7"), make_certificate(tmp_path / "b")
+    server.socket = tls.server_context(cert, key).wrap_socket(server.socket, server_side=True)
+    url = f"https://127.0.0.1:{server.server_port}"
+    leave("here-1", url=url, certificate=tls.certificate(cert))
+    assert talk(monkeypatch) == 0 == talk(monkeypatch, "--url", url)
+    leave("here-1", url=url, certificate=tls.certificate(other))
+    assert talk(monkeypatch) == 2
+    assert "certificate verify failed" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from phalanx.launcher.job import server_process
 from phalanx.rank.options import Options
 from phalanx.rank.server.config import SamplingDefaults
 
+from ...certificates import make_certificate
+
 
 @pytest.fixture
 def listen():
@@ -187,6 +189,66 @@ def test_names_by_which_it_may_be_called(listen):
     assert (config.allowed_hosts, config.allowed_origins) == (["a.example", "localhost"], ["*"])
 
 
+def opened(host="127.0.0.1", **given):
+    listener, options = server_process.open_for_clients(Options(host=host, port=0, **given))
+    listener.socket.close()
+    server_process.unlink(listener)
+    return listener, options.api_key
+
+
+@pytest.mark.parametrize("host, job, why", [("0.0.0.0", "", "other machines reach it"),
+                                            ("127.0.0.1", "991", "other users may be on this node")])  # fmt: skip
+def test_a_key_is_made_where_others_reach_the_server(monkeypatch, tmp_path, capfd, host, job, why):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    keys = [opened(host)[1] for _ in range(2)]
+    assert keys[0] != keys[1] and min(map(len, keys)) > 40
+    file = f"{tmp_path}/phalanx/jobs/{socket.gethostname()}-{os.getpid()}.json"
+    assert capfd.readouterr().err.splitlines()[0] == (
+        f"phalanx: made an API key, as {why}: {file} has it, for you alone, and phalanx chat finds it there "
+        "(--api-key none lets everybody in)"
+    )
+    assert opened(host, api_key="k")[1] == "k"
+    assert opened(f"unix://{tmp_path}/http")[1] == ""
+    assert opened(host, api_key="none")[1] == ""
+    warned = "phalanx: listening to other machines without a key: --api-key-file FILE lets only its holders in\n"
+    assert capfd.readouterr().err == (warned if host == "0.0.0.0" else "")
+
+
+def test_no_key_is_made_for_one_machine(monkeypatch, capfd):
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        monkeypatch.delenv(name, raising=False)
+    assert opened()[1] == "" and capfd.readouterr().err == ""
+
+
+def test_no_place_for_a_key(monkeypatch, tmp_path):
+    (tmp_path / "phalanx").write_text("a file")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(FatalError) as stop:
+        opened("0.0.0.0")
+    assert str(stop.value) == (
+        f"no place for an API key: {tmp_path}/phalanx/jobs: Not a directory; give one with --api-key-file FILE, or let "
+        "everybody in with --api-key none"
+    )
+
+
+def test_tls(tmp_path):
+    cert, key = make_certificate(tmp_path)
+    assert opened(tls_cert=cert, tls_key=key)[0].url.startswith("https://127.0.0.1:")
+    cases = [
+        ({"tls_cert": cert}, f"--tls-cert, --tls-key: {cert}: no PEM of a certificate and its private key"),
+        ({"tls_key": key}, f"--tls-key {key}: its certificate is missing, --tls-cert FILE"),
+        ({"tls_cert": cert, "tls_key": key, "host": "unix:///x"},
+         f"--tls-cert {cert}: a unix socket needs no TLS: leave it out"),
+    ]  # fmt: skip
+    for given, message in cases:
+        with pytest.raises(FatalError) as stop:
+            opened(**given)
+        assert str(stop.value) == message and stop.value.code == 2
+
+
 def test_several_keys(listen):
+    named = server_process.config(Options(api_key="ann a\nb"), "/link", listen("127.0.0.1"), [])
+    assert named.api_keys == ["a", "b"] and named.key_names == {"a": "ann"}
     assert server_process.config(Options(api_key="a\n \nb"), "/link", listen("127.0.0.1"), []).api_keys == ["a", "b"]
     assert server_process.config(Options(), "/link", listen("127.0.0.1"), []).api_keys == []

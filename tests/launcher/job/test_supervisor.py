@@ -254,7 +254,7 @@ def test_two_ranks_share_the_cores(two):
 
 
 def test_open_to_all_without_a_key(tmp_path):
-    with serve(tmp_path, "--h", "0.0.0.0") as job:
+    with serve(tmp_path, "--h", "0.0.0.0", "--api-key", "none") as job:
         job.up(1)
         assert "phalanx: listening to other machines without a key: --api-key-file FILE lets only" in job.output
 

@@ -82,6 +82,7 @@ def test_under_mpi_the_job_has_the_ranks_that_were_started(model):
             {"allowed_hosts": ("a:80",)},
             "--allowed-hosts 'a:80': a name without port is needed, or *.DOMAIN; * is any",
         ),
+        ({"api_key": "a b"}, "--api-key: a key has no spaces; --api-key-file FILE takes several, a line each"),
         ({"api_key_file": "/nowhere"}, "--api-key-file /nowhere: No such file or directory"),
     ],
 )
@@ -130,8 +131,13 @@ def test_api_key_from_a_file(model, tmp_path):
     assert resolved(model=model, api_key_file=str(file)).api_key == "first\nsecond"
     file.write_text("secret\n", encoding="utf-8-sig")  # as editors of Windows write it
     assert resolved(model=model, api_key_file=str(file)).api_key == "secret"
+    file.write_text("ann first\nsecond\n")
+    assert resolved(model=model, api_key_file=str(file)).api_key == "ann first\nsecond"
     none, binary = "no line of it is a key", "it is no text"
-    for content, why in ((b"", none), (b"\n# first\n\n", none), (b"\xef\xbb\xbf", none), (b"\xff\xfe", binary)):
+    long = "a line is KEY or NAME KEY, without spaces"
+    cases = [(b"ann smith first", long), (b"", none), (b"\n# first\n\n", none), (b"\xef\xbb\xbf", none),
+             (b"\xff\xfe", binary)]  # fmt: skip
+    for content, why in cases:
         file.write_bytes(content)
         message, code = refusal(model=model, api_key_file=str(file))
         assert message == f"--api-key-file {file}: {why}" and code == 2

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from phalanx.rank import protocol
+from phalanx.rank.server import tls
 from phalanx.rank.server.config import ServerConfig
 from phalanx.rank.server.engine_client import EngineClient
 from phalanx.rank.server.http.app import make_app, serve
@@ -197,7 +198,8 @@ class Front:
         self.link = EngineClient(self.config.link, self.config.restarts_expected)
         self.sessions = TextEngine(self.link, self.config)
         self.state = ServerState(self.sessions, self.config)
-        self.server = serve(make_app(self.state), self.sock)
+        context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
+        self.server = serve(make_app(self.state), self.sock, context)
         await self.link.listen()
         await self.sessions.load()
         if connect:

@@ -1,5 +1,8 @@
 """What each key has used."""
 
+import http.client
+import json
+
 import pytest
 
 pytestmark = pytest.mark.timeout(30)
@@ -13,7 +16,7 @@ def used(front, key):
 
 
 def test_each_key_has_its_own(make_front):
-    front = make_front(api_keys=["a", "b"])
+    front = make_front(api_keys=["a", "b"], key_names={"b": "ben"})
 
     def post(key, path, **body):
         return front.request("POST", f"/v1/{path}", body, {"X-Api-Key": key}).body
@@ -26,9 +29,39 @@ def test_each_key_has_its_own(make_front):
     assert post("b", "chat/completions", messages=5)["error"] and used(front, "b") == (0, 0, 0, 0)
     post("b", "responses", input="hi", background=True)
     front.wait(lambda: front.state.used[1].requests == 1)
+    names = [front.request("GET", "/v1/usage", None, {"X-Api-Key": key}).body["name"] for key in "ab"]
+    assert names == [None, "ben"]
     assert used(front, "b")[1] > 0 and front.request("GET", "/v1/usage").status == 401
 
 
 def test_without_keys_everybody_counts(front):
     front.events("completions", prompt="x")
     assert front.request("GET", "/v1/usage").body["requests"] == 1
+
+
+def test_open_requests_of_a_key_are_limited(make_front):
+    front = make_front(api_keys=["a", "b"], requests_per_key=2, lead={"pause": 0.2})
+    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 200})
+
+    def ask(key):
+        connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
+        connection.request("POST", "/v1/completions", body, {"X-Api-Key": key})
+        return connection, connection.getresponse()
+
+    running = [ask("a"), ask("a"), ask("b")]
+    assert [answer.status for _, answer in running] == [200, 200, 200]
+    connection, answer = ask("a")
+    assert answer.status == 429 and answer.headers["Retry-After"] == "1"
+    assert json.loads(answer.read())["error"]["message"] == (
+        "this API key has 2 requests open and may have 2 (--requests-per-key): wait for one"
+    )
+    running[0][0].sock.close()  # the client leaves
+    running[0][1].close()
+    front.wait(lambda: front.state.used[0].open == 1)
+    running.append(ask("a"))
+    assert running[-1][1].status == 200
+    for one, answer in (*running, (connection, None)):
+        if answer is not None:
+            answer.close()
+        one.close()
+    front.wait(lambda: [used.open for used in front.state.used] == [0, 0])

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.text import template
 from phalanx.rank.server.text.template import ChatTemplate, load_template
 
 pytestmark = pytest.mark.timeout(30)
@@ -38,6 +39,13 @@ def test_refusals_become_400():
 def test_sandbox():
     with pytest.raises(ApiError, match="refuses"):
         render("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}")
+
+
+@pytest.mark.parametrize("inner", ["range(99999)", "messages[0].content * 99999"])
+def test_a_template_that_does_not_end(monkeypatch, inner):
+    monkeypatch.setattr(template, "LONGEST", 0.2)
+    with pytest.raises(ApiError, match=r"refuses these messages: rendering takes longer than 0\.2 s"):
+        render(f"{{% for i in range(99999) %}}{{% for j in {inner} %}}{{% endfor %}}{{% endfor %}}")
 
 
 def test_continue_final_message():
