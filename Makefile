@@ -10,6 +10,7 @@
 # TORCH_INDEX=URL       where pip finds PyTorch, if not where it finds the rest. PyTorch's own index of CPU builds (its
 #                       site's "Start locally" page shows the address) saves gigabytes of CUDA libraries
 # WHEELS=DIR            install from the files in this directory and ask no network
+# WORKERS=2             how many processes run the tests of make test; unless given two, and on machines with GPUs one
 # PYTHON=python3.12     the interpreter for .venv, 3.11 or newer
 
 SHELL := /bin/bash
@@ -37,6 +38,8 @@ offline := $(if $(WHEELS),--no-index --find-links "$(WHEELS)" )
 gpus := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 start := $(if $(filter 0,$(gpus)),--np 2 --device cpu,--np $(if $(filter 1,$(gpus)),1,2))
 
+WORKERS ?= $(if $(filter 0,$(gpus)),2,0)
+
 comma := ,
 define check_torch
 case "$(TORCH)" in cpu|cuda|site) ;; *) echo "make: TORCH=$(TORCH): cpu, cuda or site is needed" >&2; exit 2;; esac
@@ -56,7 +59,7 @@ serve: install
 	@exec $(BIN)/phalanx serve $(start) $(ARGS)
 
 test: lint
-	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not long" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-long: install-test
 	$(BIN)/pytest -m long $(PYTEST_ARGS)

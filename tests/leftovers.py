@@ -19,6 +19,7 @@ MARK = "TESTS_OF_PHALANX"  # in the environment of all that tests start, however
 KERNELS = f"phalanx-kernels-{os.getuid()}"
 # Open MPI 4 has one folder for all jobs of a user on a host, which stays when an mpirun is killed.
 OPEN_MPI_4 = f"ompi.{socket.gethostname().partition('.')[0]}.{os.getuid()}"
+USUAL = Path(tempfile.gettempdir())  # before own_tmpdir()
 SHARED_BY_ALL = (KERNELS, "torchinductor_", OPEN_MPI_4)
 
 
@@ -69,17 +70,16 @@ def own_tmpdir() -> Iterator[None]:
     """A TMPDIR for all that is started, and a place for Open MPI's shared memory: what others do in the usual ones is
     not mistaken for what tests do.
     """
-    usual = Path(tempfile.gettempdir())
     place = Path(tempfile.mkdtemp(prefix="t-"))  # short, as unix sockets' paths have to be
     memory = Path(tempfile.mkdtemp(prefix="t-", dir=SHARED))
-    hand_on_kernels(usual, place)
+    hand_on_kernels(USUAL, place)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TMPDIR", str(place))
             patch.setattr(tempfile, "tempdir", str(place))
             patch.setenv(MEMORY, str(memory))
             yield
-        hand_on_kernels(place, usual)
+        hand_on_kernels(place, USUAL)
     finally:
         shutil.rmtree(place)
         shutil.rmtree(memory)

@@ -1,8 +1,24 @@
 """C++ operations in every instruction set that this processor has, on one thread and on three."""
 
+import functools
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from phalanx.kernels.cpp import compiler, ops
+
+from .. import leftovers
+
+
+@functools.cache
+def libraries(isa):
+    """Compiled in the user's folder, where other workers of pytest find them, and handed on to what tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(leftovers.USUAL))
+        found = compiler.load_all(sorted(compiler.SOURCES), isa)
+    leftovers.hand_on_kernels(leftovers.USUAL, Path(tempfile.gettempdir()))
+    return found
 
 
 @pytest.fixture(params=compiler.isas())
@@ -10,8 +26,8 @@ def isa(request, monkeypatch):
     """Operations are those of this instruction set; where there is no compiler, the test is skipped."""
     if not ops.available():
         pytest.skip("no C++ compiler that works")
-    libraries = compiler.load_all(sorted(compiler.SOURCES), request.param)
-    monkeypatch.setattr(ops, "libraries", lambda: libraries)
+    found = libraries(request.param)
+    monkeypatch.setattr(ops, "libraries", lambda: found)
     ops.op.cache_clear()
     yield request.param
     ops.op.cache_clear()

@@ -51,14 +51,20 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 
 
 def cases():
-    """Layouts and models; the short suite and layouts of many ranks have the first model of each architecture."""
-    first = {options["model_type"]: name for name, options in reversed(SERVED.items())}
+    """Layouts and models.
+
+    The short suite has the first model of each architecture. Of the long suite's layouts, the product of both ways to
+    cut has all models, the others the first of each class: an architecture whose file hands on another's Model differs
+    from it by its Args.
+    """
+    first, representative = {}, {}
+    for name, options in reversed(SERVED.items()):
+        first[options["model_type"]] = representative[architectures.find(options["model_type"]).Model] = name
     yield from ((SHORT, name) for name in SERVED if name in first.values())
-    for layout in list(LAYOUTS)[1:]:
+    for layout, (tp, pp, *_) in list(LAYOUTS.items())[1:]:
         for name, options in SERVED.items():
             heads = (COMMON | options | options.get("text_config", {}))["num_attention_heads"]
-            few = LAYOUTS[layout].tp * LAYOUTS[layout].pp <= 2 or name in first.values()
-            if few and heads % LAYOUTS[layout].tp == 0:
+            if heads % tp == 0 and (min(tp, pp) > 1 or name in representative.values()):
                 yield pytest.param(layout, name, marks=pytest.mark.long)
 
 
@@ -68,37 +74,30 @@ EMBEDDING_GAINS = {"olmo2 few keys": 3.0}
 
 
 class Expected(Reference):
-    """transformers' greedy text after PROMPTS, `count` tokens each, and its log-probabilities for the last one."""
+    """transformers' model, which says of every token that was chosen whether it is the likeliest after those before.
 
-    @torch.no_grad()
-    def __init__(self, path, count):
+    One forward pass over a whole text says it, where generating that text takes one for each of its tokens.
+    """
+
+    def __init__(self, path):
         self.model = harness.reference(path)
-        cache, fresh, rows = None, torch.tensor(PROMPTS), []
-        for _ in range(count):
-            out = self.model(fresh, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            rows.append(out.logits[:, -1])
-            fresh = rows[-1].argmax(-1, keepdim=True)
-        logits = torch.stack(rows, 1)  # [prompts, count, vocab]
-        self.tokens = logits.argmax(-1).tolist()
-        self.logprobs = logits[-1].log_softmax(-1)
-        self.tolerance = TOLERANCE * min(1, float(logits.std()))
+        self.logits = functools.cache(lambda *tokens: Reference.logits(self, list(tokens)))
 
-    def ties(self, prompt, got, want):
-        """The places where `got` takes another token than the likeliest, which is as likely; [] where got is want.
+    def after(self, prompt, got):
+        """Logits [len(got), vocab] that each token of `got` was to be chosen by, and how far others may be off."""
+        logits = self.logits(*prompt, *got)[len(prompt) - 1 : -1]
+        return logits, TOLERANCE * min(1, float(logits.std()))
+
+    def ties(self, prompt, got):
+        """The places where `got` takes another token than the likeliest, which is as likely.
 
         Raises AssertionError, with the place, for one that is less likely.
         """
-        if got == want:
-            return []
-        assert len(got) == len(want), f"{len(got)} tokens, not {len(want)}"
-        logits = self.logits(prompt + got)[len(prompt) - 1 : -1]
+        logits, tolerance = self.after(prompt, got)
         behind = (logits.max(-1).values - logits[range(len(got)), got]).tolist()
         for place, gap in enumerate(behind):
             likeliest = int(logits[place].argmax())
-            assert gap <= self.tolerance, (
-                f"token {place} is {got[place]}, not {likeliest}, whose logit is {gap:.2g} larger"
-            )
+            assert gap <= tolerance, f"token {place} is {got[place]}, not {likeliest}, whose logit is {gap:.2g} larger"
         return [place for place, gap in enumerate(behind) if gap > 0]
 
 
@@ -122,7 +121,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    return functools.cache(lambda name, count: Expected(checkpoint(name), count))
+    return functools.cache(lambda name: Expected(checkpoint(name)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -171,28 +170,29 @@ def answers(request, checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("layout, name", list(cases()))
 def test_served(answers, expected, layout, name):
     count, known = LAYOUTS[layout].count, LAYOUTS[layout].known
-    found, want = answers(layout, name), expected(name, count)
-    assert max(len(set(tokens)) for tokens in want.tokens) >= 8, f"{name}: its text would not show an error"
+    found, want = answers(layout, name), expected(name)
+    assert max(len(set(tokens)) for tokens in found.tokens) >= 8, f"{name}: its text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0 and found.cached >= LENGTH, f"{layout}, {name}: {found}"
     for i, prompt in enumerate(PROMPTS):
-        check(f"{layout}, {name}, prompt {i}", want, prompt, found.tokens[i], want.tokens[i])
+        check(f"{layout}, {name}, prompt {i}", want, prompt, found.tokens[i], count)
     start = PROMPTS[-1] + found.tokens[-1][:known]
     title = f"{layout}, {name}, prompt {len(PROMPTS) - 1} from its token {known} on"
-    check(title, want, start, found.again, found.tokens[-1][known:])
-    logprobs = want.logprobs[known:]
-    if start + found.again != PROMPTS[-1] + want.tokens[-1]:  # a tie
-        logprobs = want.logits(start + found.again)[len(start) - 1 : -1].log_softmax(-1)
+    check(title, want, start, found.again, count - known)
+    logits, tolerance = want.after(start, found.again)
+    logprobs = logits.log_softmax(-1)
+    assert len(found.logprobs) == len(logprobs)
     for place, top in enumerate(found.logprobs):
         ids, values = zip(*top, strict=True)
         assert sorted(ids) == list(range(logprobs.shape[-1]))
         far = (torch.tensor(values) - logprobs[place, list(ids)]).abs().max()
-        assert far < want.tolerance, f"{title}: log-probabilities of token {place} are {far:.2g} off"
+        assert far < tolerance, f"{title}: log-probabilities of token {place} are {far:.2g} off"
 
 
-def check(title, want, prompt, got, tokens):
-    """The likeliest tokens; of several that are as likely, any."""
+def check(title, want, prompt, got, count):
+    """`count` tokens, the likeliest; of several that are as likely, any."""
+    assert len(got) == count, f"{title}: {len(got)} tokens, not {count}"
     try:
-        ties = want.ties(prompt, got, tokens)
+        ties = want.ties(prompt, got)
     except AssertionError as wrong:
         raise AssertionError(f"{title}: {wrong}") from None
     for place in ties:
@@ -202,16 +202,16 @@ def check(title, want, prompt, got, tokens):
 def test_a_wrong_token_is_named_and_a_tie_is_told():
     want = Expected.__new__(Expected)
     logits = torch.zeros(5, 8)
-    logits[[1, 2, 3], [4, 5, 6]] = 1.0
-    logits[2, 7] = 1.00005
-    want.logits, want.tolerance = lambda tokens: logits, TOLERANCE
-    check("", want, [0, 0], [4, 7, 6], [4, 7, 6])
+    logits[[1, 2, 3], [4, 5, 6]] = 10.0
+    logits[2, 7] = 10.00005
+    want.logits = lambda *tokens: logits
+    check("", want, [0, 0], [4, 7, 6], 3)
     with pytest.warns(UserWarning, match="short, llama, prompt 0: token 1 is one of several"):
-        check("short, llama, prompt 0", want, [0, 0], [4, 5, 6], [4, 7, 6])
-    with pytest.raises(AssertionError, match="short, llama, prompt 0: token 2 is 3, not 6, whose logit is 1 larger"):
-        check("short, llama, prompt 0", want, [0, 0], [4, 7, 3], [4, 7, 6])
-    with pytest.raises(AssertionError, match="2 tokens, not 3"):
-        check("", want, [0, 0], [4, 7], [4, 7, 6])
+        check("short, llama, prompt 0", want, [0, 0], [4, 5, 6], 3)
+    with pytest.raises(AssertionError, match="short, llama, prompt 0: token 2 is 3, not 6, whose logit is 10 larger"):
+        check("short, llama, prompt 0", want, [0, 0], [4, 7, 3], 3)
+    with pytest.raises(AssertionError, match="short, llama, prompt 0: 2 tokens, not 3"):
+        check("short, llama, prompt 0", want, [0, 0], [4, 7], 3)
 
 
 def test_prompts_are_longer_than_windows():

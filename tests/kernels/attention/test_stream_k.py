@@ -195,10 +195,11 @@ def test_random_batches(runs):
         check(sizes, lengths, found(lengths, draw.choice([1, 2, 8, 33, 66, 264])))
 
 
-def test_borders_that_move_do_not_meet(runs):
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.long)])
+def test_borders_that_move_do_not_meet(runs, stride):
     """Runs of many short sequences have few boxes, and between two longer ones borders move from both sides."""
     sizes, found = runs
-    for short in range(60):
+    for short in range(0, 60, stride):
         for length in range(160, 400, 16):
             lengths = [2] * short + [length, length] + [2] * (100 - short)
             check(sizes, lengths, found(lengths, 264))
