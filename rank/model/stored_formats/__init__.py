@@ -61,3 +61,10 @@ def is_among(path: str, patterns: Iterable[str]) -> bool:
         if any(parts[at : at + len(wanted)] == wanted for at in range(len(parts))):
             return True
     return False
+
+
+def is_stored(path: str, field: str, names: Collection[str]) -> bool:
+    """Whether a linear is stored with this field, not as a plain `weight`; where names are unknown, the head is not."""
+    if not names:
+        return path not in ("lm_head", "model.embed_tokens")
+    return f"{path}.{field}" in names or f"{path}.weight" not in names
