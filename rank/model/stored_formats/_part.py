@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
-def check_settings(settings: dict[str, object], **choices: Sequence[object]) -> None:
+def check_settings(settings: dict[str, Any], **choices: Sequence[object]) -> None:
     """Raises FatalError where a key of quantization_config has none of the values that are supported."""
     for key, supported in choices.items():
         if settings.get(key) not in supported:
@@ -119,3 +120,11 @@ def check_settings(settings: dict[str, object], **choices: Sequence[object]) -> 
                 + ", ".join(map(repr, supported)),
                 MODEL,
             )
+
+
+def group_size(settings: dict[str, Any], *keys: str) -> int:
+    """Inputs of a group, by the first of these keys that is there; 0: all inputs are one."""
+    size = next((settings[key] for key in keys if settings.get(key) is not None), 128)
+    if not isinstance(size, int) or isinstance(size, bool) or size < -1:
+        raise FatalError(f"config.json: quantization_config has {keys[0]} {size!r}, expected a number of inputs", MODEL)
+    return max(size, 0)

@@ -16,9 +16,10 @@ from torch import Tensor
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, Source
 from . import is_stored
-from ._part import GroupedPart, check_settings, unpack
+from ._part import GroupedPart, check_settings, group_size, unpack
 
 ORDER = 0, 2, 4, 6, 1, 3, 5, 7
+HARMLESS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Scheme:
 
 
 class Part(GroupedPart):
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+
     def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         packed, grouped = Ratio(1, 8), Ratio(1, scheme.group, shared=True)
         fields = (
@@ -51,8 +56,8 @@ def _in_order(packed: Tensor) -> Tensor:
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
-    settings = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size", 128)} | settings
+    settings = {"bits": settings.get("w_bit")} | settings
     check_settings(settings, bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
     if not is_stored(path, "qweight", names):
         return None
-    return Scheme(max(settings["group_size"], 0))
+    return Scheme(group_size(settings, "group_size", "q_group_size"))

@@ -27,9 +27,13 @@ class Ratio(NamedTuple):
     elements: int = 1  # 0: all of the axis
     shared: bool = False  # as a scale, which holds for each of its elements: where a cut parts them, both ranks read it
 
+    everywhere: bool = False  # every rank reads all of it
+
     def span(self, start: int, stop: int, size: int) -> tuple[int, int]:
         """First and last of the entries that hold elements start to stop, of an axis of `size`."""
         elements = self.elements or max(size, 1)
+        if self.everywhere:
+            start, stop = 0, size
         first = start * self.entries // elements
         return first, max(first, -(-stop * self.entries // elements)) if stop > start else first
 

@@ -18,7 +18,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def quantise(directory: Path, to: Path, pack: Pack, settings: dict[str, Any], plain: tuple[str, ...] = ()) -> None:
-    """Write `to`/quantised, and `to`/plain of the dequantised weights in f32. plain: parts of names left as they are."""
+    """Write `to`/quantised, and `to`/plain of what that means in f32. plain: parts of names left as they are."""
     for folder in ("quantised", "plain"):
         shutil.copytree(directory, to / folder, ignore=shutil.ignore_patterns("*.safetensors"))
     file, state = "model.safetensors", load_file(directory / "model.safetensors")
@@ -71,9 +71,13 @@ def pack_rows(values: np.ndarray, bits: int) -> Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32).copy())
 
 
-def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, v2: bool = False) -> Pack:
+def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, v2: bool = False, ordered: bool = False) -> Pack:
+    """ordered: as desc_act has it, inputs fall into groups in any order."""
+
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         of = groups_of(weight.shape[1], group)
+        if ordered:
+            of = of[np.random.default_rng(0).permutation(len(of))]
         codes, scales, zeros = round_to_groups(weight, of, bits, symmetric)
         stored = zeros if v2 else np.maximum(zeros - 1, 0)
         zeros = stored if v2 else stored + 1
