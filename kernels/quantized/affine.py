@@ -54,6 +54,14 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> Packed:
     return q8_0.pack(signed.to(torch.int8).view(outputs, inputs), by)
 
 
+def kept_bits(bits: int, group: int, inputs: int, symmetric: bool, device: torch.device) -> float:
+    """What `pack` keeps of a weight with its share of its group's scale, as far as the sizes tell."""
+    if device.type != "cuda" or bits != 4 or inputs % int4_cuda.INPUTS:
+        return q8_0.BITS
+    form = int4_cuda.layout(int4_cuda.INPUTS if group % int4_cuda.INPUTS == 0 else UNIT, not symmetric)
+    return form.bytes / (2 * form.inputs)  # of sixteen outputs
+
+
 def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
     """Outputs first to last of the weight, [last - first, I]: computed in f32, rounded once in 16 bits.
 

@@ -122,7 +122,7 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The weight [O, I] in a dtype of 16 bits, each element rounded once."""
     out = torch.empty(packed.outputs, packed.inputs, dtype=dtype, device=packed.pieces.device)
-    kernel = jit.kernel("dequantize", "dequantize", dtype, **_dequantize_sizes(packed.inputs, packed.layout))
+    kernel = jit.kernel("dequantize", "dequantize", dtype, 0, **_dequantize_sizes(packed.inputs, packed.layout))
     strips, groups, _ = packed.pieces.shape
     warps = min(8, -(-groups // RUN))
     kernel((-(-groups // (RUN * warps)), strips, 1), warps * 32, packed.pieces, out, packed.outputs)

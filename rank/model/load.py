@@ -82,7 +82,7 @@ def load(
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    need = _memory(model.sharded_modules(), source, DTYPES[chosen], stored)
+    need = _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):
@@ -100,10 +100,14 @@ def load(
 
 
 def _memory(
-    modules: list[ShardedModule], source: Dummy | Checkpoint | Striped, dtype: torch.dtype, stored: torch.dtype
+    modules: list[ShardedModule],
+    source: Dummy | Checkpoint | Striped,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    device: torch.device,
 ) -> int:
     """Bytes that loading takes at most: all weights as they are kept, and what is read but not yet encoded."""
-    kept = sum(module.kept_bytes(dtype) for module in modules if not module.shared)
+    kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared)
     if isinstance(source, Striped):
         return kept + source.peak(lambda module: module.plain_bytes(stored))
     return kept + max((module.plain_bytes(stored) for module in modules), default=0)

@@ -65,7 +65,7 @@ class InSitu(PackedPart):
         self.hold(self.codec.pack(*self.codec.encode(self.weight.data)))
         del self.weight
 
-    def kept_bytes(self, dtype: torch.dtype) -> int:
+    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
         return round(self.weight.numel() * self.codec.BITS / 8) + bias
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,6 @@ BIAS = Field("bias", "o")
 
 class StoredPart(PackedPart):
     """Some outputs of a linear. Until `finish`, its parameters are the checkpoint's `fields`."""
-
-    BITS = 8.5  # that are kept of a weight, with its share of what its group has
 
     def __init__(
         self,
@@ -52,13 +50,25 @@ class StoredPart(PackedPart):
             if field is not BIAS:
                 delattr(self, field.name)
 
-    def kept_bytes(self, dtype: torch.dtype) -> int:
+    def kept_bits(self, device: torch.device) -> float:
+        """Of a weight, with its share of what its group has."""
+        raise NotImplementedError
+
+    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         bias = self.width * dtype.itemsize if self.bias is not None else 0
-        return round(self.width * self.inputs.width * self.BITS / 8) + bias
+        return round(self.width * self.inputs.width * self.kept_bits(device) / 8) + bias
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         sizes = {name: parameter.numel() for name, parameter in self.named_parameters(recurse=False)}
         return sum(sizes[one.name] * self.dtype_of(one.name, stored).itemsize for one in self.fields if one is not BIAS)
+
+
+class Grouping(NamedTuple):
+    """How weights are grouped that have a scale and a zero point for each group of inputs."""
+
+    bits: int  # of a code
+    group: int  # inputs of a group; 0: all are one
+    symmetric: bool  # zero points lie in the middle
 
 
 class GroupedPart(StoredPart):
@@ -69,24 +79,28 @@ class GroupedPart(StoredPart):
     def __init__(
         self,
         fields: Sequence[Field],
-        group: int,
+        grouping: Grouping,
         inputs: Shard,
         outputs: Sequence[Shard],
         bias: bool,
         sources: Sequence[Source],
     ):
-        """group: inputs of a group; 0: all of them. Raises FatalError where kernels cannot take this rank's part."""
+        """fields: without the bias. Raises FatalError where kernels cannot take this rank's part."""
         super().__init__(fields, inputs, outputs, bias, sources)
-        self.group = group
-        self.unit = math.gcd(group, inputs.start, inputs.width)  # of groups, as the rank's cuts leave them
+        self.grouping, self.group = grouping, grouping.group
+        self.unit = math.gcd(self.group, inputs.start, inputs.width)  # of groups, as the rank's cuts leave them
         if self.unit % affine.UNIT:
             size, path = inputs.size, sources[0].path
             raise FatalError(
                 f"{path}: kernels take groups of a multiple of {affine.UNIT} inputs, and these have "
-                f"{group or size}, of which a rank gets {inputs.width} of {size}"
+                f"{self.group or size}, of which a rank gets {inputs.width} of {size}"
                 + (": choose another --tp" if inputs.width < size else ""),
                 USAGE if inputs.width < size else MODEL,
             )
+
+    def kept_bits(self, device: torch.device) -> float:
+        bits, _, symmetric = self.grouping
+        return affine.kept_bits(bits, self.unit, self.inputs.width, symmetric, device)
 
     def decode(self) -> tuple[Tensor, Tensor, Tensor]:
         """codes uint8 [O, I], scales f32 and zeros int16 [O, groups], of this rank's groups of `unit` inputs."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, Source
 from . import is_stored
-from ._part import GroupedPart, check_settings, group_size, unpack
+from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
 
 ORDER = 0, 2, 4, 6, 1, 3, 5, 7
 HARMLESS: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ HARMLESS: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class Scheme:
-    group: int  # 0: all inputs are one
+    group: int
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return Part(self, inputs, outputs, bias, sources)
@@ -42,7 +42,7 @@ class Part(GroupedPart):
             Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}),
             Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
         )
-        super().__init__(fields, scheme.group, inputs, outputs, bias, sources)
+        super().__init__(fields, Grouping(4, scheme.group, False), inputs, outputs, bias, sources)
 
     def decode(self) -> tuple[Tensor, Tensor, Tensor]:
         zeros = self.spread(_in_order(self.qzeros).t()).to(torch.int16)

@@ -20,15 +20,15 @@ from ....kernels.quantized import affine
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, Source
 from . import is_stored
-from ._part import GroupedPart, check_settings, group_size, unpack
+from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
 
+MIDDLE = {4: 0x77777777, 8: 0x7F7F7F7F}  # zero points of symmetric codes, as they are stored
 HARMLESS = ".g_idx", ".bias"  # the order of the inputs, and zeros where the model has no biases
 
 
 @dataclass(frozen=True)
 class Scheme:
-    bits: int
-    group: int  # 0: all inputs are one
+    grouping: Grouping
     offset: int  # of the zero points above what is stored
     ordered: bool  # by g_idx
 
@@ -42,20 +42,22 @@ class Part(GroupedPart):
     scales: Tensor
 
     def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
-        packed, grouped = Ratio(1, 32 // scheme.bits), Ratio(1, scheme.group, True, everywhere=scheme.ordered)
+        bits, group, symmetric = scheme.grouping
+        packed, grouped = Ratio(1, 32 // bits), Ratio(1, group, True, everywhere=scheme.ordered)
+        middle = MIDDLE[bits] if symmetric else None
         fields = [
             Field("qweight", "io", torch.int32, ratios={"i": packed}),
-            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}),
+            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=middle),
             Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
         ]
         if scheme.ordered:
             fields.append(Field("g_idx", "i", torch.int32, made_up=0))
-        super().__init__(fields, scheme.group, inputs, outputs, bias, sources)
+        super().__init__(fields, scheme.grouping, inputs, outputs, bias, sources)
         self.scheme = scheme
 
     def unpacked(self) -> tuple[Tensor, Tensor, Tensor]:
         """codes uint8 [O, I], and of the stored groups scales f32 and zeros int16 [O, groups]."""
-        bits = self.scheme.bits
+        bits = self.grouping.bits
         zeros = unpack(self.qzeros, bits).to(torch.int16) + self.scheme.offset
         return unpack(self.qweight.t(), bits), self.scales.t(), zeros.t()
 
@@ -110,6 +112,6 @@ def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme
     check_settings(settings, bits=(4, 8), checkpoint_format=(None, "gptq", "gptq_v2"), desc_act=(None, False, True))
     if not is_stored(path, "qweight", names):
         return None
-    group = group_size(settings, "group_size")
+    grouping = Grouping(settings["bits"], group_size(settings, "group_size"), settings.get("sym") is not False)
     offset = int(settings.get("checkpoint_format") != "gptq_v2")
-    return Scheme(settings["bits"], group, offset, bool(group and settings.get("desc_act")))
+    return Scheme(grouping, offset, bool(grouping.group and settings.get("desc_act")))
