@@ -24,8 +24,8 @@ struct Weights {  // of this thread's vectors: threadIdx.x, + THREADS, ...
     }
 };
 
-// Writes the norm of what `row` holds to `out`. A second call needs a barrier before.
-__device__ inline void write_norm(const Vector (&row)[PER], const Weights& weights, T* out, float eps) {
+// 1 / rms of what `row` holds. A second call needs a barrier before.
+__device__ inline float inverse_rms(const Vector (&row)[PER], float eps) {
     __shared__ float sums[32];
     float sum = 0;
 #pragma unroll
@@ -39,13 +39,20 @@ __device__ inline void write_norm(const Vector (&row)[PER], const Weights& weigh
     float total = 0;
 #pragma unroll
     for (int i = 0; i < THREADS / 32; i++) total += sums[i];
-    float scale = rsqrtf(total / N + eps);
+    return rsqrtf(total / N + eps);
+}
+
+__device__ inline Vector scaled(const Vector& x, float scale, const Vector& weight) {
+    Vector y;
+#pragma unroll
+    for (int j = 0; j < V; j++) y.x[j] = from_float<T>(to_float(x.x[j]) * scale * to_float(weight.x[j]));
+    return y;
+}
+
+// Writes the norm of what `row` holds to `out`, as inverse_rms().
+__device__ inline void write_norm(const Vector (&row)[PER], const Weights& weights, T* out, float eps) {
+    const float scale = inverse_rms(row, eps);
 #pragma unroll
     for (int i = 0; i < PER; i++)
-        if (in_row(i)) {
-            Vector y;
-#pragma unroll
-            for (int j = 0; j < V; j++) y.x[j] = from_float<T>(to_float(row[i].x[j]) * scale * to_float(weights.w[i].x[j]));
-            ((Vector*)out)[threadIdx.x + i * THREADS] = y;
-        }
+        if (in_row(i)) ((Vector*)out)[threadIdx.x + i * THREADS] = scaled(row[i], scale, weights.w[i]);
 }

@@ -37,3 +37,23 @@ add_rms_norm(T* x, const T* other, T* residual, const T* weight, float eps) {
     }
     write_norm(row, weights, (T*)a, eps);
 }
+
+// residual += norm(x), rounded; x = norm(residual), of other weights
+extern "C" __global__ void __launch_bounds__(THREADS)
+norm_add_norm(T* x, T* residual, const T* post_weight, const T* weight, float post_eps, float eps) {
+    launch_dependents();
+    const Weights post(post_weight), weights(weight);
+    grid_wait();
+    Vector* a = (Vector*)(x + (long long)blockIdx.x * N);
+    Vector* b = (Vector*)(residual + (long long)blockIdx.x * N);
+    Vector row[PER], old[PER];
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+        if (in_row(i)) row[i] = a[threadIdx.x + i * THREADS], old[i] = b[threadIdx.x + i * THREADS];
+    const float scale = inverse_rms(row, post_eps);
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+        if (in_row(i)) b[threadIdx.x + i * THREADS] = row[i] = add(scaled(row[i], scale, post.w[i]), old[i]);
+    __syncthreads();
+    write_norm(row, weights, (T*)a, eps);
+}

@@ -36,6 +36,16 @@ def add_rms_norm(
     return add_rms_norm_reference(x, residual, weight, eps)
 
 
+def norm_add_norm(
+    x: Tensor, post_weight: Tensor, post_eps: float, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The norm by `weight` of residual + the norm of x by `post_weight`, and that sum. x and residual [T, H] may be
+    overwritten. Both norms and the sum are rounded to x's dtype."""
+    if x.is_cuda:
+        return norm_add_norm_cuda(x, post_weight, post_eps, residual, weight, eps)
+    return add_rms_norm(rms_norm(x, post_weight, post_eps), residual, weight, eps)
+
+
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     # Five calls; torch's own rms_norm makes eight: 12 us for one row of 768 on a CPU, 80 for 256. This: 11 and 59.
@@ -83,6 +93,16 @@ def add_rms_norm_cuda(
     parts = [x] if other is None else [x, other]
     kernel, threads = _kernel("add_rms_norm", [*parts, residual, weight], parts=len(parts))
     kernel((len(x), 1, 1), threads, x, parts[-1], residual, weight, eps)
+    return x, residual
+
+
+def norm_add_norm_cuda(
+    x: Tensor, post_weight: Tensor, post_eps: float, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    assert residual.is_contiguous()
+    kernel, threads = _kernel("norm_add_norm", [x, residual, post_weight, weight])
+    kernel((len(x), 1, 1), threads, x, residual, post_weight, weight, post_eps, eps)
     return x, residual
 
 

@@ -14,7 +14,7 @@ from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from ..layers.mlp import GatedMLP
-from ..layers.norm import AddRMSNorm, RMSNorm
+from ..layers.norm import AddRMSNorm, PostNorm
 from ..layers.residual import Normed, ResidualStream
 from . import llama
 
@@ -58,10 +58,10 @@ class Layer(base.Layer):
         size, eps, offset = args.hidden_size, args.rms_norm_eps, args.norm_offset
         self.input_layernorm = AddRMSNorm(size, eps, offset)
         self.self_attn = self.ATTENTION(args, mesh, index, local)
-        self.post_attention_layernorm = RMSNorm(size, eps, offset)
+        self.post_attention_layernorm = PostNorm(size, eps, offset)
         self.pre_feedforward_layernorm = AddRMSNorm(size, eps, offset)
         self.mlp = GatedMLP(size, args.intermediate_size, mesh, act=args.hidden_activation)
-        self.post_feedforward_layernorm = RMSNorm(size, eps, offset)
+        self.post_feedforward_layernorm = PostNorm(size, eps, offset)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

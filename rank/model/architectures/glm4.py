@@ -8,7 +8,7 @@ from ....comm.mesh import Mesh
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
-from ..layers.norm import RMSNorm
+from ..layers.norm import PostNorm
 from ..layers.residual import Normed, ResidualStream
 from . import glm, llama
 
@@ -18,8 +18,8 @@ Args = glm.Args
 class Layer(llama.Layer):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.post_self_attn_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_mlp_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_self_attn_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_mlp_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

@@ -10,7 +10,7 @@ from .. import base
 from ..batch import Batch
 from ..layers.attention import ShardedRMSNorm, norm_projections
 from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
+from ..layers.norm import PostNorm
 from ..layers.residual import Normed, Partial, ResidualStream, Unnormed
 from . import llama
 
@@ -35,9 +35,9 @@ class Layer(base.Layer):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         self.self_attn = Attention(args, mesh, index, local)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_attention_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
         self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, act=args.hidden_act)
-        self.post_feedforward_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_feedforward_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := Unnormed(stream))

@@ -12,7 +12,7 @@ from ....kernels.norm.layer_norm import add_layer_norm, layer_norm
 from ....kernels.norm.norm import add_rms_norm, rms_norm
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
-from .residual import Normed, ResidualStream
+from .residual import Normed, PostNormed, ResidualStream
 
 
 class RMSNorm(ShardedModule):
@@ -67,6 +67,14 @@ class LayerNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
+
+
+class PostNorm(RMSNorm):
+    """The norm of a sublayer's output, before it is added to the residual stream."""
+
+    def forward(self, x: Tensor) -> PostNormed:  # type: ignore[override]
+        """A lazy norm: the norm before the next sublayer is fused with it."""
+        return PostNormed(self, x)
 
 
 class AddRMSNorm(RMSNorm):

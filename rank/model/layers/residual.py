@@ -1,9 +1,10 @@
-"""The residual stream, and two lazy values by which layers stay plain while their kernels are fused.
+"""The residual stream, and three lazy values by which layers stay plain while their kernels are fused.
 
 A layer's sublayer ends in a sum over the tensor group and the next one begins with a norm. Neither is computed where
 the layer names it: `Partial` is a row-parallel linear that nobody has multiplied yet, `Normed` a norm that nobody has
-read yet. Whoever reads them knows most and so chooses the kernel: one for all-reduce, add and norm; one for GEMM and
-all-reduce; a GEMM that norms its own rows, or adds its outputs to the stream.
+read yet, `PostNormed` a sublayer's own norm that nobody has added yet. Whoever reads them knows most and so chooses the
+kernel: one for all-reduce, add and norm; one for GEMM and all-reduce; a GEMM that norms its own rows, or adds its
+outputs to the stream; one for a sublayer's norm, the addition and the next norm.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
 from ....kernels.gemm import skinny
 from ....kernels.gemm.linear import accumulates
+from ....kernels.norm.norm import norm_add_norm
 
 
 class Norm(Protocol):
@@ -118,20 +120,39 @@ class Partial:
         return True
 
 
+class PostNormed:
+    """The norm of a sublayer's output [T, H], before it is computed: PostNorm(x). x is equal on all ranks and may be
+    overwritten."""
+
+    def __init__(self, norm: Norm, x: Tensor):
+        self.norm = norm
+        self.x = x
+
+    def tensor(self) -> Tensor:
+        return self.norm.norm(self.x)
+
+    def add_norm(self, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The norm of residual [T, H] + this, and the new residual. The old one may be overwritten."""
+        first, second = self.norm.rms_weight, norm.rms_weight
+        if first is None or second is None:
+            return norm.add_norm(self.tensor(), residual)
+        return norm_add_norm(self.x, first, self.norm.eps, residual, second, norm.eps)
+
+
 class ResidualStream:
     """One microbatch's residual stream on its way through a stage's layers."""
 
     def __init__(self, value: Tensor):
         """value: [T, H], equal on all ranks; it is overwritten."""
         self.value = value
-        self.pending: Partial | Tensor | None = None  # what has been added, but not yet to `value`
+        self.pending: Partial | PostNormed | Tensor | None = None  # what has been added, but not yet to `value`
         self._work: Work | None = None
 
     def __len__(self) -> int:
         return len(self.value)
 
-    def add(self, x: Partial | Tensor) -> None:
-        """Add a sublayer's output [T, H]: a Partial, or a tensor that is equal on all ranks and may be overwritten."""
+    def add(self, x: Partial | PostNormed | Tensor) -> None:
+        """Add a sublayer's output [T, H]. A tensor is equal on all ranks and may be overwritten."""
         self.read()
         if not (isinstance(x, Partial) and x.accumulate(self.value)):
             self.pending = x
@@ -147,7 +168,13 @@ class ResidualStream:
         x, self.pending = self.pending, None
         work, self._work = self._work, None
         if x is not None and len(self):
-            self.value.add_(work.wait() if work else x.sum() if isinstance(x, Partial) else x)
+            if work:
+                x = work.wait()
+            elif isinstance(x, Partial):
+                x = x.sum()
+            elif isinstance(x, PostNormed):
+                x = x.tensor()
+            self.value.add_(x)
         return self.value
 
 
@@ -202,7 +229,7 @@ class Normed:
             return self.norm.norm(stream.value)
         if self._work is not None:
             normed, stream.value = self._work.wait()
-        elif isinstance(x, Partial):
+        elif isinstance(x, (Partial, PostNormed)):
             normed, stream.value = x.add_norm(stream.value, self.norm)
         else:
             normed, stream.value = self.norm.add_norm(x, stream.value)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from phalanx.kernels.norm.norm import add_rms_norm, rms_norm, rms_norm_reference
+from phalanx.kernels.norm.norm import add_rms_norm, norm_add_norm, rms_norm, rms_norm_reference
 
 from ..conftest import DTYPES, close
 
@@ -32,6 +32,16 @@ def test_add_rms_norm(isa, threads, called, dtype, rows, size, more):
     assert torch.equal(stream, want) and normed is x and stream is residual
     close(normed, rms_norm_reference(want.float(), weight.float(), 1e-5), dtype)
     assert len(called) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_add_norm(isa, dtype):
+    x, residual = torch.randn(2, 5, 64).to(dtype)
+    post, weight = torch.randn(2, 64).to(dtype)
+    want = residual + rms_norm(x, post, 1e-6)
+    normed, stream = norm_add_norm(x, post, 1e-6, residual, weight, 1e-5)
+    assert torch.equal(stream, want)
+    close(normed, rms_norm_reference(want.float(), weight.float(), 1e-5), dtype)
 
 
 def test_a_nan_stays_in_its_row(isa):

@@ -26,6 +26,21 @@ def test_norms(rows, size, dtype, bound):
         assert torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("rows, size", [(0, 64), (1, 1), (3, 33), (17, 64), (5, 3584), (2, 8192), (2, 5120)])
+def test_norm_add_norm(rows, size, dtype, bound):
+    """A sublayer's own norm, the addition and the next norm as one kernel, whether vectors fit or not."""
+    x, residual = torch.randn(2, rows, size, device="cuda").to(dtype).unbind()
+    post, weight = torch.randn(2, size, device="cuda").to(dtype).unbind()
+    apart = norm.rms_norm(x, post, 1e-6)
+    want = norm.add_rms_norm_reference(apart, residual.clone(), weight, 1e-5)
+    for odd in range(2):
+        held = torch.empty(size + 1, device="cuda", dtype=dtype)[odd:][:size].copy_(post)
+        got = norm.norm_add_norm(x.clone(), held, 1e-6, residual.clone(), weight, 1e-5)
+        near(got[0], want[0], bound)
+        near(got[1], want[1], bound)
+
+
 def test_norm_of_strided_heads():
     x, weight = torch.randn(5, 7, 64, device="cuda").half(), torch.randn(64, device="cuda").half()
     near(norm.rms_norm(x[:, 2:5], weight, 1e-6), norm.rms_norm_reference(x[:, 2:5], weight, 1e-6), 2e-3)
