@@ -66,6 +66,13 @@ CONFIGS: dict[str, dict[str, Any]] = bench.SHAPES | {
 }  # fmt: skip
 
 
+# --quantized: checkpoints of these settings, with random codes
+QUANTISED: dict[str, dict[str, Any]] = {
+    "gptq": dict(quant_method="gptq", bits=4, group_size=128, sym=True, desc_act=False),
+    "awq": dict(quant_method="awq", bits=4, group_size=128, version="gemm", zero_point=True),
+}
+
+
 class Ask(msgspec.Struct):
     config: str
     tp: int
@@ -224,10 +231,13 @@ def main() -> None:
     parser.add_argument("--n-mixed", type=int, default=512)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--isq", default="none", help="quantise the weights while loading, as serve does")
+    parser.add_argument("--quantized", choices=QUANTISED, help="a checkpoint that is quantised so")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         config = CONFIGS.get(asked.config) or json.loads(Path(asked.config).read_text())
+        if asked.quantized:
+            config |= {"quantization_config": QUANTISED[asked.quantized]}
         Path(made, "config.json").write_text(json.dumps(config))
         options = Options(
             model=made, ranks=asked.tp, tp=asked.tp, dtype=asked.dtype, isq=asked.isq, device=asked.device,

@@ -22,7 +22,7 @@ import re
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,8 +134,13 @@ def _c_value(x: Tensor | TensorMap | float) -> Any:
     return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int(x)
 
 
-def kernel(source: str, name: str, dtype: torch.dtype, shared: int = 0, **sizes: int | torch.dtype) -> Kernel:
-    """Function `name` of `source`.cu for element type T = `dtype`, with `sizes` as constants, or types.
+Size = int | str | torch.dtype
+
+
+def kernel(source: str, name: str, dtype: torch.dtype, shared: int = 0, **sizes: Size) -> Kernel:
+    """Function `name` of `source`.cu for element type T = `dtype`, with `sizes` as constants, or types, or headers.
+
+    A header's name stands where the source has `#include` and the size's.
 
     shared: the most dynamic shared memory, in bytes, that a launch will ask for.
     """
@@ -147,14 +152,14 @@ class KernelVariant(NamedTuple):
 
     source: str
     dtype: torch.dtype
-    sizes: tuple[tuple[str, int | torch.dtype], ...]
+    sizes: tuple[tuple[str, Size], ...]
 
     @property
     def text(self) -> str:
         return variant_text(self.source, {"T": self.dtype, **dict(self.sizes)})
 
 
-def variant(source: str, dtype: torch.dtype, **sizes: int | torch.dtype) -> KernelVariant:
+def variant(source: str, dtype: torch.dtype, **sizes: Size) -> KernelVariant:
     return KernelVariant(source, dtype, tuple(sorted(sizes.items())))
 
 
@@ -235,13 +240,18 @@ def cache_folder() -> Path:
     return folder
 
 
-def variant_text(source: str, sizes: dict[str, int | torch.dtype]) -> str:
+def variant_text(source: str, sizes: Mapping[str, Size]) -> str:
     """common.cuh, the sizes, the source and what it includes as one text: the compiler needs no include path."""
     given = [
         f"constexpr int {name} = {value};\n" if isinstance(value, int) else f"typedef {TYPES[value]} {name};\n"
         for name, value in sizes.items()
+        if not isinstance(value, str)
     ]
-    text = re.sub(r'#include "(.*)"', lambda line: SOURCES[line[1]].read_text(), SOURCES[f"{source}.cu"].read_text())
+    text = SOURCES[f"{source}.cu"].read_text()
+    for name, value in sizes.items():
+        if isinstance(value, str):
+            text = text.replace(f"#include {name}\n", f'#include "{value}.cuh"\n')
+    text = re.sub(r'#include "(.*)"', lambda line: SOURCES[line[1]].read_text(), text)
     return "".join([SOURCES["common.cuh"].read_text(), *given, text])
 
 

@@ -44,6 +44,13 @@ _FORMATS = (Path(__file__).parent / "model" / "formats").glob("[a-z]*.py")
 IN_SITU = tuple(sorted(path.stem for path in _FORMATS if path.stem != "dense"))
 ISQ_SPELLINGS = {name.upper(): name for name in IN_SITU}  # llama.cpp's
 
+# How quantised checkpoints may be stored: a file each.
+_STORED = (Path(__file__).parent / "model" / "stored_formats").glob("[a-z]*.py")
+STORED = tuple(sorted(path.stem.replace("_", "-") for path in _STORED))
+STORED_SPELLINGS = {  # other engines', of which some name the kernel as well
+    "gptq_marlin": "gptq", "awq_marlin": "awq", "marlin": "gptq", "compressed_tensors": "compressed-tensors",
+}  # fmt: skip
+
 _MODEL, _SERVER, _RANKS, _MEMORY, _SAMPLING, _RUNNING = GROUPS
 
 
@@ -68,6 +75,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
              help="quantise the weights while they are loaded"),
     ] = "none"  # fmt: skip
+    quantization: Annotated[
+        str,
+        flag("--quantization", "--quant", group=_MODEL, choices=("auto", *STORED), spellings=STORED_SPELLINGS,
+             help="how the checkpoint is quantised; auto: as its config.json says"),
+    ] = "auto"  # fmt: skip
     max_model_len: Annotated[
         int, flag("--max-model-len", group=_MODEL, metavar="N", low=0, help="longest prompt + output; 0: the model's")
     ] = 0

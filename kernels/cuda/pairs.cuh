@@ -7,6 +7,13 @@ __device__ inline unsigned and_xor(unsigned x, unsigned mask, unsigned with) {
     return y;
 }
 
+// The product of both, rounded once.
+__device__ inline unsigned multiply_pairs(unsigned a, unsigned b) {
+    unsigned y;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 // The sum of both, rounded once: exact where codes of quantised weights are made.
 template <class E> __device__ inline unsigned add_pairs(unsigned a, unsigned b);
 template <> __device__ inline unsigned add_pairs<bf16>(unsigned a, unsigned b) {

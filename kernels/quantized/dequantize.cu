@@ -1,9 +1,9 @@
 // out [outputs, I] of a W in pieces of a quantised format, at the speed of memory. A warp takes RUN pieces side by side.
 #include "mma.cuh"
 #include "pairs.cuh"
-#include "q8_0.cuh"
+#include FORMAT
 
-constexpr int PIECES = I / 32;
+constexpr int PIECES = I / SPAN;
 
 extern "C" __global__ void dequantize(const unsigned char* weight, T* out, int outputs) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -17,17 +17,20 @@ extern "C" __global__ void dequantize(const unsigned char* weight, T* out, int o
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
         if (begin + i >= PIECES) break;
-        unsigned a[2][4];
-        weights<T>(pieces[i], 0, a[0]);
-        weights<T>(pieces[i], 1, a[1]);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            unsigned row[4] = {a[0][h], a[0][2 + h], a[1][h], a[1][2 + h]};  // pairs of its four runs of eight inputs
-            exchange_quads(row);
-            const int output = strip * 16 + lane / 4 + h * 8;
-            if (output < outputs)
-                *(uint4*)(out + (long long)output * I + (begin + i) * 32 + lane % 4 * 8) =
-                    make_uint4(row[0], row[1], row[2], row[3]);
+        for (int p = 0; p < SPAN / 32; p++) {
+            unsigned a[2][4];
+            weights<T>(pieces[i], 2 * p, a[0]);
+            weights<T>(pieces[i], 2 * p + 1, a[1]);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                unsigned row[4] = {a[0][h], a[0][2 + h], a[1][h], a[1][2 + h]};  // pairs of its runs of eight inputs
+                exchange_quads(row);
+                const int output = strip * 16 + lane / 4 + h * 8;
+                if (output < outputs)
+                    *(uint4*)(out + (long long)output * I + (begin + i) * SPAN + p * 32 + lane % 4 * 8) =
+                        make_uint4(row[0], row[1], row[2], row[3]);
+            }
         }
     }
 }

@@ -5,7 +5,7 @@
 // + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9: bytes 0 and 2 are neighbours for the tensor cores, and so are 1 and
 // 3. A byte is the code plus 128. q8_0_cuda.py makes pieces.
 
-constexpr int PIECE = 544;  // bytes
+constexpr int PIECE = 544, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
 
 struct Piece {  // a lane's part
     unsigned words[4], scales;
@@ -36,8 +36,8 @@ __device__ inline Piece shared_piece(unsigned from, int lane) {
     return y;
 }
 
-// What the codes of outputs lane / 4 and 8 below are multiplied by.
-__device__ inline float2 scales(const Piece& piece) { return unpack<f16>(piece.scales); }
+// What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
+__device__ inline float2 scales(const Piece& piece, int step) { return unpack<f16>(piece.scales); }
 
 // A word's codes as 16-bit elements, exactly: those of bytes 0 and 2, and of 1 and 3.
 template <class E> __device__ inline void widen(unsigned word, unsigned& even, unsigned& odd);
@@ -69,7 +69,7 @@ __device__ inline float dequantized(unsigned word, int byte, float scale) {
 
 // Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a product.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
-    const float2 by = scales(piece);
+    const float2 by = scales(piece, step);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const unsigned word = piece.words[2 * step + h];

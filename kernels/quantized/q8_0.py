@@ -6,6 +6,7 @@ rows, dequantising a panel of the weight first and multiplying with the library 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -16,13 +17,11 @@ from .. import jit
 from ..activation.activation import gated_activation
 from ..cpp import ops
 from ..device import DeviceCaps
-from ..gemm import linear as gemm
-from . import q8_0_cpu, q8_0_cuda
+from . import panels, pieces_cuda, q8_0_cpu, q8_0_cuda
 from .q8_0_cpu import GROUP
 
 BITS = 8.5  # of a weight with its share of the scale
 CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
-PANEL = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements that are dequantised at once
 
 
 class Encoded(NamedTuple):
@@ -36,7 +35,7 @@ class Encoded(NamedTuple):
         return len(self.codes)
 
 
-Packed = Encoded | q8_0_cpu.Packed | q8_0_cuda.Packed
+Packed = Encoded | q8_0_cpu.Packed | pieces_cuda.Packed
 
 
 def encode(weight: Tensor) -> Encoded:
@@ -81,10 +80,10 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     last = packed.outputs if last is None else min(last, packed.outputs)
     if isinstance(packed, q8_0_cpu.Packed):
         return q8_0_cpu.dequantize(packed, dtype, first, last)
-    if isinstance(packed, q8_0_cuda.Packed):
-        part = q8_0_cuda.Packed(packed.pieces[first // 16 : -(-last // 16)], last - first)
+    if isinstance(packed, pieces_cuda.Packed):
+        part = packed.part(first, last)
         if dtype != torch.float32:
-            return q8_0_cuda.dequantize(part, dtype)
+            return pieces_cuda.dequantize(part, dtype)
         codes, scales = q8_0_cuda.unpack(part)
     else:
         codes, scales = packed.codes[first:last], packed.scales[first:last]
@@ -97,15 +96,12 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
-    if isinstance(packed, q8_0_cuda.Packed) and q8_0_cuda.supports(x, packed, bias):
-        return q8_0_cuda.linear(x, packed, gate, bias)
+    if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
+        return pieces_cuda.linear(x, packed, gate, bias)
     if isinstance(packed, q8_0_cpu.Packed) and q8_0_cpu.supports(x):
         y = q8_0_cpu.linear(x, packed, bias)
-    elif packed.outputs * x.shape[1] <= PANEL[x.device.type]:
-        weight = dequantize(packed, x.dtype)
-        return gemm.gated_linear(x, weight, gate, bias) if gate else gemm.linear(x, weight, bias)
     else:
-        y = _by_panels(x, packed, bias)
+        return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
     return gated_activation(y, gate) if gate else y
 
 
@@ -113,15 +109,5 @@ def variants(
     rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
     """What `linear` of so many rows, each, is compiled as on this GPU."""
-    if isinstance(packed, q8_0_cuda.Packed):
-        yield from q8_0_cuda.variants(rows, packed, dtype, gate, bias, found)
-
-
-def _by_panels(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """[T, O] of dequantised panels of the weight, with the library's GEMM."""
-    each = max(16, PANEL[x.device.type] // x.shape[1] // 16 * 16)
-    y = x.new_empty(len(x), packed.outputs)
-    for first in range(0, packed.outputs, each):
-        panel = dequantize(packed, x.dtype, first, first + each)
-        torch.mm(x, panel.t(), out=y[:, first : first + each])
-    return y if bias is None else y.add_(bias)
+    if isinstance(packed, pieces_cuda.Packed):
+        yield from pieces_cuda.variants(rows, packed, dtype, gate, bias, found)

@@ -10,11 +10,11 @@
 #include "tma.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
-#include "q8_0.cuh"
+#include FORMAT
 
 constexpr int ROWS = 8 * TILES;  // of x
 constexpr int STRIPS = M / 16, SUBTILES = STRIPS / MT, THREADS = SUBTILES * GROUPS * 32;  // that multiply
-constexpr int PIECES = I / 32, OF_CHUNK = KC / 32, CHUNKS = I / KC;  // pieces of a strip, also of one chunk
+constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC;  // pieces of a strip, also of one chunk
 constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
@@ -65,24 +65,28 @@ __device__ inline void multiply(unsigned x_from, unsigned w_from, int group, flo
     const unsigned x_row = x_from + lane % 8 * 128, x_piece = (lane / 8 ^ lane % 8) * 16;
 #pragma unroll
     for (int i = 0; i < OF_CHUNK; i += GROUPS) {
-        const int k = i + group;
-        unsigned b[TILES][4];
 #pragma unroll
-        for (int j = 0; j < TILES; j++) ldmatrix(b[j], x_row + (k / 2 * ROWS + j * 8) * 128 + (k % 2 * 64 ^ x_piece));
+        for (int p = 0; p < SPAN / 32; p++) {
+            const int k = i + group, part_of_x = k * (SPAN / 32) + p;  // 32 inputs
+            unsigned b[TILES][4];
 #pragma unroll
-        for (int m = 0; m < MT; m++) {
-            const Piece piece = shared_piece(w_from + (m * OF_CHUNK + k) * PIECE, lane);
-            const float2 by = scales(piece);
-            unsigned a[2][4];
-            codes<T>(piece, 0, a[0]);
-            codes<T>(piece, 1, a[1]);
+            for (int j = 0; j < TILES; j++)
+                ldmatrix(b[j], x_row + (part_of_x / 2 * ROWS + j * 8) * 128 + (part_of_x % 2 * 64 ^ x_piece));
 #pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                float part[4] = {};
-                mma<T>(part, a[0], b[j][0], b[j][1]);
-                mma<T>(part, a[1], b[j][2], b[j][3]);
+            for (int m = 0; m < MT; m++) {
+                const Piece piece = shared_piece(w_from + (m * OF_CHUNK + k) * PIECE, lane);
+                const float2 by = scales(piece, 2 * p);
+                unsigned a[2][4];
+                codes<T>(piece, 2 * p, a[0]);
+                codes<T>(piece, 2 * p + 1, a[1]);
 #pragma unroll
-                for (int i = 0; i < 4; i++) sum[m][j][i] += (i < 2 ? by.x : by.y) * part[i];
+                for (int j = 0; j < TILES; j++) {
+                    float part[4] = {};
+                    mma<T>(part, a[0], b[j][0], b[j][1]);
+                    mma<T>(part, a[1], b[j][2], b[j][3]);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) sum[m][j][i] += (i < 2 ? by.x : by.y) * part[i];
+                }
             }
         }
     }

@@ -7,10 +7,10 @@
 // [outputs] is added.
 #include "mma.cuh"
 #include "pairs.cuh"
-#include "q8_0.cuh"
+#include FORMAT
 
 constexpr int THREADS = WARPS * 32;
-constexpr int PIECES = I / 32, STEPS = (PIECES + WARPS - 1) / WARPS;  // of a strip; that a warp takes
+constexpr int PIECES = I / SPAN, STEPS = (PIECES + WARPS - 1) / WARPS;  // of a strip; that a warp takes
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x: what an instruction reads of eight lies in different banks
 constexpr int SUMS = STRIPS * 128;  // of a warp
 
@@ -41,7 +41,7 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
         *(uint4*)(xs + i / (I / 8) * PITCH + i % (I / 8) * 16) = ((const uint4*)x)[i];
     __syncthreads();
     // A lane's row of x, and there its eight of the first piece's inputs. Columns past R repeat the last row.
-    unsigned x_from = smem_address(xs) + min(lane % 8, R - 1) * PITCH + warp * 64 + lane / 8 * 16;
+    unsigned x_from = smem_address(xs) + min(lane % 8, R - 1) * PITCH + warp * SPAN * 2 + lane / 8 * 16;
     float sum[STRIPS][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int s = 0; s < STEPS; s += AHEAD) {
@@ -50,24 +50,29 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             if ((STEPS % AHEAD || PIECES % WARPS) && !there(s + u)) break;
-            unsigned b[4];
-            ldmatrix(b, x_from + u * WARPS * 64);
+            unsigned b[SPAN / 32][4];
+#pragma unroll
+            for (int p = 0; p < SPAN / 32; p++) ldmatrix(b[p], x_from + u * WARPS * SPAN * 2 + p * 64);
 #pragma unroll
             for (int o = 0; o < STRIPS; o++) {
-                float part[4] = {};
-                unsigned a[4];
-                codes<T>(ring[u][o], 0, a);
-                mma<T>(part, a, b[0], b[1]);
-                codes<T>(ring[u][o], 1, a);
-                mma<T>(part, a, b[2], b[3]);
-                const float2 by = scales(ring[u][o]);
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (i % 2 < R) sum[o][i] += (i < 2 ? by.x : by.y) * part[i];
+                for (int p = 0; p < SPAN / 32; p += SCALED / 32) {
+                    float part[4] = {};
+#pragma unroll
+                    for (int s = 2 * p; s < 2 * p + SCALED / 16; s++) {
+                        unsigned a[4];
+                        codes<T>(ring[u][o], s, a);
+                        mma<T>(part, a, b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
+                    }
+                    const float2 by = scales(ring[u][o], 2 * p);
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        if (i % 2 < R) sum[o][i] += (i < 2 ? by.x : by.y) * part[i];
+                }
                 if (there(s + u + AHEAD)) ring[u][o] = from[o].stream(u * WARPS);
             }
         }
-        x_from += AHEAD * WARPS * 64;
+        x_from += AHEAD * WARPS * SPAN * 2;
     }
     float* const here = sums + warp * SUMS + lane / 4 * 8 + lane % 4 * 2;
 #pragma unroll

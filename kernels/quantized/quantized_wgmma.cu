@@ -15,10 +15,10 @@
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pairs.cuh"
-#include "q8_0.cuh"
+#include FORMAT
 
 constexpr int M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;  // that multiply
-constexpr int PIECES = I / 32, OF_CHUNK = KC / 32, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
+constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
 constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
@@ -88,7 +88,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
 // each eight.
 __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    unsigned a[2][2][4];  // of two pieces: the products of one are under way while the other's weights are made
+    unsigned a[2][2][4];  // of 32 inputs each: the products of some are under way while the others' weights are made
 #pragma unroll 1
     for (int n = 0; n < CHUNKS; n++) {
         const unsigned stage = ring + n % STAGES * STAGE;
@@ -96,23 +96,27 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
 #pragma unroll
         for (int p = 0; p < OF_CHUNK; p++) {
             const Piece piece = shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane);
-            weights<T>(piece, 0, a[p % 2][0]);
-            weights<T>(piece, 1, a[p % 2][1]);
-            wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < 2; s++) {
-                const unsigned x = stage + p / 2 * ROWS * 128 + p % 2 * 64 + s * 32;
-                wgmma<false>(T(), sum, a[p % 2][s], smem_descriptor(x, 16), n > 0 || p > 0 || s > 0);
+            for (int h = 0; h < SPAN / 32; h++) {
+                const int k = p * (SPAN / 32) + h;  // of the chunk's parts of 32 inputs
+                weights<T>(piece, 2 * h, a[k % 2][0]);
+                weights<T>(piece, 2 * h + 1, a[k % 2][1]);
+                wgmma_fence();
+#pragma unroll
+                for (int s = 0; s < 2; s++) {
+                    const unsigned x = stage + k / 2 * ROWS * 128 + k % 2 * 64 + s * 32;
+                    wgmma<false>(T(), sum, a[k % 2][s], smem_descriptor(x, 16), n > 0 || k > 0 || s > 0);
+                }
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (k > 0) continue;
+                // What was loaded of the chunk before has been multiplied, so that it has been read.
+                Barrier* const before = empty + (n + STAGES - 1) % STAGES;
+                if constexpr (SHARE > 1)
+                    mbarrier_arrive_at_if(n > 0 && lane < SHARE, before, lane % SHARE);
+                else if (n > 0 && lane == 0)
+                    mbarrier_arrive(before);
             }
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (p > 0) continue;
-            // What was loaded of the chunk before has been multiplied, so that it has been read.
-            Barrier* const before = empty + (n + STAGES - 1) % STAGES;
-            if constexpr (SHARE > 1)
-                mbarrier_arrive_at_if(n > 0 && lane < SHARE, before, lane % SHARE);
-            else if (n > 0 && lane == 0)
-                mbarrier_arrive(before);
         }
     }
     wgmma_wait<0>();

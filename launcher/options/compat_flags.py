@@ -24,9 +24,6 @@ def _refuse(text: str) -> CompatFlag:
 
 
 _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
-_QUANT = _refuse(
-    "quantised checkpoints are not supported yet; --isq quantises a model's bf16, f16 or f32 directory while it loads"
-)
 _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
@@ -47,7 +44,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--master-addr": _NODES,
     "--master-port": _NODES,
     "--hostfile": _NODES,
-    "--quant": _QUANT,
     "--kvcache-dtype": _KV_DTYPE,
     "--fp8-kvcache": _KV_DTYPE,
     "--hf-token": _HUB,
@@ -68,7 +64,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--models-config": _refuse("one model is served; --config FILE reads options from YAML"),
     # vLLM
     "--kv-cache-dtype": _KV_DTYPE,
-    "--quantization": _QUANT,
     "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),
     "--trust-remote-code": _note("no code of the checkpoint is run"),
     "--enforce-eager": _note("graphs are used where they are faster and change no result"),

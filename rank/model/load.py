@@ -50,6 +50,7 @@ def load(
     room: int | None = None,
     host_room: int | None = None,
     isq: str = "none",
+    quantization: str = "auto",
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
@@ -74,14 +75,14 @@ def load(
     module = architectures.find(config.model_type)
     args = module.Args.from_config(config)
     names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
-    format_of = choose_format(config, isq, names)
+    format_of = choose_format(config, isq, quantization, names)
     model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, format_of)
     parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    need = _memory(model.sharded_modules(), source, DTYPES[chosen], stored)
+    need = _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):
@@ -99,10 +100,14 @@ def load(
 
 
 def _memory(
-    modules: list[ShardedModule], source: Dummy | Checkpoint | Striped, dtype: torch.dtype, stored: torch.dtype
+    modules: list[ShardedModule],
+    source: Dummy | Checkpoint | Striped,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    device: torch.device,
 ) -> int:
     """Bytes that loading takes at most: all weights as they are kept, and what is read but not yet encoded."""
-    kept = sum(module.kept_bytes(dtype) for module in modules if not module.shared)
+    kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared)
     if isinstance(source, Striped):
         return kept + source.peak(lambda module: module.plain_bytes(stored))
     return kept + max((module.plain_bytes(stored) for module in modules), default=0)
@@ -127,15 +132,22 @@ def _check_buffers(need: int, room: int | None) -> None:
         )
 
 
-def choose_format(config: Config, isq: str, names: Collection[str] = ()) -> ChooseFormat:
+def choose_format(config: Config, isq: str, quantization: str = "auto", names: Collection[str] = ()) -> ChooseFormat:
     """The format of each linear: what the checkpoint stores, or what weights are quantised to while they are loaded.
 
-    names: of the checkpoint's tensors; none where config.json alone is known.
+    quantization: the method that the checkpoint must have, or auto. names: of the checkpoint's tensors; none where
+    config.json alone is known.
     """
-    if not config.quantization:
+    method = stored_formats.method_of(config.quantization, config.path) if config.quantization else "none"
+    if quantization not in ("auto", method):
+        raise FatalError(
+            f"--quantization {quantization}: by its config.json {config.path} is quantised by {method}: leave the "
+            "option out" + ("; --isq quantises while loading" if method == "none" else ""),
+            USAGE,
+        )
+    if method == "none":
         return in_situ(isq)
     if isq != "none":
-        method = stored_formats.method_of(config.quantization)
         raise FatalError(f"--isq {isq}: {config.path} is quantised already ({method}): leave --isq out", USAGE)
     return stored_formats.choose(config.quantization, Part, names)
 
@@ -203,6 +215,8 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     read = {_pattern(part.tensor) for part in parts} | {"model.embed_tokens.weight", "model.embed_positions.weight"}
     harmless = (*HARMLESS, "lm_head.weight") if model.tied else HARMLESS
     elsewhere = set(range(config.num_layers)) - set(map(int, model.model.layers))
+    if config.quantization:
+        harmless = (*harmless, *stored_formats.find(config.quantization).HARMLESS)
     unread = [name for name in source.names if not name.endswith(harmless) and _layer(name) not in elsewhere]
     unread = [name for name in unread if _pattern(name) not in read or _layer(name) >= config.num_layers]
     if config.raw.get("num_nextn_predict_layers"):

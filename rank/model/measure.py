@@ -29,6 +29,7 @@ from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.moe import Router
 from .load import DTYPES, choose_dtype, choose_format
 from .shard import stage_layers
+from .stored_formats._part import StoredPart
 from .weights.slicing import ShardedModule
 
 POSITIONS = 1  # of the rotary tables, which are computed
@@ -61,6 +62,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "checkpoint_dtype": config.dtype,
         "usual_dtype": choose_dtype("auto", config, device),
         "parameters": sum(one.numel() for one in whole.parameters()),
+        "checkpoint_bytes": stored_bytes(build(config, Seat(0, 1), Seat(0, 1), format_of), DTYPES[config.dtype]),
         "chosen": max(map(visited, whole.modules()), default=0),
         "degrees": degrees,
         "stages": [
@@ -68,6 +70,20 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         ],
         "ranks": {tp: rank_of(config, tp, DTYPES[chosen], device, format_of) for tp in wanted},
     }
+
+
+def stored_bytes(model: Model, dtype: torch.dtype) -> int:
+    """Of a checkpoint of this dtype. Scales have that too, if it is of 16 bits."""
+    held = {
+        id(parameter): parameter.numel() * min(module.dtype_of(name, dtype), dtype, key=_width_of_floats).itemsize
+        for module in model.sharded_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    return sum(held.values())
+
+
+def _width_of_floats(dtype: torch.dtype) -> tuple[bool, int]:
+    return dtype.is_floating_point, dtype.itemsize
 
 
 def can_cut(config: Config, tp: int, format_of: ChooseFormat) -> bool:
@@ -131,13 +147,16 @@ def weights(
         inside.update(one.modules())  # the parts of a linear are the linear's
         held = [part for part in one.modules() if isinstance(part, ShardedModule)]
         parameters = list(one.parameters())
+        elements = sum(map(torch.numel, parameters))
+        if isinstance(one, Linear) and any(isinstance(part, StoredPart) for part in held):
+            elements = one.num_weights  # parameters are packs of codes
         shared = all(part.shared for part in held)
         copies = one.experts.width if isinstance(one, StackedLinear) else 1
         found.append(
             {
                 "name": name,
-                "elements": sum(parameter.numel() for parameter in parameters) // copies,
-                "bytes": sum(part.kept_bytes(dtype) for part in held) // copies,
+                "elements": elements // copies,
+                "bytes": sum(part.kept_bytes(dtype, device) for part in held) // copies,
                 "matrix": isinstance(one, Linear | StackedLinear | Router),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }

@@ -128,7 +128,7 @@ class Engine:
         with errors.memory_for("the weights", "Use more ranks (--tp, --pp), a narrower --dtype or --isq"):
             model = load_model(
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
-                options.load, self._progress("loading weights"), free, free_of_host, options.isq,
+                options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model

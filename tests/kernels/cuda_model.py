@@ -41,6 +41,8 @@ def build(source: str, sizes: dict, folder: Path) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler")
     text = jit.SOURCES[f"{source}.cu"].read_text()
+    for key, value in sizes.items():
+        text = text.replace(f"#include {key}\n", f'#include "{value}.cuh"\n')
     include = lambda line: "" if line[1] in REPLACED else jit.SOURCES[line[1]].read_text()  # noqa: E731
     text = re.sub(r'#include "(.*)"', include, text)
     text = text.replace("extern __shared__ uint4 memory[];", "uint4* const memory = (uint4*)(model::smem + 16);")
@@ -51,6 +53,7 @@ def build(source: str, sizes: dict, folder: Path) -> ctypes.CDLL:
     given = [
         f"constexpr int {key} = {value};" if isinstance(value, int) else f"typedef {jit.TYPES[value]} {key};"
         for key, value in sizes.items()
+        if not isinstance(value, str)
     ]
     header = Path(__file__).with_suffix(".h").read_text()
     (folder / "kernel.cpp").write_text("\n".join([header, *given, text, LAUNCH.format(call=call)]))

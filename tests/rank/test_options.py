@@ -7,7 +7,7 @@ import pytest
 from phalanx.launcher.cli import verbs
 from phalanx.launcher.options.compat_flags import FOREIGN
 from phalanx.launcher.options.option_sources import UsageError, from_keywords, read
-from phalanx.rank.options import GROUPS, IN_SITU, Job, Options, decode_job, degrees, encode_job, specs
+from phalanx.rank.options import GROUPS, IN_SITU, STORED, Job, Options, decode_job, degrees, encode_job, specs
 
 TABLE = specs()
 SAMPLES = {str: "word", int: "7", float: "0.5", tuple: "2,0,1"}
@@ -165,9 +165,8 @@ def test_gpu_memory_utilization_is_said_to_be_a_share_of_free_memory():
         ("--dtype fp4", "--dtype 'fp4' (command line): one of auto, bf16, f16, f32 is needed"),
         ("--isq q9_9", f"--isq 'q9_9' (command line): one of none, {', '.join(IN_SITU)} is needed"),
         (
-            "--quantization q8_0",
-            "--quantization: quantised checkpoints are not supported yet; --isq quantises a model's bf16, f16 or f32 "
-            "directory while it loads",
+            "--quantization q9_9",
+            f"--quantization 'q9_9' (command line): one of auto, {', '.join(STORED)} is needed",
         ),
         ("--device 1", "--device '1' (command line): one of auto, cpu, cuda is needed; GPUs are chosen by --d 1"),
         ("--d 0,x", "--d '0,x' (command line): a list of whole numbers such as 0,1,2,3 is needed"),

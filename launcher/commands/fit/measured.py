@@ -11,7 +11,7 @@ import msgspec
 
 from ....errors import USAGE, FatalError
 from . import unserved
-from .shape import WIDTHS, ModelShape, RankShape
+from .shape import ModelShape, RankShape
 
 MEASURE = ("-m", "phalanx.rank.model.measure")
 
@@ -38,6 +38,7 @@ class Answer(msgspec.Struct, frozen=True):
     checkpoint_dtype: str
     usual_dtype: str
     parameters: int
+    checkpoint_bytes: int
     chosen: int
     degrees: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...]
@@ -52,11 +53,7 @@ def read(question: Question, name: str) -> ModelShape:
             raise FatalError(f"--isq {question.isq}: what it makes of {name} is not known before it is served", USAGE)
         return unserved.read(path, name, question.dtype, question.device, max(question.most, question.tp))
     answer = msgspec.json.decode(ask(question), type=Answer)
-    return ModelShape(
-        name=name,
-        checkpoint_bytes=answer.parameters * WIDTHS[answer.checkpoint_dtype],
-        **msgspec.structs.asdict(answer),
-    )
+    return ModelShape(name=name, **msgspec.structs.asdict(answer))
 
 
 def ask(question: Question) -> bytes:

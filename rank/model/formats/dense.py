@@ -17,7 +17,7 @@ from ..weights.slicing import Field, ShardedModule, Source, pack_weight
 class Part(ShardedModule):
     """Some outputs of a linear: x W^T + b of this rank's slice of W [outputs, inputs]."""
 
-    fields = (Field("weight", "oi"), Field("bias", "o"))
+    fields: tuple[Field, ...] = (Field("weight", "oi"), Field("bias", "o"))
 
     def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         super().__init__()

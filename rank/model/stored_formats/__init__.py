@@ -1,8 +1,8 @@
 """How quantised checkpoints store weights: one file per `quant_method` of config.json's quantization_config.
 
 A file has `match(settings, path, names)`: of a linear's path, what makes its parts, or None where it is plain. What it
-returns is called as a `Part` is made (formats/dense.py), and is equal for linears that are stored alike. Only these
-files need torch.
+returns is called as a `Part` is made (formats/dense.py), and is equal for linears that are stored alike. HARMLESS are
+the ends of names of tensors that are not needed. Only these files need torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ def method_of(settings: object, where: object = "config.json") -> str:
     if not isinstance(settings, dict) or str(method).replace("_", "-") not in methods():
         known = f"; supported are {', '.join(methods())}" if methods() else ""
         raise FatalError(f"{where}: quantised weights ({method}) are not supported{known}", MODEL)
-    return str(method)
+    return str(method).replace("_", "-")
+
+
+def find(settings: dict[str, Any]) -> Any:
+    """The file of a quantization_config's method."""
+    return importlib.import_module(f".{method_of(settings).replace('-', '_')}", __name__)
 
 
 def choose(settings: dict[str, Any], plain: Any, names: Collection[str] = ()) -> Callable[[str], Any]:
@@ -41,9 +46,8 @@ def choose(settings: dict[str, Any], plain: Any, names: Collection[str] = ()) ->
 
     names: of the checkpoint's tensors; none where config.json alone is known.
     """
-    file = importlib.import_module(f".{method_of(settings).replace('-', '_')}", __name__)
     left_out = [pattern for key in LEFT_OUT for pattern in settings.get(key) or ()]
-    match = file.match
+    match = find(settings).match
     return lambda path: (None if is_among(path, left_out) else match(settings, path, names)) or plain
 
 
@@ -61,3 +65,10 @@ def is_among(path: str, patterns: Iterable[str]) -> bool:
         if any(parts[at : at + len(wanted)] == wanted for at in range(len(parts))):
             return True
     return False
+
+
+def is_stored(path: str, field: str, names: Collection[str]) -> bool:
+    """Whether a linear is stored with this field, not as a plain `weight`; where names are unknown, the head is not."""
+    if not names:
+        return path not in ("lm_head", "model.embed_tokens")
+    return f"{path}.{field}" in names or f"{path}.weight" not in names

@@ -27,9 +27,13 @@ class Ratio(NamedTuple):
     elements: int = 1  # 0: all of the axis
     shared: bool = False  # as a scale, which holds for each of its elements: where a cut parts them, both ranks read it
 
+    everywhere: bool = False  # every rank reads all of it
+
     def span(self, start: int, stop: int, size: int) -> tuple[int, int]:
         """First and last of the entries that hold elements start to stop, of an axis of `size`."""
         elements = self.elements or max(size, 1)
+        if self.everywhere:
+            start, stop = 0, size
         first = start * self.entries // elements
         return first, max(first, -(-stop * self.entries // elements)) if stop > start else first
 
@@ -49,7 +53,7 @@ class Field(NamedTuple):
     dtype: torch.dtype | None = None  # None: the model's
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
     ratios: Mapping[str, Ratio] = MappingProxyType({})  # of axes of other than one entry for each of theirs
-    made_up: float | None = None  # what all of a float tensor is in a model of random weights; None: random numbers
+    made_up: float | None = None  # what all of the tensor is in a model of random weights; None: random numbers
 
     def ratio(self, axis: str) -> Ratio:
         return self.ratios.get(axis, PLAIN)
@@ -87,8 +91,8 @@ class ShardedModule(nn.Module):
         """Whether its weights are another module's."""
         return not self.sources
 
-    def kept_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of its weights once they are loaded, in a model of this dtype. Asked before they are."""
+    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes of its weights once they are loaded there, in a model of this dtype. Asked before they are."""
         held = self.named_parameters(recurse=False)
         return sum(parameter.numel() * self.dtype_of(name, dtype).itemsize for name, parameter in held)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from phalanx.kernels.cpp import graph, ops
-from phalanx.kernels.quantized import q8_0, q8_0_cpu
+from phalanx.kernels.quantized import panels, q8_0, q8_0_cpu
 
 from ..conftest import DTYPES, close
 
@@ -93,7 +93,7 @@ def test_many_rows_and_what_is_left_to_torch(monkeypatch, dtype, compiled):
         x = torch.randn(rows, 96).to(dtype)
         want = x.float() @ q8_0.dequantize(packed, dtype).float().T + bias.float()
         for panel in (1 << 20, 960):
-            monkeypatch.setitem(q8_0.PANEL, "cpu", panel)
+            monkeypatch.setitem(panels.PANEL, "cpu", panel)
             y = q8_0.linear(x, packed, bias=bias)
             assert y.dtype == dtype and y.is_contiguous()
             exact = dtype == torch.float32

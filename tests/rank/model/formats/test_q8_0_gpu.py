@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import q8_0, q8_0_cuda
+from phalanx.kernels.quantized import panels, pieces_cuda, q8_0
 from phalanx.rank.model.load import load
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -22,7 +22,7 @@ def test_codes_are_a_cpus(dtype):
     mine, others = q8_0.encode(weight.cuda()), q8_0.encode(weight)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, others, strict=True))
     packed, plain = q8_0.pack(*mine), q8_0.dequantize(others)
-    assert isinstance(packed, q8_0_cuda.Packed) and torch.equal(q8_0.dequantize(packed).cpu(), plain)
+    assert isinstance(packed, pieces_cuda.Packed) and torch.equal(q8_0.dequantize(packed).cpu(), plain)
     assert torch.equal(q8_0.dequantize(packed, torch.bfloat16, 32, 100).cpu(), plain[32:100].bfloat16())
 
 
@@ -30,7 +30,7 @@ def test_codes_are_a_cpus(dtype):
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 64, 65, 300])
 @pytest.mark.parametrize("panel", [1 << 27, 1 << 18])
 def test_linear(monkeypatch, dtype, rows, panel):
-    monkeypatch.setitem(q8_0.PANEL, "cuda", panel)
+    monkeypatch.setitem(panels.PANEL, "cuda", panel)
     packed = q8_0.pack(*q8_0.encode(torch.randn(512, 1024, device="cuda") / 32))
     x, bias = torch.randn(rows, 1024, device="cuda").to(dtype), torch.randn(512, device="cuda").to(dtype)
     y = x.double() @ q8_0.dequantize(packed).double().T + bias.double()

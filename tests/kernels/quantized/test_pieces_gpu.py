@@ -1,4 +1,4 @@
-"""q8_0's kernels against f64, with NaN behind x and in all that is written."""
+"""Kernels of quantised weights in pieces against f64, with NaN behind x and in all that is written."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
-from phalanx.kernels.quantized import q8_0_cuda
-from phalanx.kernels.quantized.q8_0_cuda import GemvConfig, WgmmaConfig
+from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q8_0_cuda
+from phalanx.kernels.quantized.pieces_cuda import GemvConfig, WgmmaConfig
 from torch.nn.functional import gelu, silu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,11 +38,20 @@ def poison():
     torch.cuda.synchronize()
 
 
-def make(outputs, inputs):
-    """Codes and scales as weights have them, packed on the GPU, and the weight in f64."""
-    codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
-    scales = (torch.rand(outputs, inputs // 32, device="cuda") / 64 - 1 / 128).half()
-    return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
+def make(outputs, inputs, form="q8_0"):
+    """A weight packed on the GPU, its codes and scales as weights have them, and what it means in f64."""
+    if form == "q8_0":
+        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
+        scales = (torch.rand(outputs, inputs // 32, device="cuda") / 64 - 1 / 128).half()
+        return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
+    group = int(form.split()[1])
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    scales = (torch.rand(outputs, inputs // group, device="cuda") / 4 - 1 / 8).half()
+    zeros = torch.full(scales.shape, 8, dtype=torch.int16, device="cuda")
+    if form.endswith("zeros"):
+        zeros = torch.randint(0, 17, scales.shape, dtype=torch.int16, device="cuda")
+    wide, at = (one.double().repeat_interleave(group, 1) for one in (scales, zeros))
+    return int4_cuda.pack(codes, scales, zeros), (codes - at) * wide
 
 
 def rows_of(rows, inputs, dtype):
@@ -58,7 +67,7 @@ def gate(y, dtype, act="silu"):
 
 
 def bound(x, packed, act):
-    way, _ = q8_0_cuda._plan(len(x), packed, act, device_caps(x.device))
+    way, _ = pieces_cuda._plan(len(x), packed, act, device_caps(x.device))
     return PLAIN if not act else ROUNDED_GATED if isinstance(way, WgmmaConfig) else EXACT_GATED
 
 
@@ -72,107 +81,128 @@ def check(found, want, about, most):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "outputs, inputs", [(16, 64), (37, 96), (37, 192), (64, 512), (192, 4096), (130, 1056), (128, 14336)]
-)
+    "outputs, inputs, form",
+    [
+        (16, 64, "q8_0"), (37, 96, "q8_0"), (37, 192, "q8_0"), (64, 512, "q8_0"), (192, 4096, "q8_0"),
+        (130, 1056, "q8_0"), (128, 14336, "q8_0"), (16, 64, "int4 64"),
+        (37, 192, "int4 32 zeros"), (192, 4096, "int4 128 zeros"), (128, 14336, "int4 128"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257])
-def test_linear(rows, outputs, inputs, dtype):
+def test_linear(rows, outputs, inputs, form, dtype):
     """As it is chosen, with a bias and a gate; otherwise the weight as it is, and a product."""
-    packed, weight = make(outputs, inputs)
+    packed, weight = make(outputs, inputs, form)
     x = rows_of(rows, inputs, dtype)
     for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
         want = x.double() @ weight.T + (0 if bias is None else bias.double())
-        if not q8_0_cuda.supports(x, packed, bias):
-            check([linear(x, q8_0_cuda.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
+        if not pieces_cuda.supports(x, packed, bias):
+            check([linear(x, pieces_cuda.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
             continue
-        check([q8_0_cuda.linear(x, packed, bias=bias) for _ in range(2)], want, "plain", PLAIN)
+        check([pieces_cuda.linear(x, packed, bias=bias) for _ in range(2)], want, "plain", PLAIN)
         if outputs % 2 == 0:
             for act in ("silu", "gelu_tanh"):
-                found = [q8_0_cuda.linear(x, packed, act, bias) for _ in range(2)]
+                found = [pieces_cuda.linear(x, packed, act, bias) for _ in range(2)]
                 check(found, gate(want, dtype, act), act, bound(x, packed, act))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (1344, 2080), (4096, 14336)])
+@pytest.mark.parametrize(
+    "outputs, inputs, form", [(6144, 4096, "q8_0"), (1344, 2080, "q8_0"), (4096, 14336, "int4 128 zeros")]
+)
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 8])
-def test_every_way_of_few_rows(rows, outputs, inputs, dtype):
-    packed, weight = make(outputs, inputs)
+def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
+    packed, weight = make(outputs, inputs, form)
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     for way in (GemvConfig(1, 8, 2), GemvConfig(1, 4, 3), GemvConfig(2, 4, 2)):
-        if q8_0_cuda.gemv_shared(rows, inputs, way.strips) > 220 << 10 >> (way.blocks == 3):
+        if pieces_cuda.gemv_shared(rows, inputs, way.strips) > 220 << 10 >> (way.blocks == 3):
             continue
-        check([q8_0_cuda.gemv(x, packed, way, "", bias) for _ in range(3)], want, way, PLAIN)
+        check([pieces_cuda.gemv(x, packed, way, "", bias) for _ in range(3)], want, way, PLAIN)
         if way.strips == 2:
-            found = [q8_0_cuda.gemv(x, packed, way, "silu", bias) for _ in range(3)]
+            found = [pieces_cuda.gemv(x, packed, way, "silu", bias) for _ in range(3)]
             check(found, gate(want, dtype), way, EXACT_GATED)
 
 
 @needs_tma
 @pytest.mark.parametrize(
-    "outputs, inputs, gated, dtype", [(1344, 2048, "silu", DTYPES[0]), (5000, 1024, "", DTYPES[1])]
+    "outputs, inputs, gated, dtype, form",
+    [
+        (1344, 2048, "silu", DTYPES[0], "q8_0"),
+        (5000, 1024, "", DTYPES[1], "q8_0"),
+        (1344, 2048, "silu", DTYPES[0], "int4 128 zeros"),
+    ],
 )
 @pytest.mark.parametrize("rows", [7, 16, 29, 64])
-def test_every_cut(rows, outputs, inputs, gated, dtype):
+def test_every_cut(rows, outputs, inputs, gated, dtype, form):
     """Several times in a row into memory that holds NaN: a race would show as a difference."""
-    packed, weight = make(outputs, inputs)
+    packed, weight = make(outputs, inputs, form)
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
-    cuts = list(q8_0_cuda.tile_configs(rows, outputs, inputs, bool(gated)))
-    sizes = [q8_0_cuda._gemm_sizes(rows, inputs, cut, gated, True) for cut in cuts]
+    cuts = list(pieces_cuda.tile_configs(rows, outputs, inputs, packed.layout, bool(gated)))
+    sizes = [pieces_cuda._gemm_sizes(rows, inputs, cut, gated, True, packed.layout) for cut in cuts]
     jit.compile_ahead([jit.variant("quantized_gemm", dtype, **one) for one in sizes], x.device)
     for cut in cuts:
-        found = [q8_0_cuda.gemm(x, packed, cut, gated, bias) for _ in range(4)]
+        found = [pieces_cuda.gemm(x, packed, cut, gated, bias) for _ in range(4)]
         check(found, want, cut, EXACT_GATED if gated else PLAIN)
 
 
 @needs_hopper
 @pytest.mark.parametrize(
-    "outputs, inputs, gated, dtype", [(1344, 2048, "silu", DTYPES[0]), (5003, 1024, "", DTYPES[1])]
+    "outputs, inputs, gated, dtype, form",
+    [
+        (1344, 2048, "silu", DTYPES[0], "q8_0"),
+        (5003, 1024, "", DTYPES[1], "q8_0"),
+        (1344, 2048, "silu", DTYPES[0], "int4 128"),
+        (5003, 1024, "", DTYPES[1], "int4 32 zeros"),
+    ],
 )
 @pytest.mark.parametrize("rows", [33, 64, 100, 129, 256])
-def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype):
-    packed, weight = make(outputs, inputs)
+def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype, form):
+    packed, weight = make(outputs, inputs, form)
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
-    cuts = list(q8_0_cuda.wgmma_configs(rows, inputs, bool(gated)))
-    sizes = [q8_0_cuda._wgmma_sizes(inputs, cut, gated, True) for cut in cuts]
+    cuts = list(pieces_cuda.wgmma_configs(rows, inputs, packed.layout, bool(gated)))
+    sizes = [pieces_cuda._wgmma_sizes(inputs, cut, gated, True, packed.layout) for cut in cuts]
     jit.compile_ahead([jit.variant("quantized_wgmma", dtype, **one) for one in sizes], x.device)
     for cut in cuts:
-        found = [q8_0_cuda.wgmma(x, packed, cut, gated, bias) for _ in range(4)]
+        found = [pieces_cuda.wgmma(x, packed, cut, gated, bias) for _ in range(4)]
         check(found, want, cut, ROUNDED_GATED if gated else PLAIN)
 
 
 @pytest.mark.parametrize("outputs, inputs, gated", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
 @pytest.mark.parametrize("rows", [1, 4, 7, 16, 32, 50, 64, 128, 256])
-def test_linears_of_a_model(rows, outputs, inputs, gated):
+@pytest.mark.parametrize("form", ["q8_0", "int4 128", "int4 64 zeros"])
+def test_linears_of_a_model(rows, outputs, inputs, gated, form):
     """Often in a row: all multiprocessors are busy, and the ring goes round many times."""
-    packed, weight = make(outputs, inputs)
+    packed, weight = make(outputs, inputs, form)
     x = rows_of(rows, inputs, torch.bfloat16)
-    if not q8_0_cuda.supports(x, packed):
+    if not pieces_cuda.supports(x, packed):
         pytest.skip("not on this GPU")
     want = x.double() @ weight.T
     want = gate(want, x.dtype) if gated else want
-    check([q8_0_cuda.linear(x, packed, gated) for _ in range(20)], want, rows, bound(x, packed, gated))
+    check([pieces_cuda.linear(x, packed, gated) for _ in range(20)], want, rows, bound(x, packed, gated))
 
 
 @needs_tma
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 40, 100, 200, 300])
-def test_one_behind_the_other_in_a_graph(rows, dtype):
+@pytest.mark.parametrize("form", ["q8_0", "int4 128 zeros"])
+def test_one_behind_the_other_in_a_graph(rows, dtype, form):
     """Each begins before the one whose outputs it reads has ended; replays are eager calls' equals."""
-    weights = [make(512, 512)[0], make(4096, 512)[0], make(512, 2048)[0], make(3072, 512)[0], make(512, 3072)[0]]
+    sizes = (512, 512), (4096, 512), (512, 2048), (3072, 512), (512, 3072)
+    weights = [make(*one, form)[0] for one in sizes]
     gates = ["", "silu", "", "", ""]
     x, ones = rows_of(rows, 512, dtype), torch.ones(4096, device="cuda", dtype=dtype)
 
     def step(x, pause=lambda: None):
         for _ in range(3):
             for packed, act in zip(weights, gates, strict=True):
-                if q8_0_cuda.supports(x, packed):
-                    x = q8_0_cuda.linear(x, packed, act)
+                if pieces_cuda.supports(x, packed):
+                    x = pieces_cuda.linear(x, packed, act)
                 else:
-                    y = linear(x, q8_0_cuda.dequantize(packed, dtype))
+                    y = linear(x, pieces_cuda.dequantize(packed, dtype))
                     x = gate(y, dtype).to(dtype) if act else y
                 x = norm.rms_norm(x, ones[: x.shape[1]], 1e-5)
                 pause()
@@ -194,11 +224,17 @@ def test_one_behind_the_other_in_a_graph(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs, inputs", [(1, 32), (16, 64), (37, 4096), (4096, 14336), (130, 1184)])
-def test_dequantize(outputs, inputs, dtype):
+@pytest.mark.parametrize(
+    "outputs, inputs, form",
+    [
+        *((*sizes, "q8_0") for sizes in ((1, 32), (16, 64), (37, 4096), (4096, 14336), (130, 1184))),
+        (1, 64, "int4 64"), (37, 4096, "int4 32 zeros"), (4096, 14336, "int4 128 zeros"), (130, 1088, "int4 32"),
+    ],
+)  # fmt: skip
+def test_dequantize(outputs, inputs, form, dtype):
     """Bit for bit: each product is rounded once."""
-    packed, weight = make(outputs, inputs)
-    assert torch.equal(q8_0_cuda.dequantize(packed, dtype), weight.float().to(dtype))
+    packed, weight = make(outputs, inputs, form)
+    assert torch.equal(pieces_cuda.dequantize(packed, dtype), weight.float().to(dtype))
 
 
 def test_pack_and_back():
@@ -211,11 +247,11 @@ def test_pack_and_back():
 def test_what_is_refused():
     packed, _ = make(64, 512)
     x = rows_of(4, 512, torch.float16)
-    assert q8_0_cuda.supports(x, packed) and q8_0_cuda.supports(x, packed, x[0, :64])
-    assert not q8_0_cuda.supports(x.float(), packed) and not q8_0_cuda.supports(x.cpu(), packed)
-    assert not q8_0_cuda.supports(x[:0], packed) and not q8_0_cuda.supports(x[:, None], packed)
-    assert not q8_0_cuda.supports(rows_of(257, 512, torch.float16), packed)
-    assert not q8_0_cuda.supports(rows_of(4, 1024, torch.float16)[:, :512], packed)
-    assert not q8_0_cuda.supports(rows_of(1, 520, torch.float16)[0, 1:513][None], packed)
-    assert not q8_0_cuda.supports(x, packed, x[0, :64].bfloat16())
-    assert not q8_0_cuda.supports(x, packed._replace(pieces=packed.pieces.repeat(1, 2, 1)[:, ::2]))
+    assert pieces_cuda.supports(x, packed) and pieces_cuda.supports(x, packed, x[0, :64])
+    assert not pieces_cuda.supports(x.float(), packed) and not pieces_cuda.supports(x.cpu(), packed)
+    assert not pieces_cuda.supports(x[:0], packed) and not pieces_cuda.supports(x[:, None], packed)
+    assert not pieces_cuda.supports(rows_of(257, 512, torch.float16), packed)
+    assert not pieces_cuda.supports(rows_of(4, 1024, torch.float16)[:, :512], packed)
+    assert not pieces_cuda.supports(rows_of(1, 520, torch.float16)[0, 1:513][None], packed)
+    assert not pieces_cuda.supports(x, packed, x[0, :64].bfloat16())
+    assert not pieces_cuda.supports(x, packed._replace(pieces=packed.pieces.repeat(1, 2, 1)[:, ::2]))

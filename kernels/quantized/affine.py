@@ -1,0 +1,101 @@
+"""Weights in groups of neighbouring inputs, each with a scale and a zero point: (code - zero) * scale.
+
+GPTQ, AWQ and compressed-tensors store that, in codes of 4 or 8 bits. GPUs keep 4 bits as they are (int4_cuda.py).
+Elsewhere a code less its zero is a number of 8 bits, unless 8-bit codes have zeros far from their middle: then q8_0's
+kernels take them. Scales are f16; weights whose scales f16 does not hold are dequantised by panels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..device import DeviceCaps
+from . import int4_cuda, panels, pieces_cuda, q8_0, q8_0_cpu
+from .q8_0_cpu import GROUP as UNIT  # inputs that a group has a multiple of
+
+TINY = 2.0**-25  # by which a scale may be rounded: f16's, of numbers below 2^-14
+
+
+class Affine(NamedTuple):
+    """A weight [O, I]. Groups have I / G inputs."""
+
+    codes: Tensor  # uint8 [O, I]
+    scales: Tensor  # f32 [O, G]
+    zeros: Tensor  # int16 [O, G]
+
+    @property
+    def outputs(self) -> int:
+        return len(self.codes)
+
+
+Packed = Affine | q8_0.Packed
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> Packed:
+    """What `linear` likes best on their device."""
+    (outputs, inputs), groups = codes.shape, scales.shape[1]
+    if not codes.numel() or ((scales - scales.to(torch.float16).float()).abs() > TINY).any():
+        return Affine(codes, scales, zeros)
+    few = codes.max() < 16 and zeros.min() >= 0 and zeros.max() <= int4_cuda.MOST_ZERO
+    if codes.is_cuda and few and inputs % int4_cuda.INPUTS == 0:
+        return int4_cuda.pack(codes, scales, zeros)
+    signs = torch.where(scales < 0, -1, 1).to(torch.int16)  # q8_0's scales have none
+    ends = torch.stack([(end - zeros) * signs for end in codes.view(outputs, groups, -1).aminmax(dim=2)])
+    if ends.min() < -128 or ends.max() > 127:
+        return Affine(codes, scales, zeros)
+    signed = (codes.view(outputs, groups, -1) - zeros.unsqueeze(2)) * signs.unsqueeze(2)
+    by = scales.abs().to(torch.float16).repeat_interleave(inputs // groups // UNIT, 1)
+    return q8_0.pack(signed.to(torch.int8).view(outputs, inputs), by)
+
+
+def kept_bits(bits: int, group: int, inputs: int, symmetric: bool, device: torch.device) -> float:
+    """What `pack` keeps of a weight with its share of its group's scale, as far as the sizes tell."""
+    if device.type != "cuda" or bits != 4 or inputs % int4_cuda.INPUTS:
+        return q8_0.BITS
+    form = int4_cuda.layout(int4_cuda.INPUTS if group % int4_cuda.INPUTS == 0 else UNIT, not symmetric)
+    return form.bytes / (2 * form.inputs)  # of sixteen outputs
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+    """Outputs first to last of the weight, [last - first, I]: computed in f32, rounded once in 16 bits.
+
+    first: a multiple of 16.
+    """
+    last = packed.outputs if last is None else min(last, packed.outputs)
+    if isinstance(packed, pieces_cuda.Packed) and packed.layout.header == int4_cuda.HEADER:
+        part = packed.part(first, last)
+        if dtype != torch.float32:
+            return pieces_cuda.dequantize(part, dtype)
+        codes, scales, zeros = int4_cuda.unpack(part)
+    elif isinstance(packed, Affine):
+        codes, scales, zeros = (one[first:last] for one in packed)
+    else:
+        return q8_0.dequantize(packed, dtype, first, last)
+    groups = codes.view(*scales.shape, -1)
+    return ((groups - zeros.short().unsqueeze(2)) * scales.float().unsqueeze(2)).view(codes.shape).to(dtype)
+
+
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
+
+    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
+    """
+    if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
+        return pieces_cuda.linear(x, packed, gate, bias)
+    if isinstance(packed, q8_0_cpu.Packed) and q8_0_cpu.supports(x):
+        return q8_0.linear(x, packed, gate, bias)
+    return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
+
+
+def variants(
+    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What `linear` of so many rows, each, is compiled as on this GPU."""
+    if isinstance(packed, pieces_cuda.Packed):
+        yield from pieces_cuda.variants(rows, packed, dtype, gate, bias, found)

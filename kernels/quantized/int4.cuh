@@ -1,0 +1,104 @@
+// int4: codes of 4 bits in groups of inputs, with an f16 scale and perhaps a zero point: (code - zero) * scale, as GPTQ
+// and AWQ have them.
+//
+// A piece is 16 outputs by 64 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32 lanes;
+// then for each SCALED inputs the scales, those of outputs g and g + 8 side by side; then, with ZEROS, for each SCALED
+// inputs 16 bytes: the zero points of outputs g and g + 8 side by side. Without ZEROS they are 8. Lane 4 g + t has in
+// word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of output g + 8 in bits 4 and 20, and of
+// inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28. int4_cuda.py makes pieces.
+
+constexpr int SPAN = 64, GROUPS_OF_PIECE = SPAN / SCALED, PIECE = 512 + GROUPS_OF_PIECE * (32 + 16 * ZEROS);  // bytes
+
+struct Piece {  // a lane's part
+    unsigned words[4], scales[GROUPS_OF_PIECE], zeros[GROUPS_OF_PIECE];
+};
+
+// Where a lane's scales and zero points of group i are in a piece.
+__device__ inline int scales_at(int i, int lane) { return 512 + i * 32 + lane / 4 * 4; }
+__device__ inline int zeros_at(int i, int lane) { return 512 + GROUPS_OF_PIECE * 32 + i * 16 + lane / 8 * 4; }
+
+// A lane's parts of pieces in memory.
+struct Pieces {
+    const unsigned char* from;
+    int lane;
+
+    Pieces() = default;
+    __device__ Pieces(const unsigned char* from, int lane) : from(from), lane(lane) {}
+    __device__ Piece stream(int piece) const {
+        const unsigned char* const at = from + piece * PIECE;
+        Piece y;
+        const uint4 x = stream16(at + lane * 16);
+        y.words[0] = x.x, y.words[1] = x.y, y.words[2] = x.z, y.words[3] = x.w;
+#pragma unroll
+        for (int i = 0; i < GROUPS_OF_PIECE; i++) {
+            y.scales[i] = stream4(at + scales_at(i, lane));
+            y.zeros[i] = ZEROS ? stream4(at + zeros_at(i, lane)) : 0;
+        }
+        return y;
+    }
+    __device__ void advance(int pieces) { from += pieces * PIECE; }
+};
+
+// From shared memory.
+__device__ inline Piece shared_piece(unsigned from, int lane) {
+    Piece y;
+    const uint4 words = load_shared16(from + lane * 16);
+    y.words[0] = words.x, y.words[1] = words.y, y.words[2] = words.z, y.words[3] = words.w;
+#pragma unroll
+    for (int i = 0; i < GROUPS_OF_PIECE; i++) {
+        y.scales[i] = load_shared4(from + scales_at(i, lane));
+        y.zeros[i] = ZEROS ? load_shared4(from + zeros_at(i, lane)) : 0;
+    }
+    return y;
+}
+
+// What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
+__device__ inline float2 scales(const Piece& piece, int step) { return unpack<f16>(piece.scales[step * 16 / SCALED]); }
+
+// Twice `above` and the zero point of output lane / 4, or of 8 below, as its lower byte.
+__device__ inline unsigned zero_pair(const Piece& piece, int step, int half, unsigned above) {
+    if (!ZEROS) return above << 8 | above << 24 | 0x00080008;
+    const unsigned byte = threadIdx.x / 4 % 2 * 2 + half;
+    return __byte_perm(piece.zeros[step * 16 / SCALED], above, 0x4040 | byte | byte << 8);
+}
+
+// The codes of a word at bit 4 i and 16 above, more by 1024 or 128, which makes them elements.
+template <class E> __device__ inline unsigned widen(unsigned word, int i);
+template <> __device__ inline unsigned widen<f16>(unsigned word, int i) {
+    return and_xor(word >> 4 * i, 0x000f000f, 0x64006400);
+}
+template <> __device__ inline unsigned widen<bf16>(unsigned word, int i) {
+    return and_xor(word >> 4 * i, 0x000f000f, 0x43004300);
+}
+
+// The upper byte of -1024 or -128 less a zero point.
+__device__ inline unsigned minus(f16) { return 0xe4; }
+__device__ inline unsigned minus(bf16) { return 0xc3; }
+
+// Codes less their zero points, exactly, of inputs 16 step to 16 step + 15, as the first operand of a product.
+template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        a[i] = add_pairs<E>(widen<E>(piece.words[step], i), zero_pair(piece, step, i % 2, minus(E())));
+}
+
+// Weights of the same, rounded once.
+template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]);
+template <> __device__ inline void weights<f16>(const Piece& piece, int step, unsigned (&a)[4]) {
+    codes<f16>(piece, step, a);
+    const unsigned both = piece.scales[step * 16 / SCALED];
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = multiply_pairs(a[i], __byte_perm(both, 0, i % 2 ? 0x3232 : 0x1010));
+}
+template <> __device__ inline void weights<bf16>(const Piece& piece, int step, unsigned (&a)[4]) {
+    const float2 by = scales(piece, step);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        // (128 + code) * scale and (128 + zero) * scale have no more bits than a float.
+        const float scale = i % 2 ? by.y : by.x;
+        const float less = __uint_as_float(zero_pair(piece, step, i % 2, 0xc3) << 16) * scale;
+        const unsigned more = widen<bf16>(piece.words[step], i);
+        a[i] = pack<bf16>(fmaf(__uint_as_float(more << 16), scale, less),
+                          fmaf(__uint_as_float(more & 0xffff0000), scale, less));
+    }
+}

@@ -1,0 +1,365 @@
+"""Linears on GPUs whose weights are quantised, in pieces of 16 outputs in the order in which tensor cores take them.
+
+So a lane gets its codes of a piece by one access, from memory or from shared memory, and a strip of 16 outputs is one
+run of memory, which bulk copies bring. A format says how its pieces look: a header of this folder, and a `Layout`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import ACTIVATIONS, gated_activation
+from ..device import DeviceCaps, device_caps
+
+STRIP = 16  # outputs of a piece
+GEMV_ROWS = 4  # more are faster by quantized_gemm.cu
+MOST_GEMV_ROWS = 8
+GEMV_WARPS = 8
+GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
+MOST_ROWS = 64
+HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
+LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
+WARPS = 12  # of a block that multiply, at most, where there are several to a strip
+SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
+LEAST_STAGES, MOST_STAGES = 4, 16
+RUN = 4  # pieces that a warp of dequantize.cu takes
+WGMMA_ROWS = range(33, 257)  # that quantized_wgmma.cu takes, on Hopper
+WGMMA_TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
+WGMMA_LENGTHS = (128, 64)
+LEAST_WGMMA_STAGES = 3
+CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
+
+
+class Layout(NamedTuple):
+    """How pieces of a format look to the kernels."""
+
+    header: str  # the file that knows them, which stands for FORMAT in the kernels' sources
+    inputs: int  # of a piece
+    bytes: int  # of a piece
+    widening: float  # cycles of a multiprocessor to make weights of 16 inputs of an output, roughly
+    sizes: tuple[tuple[str, int], ...] = ()  # constants of the header
+
+
+class Packed(NamedTuple):
+    """A weight [O, I] as pieces: uint8 [ceil(O / 16), I / layout.inputs, layout.bytes]; outputs past O are zeros."""
+
+    pieces: Tensor
+    outputs: int
+    layout: Layout
+
+    @property
+    def inputs(self) -> int:
+        return self.pieces.shape[1] * self.layout.inputs
+
+    def part(self, first: int, last: int) -> Packed:
+        """Outputs first to last; first is a strip's."""
+        return self._replace(pieces=self.pieces[first // STRIP : -(-last // STRIP)], outputs=last - first)
+
+
+class GemvConfig(NamedTuple):
+    """How quantized_gemv.cu shares out a product."""
+
+    strips: int  # of a block
+    ahead: int  # pieces of each that a warp has under way
+    blocks: int  # that fit on a multiprocessor
+
+
+class TileConfig(NamedTuple):
+    """How quantized_gemm.cu cuts a product."""
+
+    outputs: int  # of a tile
+    inputs: int  # of a chunk
+
+
+class WgmmaConfig(NamedTuple):
+    """How quantized_wgmma.cu cuts a product."""
+
+    outputs: int  # of a tile
+    rows: int  # of a tile, at most
+    inputs: int  # of a chunk
+    split: int  # blocks of a cluster that share a tile, each a part of its inputs
+    share: int = 1  # blocks of a cluster that have tiles of the same rows, and x together
+
+    def blocks(self, rows: int, outputs: int) -> int:
+        tiles = -(-outputs // (self.outputs * self.share)) * self.share
+        return tiles * -(-rows // self.rows) * self.split
+
+
+Way = GemvConfig | TileConfig | WgmmaConfig
+
+
+def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
+    """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a product."""
+    if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if bias is not None and bias.dtype != x.dtype:
+        return False
+    return jit.plain(x, packed.pieces) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
+
+
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O], where `supports` says so; accumulated in f32.
+
+    gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
+    """
+    way, fused = _plan(len(x), packed, gate, device_caps(x.device))
+    assert way is not None, "supports() was not asked"
+    if isinstance(way, GemvConfig):
+        y = gemv(x, packed, way, fused, bias)
+    elif isinstance(way, WgmmaConfig):
+        y = wgmma(x, packed, way, fused, bias)
+    else:
+        y = gemm(x, packed, way, fused, bias)
+    return y if fused == gate else gated_activation(y, gate)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """The weight [O, I] in a dtype of 16 bits, each element rounded once."""
+    out = torch.empty(packed.outputs, packed.inputs, dtype=dtype, device=packed.pieces.device)
+    kernel = jit.kernel("dequantize", "dequantize", dtype, 0, **_dequantize_sizes(packed.inputs, packed.layout))
+    strips, groups, _ = packed.pieces.shape
+    warps = min(8, -(-groups // RUN))
+    kernel((-(-groups // (RUN * warps)), strips, 1), warps * 32, packed.pieces, out, packed.outputs)
+    return out
+
+
+def variants(
+    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What the product of so many rows, each, is compiled as."""
+    for n in rows:
+        way, fused = _plan(n, packed, gate, found)
+        if isinstance(way, GemvConfig):
+            yield jit.variant("quantized_gemv", dtype, **_gemv_sizes(n, packed.inputs, way, fused, bias, packed.layout))
+        elif isinstance(way, WgmmaConfig):
+            yield jit.variant("quantized_wgmma", dtype, **_wgmma_sizes(packed.inputs, way, fused, bias, packed.layout))
+        elif way:
+            yield jit.variant("quantized_gemm", dtype, **_gemm_sizes(n, packed.inputs, way, fused, bias, packed.layout))
+
+
+def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Way | None, str]:
+    """How the product is computed, and the gate if that takes it: not where its halves share a strip."""
+    sizes = packed.outputs, packed.inputs, packed.layout
+    if gate and packed.outputs % (2 * STRIP) == 0:
+        way = choose(rows, *sizes, True, found)
+        if way:
+            return way, gate
+    return choose(rows, *sizes, False, found), ""
+
+
+@functools.cache
+def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> Way | None:
+    """The fastest way for these sizes; None: weights are dequantised first."""
+    if found.hopper and rows in WGMMA_ROWS and inputs % WGMMA_LENGTHS[-1] == 0:
+        time = functools.partial(_wgmma_time, rows, outputs, inputs, layout, num_sms=found.num_sms)
+        return min(wgmma_configs(rows, inputs, layout, gated), key=time)
+    if not 0 < rows <= MOST_ROWS:
+        return None
+    strips = -(-outputs // STRIP)
+    way = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
+    fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, way.strips) <= GEMV_SHARED
+    if fits and (rows <= GEMV_ROWS or not found.has_tma or inputs % LENGTHS[-1]):
+        return way
+    cuts = tile_configs(rows, outputs, inputs, layout, gated) if found.has_tma else ()
+    return min(cuts, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
+
+
+def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig) -> tuple[float, int]:
+    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then long
+    chunks up to 256 first."""
+    tiles, weights = -(-outputs // cut.outputs), cut.outputs * layout.bytes / layout.inputs / 17
+    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)), -min(cut.inputs, 256)
+
+
+def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
+    """All that `gemm` takes for these sizes."""
+    for height in HEIGHTS:
+        if (gated and height % (2 * STRIP)) or (_row_tiles(rows) > 2 and _strips_of_a_warp(height, 4) == 1):
+            continue
+        for length in LENGTHS:
+            cut = TileConfig(height, length)
+            if inputs % length == 0 and stages(cut, rows, layout)[0] >= LEAST_STAGES:
+                yield cut
+
+
+def _wgmma_time(rows: int, outputs: int, inputs: int, layout: Layout, cut: WgmmaConfig, num_sms: int) -> float:
+    """Cycles on an H200, roughly: of the waves of blocks, each as long as its slowest of four parts."""
+    row_tiles, cluster = -(-rows // cut.rows), cut.split * cut.share
+    # An H200 takes 28 clusters of four blocks, but not 32, as one lies within a part of the GPU (2026-11-23).
+    at_once = num_sms // cluster * cluster if cluster < 4 else num_sms * 7 // 32 * 4
+
+    def wave(count: int) -> float:
+        weights = cut.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
+        moved = weights + cut.rows * 32 / cut.share
+        tensor_cores, widening = cut.outputs * cut.rows / 128, cut.outputs * layout.widening
+        second_level = moved * max(count / 3000, 1 / 50)
+        step = max(tensor_cores, widening, second_level, weights * count / row_tiles / 2400)
+        exchange = cut.outputs * cut.rows / 10 if cut.split > 1 else 0
+        return inputs / 16 / cut.split * step + exchange + 3000
+
+    whole, rest = divmod(cut.blocks(rows, outputs), at_once)
+    return whole * wave(at_once) + (wave(rest) if rest else 0)
+
+
+def wgmma_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[WgmmaConfig]:
+    """All that `wgmma` takes for these sizes."""
+    for outputs, height in WGMMA_TILES:
+        if height >= 2 * rows:
+            continue
+        for split, share in CLUSTERS:
+            for length in WGMMA_LENGTHS:
+                cut = WgmmaConfig(outputs, height, length, split, share)
+                even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
+                if even and inputs % (length * split) == 0 and wgmma_stages(cut, layout)[0] >= LEAST_WGMMA_STAGES:
+                    yield cut
+
+
+def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """Of up to MOST_GEMV_ROWS rows; a gate takes two strips."""
+    rows, inputs = x.shape
+    shared = gemv_shared(rows, inputs, way.strips)
+    y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
+    sizes = _gemv_sizes(rows, inputs, way, gate, bias is not None, packed.layout)
+    kernel = jit.kernel("quantized_gemv", "quantized_gemv", x.dtype, shared, **sizes)
+    blocks = -(-len(packed.pieces) // way.strips)
+    args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
+    kernel((blocks, 1, 1), GEMV_WARPS * 32, *args, shared=shared)
+    return y
+
+
+def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """Of up to MOST_ROWS rows, a block on each multiprocessor."""
+    (rows, inputs), outputs = x.shape, packed.outputs
+    y = x.new_empty(rows, outputs // 2 if gate else outputs)
+    _, shared = stages(cut, rows, packed.layout)
+    sizes = _gemm_sizes(rows, inputs, cut, gate, bias is not None, packed.layout)
+    kernel = jit.kernel("quantized_gemm", "quantized_gemm", x.dtype, shared, **sizes)
+    blocks = min(-(-outputs // cut.outputs), device_caps(x.device).num_sms)
+    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
+    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs
+    kernel((blocks, 1, 1), _threads(cut, rows, packed.layout) + 32, *args, shared=shared)
+    return y
+
+
+def wgmma(x: Tensor, packed: Packed, cut: WgmmaConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """Of any number of rows, on Hopper."""
+    (rows, inputs), outputs = x.shape, packed.outputs
+    width = outputs // 2 if gate else outputs
+    y = x.new_empty(rows, width)
+    _, shared = wgmma_stages(cut, packed.layout)
+    sizes = _wgmma_sizes(inputs, cut, gate, bias is not None, packed.layout)
+    kernel = jit.kernel("quantized_wgmma", "quantized_wgmma", x.dtype, shared, **sizes)
+    height = -(-rows // -(-rows // cut.rows))
+    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, height, inputs)
+    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height
+    blocks, cluster = cut.blocks(rows, outputs), cut.split * cut.share
+    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
+    return y
+
+
+def gemv_shared(rows: int, inputs: int, strips: int) -> int:
+    """Bytes of shared memory, as quantized_gemv.cu lays it out."""
+    return rows * (inputs * 2 + 16) + GEMV_WARPS * strips * 512
+
+
+def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
+    padded, groups = 8 * _row_tiles(rows), _groups(cut, rows, layout)
+    sums = groups * cut.outputs * (padded + 1) * 4
+    stage = padded * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
+    stage = -(-stage // 1024) * 1024
+    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    return count, 1024 + count * stage + sums
+
+
+def wgmma_stages(cut: WgmmaConfig, layout: Layout) -> tuple[int, int]:
+    """As `stages`, as quantized_wgmma.cu lays it out: sums take the place of chunks."""
+    sums = cut.rows * (cut.outputs + 4) * 4
+    stage = cut.rows * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
+    stage = -(-stage // 1024) * 1024
+    count = min((SHARED - 1024) // stage, MOST_STAGES)
+    return count, 1024 + max(count * stage, sums)
+
+
+def _dequantize_sizes(inputs: int, layout: Layout) -> dict[str, jit.Size]:
+    return dict(I=inputs, RUN=RUN, **_format(layout))
+
+
+def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+    return dict(
+        **_format(layout),
+        I=inputs,
+        R=rows,
+        STRIPS=way.strips,
+        AHEAD=way.ahead,
+        WARPS=GEMV_WARPS,
+        BLOCKS=way.blocks,
+        GATED=int(bool(gate)),
+        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        BIAS=int(bias),
+    )
+
+
+def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+    tiles = _row_tiles(rows)
+    return dict(
+        **_format(layout),
+        I=inputs,
+        M=cut.outputs,
+        KC=cut.inputs,
+        STAGES=stages(cut, rows, layout)[0],
+        TILES=tiles,
+        MT=_strips_of_a_warp(cut.outputs, tiles),
+        GROUPS=_groups(cut, rows, layout),
+        GATED=int(bool(gate)),
+        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        BIAS=int(bias),
+    )
+
+
+def _wgmma_sizes(inputs: int, cut: WgmmaConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+    return dict(
+        **_format(layout),
+        I=inputs,
+        KC=cut.inputs,
+        STAGES=wgmma_stages(cut, layout)[0],
+        ROWS=cut.rows,
+        GROUPS=cut.outputs // 64,
+        SPLIT=cut.split,
+        SHARE=cut.share,
+        GATED=int(bool(gate)),
+        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        BIAS=int(bias),
+    )
+
+
+def _format(layout: Layout) -> dict[str, jit.Size]:
+    """What stands for the format in the kernels' sources."""
+    return {"FORMAT": layout.header, **dict(layout.sizes)}
+
+
+def _threads(cut: TileConfig, rows: int, layout: Layout) -> int:
+    """That multiply."""
+    return cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows)) * _groups(cut, rows, layout) * 32
+
+
+def _row_tiles(rows: int) -> int:
+    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+def _strips_of_a_warp(height: int, tiles: int) -> int:
+    """So that of many rows x is not read from shared memory for each strip: that is more than it gives."""
+    return 1 if tiles < 4 else next(count for count in (2, 3, 1) if height // STRIP % count == 0)
+
+
+def _groups(cut: TileConfig, rows: int, layout: Layout) -> int:
+    """Warps that share a strip: as many as make WARPS, each with a piece of a chunk at least."""
+    warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
+    most = min(WARPS // warps, cut.inputs // layout.inputs)
+    return max(count for count in (1, 2, 4, 8) if count <= max(most, 1))

@@ -1,0 +1,65 @@
+"""What parts share that keep weights as kernels for quantised weights take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ....kernels import jit
+from ....kernels.device import DeviceCaps
+from .dense import Part
+
+
+class Codec(Protocol):
+    """A file of kernels/quantized/."""
+
+    @property
+    def pack(self) -> Callable[..., tuple[Any, ...]]:
+        """The format's tensors as the device's kernels take them: a named tuple, of tensors and what has to be known
+        of them."""
+
+    @property
+    def linear(self) -> Callable[..., Tensor]:
+        """(x, packed, gate, bias): x [T, inputs] → [T, outputs]; with an activation as gate, act(gate) * up of outputs
+        that are gate over up."""
+
+    @property
+    def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
+        """(rows, packed, dtype, gate, bias, found): what GEMMs of so many rows, each, are compiled as on this GPU."""
+
+
+class PackedPart(Part):
+    """Some outputs of a linear, which `codec` multiplies. A subclass's `finish` makes what is held."""
+
+    codec: Codec
+    packed: tuple[Any, ...]
+
+    def hold(self, packed: tuple[Any, ...]) -> None:
+        """Keep this; its tensors become buffers."""
+        self.packed = packed
+        for index, one in enumerate(packed):
+            if isinstance(one, Tensor):
+                self.register_buffer(f"packed_{index}", one, persistent=False)
+
+    @property
+    def matrix(self) -> None:
+        """There is no plain weight: kernels that take one decline."""
+        return None
+
+    @property
+    def shared(self) -> bool:
+        return False
+
+    def variants(
+        self, rows: Sequence[int], gate: str, dtype: torch.dtype, found: DeviceCaps
+    ) -> Iterator[jit.KernelVariant]:
+        return self.codec.variants(rows, self.packed, dtype, gate, self.added_bias is not None, found)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.codec.linear(x, self.packed, bias=self.added_bias)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        return self.codec.linear(x, self.packed, activation, self.added_bias)

@@ -1,0 +1,144 @@
+"""What the parts of all quantised checkpoints share: parameters as the checkpoint stores them, repacked when loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import MODEL, USAGE, FatalError
+from ....kernels.quantized import affine
+from ..formats._packed import PackedPart
+from ..shard import Shard
+from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
+
+BIAS = Field("bias", "o")
+
+
+class StoredPart(PackedPart):
+    """Some outputs of a linear. Until `finish`, its parameters are the checkpoint's `fields`."""
+
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        inputs: Shard,
+        outputs: Sequence[Shard],
+        bias: bool,
+        sources: Sequence[Source],
+    ):
+        """fields: without the bias. Raises FatalError where tensor parallelism parts what is stored as one."""
+        ShardedModule.__init__(self)
+        self.inputs, self.outputs, self.sources = inputs, tuple(outputs), tuple(sources)
+        self.fields = (*fields, BIAS)
+        check_cuts(self)
+        for field in self.fields:
+            made = nn.Parameter(torch.empty(stored_shape(self, field), device="meta"), requires_grad=False)
+            setattr(self, field.name, made if bias or field is not BIAS else None)
+        self.adds_bias = bias
+
+    @property
+    def width(self) -> int:
+        """This rank's outputs."""
+        return sum(shard.width for shard in self.outputs)
+
+    def drop(self) -> None:
+        """Give back all parameters but the bias."""
+        for field in self.fields:
+            if field is not BIAS:
+                delattr(self, field.name)
+
+    def kept_bits(self, device: torch.device) -> float:
+        """Of a weight, with its share of what its group has."""
+        raise NotImplementedError
+
+    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        bias = self.width * dtype.itemsize if self.bias is not None else 0
+        return round(self.width * self.inputs.width * self.kept_bits(device) / 8) + bias
+
+    def plain_bytes(self, stored: torch.dtype) -> int:
+        sizes = {name: parameter.numel() for name, parameter in self.named_parameters(recurse=False)}
+        return sum(sizes[one.name] * self.dtype_of(one.name, stored).itemsize for one in self.fields if one is not BIAS)
+
+
+class Grouping(NamedTuple):
+    """How weights are grouped that have a scale and a zero point for each group of inputs."""
+
+    bits: int  # of a code
+    group: int  # inputs of a group; 0: all are one
+    symmetric: bool  # zero points lie in the middle
+
+
+class GroupedPart(StoredPart):
+    """Weights of which each group of inputs has a scale and a zero point. A subclass says which in `decode`."""
+
+    codec = affine
+
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        grouping: Grouping,
+        inputs: Shard,
+        outputs: Sequence[Shard],
+        bias: bool,
+        sources: Sequence[Source],
+    ):
+        """fields: without the bias. Raises FatalError where kernels cannot take this rank's part."""
+        super().__init__(fields, inputs, outputs, bias, sources)
+        self.grouping, self.group = grouping, grouping.group
+        self.unit = math.gcd(self.group, inputs.start, inputs.width)  # of groups, as the rank's cuts leave them
+        if self.unit % affine.UNIT:
+            size, path = inputs.size, sources[0].path
+            raise FatalError(
+                f"{path}: kernels take groups of a multiple of {affine.UNIT} inputs, and these have "
+                f"{self.group or size}, of which a rank gets {inputs.width} of {size}"
+                + (": choose another --tp" if inputs.width < size else ""),
+                USAGE if inputs.width < size else MODEL,
+            )
+
+    def kept_bits(self, device: torch.device) -> float:
+        bits, _, symmetric = self.grouping
+        return affine.kept_bits(bits, self.unit, self.inputs.width, symmetric, device)
+
+    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
+        """codes uint8 [O, I], scales f32 and zeros int16 [O, groups], of this rank's groups of `unit` inputs."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        parts = self.decode()
+        self.drop()
+        self.hold(affine.pack(*(one.contiguous() for one in parts)))
+
+    def spread(self, table: Tensor) -> Tensor:
+        """[O, groups] of the checkpoint's groups that this rank's inputs touch → of its own groups of `unit`."""
+        if not self.group:
+            return table.expand(-1, self.inputs.width // self.unit)
+        table = table.repeat_interleave(self.group // self.unit, 1)
+        return table.narrow(1, self.inputs.start % self.group // self.unit, self.inputs.width // self.unit)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """int32 [..., N] → codes of 4 or 8 bits, uint8 [..., N * 32 / bits], those of lower bits first."""
+    codes = packed.contiguous().view(torch.uint8)
+    return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def check_settings(settings: dict[str, Any], **choices: Sequence[object]) -> None:
+    """Raises FatalError where a key of quantization_config has none of the values that are supported."""
+    for key, supported in choices.items():
+        if settings.get(key) not in supported:
+            raise FatalError(
+                f"config.json: quantization_config has {key} {settings.get(key)!r}; supported are "
+                + ", ".join(map(repr, supported)),
+                MODEL,
+            )
+
+
+def group_size(settings: dict[str, Any], *keys: str) -> int:
+    """Inputs of a group, by the first of these keys that is there; 0: all inputs are one."""
+    size = next((settings[key] for key in keys if settings.get(key) is not None), 128)
+    if not isinstance(size, int) or isinstance(size, bool) or size < -1:
+        raise FatalError(f"config.json: quantization_config has {keys[0]} {size!r}, expected a number of inputs", MODEL)
+    return max(size, 0)

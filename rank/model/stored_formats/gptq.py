@@ -1,0 +1,117 @@
+"""GPTQ (Frantar et al. 2022, arXiv 2210.17323), as AutoGPTQ and GPTQModel store it.
+
+Of a linear of I inputs and O outputs: qweight int32 [I * bits / 32, O], codes along the inputs; qzeros int32
+[groups, O * bits / 32], zero points along the outputs, one less than they are unless checkpoint_format is gptq_v2;
+scales [groups, O]. Lower bits come first. With desc_act, g_idx int32 [I] says which group each input is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ....errors import MODEL, FatalError
+from ....kernels.quantized import affine
+from ..shard import Shard
+from ..weights.slicing import Field, Ratio, Source
+from . import is_stored
+from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
+
+MIDDLE = {4: 0x77777777, 8: 0x7F7F7F7F}  # zero points of symmetric codes, as they are stored
+HARMLESS = ".g_idx", ".bias"  # the order of the inputs, and zeros where the model has no biases
+
+
+@dataclass(frozen=True)
+class Scheme:
+    grouping: Grouping
+    offset: int  # of the zero points above what is stored
+    ordered: bool  # by g_idx
+
+    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        return (OrderedPart if self.ordered else Part)(self, inputs, outputs, bias, sources)
+
+
+class Part(GroupedPart):
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+
+    def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
+        bits, group, symmetric = scheme.grouping
+        packed, grouped = Ratio(1, 32 // bits), Ratio(1, group, True, everywhere=scheme.ordered)
+        middle = MIDDLE[bits] if symmetric else None
+        fields = [
+            Field("qweight", "io", torch.int32, ratios={"i": packed}),
+            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=middle),
+            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
+        ]
+        if scheme.ordered:
+            fields.append(Field("g_idx", "i", torch.int32, made_up=0))
+        super().__init__(fields, scheme.grouping, inputs, outputs, bias, sources)
+        self.scheme = scheme
+
+    def unpacked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """codes uint8 [O, I], and of the stored groups scales f32 and zeros int16 [O, groups]."""
+        bits = self.grouping.bits
+        zeros = unpack(self.qzeros, bits).to(torch.int16) + self.scheme.offset
+        return unpack(self.qweight.t(), bits), self.scales.t(), zeros.t()
+
+    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
+        codes, scales, zeros = self.unpacked()
+        return codes, self.spread(scales), self.spread(zeros)
+
+
+class OrderedPart(Part):
+    """Of desc_act: inputs of one group lie anywhere. They are brought together, in x as in the weight, and each group
+    is filled up to a multiple of what kernels take, as those that a rank has of it may be any number."""
+
+    g_idx: Tensor
+    order: Tensor  # [I'] which input each is; this rank's number of inputs where it fills up
+
+    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
+        codes, scales, zeros = self.unpacked()
+        groups = scales.shape[1]
+        counts = torch.bincount(self.g_idx.clamp(0, groups - 1), minlength=groups)
+        if self.g_idx.numel() and not 0 <= int(self.g_idx.min()) <= int(self.g_idx.max()) < groups:
+            raise FatalError(f"{self.sources[0].path}.g_idx has numbers of groups outside 0 to {groups - 1}", MODEL)
+        units = -(-counts // affine.UNIT)  # of each group
+        starts = units.cumsum(0) - units
+        place = torch.arange(len(self.g_idx), device=codes.device) - (counts.cumsum(0) - counts).repeat_interleave(
+            counts
+        )
+        place += (starts * affine.UNIT).repeat_interleave(counts)
+        self.order = place.new_full((int(units.sum()) * affine.UNIT,), len(self.g_idx))
+        self.order[place] = self.g_idx.argsort(stable=True)
+        of = torch.arange(groups, device=codes.device).repeat_interleave(units)
+        return pad(codes, (0, 1)).index_select(1, self.order), scales[:, of], zeros[:, of]
+
+    def finish(self) -> None:
+        super().finish()
+        self.filled = bool((self.order == self.inputs.width).any())
+        order = self.order
+        del self.order
+        self.register_buffer("order", order, persistent=False)
+
+    def together(self, x: Tensor) -> Tensor:
+        """x [T, I] in the order of the groups, [T, I']."""
+        return (pad(x, (0, 1)) if self.filled else x).index_select(1, self.order)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.together(x))
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        return super().gated(self.together(x), activation)
+
+
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
+    check_settings(settings, bits=(4, 8), checkpoint_format=(None, "gptq", "gptq_v2"), desc_act=(None, False, True))
+    if not is_stored(path, "qweight", names):
+        return None
+    grouping = Grouping(settings["bits"], group_size(settings, "group_size"), settings.get("sym") is not False)
+    offset = int(settings.get("checkpoint_format") != "gptq_v2")
+    return Scheme(grouping, offset, bool(grouping.group and settings.get("desc_act")))

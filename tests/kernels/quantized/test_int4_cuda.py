@@ -1,0 +1,58 @@
+"""int4's layout on GPUs."""
+
+import pytest
+import torch
+from phalanx.kernels.quantized import int4_cuda
+
+
+def make(outputs, inputs, group, zeros):
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=draw)
+    scales = (torch.rand(outputs, inputs // group, generator=draw) / 8 - 1 / 16).half()
+    at = torch.randint(0, 17, scales.shape, dtype=torch.int16, generator=draw) if zeros else torch.full(scales.shape, 8)
+    return codes, scales, at.to(torch.int16)
+
+
+@pytest.mark.parametrize(
+    "outputs, inputs, group, zeros, size",
+    [(16, 64, 64, False, 544), (1, 64, 32, True, 608), (37, 384, 128, True, 560), (40, 192, 32, False, 576)],
+)
+def test_pack_and_back(outputs, inputs, group, zeros, size):
+    codes, scales, at = make(outputs, inputs, group, zeros)
+    packed = int4_cuda.pack(codes, scales, at)
+    assert packed.pieces.shape == (-(-outputs // 16), inputs // 64, size) and packed.inputs == inputs
+    assert packed.pieces.is_contiguous() and packed.layout.bytes == size
+    found, *tables = int4_cuda.unpack(packed)
+    assert torch.equal(found, codes)
+    for one, want in zip(tables, (scales, at), strict=True):
+        want = want.repeat_interleave(max(group // 64, 1), 1)
+        assert torch.equal(one.to(want.dtype), want)
+
+
+def test_where_a_lane_finds_its_codes():
+    """As the head of int4.cuh says, and as the tensor cores' first operand asks for (PTX ISA, mma.m16n8k16)."""
+    codes, scales, zeros = make(32, 128, 32, True)
+    packed = int4_cuda.pack(codes, scales, zeros)
+    for strip in range(2):
+        for number in range(2):
+            piece = packed.pieces[strip, number]
+            for lane in range(32):
+                g, t = divmod(lane, 4)
+                words = piece[lane * 16 : lane * 16 + 16].clone().view(torch.int32).tolist()
+                for s, word in enumerate(words):
+                    for h in range(2):
+                        row = codes[strip * 16 + g + 8 * h, number * 64 + 16 * s :]
+                        for bit, at in ((0, 0), (16, 1), (8, 8), (24, 9)):
+                            assert word >> (bit + 4 * h) & 15 == row[2 * t + at]
+                for i in range(2):
+                    pair = [strip * 16 + g, strip * 16 + g + 8], number * 2 + i
+                    begin = 512 + 32 * i + 4 * g
+                    assert torch.equal(piece[begin : begin + 4].clone().view(torch.float16), scales[pair])
+                    begin = 512 + 64 + 16 * i + 2 * g
+                    assert torch.equal(piece[begin : begin + 2].short(), zeros[pair])
+
+
+def test_what_cannot_be_packed():
+    for codes, scales, zeros in (make(4, 96, 32, False), make(4, 128, 16, False)):
+        with pytest.raises(ValueError, match="groups of 32, 64 or more"):
+            int4_cuda.pack(codes, scales, zeros)

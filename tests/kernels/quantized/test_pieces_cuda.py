@@ -1,0 +1,207 @@
+"""Kernels of quantised weights in pieces, thread by thread on a CPU."""
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q8_0_cuda
+from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig
+
+from .. import cuda_model
+from ..cuda_model import Box
+
+H200 = DeviceCaps(132, "sm_90a", True, True, True)
+
+
+def make(outputs, inputs, form="q8_0", seed=0):
+    """A weight in pieces of a format, and what it means in f64."""
+    draw = torch.Generator().manual_seed(seed)
+    if form == "q8_0":
+        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=draw)
+        scales = (torch.rand(outputs, inputs // 32, generator=draw) / 64 - 1 / 128).half()
+        return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
+    group = int(form.split()[1])
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=draw)
+    scales = (torch.rand(outputs, inputs // group, generator=draw) / 8 - 1 / 16).half()
+    zeros = torch.full(scales.shape, 8, dtype=torch.int16)
+    if form.endswith("zeros"):
+        zeros = torch.randint(0, 17, scales.shape, dtype=torch.int16, generator=draw)
+    wide, at = (one.double().repeat_interleave(group, 1) for one in (scales, zeros))
+    return int4_cuda.pack(codes, scales, zeros), (codes - at) * wide
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Kernels run in the model, in few stages; new tensors hold NaN. Gives the sources that were launched."""
+    libraries, sources = {}, []
+
+    def kernel(source, name, dtype, shared=0, **sizes):
+        variant = jit.variant(source, dtype, **sizes)
+        if variant not in libraries:
+            folder = tmp_path / str(len(libraries))
+            folder.mkdir()
+            libraries[variant] = cuda_model.build(source, {"T": dtype, **sizes}, folder)
+
+        def launch(grid, threads, *args, shared=0, cluster=1):
+            assert cluster == 1, "the model has none"
+            sources.append(source)
+            weights = next(a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.uint8)
+            cuda_model.launch(libraries[variant], grid, threads, args, weights, seed=len(sources))
+
+        return launch
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=2))
+    monkeypatch.setattr(pieces_cuda, "MOST_STAGES", 3)
+    real = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty", lambda *a, dtype, device: torch.zeros(*a, dtype=dtype).fill_(float("nan")))
+    return sources
+
+
+def inputs_of(rows, outputs, inputs, dtype):
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=draw).to(dtype)
+    return x, torch.randn(outputs, generator=draw).to(dtype)
+
+
+def gate(y, dtype):
+    first, second = y.to(dtype).double().chunk(2, 1)
+    return torch.nn.functional.silu(first) * second
+
+
+def near(got, want):
+    assert got.shape == want.shape and got.isfinite().all()
+    assert ((got.double() - want).norm() / want.norm()).item() < 3e-3
+
+
+GEMVS = [
+    (1, 48, 256, GemvConfig(1, 8, 2), "q8_0"),
+    (2, 40, 4096, GemvConfig(1, 4, 3), "q8_0"),
+    (3, 33, 1056, GemvConfig(2, 4, 2), "q8_0"),
+    (8, 16, 32, GemvConfig(1, 8, 2), "q8_0"),
+    (5, 80, 2336, GemvConfig(2, 4, 2), "q8_0"),
+    (1, 48, 512, GemvConfig(1, 8, 2), "int4 128"),
+    (7, 40, 2368, GemvConfig(2, 4, 2), "int4 32 zeros"),
+    (4, 33, 1088, GemvConfig(1, 4, 3), "int4 64 zeros"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rows, outputs, inputs, way, form", GEMVS)
+def test_gemv(rows, outputs, inputs, way, form, dtype, launched):
+    (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
+    want = x.double() @ weight.T
+    near(pieces_cuda.gemv(x, packed, way), want)
+    near(pieces_cuda.gemv(x, packed, way, bias=bias), want + bias.double())
+    assert launched == ["quantized_gemv"] * 2
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, inputs, form", [(1, 96, 256, "q8_0"), (4, 32, 1088, "q8_0"), (2, 64, 640, "int4 64 zeros")]
+)
+def test_gated_gemv(rows, outputs, inputs, form, launched):
+    (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
+    want = x.double() @ weight.T + bias.double()
+    near(pieces_cuda.gemv(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
+
+
+TILES = [
+    (3, 112, 256, TileConfig(32, 64), "q8_0"),
+    (8, 200, 1024, TileConfig(48, 128), "q8_0"),
+    (16, 264, 512, TileConfig(112, 64), "q8_0"),
+    (17, 176, 384, TileConfig(48, 128), "q8_0"),
+    (8, 80, 1024, TileConfig(48, 128), "int4 128"),
+    (17, 100, 384, TileConfig(64, 64), "int4 32 zeros"),
+    pytest.param(64, 64, 512, TileConfig(32, 128), "int4 64 zeros", marks=pytest.mark.long),
+    pytest.param(13, 96, 1024, TileConfig(64, 256), "q8_0", marks=pytest.mark.long),
+    pytest.param(32, 130, 512, TileConfig(64, 64), "q8_0", marks=pytest.mark.long),
+    pytest.param(64, 64, 512, TileConfig(32, 128), "q8_0", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("rows, outputs, inputs, cut, form", TILES)
+def test_gemm(rows, outputs, inputs, cut, form, launched):
+    """Blocks have several tiles, and the last one is not whole."""
+    for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
+        (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
+        want = x.double() @ weight.T + bias.double()
+        for _ in range(2):
+            near(pieces_cuda.gemm(x, packed, cut, bias=bias), want)
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, inputs, cut, form",
+    [
+        (9, 192, 256, TileConfig(64, 64), "q8_0"),
+        (30, 160, 256, TileConfig(96, 128), "q8_0"),
+        (9, 96, 256, TileConfig(32, 128), "int4 128"),
+    ],
+)
+def test_gated_gemm(rows, outputs, inputs, cut, form, launched):
+    (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
+    want = x.double() @ weight.T + bias.double()
+    near(pieces_cuda.gemm(x, packed, cut, "silu", bias), gate(want, x.dtype))
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, inputs, gated, cut, dtype, form",
+    [
+        (33, 150, 512, "", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q8_0"),
+        (131, 288, 256, "silu", WgmmaConfig(192, 128, 64, 1), torch.float16, "q8_0"),
+        (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "int4 32 zeros"),
+        (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.float16, "int4 128"),
+    ],
+)
+def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
+    """Neither the last tile of outputs nor the last one of rows is whole, and the ring goes round."""
+    (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
+    want = x.double() @ weight.to(dtype).double().T + bias.double()
+    near(pieces_cuda.wgmma(x, packed, cut, gated, bias), gate(want, dtype) if gated else want)
+    assert launched == ["quantized_wgmma"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "outputs, inputs, form",
+    [
+        (16, 32, "q8_0"),
+        (40, 1184, "q8_0"),
+        (40, 1152, "int4 32 zeros"),
+        (33, 64, "int4 64"),
+    ],
+)
+def test_dequantize(outputs, inputs, form, dtype, launched):
+    """Bit for bit: each product is rounded once."""
+    packed, weight = make(outputs, inputs, form)
+    assert torch.equal(pieces_cuda.dequantize(packed, dtype), weight.float().to(dtype))
+
+
+@pytest.mark.parametrize(
+    "found", [H200, DeviceCaps(148, "sm_100", True, True, False), DeviceCaps(108, "sm_80", *[False] * 3)]
+)
+@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 192), (40, 14336)])
+@pytest.mark.parametrize("layout", [q8_0_cuda.LAYOUT, int4_cuda.layout(64, False)])
+def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
+    """What a product asks for, for every number of rows that is supported."""
+    asked = []
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: found)
+    monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
+    monkeypatch.setattr(
+        jit, "kernel", lambda *a, **sizes: asked.append(jit.variant(a[0], a[2], **sizes)) or (lambda *_, **__: None)
+    )
+    monkeypatch.setattr(pieces_cuda, "gated_activation", lambda y, _: y)
+    shape = -(-outputs // 16), inputs // layout.inputs, layout.bytes
+    packed = pieces_cuda.Packed(torch.empty(shape, dtype=torch.uint8, device="meta"), outputs, layout)
+    rows = [1, 2, 4, 5, 8, 9, 16, 33, 64, 65, 128, 200, 256, 257]
+    for gate, bias in (("", None), ("silu", None), ("", torch.empty(outputs, dtype=torch.bfloat16, device="meta"))):
+        asked.clear()
+        supported = [n for n in rows if pieces_cuda._plan(n, packed, "", found)[0]]
+        for n in supported:
+            pieces_cuda.linear(torch.empty(n, inputs, dtype=torch.bfloat16, device="meta"), packed, gate, bias)
+        assert list(pieces_cuda.variants(rows, packed, torch.bfloat16, gate, bias is not None, found)) == asked
+        assert supported[:4] == rows[:4] or inputs > 8192, "one to five rows at least"
+        assert (64 in supported) is (found.has_tma and inputs % 64 == 0)
+        assert ({65, 256} <= set(supported)) is (found.hopper and inputs % 64 == 0)
+        assert 257 not in supported

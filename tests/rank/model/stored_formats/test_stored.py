@@ -1,0 +1,145 @@
+"""Quantised checkpoints by independent packers: logits of the dequantised weights, however the model is cut."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from phalanx import errors
+from phalanx.comm import mesh, threads
+from phalanx.kernels.quantized import affine
+from phalanx.rank.model.load import load
+from safetensors.torch import load_file, save_file
+
+from ..harness import distance, run_steps, tokens
+from ..test_architectures import write
+from . import packers
+
+TOLERANCE = 1e-4
+# Heads of 32 dimensions: 6 ranks cut none of them. 384 inner is twelve groups of 32, and three of 128.
+COMMON = dict(
+    hidden_size=192, intermediate_size=384, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=6,
+    head_dim=32, vocab_size=509, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=None,
+)  # fmt: skip
+
+
+def gptq(bits=4, group=32, symmetric=True, v2=False, ordered=False, **more):
+    settings = dict(quant_method="gptq", bits=bits, group_size=group, sym=symmetric, desc_act=ordered)
+    settings |= {"checkpoint_format": "gptq_v2"} if v2 else {}
+    return packers.gptq(bits, group, symmetric, v2, ordered), settings | more
+
+
+def awq(group=64, **more):
+    settings = dict(quant_method="awq", bits=4, group_size=group, version="gemm", zero_point=True)
+    return packers.awq(group), settings | more
+
+
+# name → how it is stored, and the model
+CASES = {
+    "gptq": (gptq(), dict(model_type="llama")),
+    "gptq of 8 bits": (gptq(8, 64), dict(model_type="qwen2")),  # biases
+    "gptq of 8 bits, asymmetric": (gptq(8, 32, False, v2=True), dict(model_type="llama")),
+    "gptq in whole columns": (gptq(4, -1), dict(model_type="llama", tie_word_embeddings=True)),
+    "gptq, asymmetric": (gptq(4, 128, False), dict(model_type="phi3", hidden_size=256, num_attention_heads=6)),
+    "gptq with desc_act": (gptq(4, 64, False, ordered=True), dict(model_type="llama")),
+    "awq": (awq(), dict(model_type="llama")),
+    "awq, merged": (awq(32), dict(model_type="phi3")),  # qkv_proj and gate_up_proj whole
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name → the folder of a quantised checkpoint and of a plain one with the dequantised weights."""
+    found = {}
+
+    def make(name):
+        if name not in found:
+            (pack, settings), options = CASES[name]
+            folder = found[name] = tmp_path_factory.mktemp("stored")
+            packers.quantise(write(folder / "source", **COMMON | options), folder, pack, settings)
+        return found[name] / "quantised", found[name] / "plain"
+
+    return make
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_logits(made, expected, name, tp, pp):
+    (path, plain), ids = made(name), tokens(60, vocab=509)
+    steps = [[(0, 50)], *[[(0, 1)]] * 10]  # many rows at once, and one
+    (logits,) = run_steps(path, [ids], steps, tp=tp, pp=pp, max_model_len=512)
+    assert distance(logits, expected(plain, ids)) < TOLERANCE
+
+
+DAMAGED = {
+    "model.layers.1.mlp.up_proj.scales": (None, "has no tensor model.layers.1.mlp.up_proj.scales"),
+    "model.layers.0.self_attn.o_proj.qweight": (None, "has no tensor model.layers.0.self_attn.o_proj.qweight"),
+    "model.layers.0.mlp.down_proj.qzeros": (
+        slice(0, 6),
+        "0.mlp.down_proj.qzeros is 6 x 24, expected 12 x 24",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged(made, tmp_path, name):
+    path = shutil.copytree(made("gptq")[0], tmp_path / "damaged")
+    state = load_file(path / "model.safetensors")
+    part, words = DAMAGED[name]
+    whole = state.pop(name)
+    state |= {} if part is None else {name: whole[part].contiguous()}
+    save_file(state, path / "model.safetensors")
+    refused(path, errors.MODEL, words)
+
+
+@pytest.mark.parametrize("change, code, words", [
+    (dict(group_size=64), errors.MODEL, "qzeros is 6 x 24, expected 3 x 24"),
+    (dict(bits=3), errors.MODEL, "quantization_config has bits 3; supported are 4, 8"),
+    (dict(bits=8), errors.MODEL, "qweight is 24 x 192, expected 48 x 192"),
+    (dict(group_size="all"), errors.MODEL, "quantization_config has group_size 'all', expected a number of inputs"),
+    (dict(group_size=48), errors.MODEL, "kernels take groups of a multiple of 32 inputs, and these have 48"),
+    (dict(checkpoint_format="bitblas"), errors.MODEL, "has checkpoint_format 'bitblas'; supported are None, 'gptq'"),
+    (dict(desc_act=True, group_size=192), errors.MODEL, "expected 1 x"),
+])  # fmt: skip
+def test_settings_that_do_not_fit(made, tmp_path, change, code, words):
+    path = shutil.copytree(made("gptq")[0], tmp_path / "changed")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= change
+    (path / "config.json").write_text(json.dumps(config))
+    refused(path, code, words)
+
+
+def refused(path, code, words, **options):
+    with pytest.raises(errors.FatalError) as stop:
+        threads.run(lambda world: load(path, mesh.build(world, 1, 1), **options), 1)
+    assert words in str(stop.value) and stop.value.code == code
+
+
+def test_options_that_do_not_fit(made):
+    path, plain = made("gptq")
+    refused(path, errors.USAGE, "is quantised already (gptq): leave --isq out", isq="q8_0")
+    refused(path, errors.USAGE, "is quantised by gptq: leave the option out", quantization="awq")
+    refused(plain, errors.USAGE, "is quantised by none: leave the option out; --isq", quantization="awq")
+    (model,) = threads.run(lambda world: load(path, mesh.build(world, 1, 1), quantization="gptq"), 1)
+    assert model.num_weights > 0
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq, merged"])
+def test_striped_loading_and_random_weights(made, caplog, name):
+    """The same bits; a rank holds the codes that one rank would; nothing is said to be left over."""
+    path = made(name)[0]
+    for options in (dict(way="striped"), dict(load_format="dummy")):
+        whole, *parts = (loaded(path, tp, **options) for tp in (1, 2, 3))
+        if "way" in options:
+            assert torch.equal(*(weight(loaded(path, 1, way=way)[0]) for way in ("direct", "striped")))
+        for models in parts:
+            assert torch.equal(weight(whole[0]), torch.cat([weight(model) for model in models], 1))
+    assert not any("not used" in record.message for record in caplog.records)
+
+
+def loaded(path, tp, **options):
+    return threads.run(lambda world: load(path, mesh.build(world, tp, 1), **options), tp)
+
+
+def weight(model):
+    return affine.dequantize(model.get_submodule("model.layers.1.mlp.down_proj").parts[0].packed)

@@ -1,0 +1,47 @@
+"""Quantised checkpoints on a GPU: bit for bit what they mean, in the layout of its kernels, and a model's logits."""
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.kernels.quantized import affine, pieces_cuda
+from phalanx.rank.model.load import load
+from safetensors.torch import load_file
+
+from ..test_architectures import write
+from . import packers
+from .test_stored import CASES, COMMON
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights(tmp_path, name):
+    (pack, settings), options = CASES[name]
+    packers.quantise(write(tmp_path / "source", **COMMON | options), tmp_path, pack, settings)
+    grid = threads.run(lambda comm: [mesh.build(comm, 1, 1)], 1)[0][0]
+    model = load(tmp_path / "quantised", grid, "cuda", "bf16")
+    path = "model.layers.1.mlp.down_proj"
+    want = load_file(tmp_path / "plain" / "model.safetensors")[f"{path}.weight"]
+    part = model.get_submodule(path).parts[0]
+    found = affine.dequantize(part.packed).cpu()
+    if hasattr(part, "order"):
+        want = want[:, part.order.cpu()]
+    assert torch.equal(found, want)
+    assert torch.equal(affine.dequantize(part.packed, torch.bfloat16).cpu(), want.bfloat16())
+    if settings.get("bits") == 4:
+        assert isinstance(part.packed, pieces_cuda.Packed) and part.packed.layout.header == "int4"
+    for rows in (1, 5, 40, 300):
+        x = torch.randn(rows, 384, device="cuda", dtype=torch.bfloat16)
+        y = part(x)
+        plain = load_file(tmp_path / "plain" / "model.safetensors")[f"{path}.weight"].cuda().double()
+        torch.testing.assert_close(y.double(), x.double() @ plain.T, atol=3e-2, rtol=2e-2)
+
+
+def test_memory_of_loading(tmp_path):
+    """What a model of 4-bit weights takes is what was said before, within a twentieth."""
+    (pack, settings), options = CASES["awq"]
+    packers.quantise(write(tmp_path / "source", **COMMON | options), tmp_path, pack, settings)
+    grid = threads.run(lambda comm: [mesh.build(comm, 1, 1)], 1)[0][0]
+    model = load(tmp_path / "quantised", grid, "cuda", "bf16")
+    kept = sum(part.packed[0].nbytes for part in model.modules() if hasattr(part, "packed"))
+    assert kept == pytest.approx(model.num_weights * 4.375 / 8 - 509 * 192 * 4.375 / 8, rel=0.05)
