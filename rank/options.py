@@ -109,7 +109,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[  # of several, read from a file, each is a line: KEY, or NAME KEY
         str,
         flag("--api-key", group=_SERVER, metavar="KEY", secret=True,
-             help="clients must send it; better in a file; none: anybody may call, also where a key would be made"),
+             help="clients must send it; better in a file; none: anybody may call"),
     ] = ""  # fmt: skip
     api_key_file: Annotated[
         str,
@@ -146,7 +146,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_key: Annotated[
         int,
         flag("--requests-per-key", group=_SERVER, metavar="N", low=0,
-             help="429 beyond this many open requests of one API key; 0: as many as the queue takes"),
+             help="429 beyond this many open requests of one API key; 0: no limit"),
     ] = 0  # fmt: skip
     response_store: Annotated[
         int,
