@@ -17,7 +17,7 @@ from ...kernels.rope.rope import CosSin
 from .batch import Batch
 from .cache_spec import CacheSpec
 from .config import Config, spelled
-from .experts.fused import StackedLinear
+from .experts.fused import APART, StackedLinear
 from .formats import ChooseFormat, Part, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
@@ -303,7 +303,7 @@ class Model(nn.Module):
 
     def _expert_sources(self, path: str, layer: StackedLinear, stored: Container[str]) -> tuple[Source, ...]:
         """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged."""
-        if path in stored:
+        if path in stored or layer.layout != APART:
             return tuple(self._merged_sources(path, layer.outputs))
         parent, _, name = path.rpartition(".")
         return tuple(Source(f"{parent}.{{}}.{part}") for part in self.MERGED.get(name, (name,)))

@@ -3,27 +3,66 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....kernels.moe.moe import fused_experts, tiling_rows
+from ....kernels.moe.moe import Biases, fused_experts, tiling_rows
 from ..layers.residual import Partial
-from ..shard import Shard, even, whole
+from ..shard import Shard, even, in_groups, scaled, whole
 from ..weights.slicing import Field, ShardedModule
 
 
+class ExpertLayout(NamedTuple):
+    """How checkpoints hold experts that are stacked in one tensor."""
+
+    axes: str = "eoi"  # of the weights; "eio": inputs before outputs
+    interleaved: bool = False  # gate and up in turn; else gate over up
+    biased: bool = False
+
+
+APART = ExpertLayout()  # or each in tensors of its own
+
+
 class StackedLinear(ShardedModule):
-    """One linear of all experts: this rank's slice of W [experts, outputs, inputs]."""
+    """One linear of all experts: this rank's slice of W [experts, outputs, inputs], and biases [experts, outputs]."""
 
-    fields = (Field("weight", "eoi"),)
-
-    def __init__(self, experts: Shard, inputs: Shard, outputs: tuple[Shard, ...]):
+    def __init__(self, experts: Shard, inputs: Shard, outputs: tuple[Shard, ...], layout: ExpertLayout = APART):
+        """layout: interleaved where the outputs are gate and up in turn, which are one shard then."""
         super().__init__()
-        self.experts, self.inputs, self.outputs = experts, inputs, outputs
-        shape = experts.width, sum(shard.width for shard in outputs), inputs.width
+        self.experts, self.inputs, self.outputs, self.layout = experts, inputs, outputs, layout
+        self.fields = Field("weight", layout.axes), Field("bias", "eo")
+        count, width = experts.width, self.width
+        shape = (count, width, inputs.width) if layout.axes == "eoi" else (count, inputs.width, width)
         self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        bias = nn.Parameter(torch.empty(count, width, device="meta"), requires_grad=False)
+        self.bias = bias if layout.biased else None
+        self.adds_bias = True  # of a sum over ranks one does
+
+    @property
+    def width(self) -> int:
+        """This rank's outputs."""
+        return sum(shard.width for shard in self.outputs)
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        """The biases, where this rank adds them."""
+        return self.bias if self.adds_bias else None
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """[experts, outputs, ...] as checkpoints have the outputs → gate over up, contiguous."""
+        return torch.cat((x[:, 0::2], x[:, 1::2]), 1) if self.layout.interleaved else x.contiguous()
+
+    def finish(self) -> None:
+        weight = self.weight if self.layout.axes == "eoi" else self.weight.mT
+        self.weight = nn.Parameter(self.in_order(weight.data), requires_grad=False)
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.in_order(self.bias.data), requires_grad=False)
+
+    def plain_bytes(self, stored: torch.dtype) -> int:
+        return 0 if self.layout == APART else self.weight.numel() * stored.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +76,10 @@ class Routed:
     def __len__(self) -> int:
         return len(self.x)
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.ids, self.weights
+
 
 class FusedExperts(nn.Module):
     """Gated feed-forward layers of which each token visits k. Checkpoints may have them apart or stacked."""
@@ -44,13 +87,25 @@ class FusedExperts(nn.Module):
     matrix: Tensor | None = None  # no one matrix makes the sum
     added_bias: Tensor | None = None
 
-    def __init__(self, hidden: int, inner: int, experts: int, top_k: int, mesh: Mesh, activation: str = "silu"):
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        experts: int,
+        top_k: int,
+        mesh: Mesh,
+        activation: str = "silu",
+        layout: ExpertLayout = APART,
+    ):
         """top_k: experts of a token. activation: the kernels' name."""
         super().__init__()
-        part = even(inner, mesh.tensor.rank, mesh.tensor.size)
-        self.gate_up_proj = StackedLinear(whole(experts), whole(hidden), (part, part))
-        self.down_proj = StackedLinear(whole(experts), part, (whole(hidden),))
-        self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
+        group = mesh.tensor
+        part = even(inner, group.rank, group.size) if layout == APART else in_groups(inner, group.rank, group.size)
+        both = (scaled(part, 2),) if layout.interleaved else (part, part)
+        self.gate_up_proj = StackedLinear(whole(experts), whole(hidden), both, layout)
+        self.down_proj = StackedLinear(whole(experts), part, (whole(hidden),), layout._replace(interleaved=False))
+        self.down_proj.adds_bias = group.rank == 0
+        self.top_k, self.activation, self.group = top_k, activation, group
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
         """x [T, H], ids [T, k] int32, weights [T, k] f32. Nothing is multiplied before somebody reads it."""
@@ -58,8 +113,9 @@ class FusedExperts(nn.Module):
 
     def multiply(self, routed: Routed) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
-        w13, w2 = self.gate_up_proj.weight, self.down_proj.weight
-        return fused_experts(routed.x, routed.ids, routed.weights, w13, w2, self.activation)
+        up, down = self.gate_up_proj, self.down_proj
+        biases = Biases(up.added_bias, down.added_bias)
+        return fused_experts(*routed.parts, up.weight, down.weight, self.activation, biases)
 
     @property
     def num_weights(self) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import moe
-from phalanx.kernels.moe.moe import TileConfig, Tiling
+from phalanx.kernels.moe.moe import Biases, TileConfig, Tiling
 from torch import Tensor
 
 from ..attention.decoding import mend_interpreter
@@ -59,6 +60,16 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     return Inputs(*(one.to(device) for one in found))
 
 
+def biases(given: Inputs) -> Biases:
+    """Random ones, with NaN where the matrices have it."""
+    found = []
+    for weight in (given.w13, given.w2):
+        bias = torch.randn(weight.shape[:2], device=weight.device) * 2
+        bias[weight[:, 0, 0].isnan()] = float("nan")
+        found.append(bias.to(weight.dtype))
+    return Biases(*found)
+
+
 def near(got: Tensor, want: Tensor, bound: float) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype
     torch.testing.assert_close(got.float().cpu(), want.float().cpu(), atol=bound, rtol=bound)
@@ -72,12 +83,16 @@ def main() -> None:
         Tiling(TileConfig(rows, outputs, inputs, 4, 2), TileConfig(rows, 2 * outputs, inputs, 4, 2))
         for rows, outputs, inputs in ((16, 16, 16), (32, 32, 64))
     ]
-    acts = ("silu", "gelu", "gelu_tanh", "relu2")
+    acts = ACTIVATIONS
     for i, sizes in enumerate(CASES):
         for dtype, bound in ((torch.float32, 3e-6), (torch.float16, 4e-3)):
             given = make(sizes, dtype)
-            got = moe.grouped(*given, acts[i % 4], tilings[i % 2])
-            near(got, moe.fused_experts_reference(*given, acts[i % 4]), bound)
+            act = acts[i % len(acts)]
+            near(moe.grouped(*given, act, tiles=tilings[i % 2]), moe.fused_experts_reference(*given, act), bound)
+            added, act = biases(given), acts[-1 - i % len(acts)]
+            added = added._replace(down=None) if i == 2 else added
+            got = moe.grouped(*given, act, added, tilings[i % 2])
+            near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ CASES = [
     (torch.float16, 60, 3, 2880, 2880, 1, 32),
     (torch.bfloat16, 8, 2, 4096, 14336, 2, 96),
     (torch.float32, 5, 2, 100, 36, 3, 0),
+    (torch.bfloat16, 32, 4, 2880, 2880, 4, 32),  # with biases
 ]
 
 
@@ -27,9 +28,13 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, arch, monk
     x, weights = torch.zeros(1, hidden, dtype=dtype), torch.ones(1, k)
     w13, w2 = torch.empty(1, 2 * inner, hidden, dtype=dtype), torch.empty(1, hidden, inner, dtype=dtype)
     groups = moe.group(ids, experts, tiles.up.rows)
+    up, down = (w.new_empty(w.shape[:2]) if act == 4 else None for w in (w13, w2))
     for kernel, call in (
-        ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up)),
-        ("expert_down_kernel", lambda: moe_triton.expert_down(x.new_empty(k, inner), w2, groups, tiles.down)),
+        ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up, up)),
+        (
+            "expert_down_kernel",
+            lambda: moe_triton.expert_down(x.new_empty(k, inner), w2, groups, tiles.down, weights, down),
+        ),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), k)),
     ):
         launches = Recorder()
