@@ -136,7 +136,7 @@ def compile_launch(kernel, args, options, arch: int):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    types = {torch.uint8: "u8", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     types |= {torch.int32: "i32", torch.int64: "i64"}
     signature, constants, aligned = {}, {}, {}
     for i, (parameter, x) in enumerate(zip(kernel.params, args, strict=True)):

@@ -92,6 +92,6 @@ class Model(base.Model):
     RENAMED = {
         ".self_attn.sinks": ".self_attn.sinks.weight",
         ".mlp.router.": ".mlp.gate.",
-        ".experts.gate_up_proj_bias": ".experts.gate_up_proj.bias",
-        ".experts.down_proj_bias": ".experts.down_proj.bias",
+        ".experts.gate_up_proj_": ".experts.gate_up_proj.",  # bias, blocks, scales
+        ".experts.down_proj_": ".experts.down_proj.",
     }

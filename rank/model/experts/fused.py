@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....kernels.moe.moe import Biases, fused_experts, tiling_rows
+from ....kernels.quantized.floats import Floats, pack
 from ..layers.residual import Partial
 from ..shard import Shard, even, in_groups, scaled, whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
 
 
 class ExpertLayout(NamedTuple):
@@ -24,6 +25,20 @@ class ExpertLayout(NamedTuple):
 
 
 APART = ExpertLayout()  # or each in tensors of its own
+
+
+class StoredStack(Protocol):
+    """How a checkpoint stores the quantised weights of a stack of experts; a file of stored_formats/ has some."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The tensors, without biases."""
+
+    def decode(self, layer: StackedLinear) -> Floats:
+        """What its parameters mean, [experts, outputs, inputs] in the order in which the outputs are stored."""
+
+    def kept_bits(self, layer: StackedLinear) -> float:
+        """Of a weight, with its share of its group's scale, as `decode` makes it."""
 
 
 class StackedLinear(ShardedModule):
@@ -40,6 +55,26 @@ class StackedLinear(ShardedModule):
         bias = nn.Parameter(torch.empty(count, width, device="meta"), requires_grad=False)
         self.bias = bias if layout.biased else None
         self.adds_bias = True  # of a sum over ranks one does
+        self.stored: StoredStack | None = None
+        self.packed: Floats | None = None  # what `stored` makes
+
+    def build(self, sources: tuple[Source, ...], stored: StoredStack | None = None) -> None:
+        """stored: how the checkpoint quantises the weights; None: they are plain. Raises FatalError where tensor
+        parallelism parts what is stored as one."""
+        self.sources, self.stored = sources, stored
+        if stored is None:
+            return
+        del self.weight
+        self.fields = (*stored.fields, Field("bias", "eo"))
+        check_cuts(self)
+        for one in stored.fields:
+            made = nn.Parameter(torch.empty(stored_shape(self, one), device="meta"), requires_grad=False)
+            setattr(self, one.name, made)
+
+    @property
+    def matrices(self) -> Tensor | Floats:
+        """[experts, outputs, inputs], gate over up where it has both."""
+        return self.weight if self.packed is None else self.packed
 
     @property
     def width(self) -> int:
@@ -56,12 +91,37 @@ class StackedLinear(ShardedModule):
         return torch.cat((x[:, 0::2], x[:, 1::2]), 1) if self.layout.interleaved else x.contiguous()
 
     def finish(self) -> None:
-        weight = self.weight if self.layout.axes == "eoi" else self.weight.mT
-        self.weight = nn.Parameter(self.in_order(weight.data), requires_grad=False)
+        if self.stored is not None:
+            made = self.stored.decode(self)
+            self.packed = pack(*map(self.in_order, made))
+            for one in self.stored.fields:
+                delattr(self, one.name)
+            for name, held in self.packed._asdict().items():
+                self.register_buffer(name, held, persistent=False)
+        else:
+            self._finish_plain()
         if self.bias is not None:
             self.bias = nn.Parameter(self.in_order(self.bias.data), requires_grad=False)
 
+    def _finish_plain(self) -> None:
+        weight = self.weight if self.layout.axes == "eoi" else self.weight.mT
+        self.weight = nn.Parameter(self.in_order(weight.data), requires_grad=False)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of this rank's slice of W, of all experts."""
+        return self.experts.width * self.width * self.inputs.width
+
+    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        if self.stored is None:
+            return super().kept_bytes(dtype, device)
+        bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
+        return round(self.num_weights * self.stored.kept_bits(self) / 8) + bias
+
     def plain_bytes(self, stored: torch.dtype) -> int:
+        if self.stored is not None:
+            held = ((one, self.get_parameter(one.name)) for one in self.stored.fields)
+            return sum(x.numel() * self.dtype_of(one.name, stored).itemsize for one, x in held)
         return 0 if self.layout == APART else self.weight.numel() * stored.itemsize
 
 
@@ -115,7 +175,7 @@ class FusedExperts(nn.Module):
         """This rank's part of the experts' weighted sums, [T, H]."""
         up, down = self.gate_up_proj, self.down_proj
         biases = Biases(up.added_bias, down.added_bias)
-        return fused_experts(*routed.parts, up.weight, down.weight, self.activation, biases)
+        return fused_experts(*routed.parts, up.matrices, down.matrices, self.activation, biases)
 
     @property
     def num_weights(self) -> int:

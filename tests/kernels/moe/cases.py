@@ -11,6 +11,8 @@ import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import moe
 from phalanx.kernels.moe.moe import Biases, TileConfig, Tiling
+from phalanx.kernels.quantized import floats
+from phalanx.kernels.quantized.floats import Floats
 from torch import Tensor
 
 from ..attention.decoding import mend_interpreter
@@ -33,6 +35,16 @@ CASES = [
     Sizes(33, 1, 3, 64, 32, "one"),
     Sizes(20, 4, 60, 64, 24, "few"),
     Sizes(50, 5, 5, 40, 80),
+]
+
+
+# With quantised weights: whether in pairs, and inputs of a scale.
+QUANTIZED = [
+    (Sizes(7, 3, 6, 64, 32), True, 32),
+    (Sizes(20, 2, 5, 96, 160), True, 32),
+    (Sizes(7, 3, 6, 64, 32), False, 32),
+    (Sizes(20, 2, 5, 72, 40), False, 8),
+    (Sizes(5, 2, 5, 128, 256), False, 128),
 ]
 
 
@@ -93,6 +105,32 @@ def main() -> None:
             added = added._replace(down=None) if i == 2 else added
             got = moe.grouped(*given, act, added, tilings[i % 2])
             near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
+    check_quantized(tilings)
+
+
+def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, tuple[Floats, Floats]]:
+    """These experts with random codes, and the codes. unit: inputs of a scale."""
+    found = []
+    for weight in (given.w13, given.w2):
+        experts, outputs, inputs = weight.shape
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 2 if pairs else inputs), dtype=torch.uint8)
+        if pairs:
+            scales = torch.randint(122, 126, (experts, outputs, inputs // unit), dtype=torch.uint8)
+        else:
+            codes &= 0xBF  # numbers below 2, the smallest too
+            scales = torch.rand(experts, outputs, inputs // unit) * inputs**-0.5
+        found.append(floats.pack(codes.to(weight.device), scales.to(weight.device)))
+    plain = (floats.dequantize(one, given.x.dtype) for one in found)
+    return given._replace(w13=next(plain), w2=next(plain)), (found[0], found[1])
+
+
+def check_quantized(tilings: list[Tiling]) -> None:
+    for i, (sizes, pairs, unit) in enumerate(QUANTIZED):
+        dtype, bound = [(torch.float32, 2e-5), (torch.float16, 2e-2)][i % 2]
+        plain, (up, down) = quantized(make(sizes, dtype), pairs, unit)
+        added = biases(plain) if i % 3 == 0 else moe.UNBIASED
+        got = moe.grouped(*plain[:3], up, down, "clamped_swiglu", added, tilings[i % 2])
+        near(got, moe.grouped(*plain, "clamped_swiglu", added, tilings[i % 2]), bound)
 
 
 if __name__ == "__main__":
