@@ -51,6 +51,8 @@ ROOMS = (
     "kernels.device",
     "rank.options",
     "rank.protocol",
+    "rank.checkpoint_files",
+    "rank.gguf",
     "rank.safetensors_header",
     "rank.filesystems",
     "rank.heap",
