@@ -27,7 +27,7 @@ from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.moe import Router
-from .load import DTYPES, choose_dtype, choose_format
+from .load import DTYPES, choose_dtype, choose_format, names_of
 from .shard import stage_layers
 from .stored_formats._part import StoredPart
 from .weights.slicing import ShardedModule
@@ -100,7 +100,8 @@ def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = de
     module = architectures.find(config.model_type)
     alone = cast(HostComm, Seat(0, 1))
     mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe), alone)
-    return module.Model(module.Args.from_config(config), mesh, POSITIONS, format_of=format_of)
+    args, names = module.Args.from_config(config), names_of(config, module.Model)
+    return module.Model(args, mesh, POSITIONS, names, format_of)
 
 
 def rank_of(
