@@ -18,6 +18,7 @@ ROOMS = (
     "rank.server",
     "rank.scheduler",
     "rank.worker",
+    "rank.model.convert",
     "rank.model.measure",
     "rank.model.load",
     "rank.model.fingerprint",

@@ -37,6 +37,7 @@ FOREIGN: dict[str, CompatFlag] = {
     "--holding-time": _note("requests join the running batch at once", takes_value=True),
     "--kvcache-mem-cpu": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
     "--disable-cuda-graph": _note("graphs are used where they are faster and change no result"),
+    "--nk": _note("weights are repacked for the device when they are loaded", takes_value=True),
     "--cpu": _refuse("use --device cpu"),
     "--num-nodes": _NODES,
     "--node-rank": _NODES,
