@@ -43,6 +43,16 @@ def rope_and_store_latents(
     rotated. Both may be overwritten. cache: [blocks, block_size, latent + rope]. slots: [T] int64, none twice; tokens
     with a negative one are not written on GPUs.
     """
+    if q.is_cuda:
+        from . import mla_triton
+
+        return mla_triton.rope_and_store_latents(q, latents, norm, cos_sin, cache, slots)
+    rope_and_store_latents_reference(q, latents, norm, cos_sin, cache, slots)
+
+
+def rope_and_store_latents_reference(
+    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor
+) -> None:
     rope, latent = cos_sin.cos.shape[-1], len(norm.weight)
     q[..., -rope:] = apply_rotary(q[..., -rope:], cos_sin)
     key = apply_rotary(latents[:, None, latent:], cos_sin)[:, 0]
@@ -144,7 +154,12 @@ def _expanded(q: Tensor, cache: Tensor, up: Tensor, context: Context, params: At
         some = slice(first, first + together)
         kv = torch.mm(latents[:, :latent], up[some].flatten(0, 1).t()).view(len(latents), -1, each)
         chosen: tuple[Any, ...] = q[:, some], kv, latents[:, latent:], context, params, out[:, some]
-        expanded_reference(*chosen)
+        if q.is_cuda:
+            from . import mla_triton
+
+            mla_triton.prefill_expanded(*chosen)
+        else:
+            expanded_reference(*chosen)
 
 
 def expanded_reference(
