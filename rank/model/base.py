@@ -31,7 +31,9 @@ STACKED = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts in one
 # The types that a field of Args accepts, by its annotation.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str, "dict": dict}
 # Keys of config.json that count tokens, layers or groups, of which there are some wherever the key is given.
-POSITIVE = ("sliding_window", "sliding_window_pattern", "decoder_sparse_step", "n_group", "topk_group")
+POSITIVE = (
+    "sliding_window", "sliding_window_pattern", "decoder_sparse_step", "moe_layer_freq", "n_group", "topk_group",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
 from .layers.linear import Linear, QKVParallel, RowParallel
+from .layers.mla import LatentAttention
 from .layers.moe import Router
 from .load import DTYPES, choose_dtype, choose_format, names_of
 from .shard import stage_layers
@@ -189,7 +190,8 @@ def visited(module: nn.Module) -> int:
 
 def scores(layer: nn.Module) -> int:
     """Multiply-adds of a token's queries on this rank with one token of the context, and of its weights with values."""
-    return sum(2 * one.heads.queries * one.heads.dim for one in layer.modules() if isinstance(one, QKVParallel))
+    heads = (2 * one.heads.queries * one.heads.dim for one in layer.modules() if isinstance(one, QKVParallel))
+    return sum(heads) + sum(one.scores for one in layer.modules() if isinstance(one, LatentAttention))
 
 
 def main(question: str) -> int:
