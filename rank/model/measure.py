@@ -152,6 +152,8 @@ def weights(
         elements = sum(map(torch.numel, parameters))
         if isinstance(one, Linear) and any(isinstance(part, StoredPart) for part in held):
             elements = one.num_weights  # parameters are packs of codes
+        if isinstance(one, StackedLinear) and one.stored is not None:
+            elements = one.num_weights
         shared = all(part.shared for part in held)
         copies = one.experts.width if isinstance(one, StackedLinear) else 1
         found.append(
