@@ -6,6 +6,8 @@ import itertools
 import json
 from pathlib import Path
 
+from ... import protocol
+from ..api_error import ApiError
 from . import tekken, tokenizer_file
 from .control import Marker
 from .output_parser import KNOWN_REASONING, ReasoningFormat
@@ -21,6 +23,7 @@ class Text:
     """Read once, in a thread of its own: a large tokenizer takes a second."""
 
     def __init__(self, model_dir: str, generation_config: str = "auto", chat_template: str = ""):
+        self._vocabulary: protocol.Vocabulary | None = None
         directory = Path(model_dir)
         tokenizer = tokenizer_file.find(directory)
         ends = tekken.ENDS if tokenizer.name == tekken.NAME else {}
@@ -41,6 +44,15 @@ class Text:
         self.reasoning = self._find_reasoning(source)
         self.marker = Marker(self.tokenizer.control)
         self.answer_marker = Marker(self.tokenizer.control - {*(self.reasoning or ()), *calls})
+
+    def vocabulary(self, size: int) -> protocol.Vocabulary:
+        """What rank 0 needs to know of the tokenizer; made once. Raises ApiError 400 where grammars cannot have it."""
+        if not self.tokenizer.bytewise:
+            raise ApiError(400, "answers of this model cannot be constrained: its tokens do not stand for fixed bytes")
+        if self._vocabulary is None or self._vocabulary.size != size:
+            ends = tuple(token for token in self.end_tokens if token < size)
+            self._vocabulary = protocol.Vocabulary(self.tokenizer.to_json(), size, ends)
+        return self._vocabulary
 
     def _find_end_tokens(self, directory: Path, tokenizer_config: dict) -> tuple[int, ...]:
         """generation_config.json's, else config.json's; and the tokenizer's, which chat models end their turn with."""
