@@ -86,7 +86,7 @@ def run(part: Part, plan: _Plan) -> None:
     if not part.decodes:
         for one in plan.groups:
             k, v = plan.gather(part, one.slots)
-            _attend_prompt(part.q[one.start : one.stop], k, v, part.params, part.out[one.start : one.stop])
+            attend_prompt(part.q[one.start : one.stop], k, v, part.params, part.out[one.start : one.stop])
         return
     n = part.stop
     rows_q = part.q[:n] if plan.order is None else part.q.index_select(0, plan.order)
@@ -125,16 +125,19 @@ def _decode_groups(part: Part) -> tuple[Tensor | None, list[_Group]]:
 
 
 def _prompts(part: Part) -> list[_Group]:
-    rows, block_size, device = part.rows, part.keys.shape[1], part.keys.device
-    prompts = []
+    rows, prompts = part.rows, []
     start = rows.num_decodes
     for i in range(part.first, part.stop):
         stop = start + rows.query_lens[i]
-        positions = torch.arange(rows.kv_lens[i], device=device)
-        slots = rows.block_tables[i].long()[positions // block_size] * block_size + positions % block_size
-        prompts.append(_Group(start, stop, slots))
+        prompts.append(_Group(start, stop, slots_of(rows, i, part.keys.shape[1])))
         start = stop
     return prompts
+
+
+def slots_of(rows: AttentionMetadata, i: int, block_size: int) -> Tensor:
+    """[length] int64: where the cache has the tokens of the i-th sequence."""
+    positions = torch.arange(rows.kv_lens[i], device=rows.block_tables.device)
+    return rows.block_tables[i].long()[positions // block_size] * block_size + positions % block_size
 
 
 def _split(lens: list[int], row_bytes: int) -> list[tuple[int, int]]:
@@ -186,7 +189,7 @@ def _softmax(
     return torch.cat((s, sinks.expand(*s.shape[:-1], 1)), -1).softmax(-1)[..., :-1] @ v
 
 
-def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:
+def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:
     """q [n, heads, head_dim] are the last n tokens of a sequence with k, v [L, kv_heads, dim]."""
     computed = len(k) - len(q)  # tokens before q's first
     by_hand = bool(params.softcap) or params.sinks is not None

@@ -17,7 +17,6 @@ from .. import jit
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 SHARED_ROWS = 8  # tokens that a warp multiplies with one row of the router at once
 WARPS = 8
-GROUP_TOP = 2  # a group is as good as its best experts together, so many
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
 
@@ -31,6 +30,7 @@ class RouterParams(NamedTuple):
     scale: float = 1.0  # a factor on the weights
     groups: int = 1
     top_groups: int = 1  # groups that experts are chosen from
+    group_top: int = 2  # a group is as good as its best experts together, so many
     biased: bool = False  # a bias is added to softmax's logits
 
 
@@ -52,7 +52,7 @@ def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: Rout
     ranks = scores + bias if params.corrected and bias is not None else scores
     if params.groups > 1:
         grouped = ranks.unflatten(1, (params.groups, -1))
-        best = grouped.topk(GROUP_TOP, -1).values.sum(-1).topk(params.top_groups, -1).indices
+        best = grouped.topk(params.group_top, -1).values.sum(-1).topk(params.top_groups, -1).indices
         kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
         ranks = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
     ids = ranks.topk(params.top_k, -1).indices

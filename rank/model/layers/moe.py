@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.moe.router import GROUP_TOP, RouterParams, route
+from ....kernels.moe.router import RouterParams, route
 from ..experts.fused import APART, ExpertLayout, FusedExperts
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
@@ -43,10 +43,10 @@ def _check_groups(experts: int, params: RouterParams) -> None:
     if experts % params.groups:
         raise FatalError(f"config.json: {experts} experts do not fall into {params.groups} groups", MODEL)
     size = experts // params.groups
-    if params.groups > 1 and size < GROUP_TOP:
+    if params.groups > 1 and size < params.group_top:
         raise FatalError(
             f"config.json: {experts} experts in {params.groups} groups are {size} in each, but groups are chosen by "
-            f"their best {GROUP_TOP}",
+            f"their best {params.group_top}",
             MODEL,
         )
     if params.top_groups > params.groups or params.top_groups * size < params.top_k:

@@ -5,7 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE, FatalError
 from phalanx.kernels.cpp import compiler, ops
-from phalanx.launcher.commands.fit import measured, memory, plan
+from phalanx.launcher.commands.fit import headers, measured, memory, plan
 from phalanx.launcher.commands.fit.measured import Question
 from phalanx.launcher.commands.fit.memory import Layout
 from phalanx.rank.model import architectures
@@ -14,6 +14,8 @@ from phalanx.rank.model.load import load
 from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import engine, kv_cache
 
+from .... import gguf_files
+from ....checkpoints import make_checkpoint
 from .configs import CONFIGS, read, write
 
 TOKENS = 4096
@@ -115,6 +117,17 @@ def test_bytes_of_quantised_checkpoints(tmp_path, settings):
     assert shape.checkpoint_bytes == pytest.approx((plain.parameters - outside) * bits / 8 + 2 * outside, rel=0.01)
     mine, whole = (memory.stages(one, Layout(1), CONTEXT)[0].loaded for one in (shape, plain))
     assert mine < (0.5 if bits < 8 else 0.65) * whole
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_bytes_of_gguf_files(tmp_path, kind):
+    sizes = dict(hidden_size=384, head_dim=64, intermediate_size=640, max_position_embeddings=CONTEXT)
+    path = make_checkpoint(tmp_path, **sizes)
+    file = gguf_files.write(path, tmp_path / "tiny.gguf", kind)
+    compare(file, "bf16", exact=False)
+    shape = read(file)
+    assert (shape.degrees, shape.checkpoint_dtype) == ((1, 2, 3, 6, 12), "f16" if kind == "F16" else "bf16")
+    assert headers.compare(shape, headers.by_class(file)) == "the GGUF file holds 0.01 GB of weights"
 
 
 def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path):
