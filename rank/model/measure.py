@@ -28,7 +28,7 @@ from .formats import ChooseFormat, dense
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
 from .layers.moe import Router
-from .load import DTYPES, choose_dtype, choose_format
+from .load import DTYPES, choose_dtype, choose_format, names_of
 from .shard import stage_layers
 from .stored_formats._part import StoredPart
 from .weights.slicing import ShardedModule
@@ -101,7 +101,8 @@ def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = de
     module = architectures.find(config.model_type)
     alone = cast(HostComm, Seat(0, 1))
     mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe), alone)
-    return module.Model(module.Args.from_config(config), mesh, POSITIONS, format_of=format_of)
+    args, names = module.Args.from_config(config), names_of(config, module.Model)
+    return module.Model(args, mesh, POSITIONS, names, format_of)
 
 
 def rank_of(
@@ -151,6 +152,8 @@ def weights(
         elements = sum(map(torch.numel, parameters))
         if isinstance(one, Linear) and any(isinstance(part, StoredPart) for part in held):
             elements = one.num_weights  # parameters are packs of codes
+        if isinstance(one, StackedLinear) and one.stored is not None:
+            elements = one.num_weights
         shared = all(part.shared for part in held)
         copies = one.experts.width if isinstance(one, StackedLinear) else 1
         found.append(

@@ -171,9 +171,10 @@ class TextEngine:
             for j in range(n):
                 own = msgspec.structs.replace(shared, seed=(shared.seed + j) & SEED_MASK) if j else shared
                 id = self.next_id()
-                requests.append(protocol.Request(id, packed, own, generation.priority, generation.cache_salt))
+                rest = generation.priority, generation.cache_salt, generation.grammar
+                requests.append(protocol.Request(id, packed, own, *rest))
                 choices[id] = _choice(len(choices), prompt, generation, text)
-        session.open(self.link.submit(requests), choices)
+        session.open(self.link.submit(requests, generation.vocabulary), choices)
         return session
 
     def admit(self, count: int) -> None:

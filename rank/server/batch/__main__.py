@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from .... import errors
+from ...checkpoint_files import BEGINNING, config_file, is_gguf
 from ..__main__ import prepare
 from ..engine_client import EngineClient
 from ..text_engine import TextEngine
@@ -59,8 +61,9 @@ async def run(config: BatchConfig, journal: Journal) -> int:
 def setup(config: BatchConfig) -> dict[str, Any]:
     """What answers depend on besides the input, equal at each start. Raises FatalError for broken weights."""
     front = config.front
-    with open(os.path.join(front.model_dir, "config.json"), "rb") as file:
-        digest = blake2b(file.read(), digest_size=8).hexdigest()
+    model = Path(front.model_dir)
+    with config_file(model).open("rb") as file:
+        digest = blake2b(file.read(BEGINNING if is_gguf(model) else -1), digest_size=8).hexdigest()
     sampling = {name: value for name, value in msgspec.to_builtins(front.sampling).items() if value is not None}
     return {
         "the model": front.names()[0],

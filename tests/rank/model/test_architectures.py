@@ -163,6 +163,18 @@ MODELS = {
         model_type="minimax_m2", num_local_experts=5, num_experts_per_tok=5, head_dim=8, num_key_value_heads=1,
     ),
     "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
+    "gpt_oss": dict(
+        model_type="gpt_oss", num_local_experts=6, num_experts_per_tok=2, head_dim=8, sliding_window=11,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    ),
+    "gpt_oss few keys": dict(
+        model_type="gpt_oss", num_local_experts=5, num_experts_per_tok=1, head_dim=16, num_key_value_heads=1,
+        sliding_window=7, layer_types=["full_attention", "sliding_attention"] * 2, attention_bias=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e3), intermediate_size=96,
+    ),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
         model_type="phi", num_attention_heads=6, partial_rotary_factor=0.75, num_key_value_heads=None,
@@ -337,6 +349,10 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
         ("deepseek_v2", DEEPSEEK | {"attention_bias": True}, "attention_bias without q_lora_rank is not supported"),
         ("deepseek_v3", DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("deepseek_v3", {}, "config.json has no kv_lora_rank"),
+        (
+            "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 10.0},
+            "swiglu_limit is 10.0 and swiglu_alpha 1.702; supported are 7.0 and 1.702",
+        ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],
 )  # fmt: skip

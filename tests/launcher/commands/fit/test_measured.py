@@ -5,7 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE, FatalError
 from phalanx.kernels.cpp import compiler, ops
-from phalanx.launcher.commands.fit import measured, memory, plan
+from phalanx.launcher.commands.fit import headers, measured, memory, plan
 from phalanx.launcher.commands.fit.measured import Question
 from phalanx.launcher.commands.fit.memory import Layout
 from phalanx.rank.model import architectures
@@ -14,6 +14,8 @@ from phalanx.rank.model.load import load
 from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import engine, kv_cache
 
+from .... import gguf_files
+from ....checkpoints import make_checkpoint
 from .configs import CONFIGS, read, write
 
 TOKENS = 4096
@@ -123,6 +125,17 @@ def test_bytes_of_quantised_checkpoints(tmp_path, settings):
     assert mine < 0.5 * whole
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_bytes_of_gguf_files(tmp_path, kind):
+    sizes = dict(hidden_size=384, head_dim=64, intermediate_size=640, max_position_embeddings=CONTEXT)
+    path = make_checkpoint(tmp_path, **sizes)
+    file = gguf_files.write(path, tmp_path / "tiny.gguf", kind)
+    compare(file, "bf16", exact=False)
+    shape = read(file)
+    assert (shape.degrees, shape.checkpoint_dtype) == ((1, 2, 3, 6, 12), "f16" if kind == "F16" else "bf16")
+    assert headers.compare(shape, headers.by_class(file)) == "the GGUF file holds 0.01 GB of weights"
+
+
 def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path):
     path = write(tmp_path, {"model_type": "llama", **COMMON, "intermediate_size": 352})
     assert read(path).degrees == (1, 2, 3, 6, 12) and read(path, isq="q8_0").degrees == (1, 3, 6)
@@ -164,7 +177,7 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     assert shape.unserved == ""
     # Gate and up, and what they make of each other, of one layer or of two experts; or, without a gate, attention's
     # queries, keys, values and outputs.
-    times = 2 if model_type in ("minimax_m2", "mixtral") else 1
+    times = 2 if model_type in ("gpt_oss", "minimax_m2", "mixtral") else 1
     widest = 192 + 2 * 96 + 192 if model_type in UNGATED else 3 * 250 * times
     assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == widest
 
