@@ -153,6 +153,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--response-store", group=_SERVER, metavar="N", low=0,
              help="responses kept in memory to go on from; 0 keeps none"),
     ] = 1024  # fmt: skip
+    file_store: Annotated[
+        str,
+        flag("--file-store", group=_SERVER, metavar="DIR",
+             help="keep /v1/files and /v1/batches there; none: there are none"),
+    ] = ""  # fmt: skip
 
     chat_template: Annotated[
         str, flag("--chat-template", group=_SERVER, metavar="FILE", help="a template that replaces the model's")

@@ -90,11 +90,17 @@ class Server:
         self.link = EngineClient(self.config.link, self.config.restarts_expected)
         self.link.on_lost = self._lost
         sessions = TextEngine(self.link, self.config)
-        self._state = ServerState(sessions, self.config)
+        try:
+            self._state = ServerState(sessions, self.config)
+        except errors.FatalError as stop:
+            print(f"phalanx: {stop}", file=sys.stderr, flush=True)
+            return stop.code
         context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd), context)
         await self.link.listen()
         register(self.config)
+        if self._state.batches is not None:
+            self._state.batches.start()
         tasks = [asyncio.ensure_future(self._greet(sessions))]
         if self.config.idle_exit:
             tasks.append(asyncio.ensure_future(self._watch_idle()))
@@ -105,6 +111,8 @@ class Server:
                 task.cancel()
             if self.config.registry_file:
                 server_registry.remove(Path(self.config.registry_file))
+            if self._state.batches is not None:
+                await self._state.batches.close()
             self.link.close()
             with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
                 os.rmdir(os.path.dirname(self.config.link))

@@ -96,6 +96,11 @@ MEANINGS = {
     "instruction": "what a reranker is told to look for",
     "text_1": "a text for all of `text_2`, or one for each",
     "text_2": "a text or several",
+    # /v1/batches
+    "input_file_id": "an uploaded file of request lines ([docs/batch.md](batch.md))",
+    "endpoint": "which one all lines are for",
+    "completion_window": "`24h`, or another time from `1h` to `30d`: what is not answered then is given up",
+    "BatchRequest.metadata": "comes back in the batch",
     # /tokenize, /detokenize
     "content": "a text, as llama.cpp has it",
     "TokenizeRequest.add_special_tokens": "whether the tokenizer adds its own to `prompt`; to a conversation's only if "
