@@ -153,6 +153,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--response-store", group=_SERVER, metavar="N", low=0,
              help="responses kept in memory to go on from; 0 keeps none"),
     ] = 1024  # fmt: skip
+    ui_server: Annotated[
+        bool, flag("--ui-server", group=_SERVER, off=("--no-ui-server",), help="a page to chat with, at the server's /")
+    ] = False
     file_store: Annotated[
         str,
         flag("--file-store", group=_SERVER, metavar="DIR",

@@ -235,6 +235,7 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
         queue_size=options.queue_size,
         requests_per_key=options.requests_per_key,
         response_store=options.response_store,
+        ui_server=options.ui_server,
         file_store=os.path.abspath(options.file_store) if options.file_store else "",
         restarts_expected=options.restarts > 0,
         sampling=SamplingDefaults(**defaults),

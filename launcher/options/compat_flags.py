@@ -55,7 +55,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
     "--mamba-fraction": _refuse("models with state-space layers are not supported yet"),
     "--num-experts-offload-per-rank": _refuse("experts in the host's memory are not supported yet; --tp splits them"),
-    "--ui-server": _refuse("there is no web page yet; `phalanx chat` talks to a running server"),
     "--mcp-command": _TOOLS,
     "--mcp-args": _TOOLS,
     "--mcp-config": _TOOLS,

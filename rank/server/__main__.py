@@ -221,7 +221,7 @@ def ready_line(config: ServerConfig, model: str, chat: bool) -> str:
     return (
         f"Phalanx is ready: {url} (model {model}). Try:\n"
         f"  curl{option} {base}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
-    )
+    ) + (f"\nor open {base.removesuffix('v1')} in a browser" if config.ui_server and base == url else "")
 
 
 if __name__ == "__main__":
