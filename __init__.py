@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .launcher.llm import LLM, SamplingParams
+    from .launcher.llm import LLM, AsyncLLM, SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 __version__: str
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "SamplingParams"):
+    if name in ("LLM", "AsyncLLM", "SamplingParams"):
         from .launcher import llm
 
         return getattr(llm, name)
