@@ -6,6 +6,8 @@ import time
 from typing import Any
 
 from ..config import ServerConfig
+from ..mcp import config as mcp_config
+from ..mcp.tool_servers import ToolServers
 from ..response_store import ResponseStore
 from ..text_engine import TextEngine
 from .access import Access
@@ -36,6 +38,7 @@ class ServerState:
         self.link = sessions.link
         self.metrics = Metrics(sessions.link, sessions.names[0])
         self.responses = ResponseStore(config.response_store)
+        self.tools = ToolServers(mcp_config.read(config.mcp_config) if config.mcp_config else [])
         self.started = int(time.time())
         self.held = 0  # bytes of large bodies whose requests have not begun yet
         self.read_until = 0.0  # on the clock of time.monotonic: when what was read of large bodies is paid for
