@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .launcher.agent import Agent
     from .launcher.llm import LLM, AsyncLLM, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Agent", "AsyncLLM", "SamplingParams", "__version__"]
 __version__: str
 
 
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> object:
         from .launcher import llm
 
         return getattr(llm, name)
+    if name == "Agent":
+        from .launcher.agent import Agent
+
+        return Agent
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

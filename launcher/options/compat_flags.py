@@ -27,7 +27,7 @@ _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx
 _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
-_TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/api.md has its shape)")
+_TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
 _EXPERTS = _refuse("expert parallelism is not supported yet; --tp splits each expert over the ranks of a group")
 
 FOREIGN: dict[str, CompatFlag] = {

@@ -133,13 +133,15 @@ class Connection:
             limits = httpx2.Timeout(CONNECT_TIMEOUT, read=max(300.0, server.timeout_secs))
             http = await stack.enter_async_context(httpx2.AsyncClient(headers=server.sent_headers(), timeout=limits))
             return streamable_http_client(server.url, http_client=http)
-        from mcp import StdioServerParameters
+        from mcp import StdioServerParameters, stdio_client
 
         path = {**os.environ, **server.env}.get("PATH")
         if shutil.which(server.command, path=path) is None:
             raise FileNotFoundError(f"command {server.command!r} is not found")
         words = ["-S", "-c", _TIED, server.command, *server.args]
-        return StdioServerParameters(command=sys.executable, args=words, env=server.env, cwd=server.cwd)
+        child = StdioServerParameters(command=sys.executable, args=words, env=server.env, cwd=server.cwd)
+        # Not sys.stderr, which notebooks replace by what is no file.
+        return stdio_client(child, sys.__stderr__ or stack.enter_context(open(os.devnull, "w", encoding="utf-8")))
 
 
 async def _list(client: Client) -> dict[str, Tool]:

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from phalanx.rank.server.mcp.config import read
 
-from .conftest import written
+from ...mcp_servers import written
 
 
 def test_servers_by_name(tmp_path):

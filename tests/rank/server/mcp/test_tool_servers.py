@@ -8,9 +8,15 @@ from phalanx.rank.server.mcp import connection
 from phalanx.rank.server.mcp.config import ToolServer
 from phalanx.rank.server.mcp.tool_servers import ToolServers, full_name
 
-from .conftest import STDIO, free_port, http_server, until
+from ...mcp_servers import STDIO, free_port, http_server, until
 
 pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def http_url():
+    with http_server(free_port()) as url:
+        yield url
 
 
 @contextlib.asynccontextmanager

@@ -9,9 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-TOOL_SERVER = str(Path(__file__).parents[3] / "tool_server.py")
+TOOL_SERVER = str(Path(__file__).parents[1] / "tool_server.py")
 STDIO = {"command": sys.executable, "args": [TOOL_SERVER, "stdio"]}
 
 
@@ -36,12 +34,6 @@ def http_server(port):
         child.kill()
         child.wait()
         child.stdout.close()
-
-
-@pytest.fixture(scope="session")
-def http_url():
-    with http_server(free_port()) as url:
-        yield url
 
 
 def written(directory, content):
