@@ -31,6 +31,7 @@ class Flag(msgspec.Struct, frozen=True):
     off: tuple[str, ...] = ()  # flags that switch a boolean off
     secret: bool = False  # never printed
     positional: bool = False
+    variable: str = ""  # candle-vLLM's environment variable for it
 
 
 def flag(*flags: str, group: str, help: str, **more) -> Flag:
@@ -174,6 +175,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             help="whether requests that do not say let the model reason",
         ),
     ] = None
+    mcp_config: Annotated[
+        str,
+        flag("--mcp-config", group=_SERVER, metavar="FILE", variable="CANDLE_VLLM_MCP_CONFIG",
+             help="mcp.json: tool servers, whose tools chats may call"),
+    ] = ""  # fmt: skip
     access_log: Annotated[
         bool, flag("--access-log", group=_SERVER, off=("--no-access-log",), help="log a line for every HTTP request")
     ] = False

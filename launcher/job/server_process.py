@@ -242,6 +242,7 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
         generation_config="auto" if options.generation_config else "none",
         chat_template=options.chat_template,
         thinking=options.thinking,
+        mcp_config=options.mcp_config,
         access_log=options.access_log,
         log_level=options.log_level,
         cpus=cpus,

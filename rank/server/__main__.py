@@ -98,6 +98,7 @@ class Server:
         context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd), context)
         await self.link.listen()
+        self._state.tools.start()
         register(self.config)
         if self._state.batches is not None:
             self._state.batches.start()
@@ -116,7 +117,7 @@ class Server:
             self.link.close()
             with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
                 os.rmdir(os.path.dirname(self.config.link))
-            await self._last_words()
+            await asyncio.gather(self._last_words(), self._state.tools.close())
             server.stop()
             sessions.close()
 

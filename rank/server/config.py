@@ -49,6 +49,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     chat_template: str = ""  # path of a template that replaces the model's
     thinking: bool | None = None  # enable_thinking of requests that do not say
     keep_alive_interval: float = 10.0  # seconds of silence on a stream before a comment is sent
+    mcp_config: str = ""  # path of mcp.json; "": no tool servers
     access_log: bool = False
     log_level: str = "info"
     cpus: list[int] = []  # cores to run on; [] keeps the inherited ones

@@ -42,7 +42,8 @@ MEANINGS = {
     "max_completion_tokens": "goes before `max_tokens`",
     "logprobs": "of the answer's tokens; in a completion how many likely tokens beside each, 0 to 20",
     "top_logprobs": "how many likely tokens beside each; needs `logprobs`",
-    "tools": "functions that the model may call, where its template takes tools; `strict` is not enforced",
+    "tools": "functions that the model may call, where its template takes tools; `strict` is not enforced. None: "
+    "those of the tool servers (`--mcp-config`), under the name `server_tool`; `[]`: none at all",
     "tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
     "parallel_tool_calls": "false keeps the first call only",
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
@@ -75,13 +76,17 @@ MEANINGS = {
     "MessagesRequest.max_tokens": "longest answer; at most what the context leaves",
     "stop_sequences": "as `stop`",
     # /v1/responses
-    "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning",
+    "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning, "
+    "those of tool servers",
     "instructions": "the system message",
     "previous_response_id": "go on from a response that is kept (`--response-store`)",
     "ResponsesRequest.store": "false keeps the response out of the store",
     "background": "answer at once; the response is made meanwhile and asked for by its id",
     "max_output_tokens": "longest answer, its reasoning included",
-    "ResponsesRequest.tools": "tools of type `function`, which the client runs; `strict` is not enforced",
+    "ResponsesRequest.tools": "of type `function`, which the client runs (`strict` is not enforced), and `mcp`: the "
+    "tool server of `--mcp-config` with this `server_label`, whose calls are made here (`allowed_tools`, "
+    "`require_approval`)",
+    "ResponsesRequest.max_tool_calls": "how many calls of tool servers are made; at most 64",
     "ResponsesRequest.tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
     "ResponsesRequest.reasoning": "`effort` is handed to the template, as `reasoning_effort`; `summary` is ignored",
     "text": "`format` of type `text` only",

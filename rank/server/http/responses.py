@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from typing import Any
@@ -12,7 +11,7 @@ from ..api_error import ApiError, bad
 from ..response_store import Kept, ResponseStore
 from ..responses_format import ResponseRenderer
 from ..responses_request import ResponsesRequest
-from .chat import chat
+from .mcp import respond
 from .paging import page
 from .routes import EVENTS, JSON, Call, Events, Reply, Route
 
@@ -39,11 +38,11 @@ async def create(call: Call) -> ResponseRenderer | Reply | Events:
         raise bad("previous_response_id", f"previous_response_id is {previous!r}: that response is still being made")
     earlier, items = before.conversation if before else [], request.items()
     try:
-        session = await chat(dataclasses.replace(call, request=request.chat([*earlier, *items])))
+        session, tools = await respond(call, request, [*earlier, *items])
     except ApiError as error:
         raise _renamed(error) from None
     stored = request.store is not False and store.most > 0
-    renderer = ResponseRenderer(session, request, stored)
+    renderer = ResponseRenderer(session, request, stored, tools)
     if not stored:
         return renderer
     kept = Kept(before, items, call.key)

@@ -9,6 +9,8 @@ from typing import Any
 from ..batch.stored import StoredBatches
 from ..config import ServerConfig
 from ..file_store import FileStore
+from ..mcp import config as mcp_config
+from ..mcp.tool_servers import ToolServers
 from ..response_store import ResponseStore
 from ..text_engine import TextEngine
 from .access import Access
@@ -44,6 +46,7 @@ class ServerState:
         self.batches: StoredBatches | None = None  # None: without --file-store
         if config.file_store:
             self.batches = StoredBatches(FileStore(config.file_store), sessions, self._used_by)
+        self.tools = ToolServers(mcp_config.read(config.mcp_config) if config.mcp_config else [])
         self.started = int(time.time())
         self.held = 0  # bytes of large bodies whose requests have not begun yet
         self.read_until = 0.0  # on the clock of time.monotonic: when what was read of large bodies is paid for
