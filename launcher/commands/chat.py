@@ -13,13 +13,18 @@ from ...rank.options import flag
 from .. import find_server
 from ..options import option_sources
 from ..options.help import options_help, show_config
+from ..tool_thread import ToolThread
 
 HELP = "talk to a running server in the terminal"
 USAGE = """phalanx chat [options]: talk to a running server; an empty line or Ctrl-D ends, /new starts over
 
+With --mcp FILE the model calls tools, which run on this machine.
 Without options it finds the server that you have started, on this host or in a job of the cluster.
 """
 _GROUP = "Chat"
+MOST_ROUNDS = 16  # answers with calls of tools, one after the other
+DENIED = "the user does not allow this call"
+Message = dict[str, Any]
 
 
 class ChatOptions(find_server.ServerOptions, frozen=True, kw_only=True):
@@ -36,6 +41,12 @@ class ChatOptions(find_server.ServerOptions, frozen=True, kw_only=True):
     max_tokens: Annotated[
         int | None, flag("--max-tokens", "--max_tokens", group=_GROUP, metavar="N", low=1, help="longest answer")
     ] = None
+    mcp: Annotated[
+        str, flag("--mcp", group=_GROUP, metavar="FILE", help="mcp.json: tool servers that the model may use")
+    ] = ""
+    approve: Annotated[
+        bool, flag("--approve", group=_GROUP, off=("--no-approve",), help="ask before each call of a tool")
+    ] = False
     thinking: Annotated[
         bool | None, flag("--thinking", group=_GROUP, off=("--no-thinking",), help="let the model reason first")
     ] = None
@@ -51,14 +62,29 @@ def main(argv: Sequence[str]) -> int:
     model = find_server.model(server)["id"]
     if sys.stdin.isatty():
         print(f"{model} at {server.url}; an empty line ends, /new starts over")
+    tools = _tools(options.mcp) if options.mcp else None
     try:
-        return _converse(server, options)
+        return _converse(server, options, tools)
     except KeyboardInterrupt:
         print()
         return 0
+    finally:
+        if tools is not None:
+            tools.close()
 
 
-def _converse(server: find_server.FoundServer, options: ChatOptions) -> int:
+def _tools(path: str) -> ToolThread:
+    """The tool servers of a file; the user is told of those that are not there."""
+    try:
+        tools = ToolThread(path)
+    except ValueError as error:
+        raise errors.FatalError(f"--mcp {error}", errors.USAGE) from None
+    for name, why in tools.failed().items():
+        print(f"phalanx: tool server {name}: {why}", file=sys.stderr)
+    return tools
+
+
+def _converse(server: find_server.FoundServer, options: ChatOptions, tools: ToolThread | None) -> int:
     start = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(start)
     while True:
@@ -68,23 +94,62 @@ def _converse(server: find_server.FoundServer, options: ChatOptions) -> int:
         if line == "/new":
             messages = list(start)
             continue
+        before = len(messages)
         messages.append({"role": "user", "content": line})
-        answer = ""
         try:
-            for kind, text in _stream(server, options, messages):
-                answer += text if kind == "content" else ""
-                sys.stdout.write(text if kind == "content" or not sys.stdout.isatty() else f"\x1b[2m{text}\x1b[0m")
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            sys.stdout.write(" …")  # the server stops when the connection closes
+            for rounds in range(MOST_ROUNDS + 1):
+                offered = tools.functions() if tools is not None and rounds < MOST_ROUNDS else []
+                answer = _answer(server, options, messages, offered)
+                messages.append(answer)
+                if tools is None or not answer.get("tool_calls"):
+                    break
+                messages += [_called(tools, call, options.approve) for call in answer["tool_calls"]]
         except errors.FatalError as stop:
             if not sys.stdin.isatty():
                 raise
             print(f"phalanx: {stop}", file=sys.stderr)
-            messages.pop()
-            continue
-        print()
-        messages.append({"role": "assistant", "content": answer})
+            del messages[before:]
+
+
+def _answer(
+    server: find_server.FoundServer, options: ChatOptions, messages: list[Message], tools: list[Message]
+) -> Message:
+    """Show the answer as it comes; it is the next message."""
+    message: Message = {"role": "assistant", "content": ""}
+    calls: dict[int, Message] = {}
+    try:
+        for delta in _stream(server, options, messages, tools):
+            if thought := delta.get("reasoning_content"):
+                _show(thought, faint=True)
+            if text := delta.get("content"):
+                message["content"] += text
+                _show(text)
+            for part in delta.get("tool_calls") or ():
+                call = calls.setdefault(part["index"], {"type": "function", "function": {"name": "", "arguments": ""}})
+                call["id"] = part.get("id") or call.get("id")
+                for name in ("name", "arguments"):
+                    call["function"][name] += part.get("function", {}).get(name) or ""
+    except KeyboardInterrupt:
+        sys.stdout.write(" …")  # the server stops when the connection closes
+        calls = {}
+    print()
+    return message | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _show(text: str, faint: bool = False) -> None:
+    sys.stdout.write(f"\x1b[2m{text}\x1b[0m" if faint and sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def _called(tools: ToolThread, call: Message, approve: bool) -> Message:
+    """Make a call, where the user allows it; its result is the next message."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    _show(f"[{name} {arguments}]\n", faint=True)
+    if approve and input("allow this call? [y/N] ").strip().lower() not in ("y", "yes"):
+        text = DENIED
+    else:
+        text = tools.call(name, arguments).text
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
 def _ask() -> str:
@@ -95,10 +160,10 @@ def _ask() -> str:
 
 
 def _stream(
-    server: find_server.FoundServer, options: ChatOptions, messages: list[dict[str, str]]
-) -> Iterator[tuple[str, str]]:
-    """The answer's pieces: ("content" or "reasoning", text)."""
-    body: dict[str, Any] = {"messages": messages, "stream": True}
+    server: find_server.FoundServer, options: ChatOptions, messages: list[Message], tools: list[Message]
+) -> Iterator[Message]:
+    """The answer's pieces. `tools: []` leaves out those of the server's tool servers: nobody here could call them."""
+    body: dict[str, Any] = {"messages": messages, "stream": True, "tools": tools}
     for name in ("temperature", "top_p", "top_k", "max_tokens"):
         if (value := getattr(options, name)) is not None:
             body[name] = value
@@ -112,8 +177,4 @@ def _stream(
             if "error" in event:
                 raise errors.FatalError(event["error"]["message"], errors.ERROR)
             for choice in event["choices"]:
-                delta = choice["delta"]
-                if delta.get("reasoning_content"):
-                    yield "reasoning", delta["reasoning_content"]
-                if delta.get("content"):
-                    yield "content", delta["content"]
+                yield choice["delta"]

@@ -186,9 +186,10 @@ class _Line:
 
 def _environment_layer(table: dict[str, Spec], environ: Mapping[str, str]) -> dict[str, tuple[_Origin, object]]:
     return {
-        spec.name: (_Origin(spec.env, "environment"), environ[spec.env])
+        spec.name: (_Origin(name, "environment"), environ[name])
         for spec in table.values()
-        if environ.get(spec.env)  # an empty variable is an unset one
+        for name in (spec.flag.variable, spec.env)
+        if name and environ.get(name)  # an empty variable is an unset one
     }
 
 

@@ -80,6 +80,11 @@ class TextEngine:
             log.warning("the model writes tool calls in a way that is not known here: they stay in the answer's text")
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template shows it tools."""
+        return self.text is not None and self.text.template is not None and self.text.template.takes_tools
+
+    @property
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: equal where seeds give equal answers, as far as this process knows."""
         ready = self.link.ready
