@@ -10,7 +10,7 @@ import time
 
 import pytest
 from phalanx.launcher import cli
-from phalanx.launcher.commands.chat import DENIED
+from phalanx.launcher.commands.chat.conversation import DENIED
 from phalanx.rank.server import server_registry, tls
 from phalanx.rank.server.server_registry import RegisteredServer
 
@@ -81,7 +81,7 @@ def test_a_terminal_is_told_how_to_end(server, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
     assert cli.main(["chat", "--p", str(server.server_port)]) == 0
     assert " at http://127.0.0.1:" in (said := capsys.readouterr().out)
-    assert f":{server.server_port}; an empty line ends, /new starts over\n" in said
+    assert f":{server.server_port}; an empty line ends, /help lists commands\n" in said
 
 
 def test_url_key_and_thinking(server, monkeypatch):
