@@ -125,15 +125,15 @@ class Reporter:
             self._watch.fail(error)
 
 
-def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | None) -> int:
-    """The main loop of every rank but rank 0: execute plans until one says stop. Returns its exit code."""
+def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | None) -> protocol.Plan:
+    """The main loop of every rank but rank 0: execute plans until one says stop. Returns that one."""
     while True:
         plan = protocol.decode_plan(control.receive())
         if plan.stop >= 0:
             runner.finish()
             if reporter is not None:
                 reporter.finish()
-            return plan.stop
+            return plan
         result = runner.start(plan)
         if reporter is not None:
             reporter.add(result)

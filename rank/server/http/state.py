@@ -8,6 +8,7 @@ from typing import Any
 from ..config import ServerConfig
 from ..mcp import config as mcp_config
 from ..mcp.tool_servers import ToolServers
+from ..models import Models
 from ..response_store import ResponseStore
 from ..text_engine import TextEngine
 from .access import Access
@@ -29,7 +30,8 @@ class Used:
 
 
 class ServerState:
-    def __init__(self, sessions: TextEngine, config: ServerConfig):
+    def __init__(self, sessions: TextEngine, config: ServerConfig, models: Models | None = None):
+        self.models = models  # where there are several; `sessions` is the first one's
         self.sessions = sessions
         self.config = config
         self.access = Access(config)
