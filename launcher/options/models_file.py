@@ -20,7 +20,7 @@ from ...errors import USAGE, FatalError
 from ...rank.options import Options, specs
 from ...rank.server.config import ModelConfig, SamplingDefaults
 from . import option_sources
-from .resolve import model_directory
+from .resolve import model_path
 
 # What may differ from model to model. The others are the job's or the server's, which live on.
 OWN = (
@@ -161,7 +161,7 @@ def _options(path: Path, entry: Entry, base: Options, notes: list[str]) -> Optio
         raise _wrong(path, f"model {entry.name!r}: {stop}") from None
     if foreign := [name for name in specs() if name not in OWN and getattr(own, name) != getattr(base, name)]:
         raise _wrong(path, f"model {entry.name!r}: {foreign[0]} is the whole job's: give it on the command line")
-    return msgspec.structs.replace(own, model=model_directory(own))
+    return msgspec.structs.replace(own, model=model_path(own))
 
 
 def _prompt_cache(path: Path, entry: Entry, value: Any, notes: list[str]) -> bool:

@@ -188,6 +188,7 @@ class EngineClient:
         self.state, self.ready, self.switch_error = "loading", None, ""
         self.progress = protocol.Progress("switching models", 0, 0)
         self._ready_event.clear()
+        self._vocabulary = None  # the lead forgets it with the model
         self._lead.transport.write(protocol.frame(protocol.Switch(model, options)))
         await self._ready_event.wait()
         if self.state not in ("ready", "unloaded"):
