@@ -157,11 +157,12 @@ def _options(path: Path, entry: Entry, base: Options, notes: list[str]) -> Optio
     given["model"] = str(where / entry.weight_file if entry.weight_file else where) if where else entry.hf_id
     try:
         own = option_sources.overridden(base, given, f"{path}, model {entry.name}")
+        directory = model_path(own)
     except FatalError as stop:
         raise _wrong(path, f"model {entry.name!r}: {stop}") from None
     if foreign := [name for name in specs() if name not in OWN and getattr(own, name) != getattr(base, name)]:
         raise _wrong(path, f"model {entry.name!r}: {foreign[0]} is the whole job's: give it on the command line")
-    return msgspec.structs.replace(own, model=model_path(own))
+    return msgspec.structs.replace(own, model=directory)
 
 
 def _prompt_cache(path: Path, entry: Entry, value: Any, notes: list[str]) -> bool:

@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from typing import Any
 
+from .. import protocol
 from .api_error import ApiError
 from .config import ServerConfig
 from .engine_client import STOPPING, EngineClient
@@ -49,6 +50,7 @@ class Models:
         self._waiting: deque[Waiter] = deque()
         self._changed = asyncio.Event()
         self._used_at = 0.0  # on the loop's clock: when the last request ended
+        self._seen: protocol.Ready | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -158,6 +160,8 @@ class Models:
     async def _rest(self) -> None:
         """Nobody waits: unload the model when nobody has used it for long."""
         limit, loop = self.config.idle_unload, asyncio.get_running_loop()
+        if self.link.ready is not self._seen:  # it was loaded since the last look
+            self._seen, self._used_at = self.link.ready, loop.time()
         if not limit or self._busy or self.loaded is None or self.link.draining:
             return await self._wait(1.0 if limit else None)
         left = self._used_at + limit - loop.time()
@@ -204,7 +208,6 @@ class Models:
             why = await self.link.switch(model, options)
         except ApiError as error:
             return error.message
-        self._used_at = asyncio.get_running_loop().time()
         if not why and options and self.loaded != model:
             return "the job was started anew meanwhile"
         return why
