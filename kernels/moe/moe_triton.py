@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..device import device_caps
 from ..quantized.floats import Floats
+from ..quantized.floats_triton import stored, weight_tile
 
 if TYPE_CHECKING:
     from .moe import Groups, TileConfig
@@ -37,39 +38,6 @@ def _activated(gate, up, ACT: tl.constexpr):
     if ACT == 2:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1 + tl.exp(-z)) * up
-
-
-@triton.jit
-def _weights(
-    w, scales, rows, at, inputs, like,
-    SIZE: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Inputs at:at + INPUTS of rows [OUTPUTS] of a weight [.., SIZE]: [INPUTS, OUTPUTS], in like's dtype.
-
-    KIND: 0 is plain, 1 e4m3 and 2 e2m1 of quantized/floats.py, of which UNIT inputs share a scale. By way of f16, which
-    has their smallest numbers, too.
-    """
-    columns = at + inputs
-    there = (columns < SIZE)[:, None]
-    if KIND == 0:
-        from_w = w + rows[None, :] * SIZE + columns[:, None]
-        y = tl.load(from_w, mask=there, other=0.0) if SIZE % INPUTS else tl.load(from_w)
-    else:
-        if KIND == 1:
-            code = tl.load(w + rows[None, :] * SIZE + columns[:, None], mask=there, other=0).to(tl.uint16)
-            value = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        else:
-            byte = tl.load(w + rows[None, :] * (SIZE // 2) + (columns // 2)[:, None], mask=there, other=0)
-            code = (byte.to(tl.int32) >> (columns % 2 * 4)[:, None]).to(tl.uint16)
-            value = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-        if UNIT % INPUTS == 0:
-            by = tl.load(scales + rows * (SIZE // UNIT) + at // UNIT)[None, :]
-        else:
-            by = tl.load(scales + rows[None, :] * (SIZE // UNIT) + (columns // UNIT)[:, None], mask=there, other=0)
-        if KIND == 2:
-            by = (by.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        y = (value * by).to(like.dtype)
-    return y
 
 
 @triton.jit
@@ -101,8 +69,8 @@ def expert_up_kernel(
             a = tl.load(from_x + at, mask=(inputs < HIDDEN - at)[None, :], other=0.0)
         else:
             a = tl.load(from_x + at)
-        b = _weights(w13, scales, gates, at, inputs, a, HIDDEN, INPUTS, KIND, UNIT)
-        c = _weights(w13, scales, gates + INNER, at, inputs, a, HIDDEN, INPUTS, KIND, UNIT)
+        b = weight_tile(w13, scales, gates, at, inputs, a.dtype, HIDDEN, INPUTS, KIND, UNIT)
+        c = weight_tile(w13, scales, gates + INNER, at, inputs, a.dtype, HIDDEN, INPUTS, KIND, UNIT)
         gate = tl.dot(a, b, gate, input_precision=PRECISION)
         up = tl.dot(a, c, up, input_precision=PRECISION)
     if BIAS:
@@ -145,7 +113,7 @@ def expert_down_kernel(
             a = tl.load(from_h + at, mask=(inputs < INNER - at)[None, :], other=0.0)
         else:
             a = tl.load(from_h + at)
-        b = _weights(w2, scales, columns, at, inputs, a, INNER, INPUTS, KIND, UNIT)
+        b = weight_tile(w2, scales, columns, at, inputs, a.dtype, INNER, INPUTS, KIND, UNIT)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     pairs = tl.load(order + rows)
     if BIAS:
@@ -187,7 +155,7 @@ def expert_up(
     """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up. bias [E, 2 I]: added before."""
     hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, _overlaps(x)
     h = x.new_empty(ids.numel(), inner)
-    codes, scales, kind, unit = _stored(w13)
+    codes, scales, kind, unit = stored(w13)
     grid = (len(groups.tile_expert) * triton.cdiv(inner, cut.outputs),)
     expert_up_kernel[grid](
         x, codes, scales, x if bias is None else bias, *groups, weights, h, hidden, inner, ids.shape[1], act, cut.rows,
@@ -208,7 +176,7 @@ def expert_down(
     """[pairs, H], in the pairs' own order, of what `expert_up` makes. bias [E, H]: added, times the pairs' weights."""
     (hidden, inner), overlap = w2.shape[1:], _overlaps(h)
     y = h.new_empty(len(h), hidden)
-    codes, scales, kind, unit = _stored(w2)
+    codes, scales, kind, unit = stored(w2)
     grid = (len(groups.tile_expert) * triton.cdiv(hidden, cut.outputs),)
     expert_down_kernel[grid](
         h, codes, scales, h if bias is None else bias, *groups, h if weights is None else weights, y, hidden, inner,
@@ -227,13 +195,6 @@ def combine(pairs: Tensor, top: int) -> Tensor:
         pairs, y, hidden, top, triton.next_power_of_2(top), columns, overlap, num_warps=4, launch_pdl=overlap
     )
     return y
-
-
-def _stored(weight: Tensor | Floats) -> tuple[Tensor, Tensor, int, int]:
-    """Codes, scales, and KIND and UNIT of `_weights`."""
-    if isinstance(weight, Floats):
-        return weight.codes, weight.scales, 2 if weight.pairs else 1, weight.unit
-    return weight, weight, 0, 1
 
 
 def _precision(x: Tensor) -> str:

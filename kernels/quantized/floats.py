@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import jit
+from ..activation.activation import gated_activation
 from ..device import DeviceCaps
 from . import panels
 
@@ -60,6 +61,14 @@ def pack(codes: Tensor, scales: Tensor) -> Floats:
 def dequantize(packed: Floats, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
     """Outputs first to last of the weight, [..., last - first, I]: computed in f32, rounded once in 16 bits."""
     last = packed.outputs if last is None else min(last, packed.outputs)
+    if packed.codes.is_cuda and packed.codes.dim() == 2:
+        from . import floats_triton
+
+        return floats_triton.dequantize(Floats(packed.codes[first:last], packed.scales[first:last]), dtype)
+    return dequantize_reference(packed, dtype, first, last)
+
+
+def dequantize_reference(packed: Floats, dtype: torch.dtype, first: int, last: int) -> Tensor:
     codes, scales = packed.codes[..., first:last, :], packed.scales[..., first:last, :]
     if packed.pairs:
         table = torch.tensor(E2M1, device=codes.device)
@@ -77,11 +86,17 @@ def linear(x: Tensor, packed: Floats, gate: str = "", bias: Tensor | None = None
 
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
+    if x.is_cuda:
+        from . import floats_triton
+
+        if floats_triton.supports(x, packed, bias):
+            y = floats_triton.linear(x, packed, bias)
+            return gated_activation(y, gate) if gate else y
     return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 
 def variants(
     rows: Iterable[int], packed: Floats, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
-    """None: the library multiplies."""
+    """None: Triton compiles its own."""
     yield from ()

@@ -176,6 +176,8 @@ PROGRAMS = [
     ("argmax", dict(T=torch.float32, V=1)),
     ("logits", dict(T=torch.bfloat16, V=8)),
     ("logits", dict(T=torch.float32, V=1)),
+    ("token_mask", dict(T=torch.bfloat16, COLUMNS=8)),
+    ("token_mask", dict(T=torch.float32, COLUMNS=8)),
     ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
     ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),

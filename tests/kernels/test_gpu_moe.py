@@ -8,7 +8,7 @@ from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.router import RouterParams
 
-from .moe.cases import CASES, Sizes, biases, make, near
+from .moe.cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized
 from .programs import V2_ROUTER, V3_ROUTER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -62,6 +62,14 @@ def test_biases(sizes, tokens):
     for part in (added, added._replace(down=None)):
         want = moe.fused_experts_reference(*given, CLAMPED_SWIGLU, part)
         near(moe.fused_experts(*given, CLAMPED_SWIGLU, part), want, 8e-2)
+
+
+@pytest.mark.parametrize("sizes, pairs, unit", [*QUANTIZED, (QWEN, False, 128), (QWEN, True, 32)])
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_quantized(sizes, pairs, unit, tokens):
+    plain, (up, down) = quantized(make(sizes._replace(tokens=tokens), torch.bfloat16, "cuda"), pairs, unit)
+    got = moe.fused_experts(*plain[:3], up, down, CLAMPED_SWIGLU)
+    near(got, moe.fused_experts_reference(*plain, CLAMPED_SWIGLU), 8e-2)
 
 
 @needs_tma

@@ -108,6 +108,7 @@ def test_bytes_of_weights_that_are_quantised_while_loading(tmp_path, isq, varian
 STORED = [
     {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False},
     {"quant_method": "awq", "bits": 4, "group_size": 32},
+    {"quant_method": "fp8", "weight_block_size": [128, 128]},
 ]
 
 
@@ -119,10 +120,10 @@ def test_bytes_of_quantised_checkpoints(tmp_path, settings):
     plain, shape = read(write(tmp_path / "plain", config)), read(path)
     assert shape.parameters == plain.parameters
     outside = 2 * 517 * 384 + 384 * 11  # embedding, head, norms
-    bits = 4 + 20 / settings["group_size"]
+    bits = 4 + 20 / settings["group_size"] if "group_size" in settings else 8
     assert shape.checkpoint_bytes == pytest.approx((plain.parameters - outside) * bits / 8 + 2 * outside, rel=0.01)
     mine, whole = (memory.stages(one, Layout(1), CONTEXT)[0].loaded for one in (shape, plain))
-    assert mine < 0.5 * whole
+    assert mine < (0.5 if bits < 8 else 0.65) * whole
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
