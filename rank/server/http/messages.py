@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,7 +16,7 @@ from ..generation import LoadedModel
 from ..prompts import chat_prompt
 from ..schema import MAX_STOPS, ChatRequest, check_ranges
 from ..session import Session
-from .chat import chat
+from .chat import answer
 from .routes import Call, Route
 
 TEXT_ONLY = "this model takes text only"
@@ -240,7 +239,7 @@ def _messages(turn: Turn) -> list[Message]:
 async def messages(call: Call) -> Session:
     """Anthropic's messages: the answer to a conversation, whole or as server-sent events."""
     try:
-        return await chat(dataclasses.replace(call, request=call.request.chat()))
+        return await answer(call, call.request.chat())
     except ApiError as error:
         raise renamed(error) from None
 

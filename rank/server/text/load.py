@@ -1,4 +1,4 @@
-"""All of a model directory that concerns text: tokenizer, chat template, generation defaults, end tokens."""
+"""All of a model directory or GGUF file that concerns text: tokenizer, template, generation defaults, end tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .control import Marker
 from .output_parser import KNOWN_REASONING, ReasoningFormat
 from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer
+from .tokenizer_file import read_json
 from .tool_formats import ToolCallFormat, choose
 
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
@@ -26,14 +27,14 @@ class Text:
         directory = Path(model_dir)
         tokenizer = tokenizer_file.find(directory)
         ends = tekken.ENDS if tokenizer.name == tekken.NAME else {}
-        tokenizer_config = ends | _read(directory / "tokenizer_config.json")
+        tokenizer_config = ends | read_json(directory, "tokenizer_config.json")
         self.template: ChatTemplate | None = load_template(directory, tokenizer_config, chat_template)
         source = self.template.source if self.template else ""
         self.tool_format: ToolCallFormat | None = choose(source)
         calls = (*self.tool_format.opens, *self.tool_format.markers) if self.tool_format else ()
         self.tokenizer = Tokenizer(tokenizer, source, {*calls, *itertools.chain(*KNOWN_REASONING)})
         if generation_config == "auto":
-            self.generation = _read(directory / "generation_config.json")
+            self.generation = read_json(directory, "generation_config.json")
         elif generation_config == "none":
             self.generation = {}
         else:
@@ -55,9 +56,9 @@ class Text:
 
     def _find_end_tokens(self, directory: Path, tokenizer_config: dict) -> tuple[int, ...]:
         """generation_config.json's, else config.json's; and the tokenizer's, which chat models end their turn with."""
-        listed = _read(directory / "generation_config.json").get("eos_token_id")
+        listed = read_json(directory, "generation_config.json").get("eos_token_id")
         if listed is None:
-            config = _read(directory / "config.json")
+            config = read_json(directory, "config.json")
             listed = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
         ids = [] if listed is None else list(listed) if isinstance(listed, list) else [listed]
         token = tokenizer_config.get("eos_token")
@@ -76,10 +77,6 @@ class Text:
 def _pooling(directory: Path) -> str:
     """How a model that is made for embeddings pools: what sentence-transformers writes, mean, last, or the names of
     other ways, which are not supported. Of others the mean is taken."""
-    said = _read(directory / "1_Pooling" / "config.json")
+    said = read_json(directory / "1_Pooling", "config.json")
     modes = [POOLINGS.get(name, name) for name, on in said.items() if name.startswith("pooling_mode_") and on is True]
     return " and ".join(modes) or "mean"
-
-
-def _read(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -204,6 +204,7 @@ class Front:
         context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         self.server = serve(make_app(self.state), self.sock, context)
         await self.link.listen()
+        self.state.tools.start()
         await self.sessions.load()
         if connect:
             await self.lead.connect()
@@ -252,6 +253,7 @@ class Front:
     def stop(self):
         async def stop():
             self.link.close()
+            await self.state.tools.close()
             if self.lead.writer is not None:
                 self.lead.close()
             self.server.stop()
