@@ -239,6 +239,8 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
         sampling=SamplingDefaults(**defaults),
         generation_config="auto" if options.generation_config else "none",
         chat_template=options.chat_template,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         thinking=options.thinking,
         access_log=options.access_log,
         log_level=options.log_level,

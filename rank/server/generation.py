@@ -12,8 +12,9 @@ from .prompts import Prompt, chat_prompt, completion_prompts, context_of
 from .sampling_params import max_tokens, sampling_params
 from .schema import ChatRequest, Common, CompletionRequest
 from .text.load import Text
-from .text.output_parser import OutputParser, ReasoningFormat
-from .text.tool_formats import ToolCallFormat
+from .text.output_parser import OutputParser
+from .text.reasoning import ReasoningFormat
+from .text.tool_formats import ToolCallFormat, Tools
 
 
 class LoadedModel(NamedTuple):
@@ -44,8 +45,9 @@ Make = Callable[[LoadedModel, Any], Generation]  # from a request of its kind
 def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation:
     """The next message of a conversation. Takes as long as its texts are; raises ApiError."""
     prompt = chat_prompt(model.text, request, model.ready, model.thinking)
-    tool_format = model.text.tool_format if request.offered() else None
-    return _generation(model, request, [prompt], model.text.reasoning, tool_format)
+    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.offered() or ()}
+    tool_format = model.text.tool_format if tools else None
+    return _generation(model, request, [prompt], model.text.reasoning, tool_format, tools)
 
 
 def completion_generation(model: LoadedModel, request: CompletionRequest) -> Generation:
@@ -59,6 +61,7 @@ def _generation(
     prompts: list[Prompt],
     reasoning: ReasoningFormat | None = None,
     tool_format: ToolCallFormat | None = None,
+    tools: Tools | None = None,
 ) -> Generation:
     text, ready = model.text, model.ready
     tokenizer, stops = text.tokenizer, request.stops()
@@ -71,14 +74,16 @@ def _generation(
         sampling.append(sampling_params(request, model.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit))
     skip: frozenset[int] = frozenset()
     if request.skip_special_tokens is not False:
-        markers = (*(reasoning or ()), *((*tool_format.opens, *tool_format.markers) if tool_format else ()))
-        # The parser has to see the markers that the model was given as special tokens.
-        skip = tokenizer.special - {tokenizer.added[text] for text in markers if text in tokenizer.added}
+        markers = [*(reasoning.markers if reasoning else ())]
+        markers += [*tool_format.opens, *tool_format.markers] if tool_format else []
+        # The parser has to see the markers that the model was given as special tokens, and those within longer markers.
+        seen = {id for token, id in tokenizer.added.items() if any(token in marker for marker in markers)}
+        skip = tokenizer.special - seen
     keep_stop, parallel = bool(request.include_stop_str_in_output), request.parallel_calls()
     return Generation(
         prompts=prompts,
         sampling=sampling,
-        parser=lambda prompt: OutputParser(stops, keep_stop, reasoning, prompt.thinking, tool_format, parallel),
+        parser=lambda prompt: OutputParser(stops, keep_stop, reasoning, prompt.thinking, tool_format, parallel, tools),
         n=request.n or 1,
         skip=skip,
         keep_stop=keep_stop,

@@ -186,9 +186,7 @@ def render_chat(
     thinking = False
     if text.reasoning is not None:
         last = (messages[-1]["content"] or "") if continued else ""  # a message of calls may have none
-        thinking = rendered.rstrip().endswith(text.reasoning.open) or last.rfind(text.reasoning.open) > last.rfind(
-            text.reasoning.close
-        )
+        thinking = rendered.rstrip().endswith(text.reasoning.opens) or text.reasoning.opened(last)
     return rendered, thinking
 
 

@@ -24,6 +24,7 @@ from .generation import Generation, LoadedModel, Make
 from .prompts import Prompt, check_values, context_of
 from .sampling_params import SEED_MASK, resolve_defaults
 from .session import Choice, Session
+from .text import tool_formats
 from .text.load import Text
 from .text.tokenizer import detokenizer
 from .version import version
@@ -68,7 +69,13 @@ class TextEngine:
         config = self.config
         loop = asyncio.get_running_loop()
         self.text = await loop.run_in_executor(
-            self._pool, Text, config.model_dir, config.generation_config, config.chat_template
+            self._pool,
+            Text,
+            config.model_dir,
+            config.generation_config,
+            config.chat_template,
+            config.tool_call_parser,
+            config.reasoning_parser,
         )
         self.defaults = resolve_defaults(config.sampling, self.text.generation)
         if self.text.template is not None and self.text.template.family is not None:
@@ -76,8 +83,11 @@ class TextEngine:
                 "the model has no chat template: chats are written as the %s family does; --chat-template sets another",
                 self.text.template.family.family,
             )
-        if self.text.template is not None and self.text.template.takes_tools and self.text.tool_format is None:
-            log.warning("the model writes tool calls in a way that is not known here: they stay in the answer's text")
+        if self.text.tool_format is tool_formats.find("json") and config.tool_call_parser == "auto":
+            log.warning(
+                "how the model writes tool calls is not known: objects in JSON that name a tool are read as calls; "
+                "--tool-call-parser sets the format"
+            )
 
     @property
     def fingerprint(self) -> str:

@@ -69,6 +69,8 @@ def setup(config: BatchConfig) -> dict[str, Any]:
         "the sampling": sampling,
         "--generation-config": front.generation_config,
         "--chat-template": front.chat_template,
+        "--tool-call-parser": front.tool_call_parser,
+        "--reasoning-parser": front.reasoning_parser,
         "--thinking": front.thinking,
     }
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
-from . import tekken, tokenizer_file
+from . import reasoning, tekken, tokenizer_file, tool_formats
 from .control import Marker
-from .output_parser import KNOWN_REASONING, ReasoningFormat
+from .reasoning import ReasoningFormat
 from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer
-from .tool_formats import ToolCallFormat, choose
+from .tool_formats import ToolCallFormat
 
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
@@ -19,16 +18,25 @@ POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"
 class Text:
     """Read once, in a thread of its own: a large tokenizer takes a second."""
 
-    def __init__(self, model_dir: str, generation_config: str = "auto", chat_template: str = ""):
+    def __init__(
+        self,
+        model_dir: str,
+        generation_config: str = "auto",
+        chat_template: str = "",
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ):
+        """The parsers are names of formats; "auto": what template, tokenizer and model type tell; "none": no format."""
         directory = Path(model_dir)
         tokenizer = tokenizer_file.find(directory)
         ends = tekken.ENDS if tokenizer.name == tekken.NAME else {}
         tokenizer_config = ends | _read(directory / "tokenizer_config.json")
         self.template: ChatTemplate | None = load_template(directory, tokenizer_config, chat_template)
         source = self.template.source if self.template else ""
-        self.tool_format: ToolCallFormat | None = choose(source)
+        self.tool_format = self._find_tool_format(tool_call_parser, source, _read(directory / "config.json"))
         calls = (*self.tool_format.opens, *self.tool_format.markers) if self.tool_format else ()
-        self.tokenizer = Tokenizer(tokenizer, source, {*calls, *itertools.chain(*KNOWN_REASONING)})
+        known = [marker for name in reasoning.names() for marker in reasoning.find(name).markers]
+        self.tokenizer = Tokenizer(tokenizer, source, {*calls, *known})
         if generation_config == "auto":
             self.generation = _read(directory / "generation_config.json")
         elif generation_config == "none":
@@ -37,9 +45,11 @@ class Text:
             self.generation = json.loads(Path(generation_config).read_text(encoding="utf-8"))
         self.end_tokens = self._find_end_tokens(directory, tokenizer_config)
         self.pooling = _pooling(directory)
-        self.reasoning = self._find_reasoning(source)
+        self.reasoning = self._find_reasoning(reasoning_parser, source)
         self.marker = Marker(self.tokenizer.control)
-        self.answer_marker = Marker(self.tokenizer.control - {*(self.reasoning or ()), *calls})
+        self.answer_marker = Marker(
+            self.tokenizer.control - {*(self.reasoning.markers if self.reasoning else ()), *calls}
+        )
 
     def _find_end_tokens(self, directory: Path, tokenizer_config: dict) -> tuple[int, ...]:
         """generation_config.json's, else config.json's; and the tokenizer's, which chat models end their turn with."""
@@ -54,11 +64,19 @@ class Text:
         own = [self.tokenizer.token_id(one) for one in (token, family.end if family else None) if one]
         return tuple(dict.fromkeys([*ids, *(id for id in own if id is not None)]))
 
-    def _find_reasoning(self, source: str) -> ReasoningFormat | None:
-        for markers in KNOWN_REASONING:
-            if markers.close in source or {*markers} <= self.tokenizer.added.keys():
-                return markers
-        return None
+    def _find_tool_format(self, name: str, source: str, config: dict) -> ToolCallFormat | None:
+        """A model that takes tools and whose format is not known may write JSON as most do."""
+        if name != "auto":
+            return None if name == "none" else tool_formats.find(name)
+        found = tool_formats.choose(source, config.get("model_type") or "")
+        if found is None and self.template is not None and self.template.takes_tools:
+            return tool_formats.find("json")
+        return found
+
+    def _find_reasoning(self, name: str, source: str) -> ReasoningFormat | None:
+        if name != "auto":
+            return None if name == "none" else reasoning.find(name)
+        return reasoning.choose(source, self.tokenizer.added.keys())
 
 
 def _pooling(directory: Path) -> str:

@@ -4,8 +4,10 @@ from ..json_calls import JsonCalls
 from . import ToolCallFormat
 
 FORMAT = ToolCallFormat(
-    matches=lambda template: "<|python_tag|>" in template or '"parameters": dictionary' in template,
+    matches=lambda template: (
+        ("<|python_tag|>" in template or '"parameters": dictionary' in template) and "<function=" not in template
+    ),
     opens=("<|python_tag|>",),
-    parser=JsonCalls,
-    bare=True,
+    parser=lambda marker, index, tools: JsonCalls(marker, index),
+    bare="{",
 )
