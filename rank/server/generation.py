@@ -15,6 +15,7 @@ from .text.load import Text
 from .text.output_parser import OutputParser
 from .text.reasoning import ReasoningFormat
 from .text.tool_formats import ToolCallFormat, Tools
+from .token_fields import token_limits
 
 
 class LoadedModel(NamedTuple):
@@ -71,7 +72,9 @@ def _generation(
     sampling = []
     for prompt in prompts:
         limit = max_tokens(request, model.defaults["max_tokens"], len(prompt.tokens), context_of(ready))
-        sampling.append(sampling_params(request, model.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit))
+        one = sampling_params(request, model.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit)
+        limits = token_limits(request, text, ready.vocab_size, prompt.thinking)
+        sampling.append(msgspec.structs.replace(one, **limits))
     skip: frozenset[int] = frozenset()
     if request.skip_special_tokens is not False:
         markers = [*(reasoning.markers if reasoning else ())]

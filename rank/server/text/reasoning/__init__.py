@@ -19,6 +19,14 @@ class ReasoningFormat(NamedTuple):
     first: bool = False  # thoughts are only what an answer begins with
 
     @property
+    def open(self) -> str:
+        return self.opens[0]
+
+    @property
+    def close(self) -> str:
+        return self.closes[0]
+
+    @property
     def markers(self) -> tuple[str, ...]:
         return (*self.opens, *self.closes, *self.dropped)
 
