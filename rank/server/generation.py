@@ -35,6 +35,7 @@ class Generation(msgspec.Struct, kw_only=True):
     parser: Callable[[Prompt], OutputParser]  # a new one for each choice
     n: int = 1  # choices of each prompt
     skip: frozenset[int] = frozenset()  # tokens that have no text
+    markers: dict[int, str] = {}  # tokens that the parser looks for; what others spell is text
     keep_stop: bool = False  # the text ends after a stop token's text instead of before it
     priority: int = 0
     cache_salt: str = ""
@@ -75,13 +76,11 @@ def _generation(
         one = sampling_params(request, model.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit)
         limits = token_limits(request, text, ready.vocab_size, prompt.thinking)
         sampling.append(msgspec.structs.replace(one, **limits))
-    skip: frozenset[int] = frozenset()
-    if request.skip_special_tokens is not False:
-        markers = [*(reasoning.markers if reasoning else ())]
-        markers += [*tool_format.opens, *tool_format.markers] if tool_format else []
-        # The parser has to see the markers that the model was given as special tokens, and those within longer markers.
-        seen = {id for token, id in tokenizer.added.items() if any(token in marker for marker in markers)}
-        skip = tokenizer.special - seen
+    markers = [*(reasoning.markers if reasoning else ())]
+    markers += [*tool_format.opens, *tool_format.markers] if tool_format else []
+    # The parser has to see the markers that the model was given as special tokens, and those within longer markers.
+    seen = {id for token, id in tokenizer.added.items() if len(token) > 1 and any(token in one for one in markers)}
+    skip = tokenizer.special - seen if request.skip_special_tokens is not False else frozenset()
     keep_stop, parallel = bool(request.include_stop_str_in_output), request.parallel_calls()
     return Generation(
         prompts=prompts,
@@ -89,6 +88,7 @@ def _generation(
         parser=lambda prompt: OutputParser(stops, keep_stop, reasoning, prompt.thinking, tool_format, parallel, tools),
         n=request.n or 1,
         skip=skip,
+        markers={id: token for token, id in tokenizer.added.items() if id in seen} if tokenizer.bytewise else {},
         keep_stop=keep_stop,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",

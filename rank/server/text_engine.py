@@ -26,6 +26,7 @@ from .sampling_params import SEED_MASK, resolve_defaults
 from .session import Choice, Session
 from .text import tool_formats
 from .text.load import Text
+from .text.spelled import SpelledMarkers
 from .text.tokenizer import detokenizer
 from .version import version
 
@@ -202,11 +203,12 @@ class TextEngine:
 
 def _choice(index: int, prompt: Prompt, generation: Generation, text: Text) -> Choice:
     tokenizer, keep_stop = text.tokenizer, generation.keep_stop
+    detok = detokenizer(tokenizer, generation.skip, prompt.tokens[-16:])
     return Choice(
         index,
         prompt,
         generation.parser(prompt),
-        detokenizer(tokenizer, generation.skip, prompt.tokens[-16:]),
+        SpelledMarkers(detok, generation.markers) if generation.markers else detok,
         text.end_tokens,
         lambda token: tokenizer.piece(token).decode(errors="replace") if keep_stop else "",
     )

@@ -8,6 +8,8 @@ is not searched, or a thinking model's answer would be empty. Tool calls are not
 no JSON. The newlines around both are not shown and not searched. One exception: a stop string that is exactly a marker,
 such as </think>, stops at that marker.
 
+Text that spells a marker without being one has MARK in it (spelled.py), which is not passed on.
+
 Reasoning may come more than once. An opening marker behind a quotation mark is one that the model speaks of.
 """
 
@@ -16,13 +18,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from .control import MARK
 from .draft import Draft
-from .events import Event, Reasoning, Text, ToolCallEnd, ToolCallStart, add_event
+from .events import Event, Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart, add_event
 from .reasoning import ReasoningFormat
 from .stop_strings import StopFinder, partial_suffix
 from .tool_formats import ToolCallFormat, ToolCallParser, Tools
 
 QUOTES = frozenset("`'\"‘“")  # before a marker: the model speaks of it
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(MARK, "") if MARK in text else text
 
 
 class Channel:
@@ -47,6 +54,7 @@ class Channel:
         return self._lead is not None
 
     def write(self, text: str, events: list[Event]) -> None:
+        text = _unmarked(text)
         if self._lead is not None:
             if not text or text.isspace():
                 self._lead += text
@@ -264,8 +272,11 @@ class OutputParser:
             if isinstance(event, Text | Reasoning):
                 self._content.write(event.text, events)
             elif self._parallel or event.index == 0:
+                if isinstance(event, ToolCallArguments):
+                    event.text = _unmarked(event.text)
                 if isinstance(event, ToolCallStart):
                     self.calls += 1
+                    event.name = _unmarked(event.name)
                     self._content.mark(events)
                 add_event(events, event)
                 if isinstance(event, ToolCallEnd) and not self._parallel:
