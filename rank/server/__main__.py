@@ -90,11 +90,18 @@ class Server:
         self.link = EngineClient(self.config.link, self.config.restarts_expected)
         self.link.on_lost = self._lost
         sessions = TextEngine(self.link, self.config)
-        self._state = ServerState(sessions, self.config)
+        try:
+            self._state = ServerState(sessions, self.config)
+        except errors.FatalError as stop:
+            print(f"phalanx: {stop}", file=sys.stderr, flush=True)
+            return stop.code
         context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd), context)
         await self.link.listen()
+        self._state.tools.start()
         register(self.config)
+        if self._state.batches is not None:
+            self._state.batches.start()
         tasks = [asyncio.ensure_future(self._greet(sessions))]
         if self.config.idle_exit:
             tasks.append(asyncio.ensure_future(self._watch_idle()))
@@ -105,10 +112,12 @@ class Server:
                 task.cancel()
             if self.config.registry_file:
                 server_registry.remove(Path(self.config.registry_file))
+            if self._state.batches is not None:
+                await self._state.batches.close()
             self.link.close()
             with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
                 os.rmdir(os.path.dirname(self.config.link))
-            await self._last_words()
+            await asyncio.gather(self._last_words(), self._state.tools.close())
             server.stop()
             sessions.close()
 
@@ -213,7 +222,7 @@ def ready_line(config: ServerConfig, model: str, chat: bool) -> str:
     return (
         f"Phalanx is ready: {url} (model {model}). Try:\n"
         f"  curl{option} {base}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
-    )
+    ) + (f"\nor open {base.removesuffix('v1')} in a browser" if config.ui_server and base == url else "")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,11 @@ class TextEngine:
             )
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template shows it tools."""
+        return self.text is not None and self.text.template is not None and self.text.template.takes_tools
+
+    @property
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: equal where seeds give equal answers, as far as this process knows."""
         ready = self.link.ready
@@ -182,9 +187,10 @@ class TextEngine:
             for j in range(n):
                 own = msgspec.structs.replace(shared, seed=(shared.seed + j) & SEED_MASK) if j else shared
                 id = self.next_id()
-                requests.append(protocol.Request(id, packed, own, generation.priority, generation.cache_salt))
+                rest = generation.priority, generation.cache_salt, generation.grammar
+                requests.append(protocol.Request(id, packed, own, *rest))
                 choices[id] = _choice(len(choices), prompt, generation, text)
-        session.open(self.link.submit(requests), choices)
+        session.open(self.link.submit(requests, generation.vocabulary), choices)
         return session
 
     def admit(self, count: int) -> None:

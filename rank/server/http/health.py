@@ -20,6 +20,8 @@ def health(call: Call) -> Reply:
         body |= {"running": link.stats.running, "waiting": link.stats.waiting}
     elif link.fatal is not None:
         body["message"] = link.fatal.message
+    if call.server is not None and (tools := call.server.tools.health()):
+        body["tool_servers"] = tools
     if status != "ready" and (retry_after := link.unavailable().retry_after) is not None:
         headers["Retry-After"] = str(retry_after)
     return Reply(body, 200 if status == "ready" else 503, headers)

@@ -1,15 +1,18 @@
-"""All of a model directory that concerns text: tokenizer, chat template, generation defaults, end tokens."""
+"""All of a model directory or GGUF file that concerns text: tokenizer, template, generation defaults, end tokens."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from ... import protocol
+from ..api_error import ApiError
 from . import reasoning, tekken, tokenizer_file, tool_formats
 from .control import Marker
 from .reasoning import ReasoningFormat
 from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer
+from .tokenizer_file import read_json
 from .tool_formats import ToolCallFormat
 
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
@@ -27,18 +30,19 @@ class Text:
         reasoning_parser: str = "auto",
     ):
         """The parsers are names of formats; "auto": what template, tokenizer and model type tell; "none": no format."""
+        self._vocabulary: protocol.Vocabulary | None = None
         directory = Path(model_dir)
         tokenizer = tokenizer_file.find(directory)
         ends = tekken.ENDS if tokenizer.name == tekken.NAME else {}
-        tokenizer_config = ends | _read(directory / "tokenizer_config.json")
+        tokenizer_config = ends | read_json(directory, "tokenizer_config.json")
         self.template: ChatTemplate | None = load_template(directory, tokenizer_config, chat_template)
         source = self.template.source if self.template else ""
-        self.tool_format = self._find_tool_format(tool_call_parser, source, _read(directory / "config.json"))
+        self.tool_format = self._find_tool_format(tool_call_parser, source, read_json(directory, "config.json"))
         calls = (*self.tool_format.opens, *self.tool_format.markers) if self.tool_format else ()
         known = [marker for name in reasoning.names() for marker in reasoning.find(name).markers]
         self.tokenizer = Tokenizer(tokenizer, source, {*calls, *known})
         if generation_config == "auto":
-            self.generation = _read(directory / "generation_config.json")
+            self.generation = read_json(directory, "generation_config.json")
         elif generation_config == "none":
             self.generation = {}
         else:
@@ -51,11 +55,20 @@ class Text:
             self.tokenizer.control - {*(self.reasoning.markers if self.reasoning else ()), *calls}
         )
 
+    def vocabulary(self, size: int) -> protocol.Vocabulary:
+        """What rank 0 needs to know of the tokenizer; made once. Raises ApiError 400 where grammars cannot have it."""
+        if not self.tokenizer.bytewise:
+            raise ApiError(400, "answers of this model cannot be constrained: its tokens do not stand for fixed bytes")
+        if self._vocabulary is None or self._vocabulary.size != size:
+            ends = tuple(token for token in self.end_tokens if token < size)
+            self._vocabulary = protocol.Vocabulary(self.tokenizer.to_json(), size, ends)
+        return self._vocabulary
+
     def _find_end_tokens(self, directory: Path, tokenizer_config: dict) -> tuple[int, ...]:
         """generation_config.json's, else config.json's; and the tokenizer's, which chat models end their turn with."""
-        listed = _read(directory / "generation_config.json").get("eos_token_id")
+        listed = read_json(directory, "generation_config.json").get("eos_token_id")
         if listed is None:
-            config = _read(directory / "config.json")
+            config = read_json(directory, "config.json")
             listed = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
         ids = [] if listed is None else list(listed) if isinstance(listed, list) else [listed]
         token = tokenizer_config.get("eos_token")
@@ -82,10 +95,6 @@ class Text:
 def _pooling(directory: Path) -> str:
     """How a model that is made for embeddings pools: what sentence-transformers writes, mean, last, or the names of
     other ways, which are not supported. Of others the mean is taken."""
-    said = _read(directory / "1_Pooling" / "config.json")
+    said = read_json(directory / "1_Pooling", "config.json")
     modes = [POOLINGS.get(name, name) for name, on in said.items() if name.startswith("pooling_mode_") and on is True]
     return " and ".join(modes) or "mean"
-
-
-def _read(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from .control import MARK
 from .draft import Draft
-from .events import Event, Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart, add_event
+from .events import Event, Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart, ToolResult, add_event
 from .reasoning import ReasoningFormat
 from .stop_strings import StopFinder, partial_suffix
 from .tool_formats import ToolCallFormat, ToolCallParser, Tools
@@ -271,7 +271,7 @@ class OutputParser:
         for event in found:
             if isinstance(event, Text | Reasoning):
                 self._content.write(event.text, events)
-            elif self._parallel or event.index == 0:
+            elif not isinstance(event, ToolResult) and (self._parallel or event.index == 0):
                 if isinstance(event, ToolCallArguments):
                     event.text = _unmarked(event.text)
                 if isinstance(event, ToolCallStart):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..events import Event
+from ..lark import Lark
 
 Tools = Mapping[str, Mapping[str, Any]]  # the functions that the model was offered, with their parameters' JSON schemas
 
@@ -26,6 +27,13 @@ class ToolCallParser(Protocol):
         """No more text comes."""
 
 
+class CallableTool(NamedTuple):
+    """A tool, for the grammar of its calls."""
+
+    name: str
+    arguments: str  # the expression of its arguments as JSON
+
+
 class ToolCallFormat(NamedTuple):
     """One way to write tool calls."""
 
@@ -36,6 +44,9 @@ class ToolCallFormat(NamedTuple):
     markers: tuple[str, ...] = ()  # what else the parser looks for: it is shown to it even as a special token
     bare: str = ""  # a call may also be the answer's first text, beginning with one of these: its marker is ""
     models: tuple[str, ...] = ()  # model types that write so, whatever their template says
+    # One call or, where the last argument is true, also several, as an expression: what follows the first marker of
+    # `opens`, or the whole where calls are bare. None: calls cannot be enforced.
+    grammar: Callable[[Lark, Sequence[CallableTool], bool], str] | None = None
 
 
 def call_id() -> str:
