@@ -97,7 +97,14 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     code: int = 0
 
 
-ToScheduler = Request | Vocabulary | Abort | Drain
+class Switch(msgspec.Struct, frozen=True, tag="switch"):
+    """Serve another model, or none. The server sends it when no sequence is open, and no request before the answer."""
+
+    model: int  # its number among the server's; Ready repeats it
+    options: str  # rank/options.py's Options as JSON; "": unload what is loaded, and wait
+
+
+ToScheduler = Request | Vocabulary | Abort | Drain | Switch
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -149,6 +156,18 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     ranks: int
     pids: list[int] = []  # of each rank, in rank order
     hosts: list[str] = []
+    model: int = 0  # the number that Switch had; 0: the one that the job began with
+
+
+class Unloaded(msgspec.Struct, frozen=True, tag="unloaded"):
+    """The ranks have given the model's memory back and wait for a Switch."""
+
+
+class SwitchFailed(msgspec.Struct, frozen=True, tag="switch_failed"):
+    """That model cannot be loaded. Ready follows, of the model from before."""
+
+    model: int
+    message: str
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -175,7 +194,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     code: int
 
 
-ToServer = Ready | Progress | Draining | Deltas | Fatal
+ToServer = Ready | Progress | Draining | Deltas | Fatal | Unloaded | SwitchFailed
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -204,7 +223,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     freed: bytes = b""  # u16
     block_rows: bytes = b""  # u16: rows that get one more block ...
     block_ids: bytes = b""  # u32: ... and which
-    stop: int = -1  # >= 0: end the program with this exit code
+    stop: int = -1  # >= 0: end the program with this exit code ...
+    switch: bytes = b""  # ... or go on with another model: a Switch
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -253,6 +273,14 @@ def encode_plan(plan: ToRanks) -> bytes:
 
 def decode_plan(data) -> ToRanks:
     return _plan_decoder.decode(data)
+
+
+def encode_switch(switch: Switch) -> bytes:
+    return _encoder.encode(switch)
+
+
+def decode_switch(data: bytes) -> Switch:
+    return msgspec.msgpack.decode(data, type=Switch)
 
 
 def encode_step_output(output: StepOutput) -> bytes:

@@ -57,7 +57,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--mcp-args": _TOOLS,
     "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),
     "--request-timeout": _refuse("requests have no time limit; --timeout limits a rank's step"),
-    "--models-config": _refuse("one model is served; --config FILE reads options from YAML"),
     # vLLM
     "--kv-cache-dtype": _KV_DTYPE,
     "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),

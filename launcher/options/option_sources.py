@@ -256,6 +256,15 @@ def from_keywords(options: type[T], keywords: Mapping[str, object], environ: Map
     )
 
 
+def overridden(options: T, keywords: Mapping[str, object], place: str) -> T:
+    """The struct with other values, by field or flag name. Raises UsageError."""
+    layer = _named_layer(specs(type(options)), keywords, place, "unknown option")
+    table = specs(type(options))
+    return msgspec.structs.replace(
+        options, **{name: check(table[name], text, origin) for name, (origin, text) in layer.items()}
+    )
+
+
 def check(spec: Spec, value: Any, origin: _Origin) -> object:
     """`value`, a text or what YAML made of it, as the option's type and within its limits."""
     if spec.optional and value is None:

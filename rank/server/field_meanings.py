@@ -123,6 +123,8 @@ MEANINGS = {
     "endpoint": "which one all lines are for",
     "completion_window": "`24h`, or another time from `1h` to `30d`: what is not answered then is given up",
     "BatchRequest.metadata": "comes back in the batch",
+    # /v1/models/select
+    "model_id": "candle-vLLM's name for `model`",
     # /tokenize, /detokenize
     "content": "a text, as llama.cpp has it",
     "TokenizeRequest.add_special_tokens": "whether the tokenizer adds its own to `prompt`; to a conversation's only if "

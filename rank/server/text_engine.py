@@ -50,7 +50,10 @@ class Sized(Protocol):
 class TextEngine:
     """Opens sessions: what all requests share."""
 
-    def __init__(self, link: EngineClient, config: ServerConfig):
+    def __init__(self, link: EngineClient, config: ServerConfig, model: int = 0, options: str = ""):
+        """model, options: of one of several models its number, and what rank 0 needs to load it."""
+        self.model = model
+        self.options = options
         self.link = link
         self.config = config
         self.names = config.names()
@@ -113,6 +116,8 @@ class TextEngine:
         link = self.link
         if link.state != "ready" or link.ready is None:
             raise link.unavailable()
+        if link.ready.model != self.model:
+            raise ApiError(503, f"the model {self.names[0]} is not loaded any more", code="unloaded", retry_after=1)
         if self.text is None:
             raise ApiError(
                 503, "the tokenizer is still loading; try again in a few seconds", code="loading", retry_after=1

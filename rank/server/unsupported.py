@@ -72,7 +72,7 @@ _COMMON: dict[str, Field] = {
 }
 
 _RESPONSES: dict[str, Field] = {
-    **_all(_ONLY_RESPONSES, "background", "previous_response_id"),
+    **_all(_ONLY_RESPONSES, "background", "previous_response_id", "max_tool_calls"),
     "text": Field(_ONLY_RESPONSES, ({}, {"format": {"type": "text"}})),
     "truncation": Field(PROMPT_LENGTH, ("disabled",)),
 }
