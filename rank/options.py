@@ -61,7 +61,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str,
         flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
-             help="directory with safetensors, or a hub id; none: the built-in model"),
+             help="directory, GGUF file, or hub id; none: the built-in model"),
+    ] = ""  # fmt: skip
+    weight_file: Annotated[
+        str,
+        flag("--f", "--weight-file", group=_MODEL, metavar="FILE",
+             help="a GGUF file, its first shard; in --model's directory or hub id"),
+    ] = ""  # fmt: skip
+    models_config: Annotated[
+        str,
+        flag("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
+             help="models.yaml: several models, of which one is loaded at a time"),
     ] = ""  # fmt: skip
     served_model_name: Annotated[
         str, flag("--served-model-name", group=_MODEL, metavar="NAME", help="the name that clients see")

@@ -10,7 +10,8 @@ constexpr float LOWEST = -3.0e38f;  // below any logit that counts; a NaN is tha
 
 enum { SOFTMAX, SIGMOID };
 
-// A warp: `logits` [EXPERTS] of one token → its ids and weights [TOP]. bias: of sigmoid's scores, for the choice alone.
+// A warp: `logits` [EXPERTS] of one token → its ids and weights [TOP]. bias: of softmax's logits, or of sigmoid's scores, for
+// the choice alone.
 __device__ inline void choose_experts(const float* logits, const float* bias, int* ids, float* weights, float scale) {
     const int lane = threadIdx.x % 32;
     float score[PER], rank[PER];
@@ -19,6 +20,7 @@ __device__ inline void choose_experts(const float* logits, const float* bias, in
     for (int i = 0; i < PER; i++) {
         const int e = lane + i * 32;
         float x = e < EXPERTS ? __ldcg(logits + e) : LOWEST;
+        if (BIAS && SCORING == SOFTMAX && e < EXPERTS) x += bias[e];
         score[i] = x > LOWEST ? x : LOWEST;
         top = fmaxf(top, score[i]);
     }

@@ -26,7 +26,6 @@ def _refuse(text: str) -> CompatFlag:
 _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
 _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
-_GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
 _TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
 _EXPERTS = _refuse("expert parallelism is not supported yet; --tp splits each expert over the ranks of a group")
 
@@ -38,6 +37,7 @@ FOREIGN: dict[str, CompatFlag] = {
     "--holding-time": _note("requests join the running batch at once", takes_value=True),
     "--kvcache-mem-cpu": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
     "--disable-cuda-graph": _note("graphs are used where they are faster and change no result"),
+    "--nk": _note("weights are repacked for the device when they are loaded", takes_value=True),
     "--cpu": _refuse("use --device cpu"),
     "--num-nodes": _NODES,
     "--node-rank": _NODES,
@@ -48,8 +48,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--fp8-kvcache": _KV_DTYPE,
     "--hf-token": _HUB,
     "--hf-token-path": _HUB,
-    "--f": _GGUF,
-    "--weight-file": _GGUF,
     "--yarn-scaling-factor": _refuse("write rope_parameters into the model's config.json"),
     "--repeat-last-n": _refuse("penalties see the whole text; --repetition-penalty sets how strong they are"),
     "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
@@ -59,7 +57,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--mcp-args": _TOOLS,
     "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),
     "--request-timeout": _refuse("requests have no time limit; --timeout limits a rank's step"),
-    "--models-config": _refuse("one model is served; --config FILE reads options from YAML"),
     # vLLM
     "--kv-cache-dtype": _KV_DTYPE,
     "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),

@@ -23,6 +23,7 @@ from ..model.base import Model
 from ..model.cache_spec import Caches
 from ..model.formats import Part
 from ..model.layers.linear import Linear, QKVParallel, RowParallel
+from ..model.layers.mla import LatentProjection
 from .decode_batch import DeviceDecodeBatch
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
@@ -59,7 +60,8 @@ def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iter
         gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
         if (matrix := module.matrix) is not None:
             # Without tensor parallelism a GEMM fuses the norm before it, except in a pipeline stage's first sublayer.
-            for norm in (False, True) if alone and isinstance(module, QKVParallel) else (alone and bool(gate),):
+            first = isinstance(module, QKVParallel | LatentProjection)
+            for norm in (False, True) if alone and first else (alone and bool(gate),):
                 yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, found)
         elif len(module.parts) == 1:
             yield from cast(Part, module.parts[0]).variants(sizes, gate, model.dtype, found)

@@ -8,9 +8,10 @@ from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q8_0_cuda
 
-LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
-OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
-GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1)
+LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0)
+OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1)
+GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0)
+GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1)
 
 
 def room(sizes):
@@ -152,6 +153,8 @@ PROGRAMS = [
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
     ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
+    ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6)),
+    ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), TURN=1, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
     ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
     ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
@@ -169,6 +172,8 @@ PROGRAMS = [
     ("argmax", dict(T=torch.float32, V=1)),
     ("logits", dict(T=torch.bfloat16, V=8)),
     ("logits", dict(T=torch.float32, V=1)),
+    ("token_mask", dict(T=torch.bfloat16, COLUMNS=8)),
+    ("token_mask", dict(T=torch.float32, COLUMNS=8)),
     ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
     ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),

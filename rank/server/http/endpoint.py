@@ -33,6 +33,7 @@ class Endpoint(BodyHandler):
     gone = False  # the client closed the connection
     _counted = False  # among the open requests of its key
     _upload: Upload | None = None
+    _entered = False  # its model has to stay loaded
 
     def initialize(self, routes: dict[str, Route]) -> None:
         self.routes = routes
@@ -80,7 +81,14 @@ class Endpoint(BodyHandler):
         elif route.schema is not None:
             self._count()
             call.request = await self.decoded(route.schema)
+            if self.state.models is not None:
+                engine = self.state.models.named(getattr(call.request, "model", None))
+                entered = await self.run(self.state.models.enter(engine))
+                if entered is None:
+                    return
+                call.engine, self._entered = entered, True
         if self.gone:  # while its body was inflated
+            self._leave()
             return
         answer = route.prepare(call)
         if inspect.isawaitable(answer):
@@ -89,8 +97,8 @@ class Endpoint(BodyHandler):
                 return
         self.release()
         if isinstance(answer, Session):
-            assert route.render is not None and self.state.sessions.text is not None
-            answer = route.render(answer, call.request, self.state.sessions.text.tokenizer)
+            assert route.render is not None and call.engine.text is not None
+            answer = route.render(answer, call.request, call.engine.text.tokenizer)
         if isinstance(answer, Renderer):
             await self._generate(answer, call, began)
         elif isinstance(answer, Events):
@@ -122,12 +130,19 @@ class Endpoint(BodyHandler):
             self._counted = False
             self.state.used[self.key].open -= 1
 
+    def _leave(self) -> None:
+        """The model that answered may be unloaded."""
+        if self._entered and self.state.models is not None:
+            self._entered = False
+            self.state.models.leave()
+
     def on_finish(self) -> None:
         super().on_finish()
         self._end_body()
 
     def _end_body(self) -> None:
         self._uncount()
+        self._leave()
         if self._upload is not None:
             self._upload.close()
 

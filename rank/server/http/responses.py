@@ -10,7 +10,7 @@ from typing import Any
 from ..api_error import ApiError, bad
 from ..response_store import Kept, ResponseStore
 from ..responses_format import ResponseRenderer
-from ..responses_request import ResponsesRequest
+from ..responses_request import ResponsesRequest, renamed
 from .mcp import respond
 from .paging import page
 from .routes import EVENTS, JSON, Call, Events, Reply, Route
@@ -40,7 +40,7 @@ async def create(call: Call) -> ResponseRenderer | Reply | Events:
     try:
         session, tools = await respond(call, request, [*earlier, *items])
     except ApiError as error:
-        raise _renamed(error) from None
+        raise renamed(error) from None
     stored = request.store is not False and store.most > 0
     renderer = ResponseRenderer(session, request, stored, tools)
     if not stored:
@@ -53,15 +53,6 @@ async def create(call: Call) -> ResponseRenderer | Reply | Events:
     kept.task = asyncio.ensure_future(_run(call, kept, renderer))
     store.put(renderer.id, kept)
     return Events(kept.follow(0), renderer.error) if request.stream else Reply(kept.body)
-
-
-def _renamed(error: ApiError) -> ApiError:
-    """An error of the chat that is meant, with this API's names of fields."""
-    names = {"messages": "input", "max_tokens": "max_output_tokens"}
-    if error.param in names:
-        error.message = error.message.replace("max_tokens", "max_output_tokens")
-        error.param = names[error.param]
-    return error
 
 
 def _keep(store: ResponseStore, kept: Kept, renderer: ResponseRenderer) -> None:

@@ -11,6 +11,7 @@ from ..config import ServerConfig
 from ..file_store import FileStore
 from ..mcp import config as mcp_config
 from ..mcp.tool_servers import ToolServers
+from ..models import Models
 from ..response_store import ResponseStore
 from ..text_engine import TextEngine
 from .access import Access
@@ -32,7 +33,8 @@ class Used:
 
 
 class ServerState:
-    def __init__(self, sessions: TextEngine, config: ServerConfig):
+    def __init__(self, sessions: TextEngine, config: ServerConfig, models: Models | None = None):
+        self.models = models  # where there are several; `sessions` is the first one's
         self.sessions = sessions
         self.config = config
         self.access = Access(config)

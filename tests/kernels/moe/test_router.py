@@ -5,6 +5,7 @@ import torch
 from phalanx.kernels.moe.router import RouterParams, route
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -35,6 +36,16 @@ def test_mixtral():
     torch.nn.init.normal_(router.weight)
     _, weights, ids = router(x)
     check(x, router.weight, None, RouterParams(2), ids, weights)
+
+
+def test_gpt_oss():
+    """A bias on the logits, and a softmax over those that are chosen."""
+    config = AutoConfig.for_model("gpt_oss", hidden_size=24, num_local_experts=10, num_experts_per_tok=3)
+    router, x = GptOssTopKRouter(config), torch.randn(9, 24)
+    torch.nn.init.normal_(router.weight)
+    torch.nn.init.normal_(router.bias)
+    _, weights, ids = router(x)
+    check(x, router.weight, router.bias, RouterParams(3, biased=True), ids, weights)
 
 
 def test_no_token():

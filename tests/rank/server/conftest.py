@@ -89,6 +89,7 @@ class FakeLead:
         self.error = None  # (status, message) for every request
         self.top = 0  # extra logprobs entries are made up as token 10, 11, ...
         self.requests = []
+        self.vocabularies = []
         self.aborted = []
         self.drained = False
         self.ready = protocol.Ready(
@@ -121,6 +122,8 @@ class FakeLead:
                     task = asyncio.ensure_future(self._answer(message, len(self.requests)))
                     self.tasks.add(task)
                     task.add_done_callback(self._ended)
+                elif isinstance(message, protocol.Vocabulary):
+                    self.vocabularies.append(message)
                 elif isinstance(message, protocol.Abort):
                     self.aborted += message.ids
                 else:
