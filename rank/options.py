@@ -31,6 +31,7 @@ class Flag(msgspec.Struct, frozen=True):
     off: tuple[str, ...] = ()  # flags that switch a boolean off
     secret: bool = False  # never printed
     positional: bool = False
+    variable: str = ""  # candle-vLLM's environment variable for it
 
 
 def flag(*flags: str, group: str, help: str, **more) -> Flag:
@@ -51,6 +52,21 @@ STORED_SPELLINGS = {  # other engines', of which some name the kernel as well
     "gptq_marlin": "gptq", "awq_marlin": "awq", "marlin": "gptq", "compressed_tensors": "compressed-tensors",
 }  # fmt: skip
 
+# How models write tool calls and mark their thoughts: a file each.
+_TEXT = Path(__file__).parent / "server" / "text"
+TOOL_FORMATS = tuple(sorted(path.stem for path in (_TEXT / "tool_formats").glob("[a-z]*.py")))
+REASONING = tuple(sorted(path.stem for path in (_TEXT / "reasoning").glob("[a-z]*.py")))
+TOOL_SPELLINGS = {  # vLLM's
+    "llama3_json": "llama3", "llama4_json": "llama3", "llama": "llama3", "llama4_pythonic": "pythonic",
+    "olmo3": "pythonic", "qwen": "hermes", "granite4": "hermes", "ernie45": "hermes", "qwen3_xml": "qwen3_coder",
+    "glm47": "glm45", "minimax": "minimax_m2", "phi4_mini_json": "phi4", "openai": "harmony", "seed_oss": "seed",
+    "functiongemma": "gemma", "gemma4": "gemma", "hunyuan_a13b": "jamba",
+}  # fmt: skip
+REASONING_SPELLINGS = {
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2", "step3", "ernie45"), "think"),
+    "openai_gptoss": "harmony", "seed_oss": "seed",
+}  # fmt: skip
+
 _MODEL, _SERVER, _RANKS, _MEMORY, _SAMPLING, _RUNNING = GROUPS
 
 
@@ -66,6 +82,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str,
         flag("--f", "--weight-file", group=_MODEL, metavar="FILE",
              help="a GGUF file, its first shard; in --model's directory or hub id"),
+    ] = ""  # fmt: skip
+    models_config: Annotated[
+        str,
+        flag("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
+             help="models.yaml: several models, of which one is loaded at a time"),
     ] = ""  # fmt: skip
     served_model_name: Annotated[
         str, flag("--served-model-name", group=_MODEL, metavar="NAME", help="the name that clients see")
@@ -158,10 +179,28 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--response-store", group=_SERVER, metavar="N", low=0,
              help="responses kept in memory to go on from; 0 keeps none"),
     ] = 1024  # fmt: skip
+    ui_server: Annotated[
+        bool, flag("--ui-server", group=_SERVER, off=("--no-ui-server",), help="a page to chat with, at the server's /")
+    ] = False
+    file_store: Annotated[
+        str,
+        flag("--file-store", group=_SERVER, metavar="DIR",
+             help="keep /v1/files and /v1/batches there; none: there are none"),
+    ] = ""  # fmt: skip
 
     chat_template: Annotated[
         str, flag("--chat-template", group=_SERVER, metavar="FILE", help="a template that replaces the model's")
     ] = ""
+    tool_call_parser: Annotated[
+        str,
+        flag("--tool-call-parser", group=_SERVER, choices=("auto", "none", *TOOL_FORMATS), spellings=TOOL_SPELLINGS,
+             help="how the model writes tool calls; auto: as its template shows"),
+    ] = "auto"  # fmt: skip
+    reasoning_parser: Annotated[
+        str,
+        flag("--reasoning-parser", group=_SERVER, choices=("auto", "none", *REASONING), spellings=REASONING_SPELLINGS,
+             help="how the model marks its thoughts; auto: as its template shows"),
+    ] = "auto"  # fmt: skip
     thinking: Annotated[
         bool | None,
         flag(
@@ -171,6 +210,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             help="whether requests that do not say let the model reason",
         ),
     ] = None
+    mcp_config: Annotated[
+        str,
+        flag("--mcp-config", group=_SERVER, metavar="FILE", variable="CANDLE_VLLM_MCP_CONFIG",
+             help="mcp.json: tool servers, whose tools chats may call"),
+    ] = ""  # fmt: skip
     access_log: Annotated[
         bool, flag("--access-log", group=_SERVER, off=("--no-access-log",), help="log a line for every HTTP request")
     ] = False

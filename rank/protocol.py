@@ -54,6 +54,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0  # always set: the server process draws one where the request has none
     logprobs: int = -1  # -1 none, 0 the sampled token's only, n > 0 also the n most likely tokens'
+    prompt_logprobs: int = -1  # the same of the prompt's tokens
+    logprob_token_ids: tuple[int, ...] = ()  # given: of these instead of the most likely ones
+    allowed_token_ids: tuple[int, ...] = ()  # given: no others are sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never has
+    thinking_budget: int = -1  # most tokens of thoughts, which are closed then; -1: any number
+    thinking_tokens: tuple[int, int] = (-1, -1)  # that open and close thoughts
+    thinking: bool = False  # the prompt has opened them
     stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included unless ignore_eos
     min_tokens: int = 0  # stop_token_ids cannot be sampled before this many tokens
     pooling: str = ""  # "mean" or "last": its embedding is wanted; max_tokens is 1, and the token means nothing
@@ -90,7 +97,14 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     code: int = 0
 
 
-ToScheduler = Request | Vocabulary | Abort | Drain
+class Switch(msgspec.Struct, frozen=True, tag="switch"):
+    """Serve another model, or none. The server sends it when no sequence is open, and no request before the answer."""
+
+    model: int  # its number among the server's; Ready repeats it
+    options: str  # rank/options.py's Options as JSON; "": unload what is loaded, and wait
+
+
+ToScheduler = Request | Vocabulary | Abort | Drain | Switch
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -109,6 +123,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token: int = -1  # the stop token id that ended it; it is not among `tokens`
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; in the first delta
     embedding: bytes = b""  # f32, little-endian
+    prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens but the first; in the first delta
     error: str = ""  # for finish == "error": what to tell the client
     status: int = 0  # and its HTTP status
 
@@ -141,6 +156,18 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     ranks: int
     pids: list[int] = []  # of each rank, in rank order
     hosts: list[str] = []
+    model: int = 0  # the number that Switch had; 0: the one that the job began with
+
+
+class Unloaded(msgspec.Struct, frozen=True, tag="unloaded"):
+    """The ranks have given the model's memory back and wait for a Switch."""
+
+
+class SwitchFailed(msgspec.Struct, frozen=True, tag="switch_failed"):
+    """That model cannot be loaded. Ready follows, of the model from before."""
+
+    model: int
+    message: str
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -167,7 +194,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     code: int
 
 
-ToServer = Ready | Progress | Draining | Deltas | Fatal
+ToServer = Ready | Progress | Draining | Deltas | Fatal | Unloaded | SwitchFailed
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -196,7 +223,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     freed: bytes = b""  # u16
     block_rows: bytes = b""  # u16: rows that get one more block ...
     block_ids: bytes = b""  # u32: ... and which
-    stop: int = -1  # >= 0: end the program with this exit code
+    stop: int = -1  # >= 0: end the program with this exit code ...
+    switch: bytes = b""  # ... or go on with another model: a Switch
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -221,6 +249,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes  # u32: one row's tokens behind the other's
     logprobs: dict[int, TokenLogprob] = {}  # by index into ids, of those that want them
     embeddings: dict[int, bytes] = {}  # f32, by index among the rows that sample
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by the same index, of prompts that the step has completed
     counts: bytes = b""  # u8: tokens of each row, at least one; empty: one each
 
     def tokens(self) -> list[list[int]]:
@@ -244,6 +273,14 @@ def encode_plan(plan: ToRanks) -> bytes:
 
 def decode_plan(data) -> ToRanks:
     return _plan_decoder.decode(data)
+
+
+def encode_switch(switch: Switch) -> bytes:
+    return _encoder.encode(switch)
+
+
+def decode_switch(data: bytes) -> Switch:
+    return msgspec.msgpack.decode(data, type=Switch)
 
 
 def encode_step_output(output: StepOutput) -> bytes:

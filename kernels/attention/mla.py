@@ -74,10 +74,10 @@ def latent_attention(q: Tensor, cache: Tensor, up: Tensor, rows: AttentionMetada
     absorbed = n if expanded else len(q)
     if absorbed:
         stops = [n] if expanded else [n, len(rows.query_lens)]
-        _absorbed(q[:absorbed], cache, up, rows, params, stops, out[:absorbed])
+        attend_absorbed(q[:absorbed], cache, up, rows, params, stops, out[:absorbed])
     if expanded:
-        for context in _contexts(rows, cache.shape[1]):
-            _expanded(q, cache, up, context, params, out)
+        for context in contexts(rows, cache.shape[1]):
+            attend_expanded(q, cache, up, context, params, out)
     return out.flatten(1)
 
 
@@ -91,11 +91,12 @@ def expands(rows: AttentionMetadata, nope: int, rope: int, up: Tensor) -> bool:
     return pairs * (heads_size + rope) + context * widened < pairs * (2 * latent + rope) + tokens * widened
 
 
-def _absorbed(
+def attend_absorbed(
     q: Tensor, cache: Tensor, up: Tensor, rows: AttentionMetadata, params: AttentionParams, stops: list[int],
     out: Tensor,
 ) -> None:  # fmt: skip
-    """The sequences up to stops[0], which decode, and those up to stops[1], if there is that."""
+    """Write all rows of out [T, heads, value]; q [T, heads, nope + rope] is of the sequences up to stops[0], which
+    decode, and of those up to stops[1], if there is that."""
     (tokens, heads, width), latent = q.shape, up.shape[2]
     nope = width - (cache.shape[2] - latent)
     queries = q.new_empty(tokens, heads, cache.shape[2])
@@ -122,8 +123,8 @@ class Context(NamedTuple):
     kv_starts: Tensor  # [sequences + 1] int32: indices into slots
 
 
-def _contexts(rows: AttentionMetadata, block_size: int) -> list[Context]:
-    """Made once a step."""
+def contexts(rows: AttentionMetadata, block_size: int) -> list[Context]:
+    """Of a step's sequences that do not decode; made once a step."""
     found = rows.scratch.get("mla contexts")
     if found is None:
         found = rows.scratch["mla contexts"] = list(_make_contexts(rows, block_size))
@@ -146,7 +147,10 @@ def _make_contexts(rows: AttentionMetadata, block_size: int) -> Iterator[Context
         start = stop
 
 
-def _expanded(q: Tensor, cache: Tensor, up: Tensor, context: Context, params: AttentionParams, out: Tensor) -> None:
+def attend_expanded(
+    q: Tensor, cache: Tensor, up: Tensor, context: Context, params: AttentionParams, out: Tensor
+) -> None:
+    """Write these sequences' rows of out [T, heads, value]; q [T, heads, nope + rope]."""
     heads, each, latent = up.shape
     latents = cache.view(-1, cache.shape[2]).index_select(0, context.slots)
     together = max(1, EXPANDED_BYTES // (len(latents) * each * q.element_size()))

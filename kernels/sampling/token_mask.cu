@@ -7,7 +7,7 @@ token_mask(T* x, int stride, int width, const int* at, const unsigned* bits, int
     grid_wait();
     const unsigned* allowed = bits + (long long)blockIdx.y * words;
     T* row = x + (long long)at[blockIdx.y] * stride;
-    const T never = from_float<T>(-__int_as_float(0x7f800000));
+    const T never = from_float<T>(__uint_as_float(0xff800000u));
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
         const int column = (blockIdx.x * COLUMNS + j) * blockDim.x + threadIdx.x;

@@ -26,7 +26,7 @@ def _refuse(text: str) -> CompatFlag:
 _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
 _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
-_TOOLS = _refuse("tool servers are not supported yet")
+_TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
 _EXPERTS = _refuse("expert parallelism is not supported yet; --tp splits each expert over the ranks of a group")
 
 FOREIGN: dict[str, CompatFlag] = {
@@ -53,13 +53,10 @@ FOREIGN: dict[str, CompatFlag] = {
     "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
     "--mamba-fraction": _refuse("models with state-space layers are not supported yet"),
     "--num-experts-offload-per-rank": _refuse("experts in the host's memory are not supported yet; --tp splits them"),
-    "--ui-server": _refuse("there is no web page yet; `phalanx chat` talks to a running server"),
     "--mcp-command": _TOOLS,
     "--mcp-args": _TOOLS,
-    "--mcp-config": _TOOLS,
-    "--enforce-parser": _TOOLS,
+    "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),
     "--request-timeout": _refuse("requests have no time limit; --timeout limits a rank's step"),
-    "--models-config": _refuse("one model is served; --config FILE reads options from YAML"),
     # vLLM
     "--kv-cache-dtype": _KV_DTYPE,
     "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),

@@ -186,9 +186,10 @@ class _Line:
 
 def _environment_layer(table: dict[str, Spec], environ: Mapping[str, str]) -> dict[str, tuple[_Origin, object]]:
     return {
-        spec.name: (_Origin(spec.env, "environment"), environ[spec.env])
+        spec.name: (_Origin(name, "environment"), environ[name])
         for spec in table.values()
-        if environ.get(spec.env)  # an empty variable is an unset one
+        for name in (spec.flag.variable, spec.env)
+        if name and environ.get(name)  # an empty variable is an unset one
     }
 
 
@@ -252,6 +253,15 @@ def from_keywords(options: type[T], keywords: Mapping[str, object], environ: Map
     ]
     return options(
         **{name: check(table[name], text, origin) for layer in layers for name, (origin, text) in layer.items()}
+    )
+
+
+def overridden(options: T, keywords: Mapping[str, object], place: str) -> T:
+    """The struct with other values, by field or flag name. Raises UsageError."""
+    layer = _named_layer(specs(type(options)), keywords, place, "unknown option")
+    table = specs(type(options))
+    return msgspec.structs.replace(
+        options, **{name: check(table[name], text, origin) for name, (origin, text) in layer.items()}
     )
 
 

@@ -12,6 +12,7 @@ from ...errors import MODEL, USAGE, FatalError
 from ...rank.gguf import checkpoint
 from ...rank.gguf.checkpoint import is_gguf
 from ...rank.options import Options, degrees
+from ...rank.server.mcp import config as mcp_config
 from .. import hf_hub
 from ..builtin_model import DIRECTORY as DEMO
 from ..job import mpi_env
@@ -34,6 +35,7 @@ def resolve(options: Options, place: RankPlace | None) -> Options:
     if options.mem and options.kv_fraction:
         raise FatalError("--mem and --kv-fraction both size the KV cache: give one of them", USAGE)
     _check_names(options)
+    options = _check_tool_servers(options)
     api_key, model = _api_key(options), model_path(options, place)
     name = options.served_model_name
     if is_gguf(model) and not name:
@@ -93,6 +95,17 @@ def _check_devices(options: Options, ranks: int, place: RankPlace | None) -> Non
     if options.devices and options.device != "cpu" and len(options.devices) < here:
         listed = ",".join(str(one) for one in options.devices)
         raise FatalError(f"--d {listed} lists {len(options.devices)} devices for {here} ranks on this node", USAGE)
+
+
+def _check_tool_servers(options: Options) -> Options:
+    if not options.mcp_config:
+        return options
+    path = str(Path(options.mcp_config).expanduser().absolute())
+    try:
+        mcp_config.read(path)
+    except ValueError as error:
+        raise FatalError(f"--mcp-config {error}", USAGE) from None
+    return msgspec.structs.replace(options, mcp_config=path)
 
 
 def _check_names(options: Options) -> None:

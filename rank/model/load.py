@@ -103,6 +103,29 @@ def load(
     return model.eval()
 
 
+def check(
+    path: str | Path,
+    mesh: Mesh,
+    max_model_len: int = 0,
+    load_format: str = "auto",
+    isq: str = "none",
+    quantization: str = "auto",
+) -> None:
+    """Raise FatalError where `load` would, as far as config.json and the headers of the weight files tell.
+
+    Not collective: one rank may ask. No weight is read.
+    """
+    config = read_config(path)
+    check_degrees(config, mesh.tensor.size, mesh.pipe.size)
+    index = read_index(config.path) if load_format != "dummy" else None
+    module = architectures.find(config.model_type)
+    names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
+    format_of = choose_format(config, isq, quantization, names)
+    model = module.Model(module.Args.from_config(config), mesh, model_length(max_model_len, config), names, format_of)
+    if index is not None:
+        _open(model, list(model.slices()), config, index, "direct", mesh.world, speaks=False)
+
+
 def _memory(
     modules: list[ShardedModule],
     source: Dummy | Checkpoint | Striped,

@@ -182,7 +182,8 @@ def widest(layer: nn.Module) -> int:
     pairs = ((a, b) for a, b in itertools.pairwise(linears) if isinstance(b, RowParallel))
     plain = (sum(output.width for output in a.outputs) + b.inputs.width for a, b in pairs)
     experts = (3 * one.down_proj.inputs.width * one.top_k for one in layer.modules() if isinstance(one, FusedExperts))
-    return max((*plain, *experts), default=0)
+    latents = (one.inner for one in layer.modules() if isinstance(one, LatentAttention))
+    return max((*plain, *experts, *latents), default=0)
 
 
 def visited(module: nn.Module) -> int:

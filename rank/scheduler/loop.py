@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -25,8 +25,13 @@ DONE = object()
 class StepLoop:
     """Schedules all replicas. It runs in rank 0's main thread."""
 
-    def __init__(self, replicas: list[Replica], link: ServerLink):
+    def __init__(
+        self, replicas: list[Replica], link: ServerLink, accept: Callable[[protocol.Switch], bool] = lambda _: True
+    ):
+        """accept: whether to switch to another model; asked when nothing is open."""
         self.replicas = replicas
+        self.switch: protocol.Switch | None = None  # why `run` returned, where it was not drained
+        self._accept = accept
         self.router = Router(replicas)
         self.link = link
         self._grammars = Grammars()
@@ -38,7 +43,7 @@ class StepLoop:
         self._patience: float | None = None  # seconds to wait before the audit goes on; None: it is complete
 
     def run(self) -> int:
-        """Serve until drained. Returns the exit code. Raises FatalError when the server process goes away."""
+        """Serve until drained or switched; the exit code. Raises FatalError when the server process goes away."""
         while True:
             self._receive_requests()
             blocked = [replica for replica in self.replicas if not replica.plan() and replica.busy]
@@ -48,13 +53,20 @@ class StepLoop:
                 for replica in self.replicas:
                     replica.executor.start(protocol.Plan(step=-1, stop=self._code))
                 return self._code
+            elif self.switch is not None and self._idle:
+                if self._accept(self.switch):
+                    plan = protocol.Plan(step=-1, stop=errors.OK, switch=protocol.encode_switch(self.switch))
+                    for replica in self.replicas:
+                        replica.executor.start(plan)
+                    return errors.OK
+                self.switch = None
 
     @property
     def _idle(self) -> bool:
         return not self._grammars.pending and all(replica.idle for replica in self.replicas)
 
     def _receive_requests(self) -> None:
-        idle = self._idle and not self._draining
+        idle = self._idle and not self._draining and self.switch is None
         if idle and not self._was_idle:
             self._check_idle()
         self._was_idle = idle
@@ -73,6 +85,8 @@ class StepLoop:
                 self._grammars.abort(message.ids)
                 for replica in self.replicas:
                     replica.scheduler.abort(message.ids)
+            elif isinstance(message, protocol.Switch):
+                self.switch = message
             else:
                 self._draining, self._code = True, message.code
         for request, grammar in self._grammars.take():

@@ -75,7 +75,7 @@ def choice(field: str, texts: Sequence[str]) -> Constraint:
         raise bad(field, f"{field} {what}: expected 1 to {MOST_TEXTS} texts, none of them empty")
     if (size := sum(map(len, texts))) > LARGEST_GRAMMAR:
         raise bad(field, f"{field} has {size} characters: at most {LARGEST_GRAMMAR} are allowed")
-    return Constraint(field, {"lark_grammar": "start: " + " | ".join(map(json.dumps, texts))})
+    return Constraint(field, {"lark_grammar": f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, texts))}"})
 
 
 def grammar(field: str, text: str) -> Constraint:

@@ -24,7 +24,9 @@ from .generation import Generation, LoadedModel, Make
 from .prompts import Prompt, check_values, context_of
 from .sampling_params import SEED_MASK, resolve_defaults
 from .session import Choice, Session
+from .text import tool_formats
 from .text.load import Text
+from .text.spelled import SpelledMarkers
 from .text.tokenizer import detokenizer
 from .version import version
 
@@ -48,7 +50,10 @@ class Sized(Protocol):
 class TextEngine:
     """Opens sessions: what all requests share."""
 
-    def __init__(self, link: EngineClient, config: ServerConfig):
+    def __init__(self, link: EngineClient, config: ServerConfig, model: int = 0, options: str = ""):
+        """model, options: of one of several models its number, and what rank 0 needs to load it."""
+        self.model = model
+        self.options = options
         self.link = link
         self.config = config
         self.names = config.names()
@@ -68,7 +73,13 @@ class TextEngine:
         config = self.config
         loop = asyncio.get_running_loop()
         self.text = await loop.run_in_executor(
-            self._pool, Text, config.model_dir, config.generation_config, config.chat_template
+            self._pool,
+            Text,
+            config.model_dir,
+            config.generation_config,
+            config.chat_template,
+            config.tool_call_parser,
+            config.reasoning_parser,
         )
         self.defaults = resolve_defaults(config.sampling, self.text.generation)
         if self.text.template is not None and self.text.template.family is not None:
@@ -76,8 +87,16 @@ class TextEngine:
                 "the model has no chat template: chats are written as the %s family does; --chat-template sets another",
                 self.text.template.family.family,
             )
-        if self.text.template is not None and self.text.template.takes_tools and self.text.tool_format is None:
-            log.warning("the model writes tool calls in a way that is not known here: they stay in the answer's text")
+        if self.text.tool_format is tool_formats.find("json") and config.tool_call_parser == "auto":
+            log.warning(
+                "how the model writes tool calls is not known: objects in JSON that name a tool are read as calls; "
+                "--tool-call-parser sets the format"
+            )
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template shows it tools."""
+        return self.text is not None and self.text.template is not None and self.text.template.takes_tools
 
     @property
     def fingerprint(self) -> str:
@@ -97,6 +116,8 @@ class TextEngine:
         link = self.link
         if link.state != "ready" or link.ready is None:
             raise link.unavailable()
+        if link.ready.model != self.model:
+            raise ApiError(503, f"the model {self.names[0]} is not loaded any more", code="unloaded", retry_after=1)
         if self.text is None:
             raise ApiError(
                 503, "the tokenizer is still loading; try again in a few seconds", code="loading", retry_after=1
@@ -193,11 +214,12 @@ class TextEngine:
 
 def _choice(index: int, prompt: Prompt, generation: Generation, text: Text) -> Choice:
     tokenizer, keep_stop = text.tokenizer, generation.keep_stop
+    detok = detokenizer(tokenizer, generation.skip, prompt.tokens[-16:])
     return Choice(
         index,
         prompt,
         generation.parser(prompt),
-        detokenizer(tokenizer, generation.skip, prompt.tokens[-16:]),
+        SpelledMarkers(detok, generation.markers) if generation.markers else detok,
         text.end_tokens,
         lambda token: tokenizer.piece(token).decode(errors="replace") if keep_stop else "",
     )

@@ -132,8 +132,8 @@ class Reporter:
             self._watch.fail(error)
 
 
-def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | None) -> int:
-    """The main loop of every rank but rank 0: execute plans until one says stop. Returns its exit code."""
+def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | None) -> protocol.Plan:
+    """The main loop of every rank but rank 0: execute plans until one says stop. Returns that one."""
     while True:
         plan = protocol.decode_plan(control.receive())
         if isinstance(plan, protocol.Masks):
@@ -143,7 +143,7 @@ def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | Non
             runner.finish()
             if reporter is not None:
                 reporter.finish()
-            return plan.stop
+            return plan
         result = runner.start(plan)
         if reporter is not None:
             reporter.add(result)

@@ -101,6 +101,13 @@ class LatentAttention(nn.Module):
         """Multiply-adds of a token's queries on this rank with one latent, and of their weights with it."""
         return self.kv_b_proj.heads * (2 * self.sizes.latent + self.sizes.rope)
 
+    @property
+    def inner(self) -> int:
+        """Elements of a token between this rank's linears, where keys and values are expanded."""
+        sizes = self.sizes
+        of_head = 2 * sizes.nope + sizes.rope + 2 * sizes.value  # query, key, value, output
+        return self.kv_b_proj.heads * of_head + 2 * (sizes.latent + sizes.rope) + sizes.query_latent
+
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
         q, latents = self._project(h)

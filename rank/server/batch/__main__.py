@@ -7,21 +7,15 @@ import contextlib
 import os
 import signal
 import sys
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from .... import errors
-from ...checkpoint_files import BEGINNING, config_file, is_gguf
 from ..__main__ import prepare
 from ..engine_client import EngineClient
 from ..text_engine import TextEngine
 from .config import BatchConfig, take
 from .journal import Journal
 from .run import BatchRun
-from .weights_fingerprint import fingerprint
+from .setup import setup
 
 
 def main() -> int:
@@ -33,7 +27,7 @@ def main() -> int:
     if not prepare(config.front):
         return errors.ERROR
     try:
-        journal = Journal(config.journal, config.input, setup(config), config.overwrite)
+        journal = Journal(config.journal, config.input, setup(config.front), config.overwrite)
     except errors.FatalError as stop:
         print(f"phalanx: {stop}", file=sys.stderr)
         return stop.code
@@ -56,24 +50,6 @@ async def run(config: BatchConfig, journal: Journal) -> int:
     with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
         os.rmdir(os.path.dirname(config.front.link))
     return code
-
-
-def setup(config: BatchConfig) -> dict[str, Any]:
-    """What answers depend on besides the input, equal at each start. Raises FatalError for broken weights."""
-    front = config.front
-    model = Path(front.model_dir)
-    with config_file(model).open("rb") as file:
-        digest = blake2b(file.read(BEGINNING if is_gguf(model) else -1), digest_size=8).hexdigest()
-    sampling = {name: value for name, value in msgspec.to_builtins(front.sampling).items() if value is not None}
-    return {
-        "the model": front.names()[0],
-        "the model's config.json": digest,
-        "the fingerprint of the model's weights": fingerprint(front.model_dir),
-        "the sampling": sampling,
-        "--generation-config": front.generation_config,
-        "--chat-template": front.chat_template,
-        "--thinking": front.thinking,
-    }
 
 
 if __name__ == "__main__":

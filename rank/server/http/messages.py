@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,7 +16,7 @@ from ..generation import LoadedModel
 from ..prompts import chat_prompt
 from ..schema import MAX_STOPS, ChatRequest, check_ranges
 from ..session import Session
-from .chat import chat
+from .chat import answer
 from .routes import Call, Route
 
 TEXT_ONLY = "this model takes text only"
@@ -178,6 +177,8 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     def check(self) -> None:
         super().check()
+        if self.max_tokens == 0:
+            raise bad("max_tokens", "max_tokens is 0: it must be at least 1")
         stops = self.stop_sequences or []
         if not all(stops) or len(stops) > MAX_STOPS:
             what = show(stops) if not all(stops) else f"{len(stops)} texts"
@@ -240,7 +241,7 @@ def _messages(turn: Turn) -> list[Message]:
 async def messages(call: Call) -> Session:
     """Anthropic's messages: the answer to a conversation, whole or as server-sent events."""
     try:
-        return await chat(dataclasses.replace(call, request=call.request.chat()))
+        return await answer(call, call.request.chat())
     except ApiError as error:
         raise renamed(error) from None
 

@@ -115,7 +115,7 @@ def check_prompts(sizes: Sizes, step: tuple[list[int], list[int]], dtype: torch.
         q, cache, latent, rows.block_tables, rows.lengths, starts, out, 0.2, n, count - n, max(query_lens), 16, 16
     )
     torch.testing.assert_close(out[n:], want[n:], atol=bound, rtol=bound)
-    (context,) = mla._contexts(rows, block_size)
+    (context,) = mla.contexts(rows, block_size)
     kv = torch.randn(len(context.slots), heads, nope + value).to(dtype)
     rotated = torch.randn(len(kv), latent + rope)[:, latent:].to(dtype)
     q = torch.randn(tokens, heads, nope + rope).to(dtype)

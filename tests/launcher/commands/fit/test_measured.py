@@ -34,10 +34,17 @@ VARIANTS = {
     "biased": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "few keys": {"num_key_value_heads": 1},  # replicated
 }
+DEEPSEEK = {
+    "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 12, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 # What some model types need besides, or have in other places.
 OTHERS = {
     "chatglm": {"multi_query_attention": True},
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "gpt_bigcode": {"n_inner": 500},
+    "kimi_k2": DEEPSEEK,
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,
