@@ -190,6 +190,9 @@ class Common(Sampled, kw_only=True):
         if self.use_beam_search:
             raise bad("use_beam_search", "use_beam_search is true: beam search is not supported, leave it out")
         self.constraint()
+        if (self.allowed_token_ids or self.bad_words) and self.constraint() is not None:
+            name = "allowed_token_ids" if self.allowed_token_ids else "bad_words"
+            raise bad(name, f"{name} and an output's format exclude each other: leave one of them out")
         limit = self.limit()
         if limit == 0 and not (self.echo or self.prompt_likeliest() >= 0):
             raise bad("max_tokens", "max_tokens is 0: it must be at least 1, unless the prompt is asked back (echo)")

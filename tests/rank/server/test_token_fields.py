@@ -83,6 +83,8 @@ def test_only_the_last_tokens_of_a_prompt(front, tokenizer):
         ({"logprob_token_ids": [400], "logprobs": True}, "logprob_token_ids"),
         ({"logprob_token_ids": [1] * 300, "logprobs": True}, "logprob_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"bad_words": ["a"], "guided_regex": "a+"}, "bad_words"),
+        ({"allowed_token_ids": [1], "response_format": {"type": "json_object"}}, "allowed_token_ids"),
     ],
 )
 def test_refused(front, fields, param):
