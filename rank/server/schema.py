@@ -48,6 +48,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "dimensions": (1, 1 << 31),
     "thinking_token_budget": (0, 1 << 31),
     "truncate_prompt_tokens": (-1, 1 << 31),
+    "repeat_last_n": (-1, 1 << 16),
 }
 
 
