@@ -17,6 +17,7 @@ MEANINGS = {
     "top_p": "nucleus; 0 is greedy, 1 keeps all",
     "min_p": "relative to the likeliest token",
     "repetition_penalty": "1 is none; prompt and output count",
+    "repeat_last_n": "`repetition_penalty` looks at the last so many tokens; -1: at all; 0: at none",
     "presence_penalty": "0 is none",
     "frequency_penalty": "0 is none",
     "logit_bias": "token ids, as texts, with values from -100 to 100",
