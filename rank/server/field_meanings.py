@@ -75,6 +75,9 @@ MEANINGS = {
     "output_config": "`effort`, handed to the template; `format` is refused",
     "MessagesRequest.max_tokens": "longest answer; at most what the context leaves",
     "stop_sequences": "as `stop`",
+    # /v1/models/select
+    "SelectRequest.model": "the name of the model to load",
+    "SelectRequest.model_id": "the same under candle-vLLM's name",
     # /v1/responses
     "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning, "
     "those of tool servers",

@@ -252,7 +252,7 @@ def test_a_server_that_keeps_none(make_front):
     ("body", "param", "words"),
     [
         ({"input": ""}, "input", 'input is "": give a text, or at least one item'),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "expected message, function_call"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "expected one of message, function_call"),
         ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", 'input[0].role is "king"'),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -266,7 +266,7 @@ def test_a_server_that_keeps_none(make_front):
             "this model takes text only",
         ),
         ({"input": [{"type": 5}]}, "input[0].type", "input[0].type is 5"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", 'only "function" is supported, leave it out'),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", 'only "function" and "mcp" are supported, leave it out'),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
         ({"tool_choice": "required"}, "tool_choice", "a call cannot be enforced yet"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format", "the output cannot be constrained yet"),
