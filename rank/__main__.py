@@ -128,7 +128,9 @@ class Rank:
     def _wait_unloaded(self, engine: Engine, lines: Lines) -> int:
         """Without a model: wait for a plan that asks for one, or that ends the job; its exit code."""
         if self.world.rank:
-            return self._stopped(protocol.decode_plan(lines[engine.place.mesh.replica][0].receive()))
+            last = protocol.decode_plan(lines[engine.place.mesh.replica][0].receive())
+            assert isinstance(last, protocol.Plan)
+            return self._stopped(last)
         assert self.link is not None
         self._say("no model is loaded; the next request loads one")
         self.link.send(protocol.Unloaded())

@@ -4,8 +4,8 @@ Two wires use these types and nothing else:
 
 * server <-> rank 0, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
   `ToScheduler` in one direction and `ToServer` in the other;
-* lead -> every rank of a replica, a broadcast of one `Plan` for each step; of replicas without rank 0 a
-  `StepOutput` comes back for each.
+* lead -> every rank of a replica, a broadcast of one `Plan` for each step, and of `Masks` for those that need them; of
+  replicas without rank 0 a `StepOutput` comes back for each.
 
 Token ids, block ids and rows travel as packed little-endian integers inside msgpack `bin` fields: a plan for 256
 decoding sequences has to fit in one eager MPI message (4000 bytes).
@@ -54,6 +54,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0  # always set: the server process draws one where the request has none
     logprobs: int = -1  # -1 none, 0 the sampled token's only, n > 0 also the n most likely tokens'
+    prompt_logprobs: int = -1  # the same of the prompt's tokens
+    logprob_token_ids: tuple[int, ...] = ()  # given: of these instead of the most likely ones
+    allowed_token_ids: tuple[int, ...] = ()  # given: no others are sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never has
+    thinking_budget: int = -1  # most tokens of thoughts, which are closed then; -1: any number
+    thinking_tokens: tuple[int, int] = (-1, -1)  # that open and close thoughts
+    thinking: bool = False  # the prompt has opened them
     stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included unless ignore_eos
     min_tokens: int = 0  # stop_token_ids cannot be sampled before this many tokens
     pooling: str = ""  # "mean" or "last": its embedding is wanted; max_tokens is 1, and the token means nothing
@@ -67,6 +74,15 @@ class Request(msgspec.Struct, frozen=True, tag="request"):
     sampling: SamplingParams
     priority: int = 0  # lower goes first
     cache_salt: str = ""  # prefix-cache blocks are shared only between equal salts
+    grammar: str = ""  # of llguidance: the output is one of its texts
+
+
+class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
+    """What grammars are compiled for. Sent before the first request that has one."""
+
+    tokenizer: str  # tokenizer.json's text
+    size: int  # of the model's vocabulary
+    ends: tuple[int, ...]  # tokens that end an answer: grammars allow them where they accept
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -88,7 +104,7 @@ class Switch(msgspec.Struct, frozen=True, tag="switch"):
     options: str  # rank/options.py's Options as JSON; "": unload what is loaded, and wait
 
 
-ToScheduler = Request | Abort | Drain | Switch
+ToScheduler = Request | Vocabulary | Abort | Drain | Switch
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -107,6 +123,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token: int = -1  # the stop token id that ended it; it is not among `tokens`
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; in the first delta
     embedding: bytes = b""  # f32, little-endian
+    prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens but the first; in the first delta
     error: str = ""  # for finish == "error": what to tell the client
     status: int = 0  # and its HTTP status
 
@@ -189,9 +206,10 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     num_computed: int  # leading tokens whose keys and values are in the cache already
     blocks: bytes  # u32
     sampling: SamplingParams
+    constrained: bool = False  # steps that sample it get `Masks`
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """What every rank does in one step. Deltas only: the ranks keep each row's tokens, blocks and parameters.
 
     Applied in this order: freed, new, (block_rows, block_ids), then the step itself over `rows`. A row whose count
@@ -209,6 +227,19 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     switch: bytes = b""  # ... or go on with another model: a Switch
 
 
+class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The tokens that a step's constrained rows may sample.
+
+    They follow the plan as soon as the tokens before are known, in the order of the steps.
+    """
+
+    step: int
+    bits: bytes  # of each constrained row that samples, in the plan's order: a bit for each token, in u32 words
+
+
+ToRanks = Plan | Masks
+
+
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step has sampled: a list of tokens for each row that samples, in the plan's order.
 
@@ -218,6 +249,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes  # u32: one row's tokens behind the other's
     logprobs: dict[int, TokenLogprob] = {}  # by index into ids, of those that want them
     embeddings: dict[int, bytes] = {}  # f32, by index among the rows that sample
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by the same index, of prompts that the step has completed
     counts: bytes = b""  # u8: tokens of each row, at least one; empty: one each
 
     def tokens(self) -> list[list[int]]:
@@ -230,15 +262,16 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_plan_decoder = msgspec.msgpack.Decoder(Plan)
+_plan_decoder = msgspec.msgpack.Decoder(ToRanks)
 _step_output_decoder = msgspec.msgpack.Decoder(StepOutput)
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan(plan: ToRanks) -> bytes:
+    """A plan, or the masks of one."""
     return _encoder.encode(plan)
 
 
-def decode_plan(data) -> Plan:
+def decode_plan(data) -> ToRanks:
     return _plan_decoder.decode(data)
 
 

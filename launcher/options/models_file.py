@@ -20,7 +20,7 @@ from ...errors import USAGE, FatalError
 from ...rank.options import Options, specs
 from ...rank.server.config import ModelConfig, SamplingDefaults
 from . import option_sources
-from .resolve import model_directory
+from .resolve import model_path
 
 # What may differ from model to model. The others are the job's or the server's, which live on.
 OWN = (
@@ -157,7 +157,7 @@ def _options(path: Path, entry: Entry, base: Options, notes: list[str]) -> Optio
     given["model"] = str(where / entry.weight_file if entry.weight_file else where) if where else entry.hf_id
     try:
         own = option_sources.overridden(base, given, f"{path}, model {entry.name}")
-        directory = model_directory(own)
+        directory = model_path(own)
     except FatalError as stop:
         raise _wrong(path, f"model {entry.name!r}: {stop}") from None
     if foreign := [name for name in specs() if name not in OWN and getattr(own, name) != getattr(base, name)]:

@@ -96,7 +96,11 @@ class Server:
         ] or [TextEngine(self.link, self.config)]
         models = Models(engines, self.link, self.config) if self.config.models else None
         sessions = engines[0]
-        self._state = ServerState(sessions, self.config, models)
+        try:
+            self._state = ServerState(sessions, self.config, models)
+        except errors.FatalError as stop:
+            print(f"phalanx: {stop}", file=sys.stderr, flush=True)
+            return stop.code
         context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd), context)
         await self.link.listen()
@@ -104,6 +108,8 @@ class Server:
         if models is not None:
             models.start()
         register(self.config)
+        if self._state.batches is not None:
+            self._state.batches.start()
         tasks = [asyncio.ensure_future(self._greet(sessions))]
         if self.config.idle_exit:
             tasks.append(asyncio.ensure_future(self._watch_idle()))
@@ -114,6 +120,8 @@ class Server:
                 task.cancel()
             if self.config.registry_file:
                 server_registry.remove(Path(self.config.registry_file))
+            if self._state.batches is not None:
+                await self._state.batches.close()
             if models is not None:
                 models.close()
             self.link.close()
@@ -225,7 +233,7 @@ def ready_line(config: ServerConfig, model: str, chat: bool) -> str:
     return (
         f"Phalanx is ready: {url} (model {model}). Try:\n"
         f"  curl{option} {base}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
-    )
+    ) + (f"\nor open {base.removesuffix('v1')} in a browser" if config.ui_server and base == url else "")
 
 
 if __name__ == "__main__":

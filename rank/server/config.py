@@ -54,10 +54,14 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     queue_size: int = 1024  # open sequences beyond max_num_seqs before 429
     requests_per_key: int = 0  # open ones of a key before 429; 0: no limit
     response_store: int = 1024  # of /v1/responses how many are kept in memory; 0: none
+    ui_server: bool = False  # serve the page of http/ui at /
+    file_store: str = ""  # directory of /v1/files and /v1/batches; "": there are none
     restarts_expected: bool = False  # a new lead may come after one is lost: stay and answer 503 meanwhile
     sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
     generation_config: str = "auto"  # "auto": the model directory's file; "none": ignore it; else a file's path
     chat_template: str = ""  # path of a template that replaces the model's
+    tool_call_parser: str = "auto"  # a file of text/tool_formats; "auto": the model's; "none": calls stay text
+    reasoning_parser: str = "auto"  # a file of text/reasoning; "auto", "none": the same
     thinking: bool | None = None  # enable_thinking of requests that do not say
     keep_alive_interval: float = 10.0  # seconds of silence on a stream before a comment is sent
     models: list[ModelConfig] = []  # of several models; the first is loaded at the start. []: there is one

@@ -102,6 +102,7 @@ class EngineClient:
         self.on_draining: Callable[[], None] = self.drain  # the ranks were asked to; whoever is here says when
         self._ready_event = asyncio.Event()
         self._streams: dict[str, Stream] = {}
+        self._vocabulary: protocol.Vocabulary | None = None  # the one that the lead knows
         self._busy_at = 0.0  # on the loop's clock: when something was last running, or could not run
         self._lead: _EngineProtocol | None = None
         self._server: asyncio.Server | None = None
@@ -153,15 +154,22 @@ class EngineClient:
             self._busy_at = now
         return now - self._busy_at
 
-    def submit(self, requests: list[protocol.Request]) -> Stream:
-        """Send requests to the lead. Raises ApiError 503 where there is none that takes them."""
+    def submit(self, requests: list[protocol.Request], vocabulary: protocol.Vocabulary | None = None) -> Stream:
+        """Send requests to the lead. vocabulary: of those that have a grammar.
+
+        Raises ApiError 503 where there is none that takes them.
+        """
         if self.state != "ready" or self._lead is None:
             raise self.unavailable()
         stream = Stream(self, [request.id for request in requests])
         for request in requests:
             self._streams[request.id] = stream
         self._busy_at = asyncio.get_running_loop().time()
-        self._lead.transport.write(b"".join([protocol.frame(request) for request in requests]))
+        frames = [protocol.frame(request) for request in requests]
+        if vocabulary is not None and vocabulary is not self._vocabulary:
+            self._vocabulary = vocabulary
+            frames.insert(0, protocol.frame(vocabulary))
+        self._lead.transport.write(b"".join(frames))
         return stream
 
     def abort(self, ids: list[str]) -> None:
@@ -180,6 +188,7 @@ class EngineClient:
         self.state, self.ready, self.switch_error = "loading", None, ""
         self.progress = protocol.Progress("switching models", 0, 0)
         self._ready_event.clear()
+        self._vocabulary = None  # the lead forgets it with the model
         self._lead.transport.write(protocol.frame(protocol.Switch(model, options)))
         await self._ready_event.wait()
         if self.state not in ("ready", "unloaded"):
@@ -283,6 +292,7 @@ class EngineClient:
             self.progress = message
         elif isinstance(message, protocol.Ready):
             self.ready = message
+            self._vocabulary = None
             if not self.draining:
                 self.state = "ready"
             self._ready_event.set()

@@ -12,7 +12,7 @@ from .api_error import ApiError
 from .items import Change, Item, Items
 from .mcp.request_tools import RequestTools
 from .renderer import Renderer, sse
-from .responses_request import ResponsesRequest
+from .responses_request import ResponsesRequest, TextFormat
 from .responses_tools import server_events, server_item
 from .schema import ReasoningOptions
 from .session import Session, Update
@@ -68,7 +68,7 @@ class ResponseRenderer(Renderer):
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "store": self._stored,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": ((request.text.format if request.text else None) or TextFormat()).shown()},
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
             "tools": request.tools or [],
             "top_p": request.top_p,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from . import unsupported
-from .api_error import bad
+from .api_error import ApiError, bad
 from .conversation import PARTS, Call, Function, Message, Part
 from .decoding import explain, show
 from .mcp.request_tools import McpTool, mcp_tool
@@ -64,10 +64,25 @@ class FunctionTool(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextFormat(msgspec.Struct):
     type: str = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As the response shows it."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def response_format(self) -> dict[str, Any]:
+        """As chats have it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema}}
 
 
 class TextOptions(msgspec.Struct):
@@ -81,7 +96,7 @@ class NamedTool(msgspec.Struct, omit_defaults=True):
 
 
 class ToolChoice(msgspec.Struct, omit_defaults=True):
-    """Of the kinds that OpenAI has, allowed_tools is the one that may force no call."""
+    """Of the kinds that OpenAI has: function and allowed_tools."""
 
     type: str | None = None
     mode: str | None = None
@@ -124,22 +139,28 @@ class ResponsesRequest(Sampled, kw_only=True):
             raise bad("max_tool_calls", f"max_tool_calls is {self.max_tool_calls}: it must be at least 0")
         self._check_tool_choice()
         form = self.text.format if self.text else None
-        if form is not None and form.type != "text":
-            raise bad("text.format", f"text.format.type is {show(form.type)}: {unsupported.OUTPUT}")
+        if form is not None and form.type == "json_schema" and form.schema is None:
+            raise bad("text.format.schema", "text.format.schema is missing: type json_schema needs it")
         for name in self.include or ():
             if name not in INCLUDES:
                 raise bad("include", f"include names {show(name)}: it is not supported, leave it out")
         if self.truncation not in (None, "disabled"):
             raise bad("truncation", f"truncation is {show(self.truncation)}: {unsupported.PROMPT_LENGTH}")
-        self.chat([]).check()
+        try:
+            self.chat([]).check()
+        except ApiError as error:
+            raise renamed(error) from None
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
-        if choice in (None, "auto", "none"):
+        if choice is None or isinstance(choice, str):
             return
-        if isinstance(choice, ToolChoice) and choice.type == "allowed_tools" and choice.mode == "auto":
+        if choice.type == "function" and choice.name:
             return
-        raise bad("tool_choice", f'tool_choice is {show(choice)}: a call cannot be enforced yet, use "auto" or "none"')
+        if choice.type == "allowed_tools" and choice.mode in ("auto", "required"):
+            return
+        expected = "auto, none, required, or an object of type function (with a name) or allowed_tools (with a mode)"
+        raise bad("tool_choice", f"tool_choice is {show(choice)}: expected {expected}")
 
     def items(self) -> list[dict[str, Any]]:
         """The input as items with ids."""
@@ -161,22 +182,48 @@ class ResponsesRequest(Sampled, kw_only=True):
         """The chat that is meant by these items: those of earlier responses and the input. `more`: tools of servers."""
         messages = [Message("system", self.instructions)] if self.instructions else []
         messages += _messages([_item(item, "input") for item in items])
-        choice = self.tool_choice
+        form = self.text.format if self.text else None
         tools = [_tool(tool, "tools") for tool in self.tools or () if tool.get("type") != "mcp"]
-        if isinstance(choice, ToolChoice):
-            allowed = {tool.name for tool in choice.tools or ()}
-            tools, choice = [tool for tool in tools if tool["function"]["name"] in allowed], "auto"
         request = ChatRequest(
             messages=messages or [Message("user", "")],
             max_tokens=self.max_output_tokens,
             tools=[*tools, *(more or ())] or None,
-            tool_choice=choice,
+            tool_choice=_tool_choice(self.tool_choice, more or []),
+            response_format=form.response_format() if form else None,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning=self.reasoning,
             chat_template_kwargs=self.chat_template_kwargs,
         )
         shared = {name: getattr(self, name) for name in Sampled.__struct_fields__}
         return msgspec.structs.replace(request, **shared)
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error of the chat that is meant, with this API's names of fields."""
+    names = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    }
+    for old, new in names.items():
+        if error.param == old or (error.param or "").startswith(f"{old}."):
+            error.message = error.message.replace(old, new) if old != "messages" else error.message
+            error.param = new + (error.param or "")[len(old) :]
+            break
+    return error
+
+
+def _tool_choice(choice: str | ToolChoice | None, more: list[dict[str, Any]]) -> str | dict[str, Any] | None:
+    """As chats have it. more: tools of the servers that it leaves."""
+    if not isinstance(choice, ToolChoice):
+        return choice
+    if choice.type == "function":
+        return {"type": "function", "function": {"name": choice.name}}
+    names = [tool.name for tool in choice.tools or () if tool.type != "mcp"]
+    names += [tool["function"]["name"] for tool in more]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
 
 
 def _prefix(item: dict[str, Any]) -> str:
@@ -200,7 +247,13 @@ def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
         raise bad(at, f'{at}.type is {show(one.type)}: only "function" and "mcp" are supported, leave it out')
     if not one.name:
         raise bad(f"{at}.name", f"{at}.name is missing")
-    function = {"name": one.name, "description": one.description or "", "parameters": one.parameters or {}}
+    function: dict[str, Any] = {
+        "name": one.name,
+        "description": one.description or "",
+        "parameters": one.parameters or {},
+    }
+    if one.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 

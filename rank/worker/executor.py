@@ -44,6 +44,10 @@ class LocalExecutor:
         self.runner.finish()
         return StepFuture()
 
+    def mask(self, masks: protocol.Masks) -> None:
+        self.control.publish(protocol.encode_plan(masks))
+        self.runner.mask(masks)
+
     def progress(self) -> bool:
         return self.control.progress()
 
@@ -65,6 +69,9 @@ class RemoteExecutor:
             while self.control.progress():
                 pass
         return result
+
+    def mask(self, masks: protocol.Masks) -> None:
+        self.control.publish(protocol.encode_plan(masks))
 
     def progress(self) -> bool:
         return self.control.progress()
@@ -129,6 +136,9 @@ def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | Non
     """The main loop of every rank but rank 0: execute plans until one says stop. Returns that one."""
     while True:
         plan = protocol.decode_plan(control.receive())
+        if isinstance(plan, protocol.Masks):
+            runner.mask(plan)
+            continue
         if plan.stop >= 0:
             runner.finish()
             if reporter is not None:

@@ -35,8 +35,10 @@ from .batch_builder import build_batches
 from .cpu_graphs import CpuDecodeGraphs, Head
 from .graphs import DecodeGraphs, gemms
 from .pooler import Pooler
+from .prompt_scorer import PromptLogprobs, PromptScorer
 from .sampler import Logprobs, Sampler, is_plain_greedy, tp_argmax
 from .state import BatchState, ScheduledBatch
+from .token_masks import RowMasks, TokenMasks
 from .upload import Upload
 
 log = logging.getLogger("phalanx")
@@ -49,6 +51,7 @@ class DeviceOutput(NamedTuple):
     ids: Tensor | None = None  # [S] int64, sampled; None: the step samples nothing, or another rank does
     logprobs: Logprobs | None = None
     pooled: dict[int, Tensor] = {}  # embeddings [hidden] f32, by index into ids
+    scored: dict[int, PromptLogprobs] = {}  # by the same index
 
 
 class StepFuture:
@@ -60,12 +63,14 @@ class StepFuture:
         self._copied: torch.cuda.Event | None = None
 
     def set(self, computed: DeviceOutput) -> None:
-        ids, logprobs, pooled = computed
+        ids, logprobs, pooled, scored = computed
         if ids is not None and ids.is_cuda:
             if logprobs is not None:
                 tensors = map(_to_host, (logprobs.chosen, logprobs.values, logprobs.ids))
                 logprobs = Logprobs(logprobs.rows, logprobs.counts, *tensors)
-            computed = DeviceOutput(_to_host(ids), logprobs, {i: _to_host(vector) for i, vector in pooled.items()})
+            pooled = {i: _to_host(vector) for i, vector in pooled.items()}
+            scored = {i: PromptLogprobs(*map(_to_host, one)) for i, one in scored.items()}
+            computed = DeviceOutput(_to_host(ids), logprobs, pooled, scored)
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
         self._output = computed
@@ -95,7 +100,8 @@ class StepFuture:
                     ids[row], chosen, list(zip(top[:count], values[:count], strict=True))
                 )
         embeddings = {i: vector.numpy().tobytes() for i, vector in self._output.pooled.items()}
-        return protocol.StepOutput(protocol.pack_u32(ids), logprobs, embeddings)
+        scored = {i: one.listed() for i, one in self._output.scored.items()}
+        return protocol.StepOutput(protocol.pack_u32(ids), logprobs, embeddings, scored)
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -144,9 +150,11 @@ class ModelRunner:
         # First pipeline stage: the rows of each step whose ids have not come from the last stage; on host and device.
         self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
         self._pooler = Pooler(model)
+        self._scorer = PromptScorer(model, state, mesh.tensor, self._samples_here)
         self._greedy = np.zeros(len(state.length), bool)  # rows whose next token is the argmax of the unchanged logits
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
+        self._token_masks = TokenMasks(len(state.length), self._upload)
         self._min_microbatch_tokens = min_microbatch_tokens(model, mesh, self.device)
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
@@ -158,6 +166,11 @@ class ModelRunner:
         result = StepFuture()
         self._queue.put((plan, result))
         return result
+
+    def mask(self, masks: protocol.Masks) -> None:
+        """The masks of a step that waits for them, or soon will."""
+        if self.mesh.last:
+            self._token_masks.put(masks)
 
     def finish(self) -> None:
         """Execute the queued plans, then end the step thread."""
@@ -222,13 +235,17 @@ class ModelRunner:
                 log.info("captured CUDA graphs of %d batch sizes in %.1f s", count, seconds)
 
     def _enter(self, plan: protocol.Plan) -> None:
-        """Apply freed rows and new sequences to pooler and sampler. All ranks must know the pooled and the greedy rows:
-        the choice of collectives depends on them."""
+        """Apply freed rows and new sequences to pooler, scorer and sampler. All ranks must know the pooled, the scored
+        and the greedy rows: the choice of collectives depends on them."""
         for row in protocol.unpack_u16(plan.freed):
             self._pooler.leave(row)
+            self._scorer.leave(row)
         for new in plan.new:
             self._pooler.enter(new)
+            if self.mesh.last:
+                self._scorer.enter(new)
             self._greedy[new.row] = is_plain_greedy(new.sampling)
+            self._token_masks.enter(new)
         if self._samples_here:
             for row in protocol.unpack_u16(plan.freed):
                 self.sampler.leave(row)
@@ -239,10 +256,11 @@ class ModelRunner:
         scheduled = self.state.apply(plan)
         self._enter(plan)
         self._receive_ids(self._owed(scheduled.rows))
-        if self._graphs is not None and self._graphs.supports(scheduled) and self._pooler.empty:
-            return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, self._graphs.head))
+        every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
+        if self._graphs is not None and self._graphs.supports(scheduled) and not every:
+            return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, plan.step, self._graphs.head))
         last_token_only, min_tokens = self.mesh.last, self._min_microbatch_tokens
-        if not self._pooler.empty:  # pooling needs all rows, in order
+        if every:
             last_token_only, min_tokens = False, 0
         batches, sampled_rows = build_batches(
             self.state, scheduled, self._last, self.caches, self._upload, last_token_only, min_tokens
@@ -260,37 +278,46 @@ class ModelRunner:
                 self._awaited.append((scheduled.sampled_rows, sampled_rows))
             return DeviceOutput()
         pooled = self._pooler.pool(hidden, scheduled) if self._samples_here and not self._pooler.empty else {}
+        scored = self._scorer.score(hidden, scheduled) if not self._scorer.empty else {}
         if not scheduled.samples.any():
             return DeviceOutput()
         sampled = hidden if last_token_only else hidden[batches[0].sample_at]
-        return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled), pooled)
+        return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled, plan.step), pooled, scored)
 
     @property
     def _samples_here(self) -> bool:
         return self.mesh.last and self.mesh.tensor.rank == 0
 
     def _sample(
-        self, hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch, head: Head | None = None
+        self, hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch, step: int, head: Head | None = None
     ) -> tuple[Tensor, Logprobs | None]:
         """Ids [S], on every rank of the last stage. head: the head's output for `hidden`, if a replay computed it."""
+        tensor = self.mesh.tensor
         shard = head.logits if head else self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
-        if self._greedy[scheduled.sampled_rows].all():
-            ids, logprobs = head.argmax(self.mesh.tensor) if head else tp_argmax(shard, self.mesh.tensor), None
+        masks = self._token_masks.of(scheduled.sampled_rows, step)  # waits, while the device computes
+        logprobs = None
+        if not self._greedy[scheduled.sampled_rows].all():
+            ids, logprobs = self._sample_whole(shard, scheduled, masks)
+        elif masks is not None:
+            masks.apply(shard, tensor.rank * shard.shape[-1])
+            ids = tp_argmax(shard, tensor)
         else:
-            ids, logprobs = self._sample_whole(shard, scheduled)
+            ids = head.argmax(tensor) if head else tp_argmax(shard, tensor)
         self._last[sampled_rows] = ids
         if not self.mesh.first:
             self.mesh.feedback.isend(ids, 0)
         return ids, logprobs
 
-    def _sample_whole(self, shard: Tensor, scheduled: ScheduledBatch) -> tuple[Tensor, Logprobs | None]:
+    def _sample_whole(
+        self, shard: Tensor, scheduled: ScheduledBatch, masks: RowMasks | None
+    ) -> tuple[Tensor, Logprobs | None]:
         """Sample from the whole vocabulary on one rank and broadcast the ids, as rounding may differ between ranks."""
         logits = self.mesh.tensor.all_gather(shard.contiguous())  # [tp, S, vocab / tp]
         rows = scheduled.sampled_rows
         logprobs = None
         if self._samples_here:
             logits = logits.permute(1, 0, 2).reshape(len(rows), -1)[:, : self.model.vocab_size]
-            ids, logprobs = self.sampler.sample(logits.float(), rows, scheduled.outputs[scheduled.samples])
+            ids, logprobs = self.sampler.sample(logits.float(), rows, scheduled.outputs[scheduled.samples], masks)
         else:
             ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         return self.mesh.tensor.broadcast(ids, 0), logprobs

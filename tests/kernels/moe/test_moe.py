@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
+from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.moe import moe
 
-from .cases import CASES, Sizes, make, near
+from .cases import CASES, Sizes, biases, make, near
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +22,15 @@ def seed():
 def test_on_cpus(sizes, dtype, bound):
     given = make(sizes, dtype)
     near(moe.fused_experts(*given), moe.fused_experts_reference(*given), bound)
+
+
+@pytest.mark.parametrize("sizes", CASES)
+def test_biases_and_the_clamped_swiglu(sizes):
+    given = make(sizes, torch.float32)
+    added = biases(given)
+    for part in (added, added._replace(down=None)):
+        want = moe.fused_experts_reference(*given, CLAMPED_SWIGLU, part)
+        near(moe.fused_experts(*given, CLAMPED_SWIGLU, part), want, 1e-5)
 
 
 def test_strided_input():

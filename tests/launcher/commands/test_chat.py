@@ -10,7 +10,7 @@ import time
 
 import pytest
 from phalanx.launcher import cli
-from phalanx.launcher.commands.chat import DENIED
+from phalanx.launcher.commands.chat.conversation import DENIED
 from phalanx.rank.server import server_registry, tls
 from phalanx.rank.server.server_registry import RegisteredServer
 
@@ -67,7 +67,7 @@ def chat(server, monkeypatch, text, *argv):
 
 def test_a_conversation(server, monkeypatch, capsys):
     assert chat(server, monkeypatch, "one\ntwo\n/new\nthree\n", "--system", "be brief", "--temperature", "0") == 0
-    assert capsys.readouterr().out == "hm answer 2\nhm answer 4\nhm answer 2\n"
+    assert capsys.readouterr().out == "hm \nanswer 2\nhm \nanswer 4\nhm \nanswer 2\n"
     bodies = [body for body, _ in server.seen]
     assert [message["content"] for message in bodies[1]["messages"]] == ["be brief", "one", "answer 2", "two"]
     assert bodies[0]["temperature"] == 0 and bodies[0]["stream"] is True and "top_p" not in bodies[0]
@@ -81,7 +81,7 @@ def test_a_terminal_is_told_how_to_end(server, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
     assert cli.main(["chat", "--p", str(server.server_port)]) == 0
     assert " at http://127.0.0.1:" in (said := capsys.readouterr().out)
-    assert f":{server.server_port}; an empty line ends, /new starts over\n" in said
+    assert f":{server.server_port}; an empty line ends, /help lists commands\n" in said
 
 
 def test_url_key_and_thinking(server, monkeypatch):

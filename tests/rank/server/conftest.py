@@ -89,6 +89,7 @@ class FakeLead:
         self.error = None  # (status, message) for every request
         self.top = 0  # extra logprobs entries are made up as token 10, 11, ...
         self.requests = []
+        self.vocabularies = []
         self.aborted = []
         self.drained = False
         self.ready = protocol.Ready(
@@ -121,6 +122,8 @@ class FakeLead:
                     task = asyncio.ensure_future(self._answer(message, len(self.requests)))
                     self.tasks.add(task)
                     task.add_done_callback(self._ended)
+                elif isinstance(message, protocol.Vocabulary):
+                    self.vocabularies.append(message)
                 elif isinstance(message, protocol.Abort):
                     self.aborted += message.ids
                 else:
@@ -171,11 +174,22 @@ class FakeLead:
                             finish if last else "",
                             self.end_token if last and finish == "stop" else -1,
                             3 if at == 0 else 0,
+                            prompt_logprobs=scored(request) if at == 0 else [],
                         )
                     ]
                 )
             )
             await asyncio.sleep(self.pause)  # as a model that takes so long a step
+
+
+def scored(request):
+    """The second token of a prompt has -1, the third -2; likelier than it is token 10."""
+    count = request.sampling.prompt_logprobs
+    tokens = protocol.unpack_u32(request.tokens)[1:] if count >= 0 else []
+    return [
+        protocol.TokenLogprob(token, -1.0 * i, [(10, -0.5), (token, -1.0 * i)][:count])
+        for i, token in enumerate(tokens, 1)
+    ]
 
 
 class Front:
