@@ -93,6 +93,9 @@ MEANINGS = {
     "output_format": "the beta's name for `output_config.format`",
     "MessagesRequest.max_tokens": "longest answer; at most what the context leaves",
     "stop_sequences": "as `stop`",
+    # /v1/models/select
+    "SelectRequest.model": "the name of the model to load",
+    "SelectRequest.model_id": "the same under candle-vLLM's name",
     # /v1/responses
     "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning, "
     "those of tool servers",
