@@ -77,6 +77,8 @@ def load(
     names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
     format_of = choose_format(config, isq, quantization, names)
     model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, format_of)
+    if mesh.ep > 1:
+        _check_experts(model, mesh)
     parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
     if index is not None:
@@ -97,6 +99,13 @@ def load(
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
     return model.eval()
+
+
+def _check_experts(model: Model, mesh: Mesh) -> None:
+    """Raises FatalError where no stage has experts to share out. Collective over the mesh's world."""
+    count = sum(isinstance(one, FusedExperts) for one in model.modules())
+    if not int(mesh.world.all_reduce(torch.tensor([count], dtype=torch.int64))):
+        raise FatalError(f"--ep {mesh.ep}: the model has no experts: leave --ep out", USAGE)
 
 
 def _memory(

@@ -99,7 +99,7 @@ def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = de
     """A rank's Model as `load` builds it, without memory."""
     module = architectures.find(config.model_type)
     alone = cast(HostComm, Seat(0, 1))
-    mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe), alone)
+    mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe))
     return module.Model(module.Args.from_config(config), mesh, POSITIONS, format_of=format_of)
 
 

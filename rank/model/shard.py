@@ -35,6 +35,12 @@ def even(size: int, rank: int, ranks: int) -> Shard:
     return Shard(size, min(rank * width, size), width)
 
 
+def spread(size: int, rank: int, ranks: int) -> Shard:
+    """Widths as even as possible, without padding: the first ranks have one more where it does not divide."""
+    each, more = divmod(size, ranks)
+    return Shard(size, rank * each + min(rank, more), each + (rank < more))
+
+
 def key_heads(kv_heads: int, rank: int, ranks: int) -> Shard:
     """The key heads of a rank. With fewer key heads than ranks, neighbouring ranks hold copies of the same one."""
     if kv_heads >= ranks:
@@ -49,6 +55,5 @@ def scaled(shard: Shard, factor: int) -> Shard:
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
     """The layers of a pipeline stage, as even as possible. Later stages get fewer: the last one has the head too."""
-    each, more = divmod(layers, stages)
-    start = stage * each + min(stage, more)
-    return range(start, start + each + (stage < more))
+    shard = spread(layers, stage, stages)
+    return range(shard.start, shard.stop)

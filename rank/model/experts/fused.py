@@ -1,4 +1,9 @@
-"""Experts on this rank's device, each split over the tensor group along its inner size."""
+"""Experts on this rank's device: each split over the tensor group along its inner size, or shared out over it.
+
+With `--ep N`, N neighbours of a tensor group hold different experts, and what is left of its degree splits each. All
+ranks of the group have all tokens. So each computes its own experts for those that chose them, and the all-reduce that
+follows anyway adds up the rest: no token is sent to where its experts are.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....kernels.moe.moe import fused_experts, tiling_rows
+from ....errors import USAGE, FatalError
+from ....kernels.moe.moe import Held, fused_experts, tiling_rows
 from ..layers.residual import Partial
-from ..shard import Shard, even, whole
+from ..shard import Shard, even, spread, whole
 from ..weights.slicing import Field, ShardedModule
 
 
@@ -45,12 +51,15 @@ class FusedExperts(nn.Module):
     added_bias: Tensor | None = None
 
     def __init__(self, hidden: int, inner: int, experts: int, top_k: int, mesh: Mesh, activation: str = "silu"):
-        """top_k: experts of a token. activation: the kernels' name."""
+        """top_k: experts of a token. activation: the kernels' name. Raises FatalError where a rank would have none."""
         super().__init__()
-        part = even(inner, mesh.tensor.rank, mesh.tensor.size)
-        self.gate_up_proj = StackedLinear(whole(experts), whole(hidden), (part, part))
-        self.down_proj = StackedLinear(whole(experts), part, (whole(hidden),))
+        if mesh.ep > experts:
+            raise FatalError(f"--ep {mesh.ep} is more than the model's {experts} experts", USAGE)
+        here, part = share_out(experts, inner, mesh)
+        self.gate_up_proj = StackedLinear(here, whole(hidden), (part, part))
+        self.down_proj = StackedLinear(here, part, (whole(hidden),))
         self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
+        self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
         """x [T, H], ids [T, k] int32, weights [T, k] f32. Nothing is multiplied before somebody reads it."""
@@ -59,14 +68,21 @@ class FusedExperts(nn.Module):
     def multiply(self, routed: Routed) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
         w13, w2 = self.gate_up_proj.weight, self.down_proj.weight
-        return fused_experts(routed.x, routed.ids, routed.weights, w13, w2, self.activation)
+        return fused_experts(routed.x, routed.ids, routed.weights, w13, w2, self.activation, self.held)
 
     @property
     def num_weights(self) -> int:
-        """Elements of this rank's slices of the experts that one token visits."""
+        """Elements of this rank's slices of the experts that one token visits; of experts shared out, on average."""
         one = sum(w.inputs.width * sum(shard.width for shard in w.outputs) for w in (self.gate_up_proj, self.down_proj))
-        return self.top_k * one
+        here = self.down_proj.experts
+        return self.top_k * one * here.width // here.size
 
     def kernel_rows(self) -> list[int]:
         """Numbers of tokens that together use every kernel there is for these experts."""
-        return tiling_rows(self.down_proj.experts.width, self.top_k)
+        return tiling_rows(self.down_proj.experts.size, self.top_k)
+
+
+def share_out(experts: int, inner: int, mesh: Mesh) -> tuple[Shard, Shard]:
+    """This rank's experts, and its part of the inner size of each."""
+    part, place = divmod(mesh.tensor.rank, mesh.ep)
+    return spread(experts, place, mesh.ep), even(inner, part, mesh.tensor.size // mesh.ep)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from phalanx.kernels.moe import moe
-from phalanx.kernels.moe.moe import TileConfig, Tiling
+from phalanx.kernels.moe.moe import Held, TileConfig, Tiling
 from torch import Tensor
 
 from ..attention.decoding import mend_interpreter
@@ -59,6 +59,18 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     return Inputs(*(one.to(device) for one in found))
 
 
+def part(given: Inputs, held: Held) -> Inputs:
+    """What a rank with some of the experts gets."""
+    here = slice(held.first, held.first + held.size)
+    return given._replace(w13=given.w13[here].contiguous(), w2=given.w2[here].contiguous())
+
+
+def shares(experts: int) -> list[Held]:
+    """Of the first expert alone, of the last third, and of two in the middle."""
+    third, middle = max(1, experts // 3), experts // 2
+    return [Held(0, 1, experts), Held(experts - third, third, experts), Held(middle - 1, 2, experts)]
+
+
 def near(got: Tensor, want: Tensor, bound: float) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype
     torch.testing.assert_close(got.float().cpu(), want.float().cpu(), atol=bound, rtol=bound)
@@ -78,6 +90,9 @@ def main() -> None:
             given = make(sizes, dtype)
             got = moe.grouped(*given, acts[i % 4], tilings[i % 2])
             near(got, moe.fused_experts_reference(*given, acts[i % 4]), bound)
+            held = shares(sizes.experts)[i % 3]
+            got = moe.grouped(*part(given, held), acts[i % 4], tilings[i % 2], held)
+            near(got, moe.fused_experts_reference(*part(given, held), acts[i % 4], held), bound)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, arch, monk
     for kernel, call in (
         ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up)),
         ("expert_down_kernel", lambda: moe_triton.expert_down(x.new_empty(k, inner), w2, groups, tiles.down)),
-        ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), k)),
+        ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids)),
+        ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids, range(2, 5))),
     ):
         launches = Recorder()
         with monkeypatch.context() as patch:
