@@ -119,8 +119,10 @@ class ModelShape:
         kinds = self.ranks[tp].kinds
         if ep == 1:
             return kinds
-        pairs = zip(kinds, self.ranks[1].kinds, strict=True)
-        return tuple(_with_shared_out(cut, whole, ep, max(1, tp // ep)) for cut, whole in pairs)
+        parts = max(1, tp // ep)
+        # A degree that heads do not allow is not measured: experts of another are divided, without padding.
+        of, parts = (self.ranks[parts], 1) if parts in self.ranks else (self.ranks[1], parts)
+        return tuple(_with_shared_out(cut, one, ep, parts) for cut, one in zip(kinds, of.kinds, strict=True))
 
     def stage_shapes(self, tp: int, pp: int, ep: int) -> list[StageShape]:
         """The stages, the first one with the embedding first."""
@@ -134,15 +136,15 @@ class ModelShape:
         return made
 
 
-def _with_shared_out(cut: Layer, whole: Layer, ep: int, parts: int) -> Layer:
-    """`cut` with 1 / ep of the experts of `whole`, and 1 / parts of each."""
-    if not any(one.expert for one in whole.weights):
+def _with_shared_out(cut: Layer, other: Layer, ep: int, parts: int) -> Layer:
+    """`cut` with 1 / ep of the experts of `other`, and 1 / parts of each."""
+    if not any(one.expert for one in other.weights):
         return cut
     weights = tuple(
-        _share_of(entire, ep, parts) if entire.expert else part
-        for part, entire in zip(cut.weights, whole.weights, strict=True)
+        _share_of(theirs, ep, parts) if theirs.expert else own
+        for own, theirs in zip(cut.weights, other.weights, strict=True)
     )
-    return msgspec.structs.replace(cut, weights=weights, inner=max(cut.inner, split(whole.inner, parts)))
+    return msgspec.structs.replace(cut, weights=weights, inner=max(cut.inner, split(other.inner, parts)))
 
 
 def _share_of(experts: Weights, ep: int, parts: int) -> Weights:
