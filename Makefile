@@ -36,7 +36,7 @@ constraints := $(if $(filter site,$(TORCH)),,-c constraints.txt)
 index := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 offline := $(if $(WHEELS),--no-index --find-links "$(WHEELS)" )
 gpus := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-start := $(if $(filter 0,$(gpus)),--np 2 --device cpu,--np $(if $(filter 1,$(gpus)),1,2))
+start := $(if $(filter 0,$(gpus)),--np 2 --device cpu,--np $(if $(filter 1,$(gpus)),1,2)) --ui-server
 
 WORKERS ?= $(if $(filter 0,$(gpus)),2,0)
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .launcher.llm import LLM, SamplingParams
+    from .launcher.agent import Agent
+    from .launcher.llm import LLM, AsyncLLM, SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Agent", "AsyncLLM", "SamplingParams", "__version__"]
 __version__: str
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "SamplingParams"):
+    if name in ("LLM", "AsyncLLM", "SamplingParams"):
         from .launcher import llm
 
         return getattr(llm, name)
+    if name == "Agent":
+        from .launcher.agent import Agent
+
+        return Agent
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

@@ -94,7 +94,7 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
     if rows * layers.shape.top_k <= expert_gemm.MOST_PAIRS * 2 * layers.shape.experts:
         for outputs in ((64, 128), (128, 128), (64, 64), (128, 64)):
             versions[f"pipelined {outputs}"] = [partial(moe.pipelined, *one, "silu", outputs) for one in calls]
-    versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, *one, "silu", tiles) for one in calls]
+    versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, *one, "silu", tiles=tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)

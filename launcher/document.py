@@ -22,7 +22,8 @@ from ..rank.server.schema import RANGES, ChatRequest, Common, CompletionRequest
 from .cli import verbs
 from .commands.batch import SERVER_ONLY, BatchOptions
 from .commands.bench.command import BenchOptions
-from .commands.chat import ChatOptions
+from .commands.chat.options import ChatOptions
+from .commands.convert import ConvertOptions
 from .commands.doctor.command import DoctorOptions
 from .commands.fit.command import FitOptions
 from .commands.hostfile import HostfileOptions
@@ -38,6 +39,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "bench": BenchOptions,
     "doctor": DoctorOptions,
     "fit": FitOptions,
+    "convert": ConvertOptions,
     "pull": PullOptions,
     "hostfile": HostfileOptions,
 }

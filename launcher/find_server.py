@@ -71,17 +71,9 @@ def chosen(where: option_sources.ParsedOptions[Any], verb: str) -> FoundServer:
 
 def request(server: FoundServer, path: str, body: dict[str, Any] | None = None) -> Any:
     """The open answer. Raises FatalError with what the server says, or with what to do where none answers."""
-    headers = {"Content-Type": "application/json"}
-    if server.key:
-        headers["Authorization"] = f"Bearer {server.key}"
-    data = None if body is None else json.dumps(body).encode()
     url = f"{server.url}{path}"
     try:
-        if server.url.startswith(UNIX):
-            request = urllib.request.Request(f"http://localhost{path}", data, headers)
-            return http_client.open_unix(server.url.removeprefix(UNIX), request)
-        request = urllib.request.Request(url, data, headers)
-        return http_client.open_url(request, direct=server.direct, certificate=server.certificate)
+        return _open(server, path, body)
     except urllib.error.HTTPError as error:
         try:
             message = json.load(error)["error"]["message"]
@@ -91,6 +83,33 @@ def request(server: FoundServer, path: str, body: dict[str, Any] | None = None) 
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         raise FatalError(f"no server answers at {url} ({why}); {server.remedy}", USAGE) from None
+
+
+def _open(server: FoundServer, path: str, body: dict[str, Any] | None) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if server.key:
+        headers["Authorization"] = f"Bearer {server.key}"
+    data = None if body is None else json.dumps(body).encode()
+    if server.url.startswith(UNIX):
+        request = urllib.request.Request(f"http://localhost{path}", data, headers)
+        return http_client.open_unix(server.url.removeprefix(UNIX), request)
+    request = urllib.request.Request(f"{server.url}{path}", data, headers)
+    return http_client.open_url(request, direct=server.direct, certificate=server.certificate)
+
+
+def health(server: FoundServer) -> dict[str, Any]:
+    """What its /health says; {} where it has none, or does not answer."""
+    try:
+        with _open(server, "/health", None) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as error:
+        try:
+            found = json.load(error)
+        except (ValueError, OSError):
+            return {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def model(server: FoundServer) -> dict[str, Any]:

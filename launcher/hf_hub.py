@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ERROR, MODEL, STOPPED, USAGE, FatalError
+from ..rank.gguf import checkpoint
 from ..rank.safetensors_header import weight_files
 from .job import mpi_env
 from .job.linux import say
@@ -37,12 +38,69 @@ def model(id: str, waiting: bool = False) -> str:
     """
     path = _cached(id)
     if waiting and not path:
-        raise FatalError(
-            f"model {id!r}: there is no such directory on {mpi_env.hostname()}, and it is not complete in {_cache()}; "
-            f"run `phalanx pull {id}` before the job, where there is a network, with the same HF_HOME",
-            USAGE,
-        )
+        raise _not_here(id, id)
     return path or fetch(id)
+
+
+def gguf(id: str, file: str, waiting: bool = False) -> str:
+    """The path of a GGUF file of a model, with its other shards beside it, fetched as `model` does."""
+    names = [str(Path(file).with_name(one.name)) for one in checkpoint.shards(Path(file))]
+    path = _cached_files(id, names)
+    if waiting and not path:
+        raise _not_here(id, f"{id} --f {file}")
+    return path or _fetch_files(id, names)
+
+
+def _cached_files(id: str, names: list[str]) -> str:
+    import huggingface_hub as hub
+
+    try:
+        found = [hub.try_to_load_from_cache(id, name) for name in names]
+    except ValueError:  # no valid id: fetching says so
+        return ""
+    return found[0] if isinstance(found[0], str) and all(isinstance(one, str) for one in found) else ""
+
+
+def _fetch_files(id: str, names: list[str]) -> str:
+    import huggingface_hub as hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        there = {one.rfilename: one.size or 0 for one in _files_of(id, "")}
+        if missing := [name for name in names if name not in there]:
+            ggufs = [name for name in there if name.endswith(".gguf")]
+            has = f"has {', '.join(ggufs[:8])}" if ggufs else "has no GGUF files"
+            raise FatalError(f"model {id!r} has no {missing[0]}; it {has}", MODEL)
+        total = sum(there[name] for name in names)
+        say(f"fetching {id} ({', '.join(names[:2])}{', …' * (len(names) > 2)}, {_size(total)}) into {_cache()}")
+        _check_room(id, _cache(), _cache() / f"models--{id.replace('/', '--')}" / "blobs", total)
+        return [hub.hf_hub_download(id, name) for name in names][0]
+    except FatalError:
+        raise
+    except KeyboardInterrupt:
+        raise _interrupted(id) from None
+    except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
+        raise explained(id, "", error) from None
+
+
+def _files_of(id: str, revision: str) -> list[Any]:
+    import huggingface_hub as hub
+
+    return hub.HfApi().model_info(id, revision=revision or None, files_metadata=True, timeout=20).siblings or []
+
+
+def _interrupted(id: str) -> FatalError:
+    return FatalError(f"fetching {id} was interrupted; the same command goes on where it was", STOPPED)
+
+
+def _not_here(id: str, pull: str) -> FatalError:
+    return FatalError(
+        f"model {id!r}: there is no such directory on {mpi_env.hostname()}, and it is not complete in {_cache()}; "
+        f"run `phalanx pull {pull}` before the job, where there is a network, with the same HF_HOME",
+        USAGE,
+    )
 
 
 def fetch(id: str, revision: str = "", to: str = "") -> str:
@@ -56,9 +114,8 @@ def fetch(id: str, revision: str = "", to: str = "") -> str:
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        found = hub.HfApi().model_info(id, revision=revision or None, files_metadata=True, timeout=20)
-        names = _chosen(id, [one.rfilename for one in found.siblings or []])
-        sizes = {one.rfilename: one.size or 0 for one in found.siblings or []}
+        sizes = {one.rfilename: one.size or 0 for one in _files_of(id, revision)}
+        names = _chosen(id, list(sizes))
         place = Path(to) if to else _cache()
         total = sum(sizes[name] for name in names)
         say(f"fetching {id} ({len(names)} files, {_size(total)}) into {place}")
@@ -69,7 +126,7 @@ def fetch(id: str, revision: str = "", to: str = "") -> str:
     except FatalError:
         raise
     except KeyboardInterrupt:
-        raise FatalError(f"fetching {id} was interrupted; the same command goes on where it was", STOPPED) from None
+        raise _interrupted(id) from None
     except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
         raise explained(id, revision, error) from None
     assert isinstance(path, str)

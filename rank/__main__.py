@@ -28,10 +28,11 @@ from .scheduler.progress import Progress
 from .scheduler.replica import Executor, Replica
 from .scheduler.scheduler import Scheduler
 from .scheduler.server_link import ServerLink
-from .worker.engine import Engine, Place
+from .worker.engine import Engine, Limits, LoadRefused, Place
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
 log = logging.getLogger("phalanx")
+Lines = list[tuple[broadcast.PlanBroadcast, ResultChannel]]  # of each replica: its plans, and the way back
 
 
 class Rank:
@@ -44,6 +45,10 @@ class Rank:
         self.hosts = hosts
         self.watch = watch
         self.link: ServerLink | None = None
+        self._engine: Engine
+        self._ready: protocol.Ready  # of the model that is loaded
+        self._model = 0  # its number, the server's
+        self._switch: protocol.Switch | None = None  # what the last plan asked for
 
     def run(self) -> int:
         """Load, then lead or follow until the job ends; the exit code."""
@@ -58,22 +63,113 @@ class Rank:
         lines = self._open_lines(replicas)
         place = Place(self.world, self.hosts, grid, device, self.watch, self.job.local_rank)
         code = self.serve(Engine(self.options, place, self._progress), lines)
+        if self.link is not None:
+            self.link.close()
         self.watch.stop()
         return code
 
-    def serve(self, engine: Engine, lines: list[tuple[broadcast.PlanBroadcast, ResultChannel]]) -> int:
-        """Load the engine's model and lead or follow until a plan says stop; the exit code."""
-        limits, grid = engine.load(), engine.place.mesh
+    def serve(self, engine: Engine, lines: Lines) -> int:
+        """Load the engine's model and lead or follow, then other models, until a plan says stop; the exit code."""
+        self._engine = engine
+        limits: Limits | None = engine.load()
+        while limits is not None:
+            code = self._steps(engine, limits, lines)
+            limits = None
+            while (switch := self._switch) is not None and limits is None:
+                limits = self._other_model(engine, switch)
+                if limits is None:
+                    code = self._wait_unloaded(engine, lines)
+        return code
+
+    def _steps(self, engine: Engine, limits: Limits, lines: Lines) -> int:
+        """Lead or follow until a plan says stop. `_switch` is what it asks for besides."""
+        grid = engine.place.mesh
+        self._switch = None
         if self.world.rank:
             plans, mail = lines[grid.replica]
             reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
-            return follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None)
+            return self._stopped(follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None))
         pools = [Blocks(limits.blocks, limits.block_size, engine.options.prefix_cache) for _ in lines]
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
         executors += [RemoteExecutor(*line) for line in lines[1:]]
         counts = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
         schedulers = [Scheduler(pool, *counts) for pool in pools]
         return self.lead([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
+
+    def _stopped(self, plan: protocol.Plan) -> int:
+        self._switch = protocol.decode_switch(plan.switch) if plan.switch else None
+        return plan.stop
+
+    def _other_model(self, engine: Engine, switch: protocol.Switch) -> Limits | None:
+        """Unload what is loaded, and load what is asked for; None: nothing.
+
+        A model that cannot be loaded is given up for the one from before.
+        """
+        if hasattr(engine, "runner"):
+            engine.unload()
+        if not switch.options:
+            self.watch.started()
+            return None
+        before, options = engine.options, msgspec.json.decode(switch.options, type=Options)
+        engine.options = options
+        try:
+            limits = engine.load()
+            self._model = switch.model
+            return limits
+        except LoadRefused as stop:
+            why = str(stop)
+        engine.abandon()
+        engine.options = before
+        self._say(f"cannot serve {options.model}: {why}; going back to {before.model}")
+        if self.link is not None:
+            self.link.send(protocol.SwitchFailed(switch.model, why))
+        return engine.load()
+
+    def _wait_unloaded(self, engine: Engine, lines: Lines) -> int:
+        """Without a model: wait for a plan that asks for one, or that ends the job; its exit code."""
+        if self.world.rank:
+            last = protocol.decode_plan(lines[engine.place.mesh.replica][0].receive())
+            assert isinstance(last, protocol.Plan)
+            return self._stopped(last)
+        assert self.link is not None
+        self._say("no model is loaded; the next request loads one")
+        self.link.send(protocol.Unloaded())
+        plan = None
+        while plan is None:
+            plan = self._next_plan()
+        for control, _ in lines:
+            control.publish(protocol.encode_plan(plan))
+            while control.progress():
+                pass
+        return self._stopped(plan)
+
+    def _next_plan(self) -> protocol.Plan | None:
+        """Rank 0, without a model: what the server's next messages ask for."""
+        assert self.link is not None
+        plan = None
+        for message in self.link.receive(None):
+            if isinstance(message, protocol.Switch) and (not message.options or self._accepts(message)):
+                plan = protocol.Plan(step=-1, stop=errors.OK, switch=protocol.encode_switch(message))
+            elif isinstance(message, protocol.Drain):
+                return protocol.Plan(step=-1, stop=message.code)
+        if self.link.signalled:
+            self.link.signalled = False
+            self.link.send(protocol.Draining())
+        return plan
+
+    def _accepts(self, switch: protocol.Switch) -> bool:
+        """Rank 0: whether a model's files can be served, before the one that is loaded is given up."""
+        assert self.link is not None
+        if not switch.options:
+            return True
+        try:
+            self._engine.check(msgspec.json.decode(switch.options, type=Options))
+        except errors.FatalError as stop:
+            self._say(f"cannot switch: {stop}")
+            self.link.send(protocol.SwitchFailed(switch.model, str(stop)))
+            self.link.send(self._ready if hasattr(self._engine, "runner") else protocol.Unloaded())
+            return False
+        return True
 
     def connect(self) -> None:
         """Rank 0: reach the server process, which passes on how loading goes."""
@@ -87,20 +183,21 @@ class Rank:
             self.link.catch_signals()
             signal.signal(signal.SIGTERM, self._on_term)
         one = replicas[0].scheduler
-        self.link.send(
-            protocol.Ready(
-                max_model_len=one.max_model_len,
-                vocab_size=model.vocab_size,
-                kv_tokens=one.blocks.count * one.blocks.size * len(replicas),
-                block_size=one.blocks.size,
-                max_num_seqs=one.max_num_seqs * len(replicas),
-                ranks=self.world.size,
-                pids=self._pids,
-                hosts=self.hosts,
-            )
+        self._ready = protocol.Ready(
+            max_model_len=one.max_model_len,
+            vocab_size=model.vocab_size,
+            kv_tokens=one.blocks.count * one.blocks.size * len(replicas),
+            block_size=one.blocks.size,
+            max_num_seqs=one.max_num_seqs * len(replicas),
+            ranks=self.world.size,
+            pids=self._pids,
+            hosts=self.hosts,
+            model=self._model,
         )
-        code = StepLoop(replicas, self.link).run()
-        self.link.close()
+        self.link.send(self._ready)
+        loop = StepLoop(replicas, self.link, self._accepts)
+        code = loop.run()
+        self._switch = loop.switch
         return code
 
     def _device(self) -> torch.device:
@@ -148,7 +245,7 @@ class Rank:
             self.link.fail("the job was stopped", errors.STOPPED)
         self.watch.end(errors.STOPPED)
 
-    def _open_lines(self, replicas: int) -> list[tuple[broadcast.PlanBroadcast, ResultChannel]]:
+    def _open_lines(self, replicas: int) -> Lines:
         """For each replica the way of its plans, and the way back; rank 0 has use for all, others for their own."""
         groups: list[Any] = mesh.control_groups(self.world, replicas)
         if isinstance(self.world, threads.ThreadComm):

@@ -31,6 +31,7 @@ class Flag(msgspec.Struct, frozen=True):
     off: tuple[str, ...] = ()  # flags that switch a boolean off
     secret: bool = False  # never printed
     positional: bool = False
+    variable: str = ""  # candle-vLLM's environment variable for it
 
 
 def flag(*flags: str, group: str, help: str, **more) -> Flag:
@@ -60,7 +61,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str,
         flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
-             help="directory with safetensors, or a hub id; none: the built-in model"),
+             help="directory, GGUF file, or hub id; none: the built-in model"),
+    ] = ""  # fmt: skip
+    weight_file: Annotated[
+        str,
+        flag("--f", "--weight-file", group=_MODEL, metavar="FILE",
+             help="a GGUF file, its first shard; in --model's directory or hub id"),
+    ] = ""  # fmt: skip
+    models_config: Annotated[
+        str,
+        flag("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
+             help="models.yaml: several models, of which one is loaded at a time"),
     ] = ""  # fmt: skip
     served_model_name: Annotated[
         str, flag("--served-model-name", group=_MODEL, metavar="NAME", help="the name that clients see")
@@ -153,6 +164,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--response-store", group=_SERVER, metavar="N", low=0,
              help="responses kept in memory to go on from; 0 keeps none"),
     ] = 1024  # fmt: skip
+    ui_server: Annotated[
+        bool, flag("--ui-server", group=_SERVER, off=("--no-ui-server",), help="a page to chat with, at the server's /")
+    ] = False
+    file_store: Annotated[
+        str,
+        flag("--file-store", group=_SERVER, metavar="DIR",
+             help="keep /v1/files and /v1/batches there; none: there are none"),
+    ] = ""  # fmt: skip
 
     chat_template: Annotated[
         str, flag("--chat-template", group=_SERVER, metavar="FILE", help="a template that replaces the model's")
@@ -166,6 +185,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             help="whether requests that do not say let the model reason",
         ),
     ] = None
+    mcp_config: Annotated[
+        str,
+        flag("--mcp-config", group=_SERVER, metavar="FILE", variable="CANDLE_VLLM_MCP_CONFIG",
+             help="mcp.json: tool servers, whose tools chats may call"),
+    ] = ""  # fmt: skip
     access_log: Annotated[
         bool, flag("--access-log", group=_SERVER, off=("--no-access-log",), help="log a line for every HTTP request")
     ] = False

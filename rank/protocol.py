@@ -4,8 +4,8 @@ Two wires use these types and nothing else:
 
 * server <-> rank 0, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
   `ToScheduler` in one direction and `ToServer` in the other;
-* lead -> every rank of a replica, a broadcast of one `Plan` for each step; of replicas without rank 0 a
-  `StepOutput` comes back for each.
+* lead -> every rank of a replica, a broadcast of one `Plan` for each step, and of `Masks` for those that need them; of
+  replicas without rank 0 a `StepOutput` comes back for each.
 
 Token ids, block ids and rows travel as packed little-endian integers inside msgpack `bin` fields: a plan for 256
 decoding sequences has to fit in one eager MPI message (4000 bytes).
@@ -67,6 +67,15 @@ class Request(msgspec.Struct, frozen=True, tag="request"):
     sampling: SamplingParams
     priority: int = 0  # lower goes first
     cache_salt: str = ""  # prefix-cache blocks are shared only between equal salts
+    grammar: str = ""  # of llguidance: the output is one of its texts
+
+
+class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
+    """What grammars are compiled for. Sent before the first request that has one."""
+
+    tokenizer: str  # tokenizer.json's text
+    size: int  # of the model's vocabulary
+    ends: tuple[int, ...]  # tokens that end an answer: grammars allow them where they accept
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -81,7 +90,14 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     code: int = 0
 
 
-ToScheduler = Request | Abort | Drain
+class Switch(msgspec.Struct, frozen=True, tag="switch"):
+    """Serve another model, or none. The server sends it when no sequence is open, and no request before the answer."""
+
+    model: int  # its number among the server's; Ready repeats it
+    options: str  # rank/options.py's Options as JSON; "": unload what is loaded, and wait
+
+
+ToScheduler = Request | Vocabulary | Abort | Drain | Switch
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -132,6 +148,18 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     ranks: int
     pids: list[int] = []  # of each rank, in rank order
     hosts: list[str] = []
+    model: int = 0  # the number that Switch had; 0: the one that the job began with
+
+
+class Unloaded(msgspec.Struct, frozen=True, tag="unloaded"):
+    """The ranks have given the model's memory back and wait for a Switch."""
+
+
+class SwitchFailed(msgspec.Struct, frozen=True, tag="switch_failed"):
+    """That model cannot be loaded. Ready follows, of the model from before."""
+
+    model: int
+    message: str
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -158,7 +186,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     code: int
 
 
-ToServer = Ready | Progress | Draining | Deltas | Fatal
+ToServer = Ready | Progress | Draining | Deltas | Fatal | Unloaded | SwitchFailed
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -170,9 +198,10 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     num_computed: int  # leading tokens whose keys and values are in the cache already
     blocks: bytes  # u32
     sampling: SamplingParams
+    constrained: bool = False  # steps that sample it get `Masks`
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """What every rank does in one step. Deltas only: the ranks keep each row's tokens, blocks and parameters.
 
     Applied in this order: freed, new, (block_rows, block_ids), then the step itself over `rows`. A row whose count
@@ -186,7 +215,21 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     freed: bytes = b""  # u16
     block_rows: bytes = b""  # u16: rows that get one more block ...
     block_ids: bytes = b""  # u32: ... and which
-    stop: int = -1  # >= 0: end the program with this exit code
+    stop: int = -1  # >= 0: end the program with this exit code ...
+    switch: bytes = b""  # ... or go on with another model: a Switch
+
+
+class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The tokens that a step's constrained rows may sample.
+
+    They follow the plan as soon as the tokens before are known, in the order of the steps.
+    """
+
+    step: int
+    bits: bytes  # of each constrained row that samples, in the plan's order: a bit for each token, in u32 words
+
+
+ToRanks = Plan | Masks
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -210,16 +253,25 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_plan_decoder = msgspec.msgpack.Decoder(Plan)
+_plan_decoder = msgspec.msgpack.Decoder(ToRanks)
 _step_output_decoder = msgspec.msgpack.Decoder(StepOutput)
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan(plan: ToRanks) -> bytes:
+    """A plan, or the masks of one."""
     return _encoder.encode(plan)
 
 
-def decode_plan(data) -> Plan:
+def decode_plan(data) -> ToRanks:
     return _plan_decoder.decode(data)
+
+
+def encode_switch(switch: Switch) -> bytes:
+    return _encoder.encode(switch)
+
+
+def decode_switch(data: bytes) -> Switch:
+    return msgspec.msgpack.decode(data, type=Switch)
 
 
 def encode_step_output(output: StepOutput) -> bytes:

@@ -31,6 +31,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     start: int
     stop: int
+    # Of GGUF files: rows of queries and keys lie as interleaved rotary pairs, in heads of this size; 0: they do not.
+    paired: int = 0
+    added: float = 0.0  # to every element, which has to be taken off again
 
     @property
     def width(self) -> int:
@@ -43,6 +46,7 @@ class Index(msgspec.Struct):
 
     files: dict[str, str]  # tensor → the file that should hold it
     headers: dict[str, dict[str, Entry]]  # file → its tensors
+    path: str = ""  # of the GGUF file whose tensors these are, renamed; empty: of safetensors
 
 
 def rows(shape: Sequence[int]) -> tuple[int, ...]:

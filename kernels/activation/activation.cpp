@@ -46,6 +46,20 @@ struct Relu2 {
     static INLINE Vec of(Vec x) { return x < 0 ? fill(0) : x * x; }  // NaNs stay NaNs
 };
 
+// Gated: y of gate and up.
+template <typename F> struct Times {
+    static INLINE Vec of(Vec gate, Vec up) { return F::of(gate) * up; }
+};
+
+struct ClampedSwiglu {  // as in activation.py; NaNs stay NaNs
+    static INLINE Vec of(Vec gate, Vec up) {
+        gate = gate > 7 ? fill(7) : gate;
+        up = up > 7 ? fill(7) : up;
+        up = up < -7 ? fill(-7) : up;
+        return gate / (1 + exp(-1.702f * gate)) * (up + 1);
+    }
+};
+
 template <typename F, typename T> void plain(const Plain& a, int part, int parts) {
     Share share(a.count, part, parts);
     const T* x = (const T*)a.x;
@@ -62,18 +76,22 @@ template <typename F, typename T> void gated(const Gated& a, int part, int parts
         const T *gate = (const T*)a.x + t * 2 * a.width, *up = gate + a.width;
         T* y = (T*)a.y + t * a.width;
         int64_t i = first;
-        for (; i + LANES <= last; i += LANES) store(y + i, F::of(load(gate + i)) * load(up + i));
-        if (i < last) store(y + i, F::of(load(gate + i, last - i)) * load(up + i, last - i), last - i);
+        for (; i + LANES <= last; i += LANES) store(y + i, F::of(load(gate + i), load(up + i)));
+        if (i < last) store(y + i, F::of(load(gate + i, last - i), load(up + i, last - i)), last - i);
     }
 }
 
-#define ACTIVATION(name, F)                          \
+#define GATED(name, F)                               \
     OP(gated_##name##_f32, (gated<F, float>), Gated) \
-    OP(gated_##name##_bf16, (gated<F, bf16>), Gated) \
-    OP(name##_f32, (plain<F, float>), Plain)         \
+    OP(gated_##name##_bf16, (gated<F, bf16>), Gated)
+
+#define ACTIVATION(name, F)                  \
+    GATED(name, Times<F>)                    \
+    OP(name##_f32, (plain<F, float>), Plain) \
     OP(name##_bf16, (plain<F, bf16>), Plain)
 
 ACTIVATION(silu, Silu)
 ACTIVATION(gelu, Gelu)
 ACTIVATION(gelu_tanh, GeluTanh)
 ACTIVATION(relu2, Relu2)
+GATED(clamped_swiglu, ClampedSwiglu)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, sigmoid
 from torch.nn.functional import gelu, relu, silu
 
 from .. import jit
 from ..cpp import ops
 
 THREADS = 128
-# gelu_tanh: Hendrycks and Gimpel 2016, arXiv 1606.08415; relu2: So et al. 2021, arXiv 2109.08668. common.cuh has the
-# same order.
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+# gelu_tanh: Hendrycks and Gimpel 2016, arXiv 1606.08415; relu2: So et al. 2021, arXiv 2109.08668. common.cuh has
+# the same order.
+PLAIN = ("silu", "gelu", "gelu_tanh", "relu2")
+# gpt-oss (OpenAI 2025, arXiv 2508.10925): sigmoid(SLOPE * gate) * gate * (up + 1), where both are clamped first: gate
+# from above, up on both sides. Gated alone.
+CLAMPED_SWIGLU = "clamped_swiglu"
+LIMIT, SLOPE = 7.0, 1.702
+ACTIVATIONS = (*PLAIN, CLAMPED_SWIGLU)
 
 
 def gated_activation(x: Tensor, activation: str = "silu") -> Tensor:
@@ -24,7 +29,7 @@ def gated_activation(x: Tensor, activation: str = "silu") -> Tensor:
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """act(x) [T, I]; computed in f32. x may be overwritten."""
+    """act(x) [T, I], of PLAIN; computed in f32. x may be overwritten."""
     if x.is_cuda:
         return activate_cuda(x, activation)
     if x.is_contiguous() and ops.takes(x):
@@ -39,6 +44,9 @@ def activate_reference(x: Tensor, activation: str) -> Tensor:
 
 def gated_activation_reference(x: Tensor, activation: str) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
+    if activation == CLAMPED_SWIGLU:
+        gate = gate.float().clamp(max=LIMIT)
+        return (sigmoid(gate * SLOPE) * gate).mul_(up.float().clamp(-LIMIT, LIMIT) + 1).to(x.dtype)
     return _act(gate.float(), activation).mul_(up).to(x.dtype)
 
 

@@ -21,9 +21,9 @@ def backends(device_type: str) -> tuple[Backend, ...]:
     """Those of a kind of device: the first that supports a part computes it."""
     if device_type == "cpu":
         return cpu_decode, reference
-    from . import attention_triton
+    from . import attention_triton, mla_triton
 
-    return attention_tma, cudnn, attention_triton
+    return attention_tma, cudnn, mla_triton, attention_triton
 
 
 def store_and_attend(
@@ -62,7 +62,7 @@ def decode_newest(
 ) -> Tensor:
     """store_and_attend where supports_one_kernel."""
     out = q.new_empty(len(q), q.shape[1], values.shape[3])
-    _attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, newest))
+    attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, newest))
     return out.flatten(1)
 
 
@@ -80,13 +80,14 @@ def paged_attention(
     out = q.new_empty(len(q), q.shape[1], values.shape[3])
     n, count = rows.num_decodes, len(rows.query_lens)
     if n:
-        _attend(Part(q, keys, values, rows, params, 0, n, out))
+        attend(Part(q, keys, values, rows, params, 0, n, out))
     if n < count:
-        _attend(Part(q, keys, values, rows, params, n, count, out))
+        attend(Part(q, keys, values, rows, params, n, count, out))
     return out.flatten(1)
 
 
-def _attend(part: Part) -> None:
+def attend(part: Part) -> None:
+    """By the first backend that takes it. Raises FatalError where none does."""
     for backend in backends(part.q.device.type):
         if backend.supports(part):
             backend.run(part, backend.plan(part))

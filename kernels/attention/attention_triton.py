@@ -54,10 +54,17 @@ def _softcap(s, CAP: tl.constexpr):
 
 
 @triton.jit
+def _with_sink(total, top, sinks, mask):
+    """The sums of softmaxes, relative to 2^top, with their heads' sinks, which are to the base e."""
+    return total + tl.exp2(tl.load(sinks, mask=mask, other=0.0) * 1.4426950408889634 - top)
+
+
+@triton.jit
 def _combine(
-    parts, sums, out, row, count, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Rows row:row + GROUP of out [rows, DIM] from `count` parts each, weighted by their sums."""
+    parts, sums, out, sinks, row, count, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Rows row:row + GROUP of out [rows, DIM] from `count` parts each, weighted by their sums. sinks: of these rows."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
     # Parts at once: as many as fit in registers, for each round waits for memory.
     MOST: tl.constexpr = triton.cdiv(8192, HEADS * PADDED)
@@ -70,6 +77,8 @@ def _combine(
                     cache_modifier=".cg")  # fmt: skip
     top = tl.max(tl.where(mine, every, 0.0), 1)[:, None]
     total = tl.sum(tl.exp2(every - top), 1)
+    if SINKS:
+        total = _with_sink(total, tl.max(top, 1), sinks + heads, heads < GROUP)
     acc = tl.zeros([HEADS, PADDED], tl.float32)
     for at in range(0, count, AHEAD):
         split = at + tl.arange(0, AHEAD)[None, :]
@@ -87,11 +96,12 @@ def _combine(
 
 @triton.jit(do_not_specialize=["table_row"])  # it differs from step to step
 def decode_kernel(
-    q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
+    q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived, sinks,
     scale, eps, q_row, k_row, v_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
 
@@ -172,7 +182,10 @@ def decode_kernel(
         acc = acc * old[:, None] + tl.dot(p.to(y.dtype), y, input_precision=PRECISION)
         best = top
 
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # an empty row gives zeros
+    whole = total
+    if SINKS:  # counted once: of several parts by who adds them up
+        whole = tl.where(count == 1, _with_sink(total, best, sinks + head * GROUP + rows, rows < GROUP), total)
+    acc = acc / tl.where(whole > 0, whole, 1.0)[:, None]  # an empty row gives zeros
     mask = mine & (dims < DIM)[None, :]
     tl.store(out + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask & (count == 1))
     if SPLITS > 1 and count > 1:
@@ -181,7 +194,10 @@ def decode_kernel(
         tl.debug_barrier()  # all threads' stores, before the one thread that tells of them
         before = tl.atomic_add(arrived + b * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
         if before == count - 1:
-            _combine(parts, sums, out, b * HEADS + head * GROUP, count, DIM, PADDED, GROUP, SPLITS)
+            _combine(
+                parts, sums, out, sinks + head * GROUP, b * HEADS + head * GROUP, count,
+                DIM, PADDED, GROUP, SPLITS, SINKS,
+            )  # fmt: skip
             tl.store(arrived + b * KV_HEADS + head, 0)
 
 
@@ -218,9 +234,10 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["first", "table_row"])
 def prefill_kernel(
-    q, keys, values, tables, lengths, starts, out, scale, first, q_row, table_row,
+    q, keys, values, tables, lengths, starts, out, sinks, scale, first, q_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens of one sequence, the `first + program_id(2)`-th, for one query head.
 
@@ -258,6 +275,8 @@ def prefill_kernel(
             acc, total, best, x, keys, values, table, head // group, middle, stop, positions, length,
             KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, CAP, True, PRECISION,
         )  # fmt: skip
+        if SINKS:
+            total = _with_sink(total, best, sinks + head, True)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + at * (HEADS * DIM) + head * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mine)
 
@@ -303,7 +322,7 @@ def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    cap: float, splits: int, newest: CurrentKV | None = None, tile: int = 0, part: int = 0,
+    cap: float, sinks: Tensor | None, splits: int, newest: CurrentKV | None = None, tile: int = 0, part: int = 0,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
 
@@ -327,16 +346,18 @@ def decode(
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     decode_kernel[kv_heads, n, splits](
         q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
-        scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), heads, kv_heads, dim, padded,
+        q if sinks is None else sinks, scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0),
+        tables.stride(0), heads, kv_heads, dim, padded,
         max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
-        cap * LOG2_E, int(newest is not None), int(norms is not None), "tf32" if narrow else "ieee", overlap,
+        cap * LOG2_E, int(sinks is not None), int(newest is not None), int(norms is not None),
+        "tf32" if narrow else "ieee", overlap,
         num_warps=4, num_stages=4 if narrow and padded <= 128 else 2, launch_pdl=overlap,
     )  # fmt: skip
 
 
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor,
-    scale: float, window: int, cap: float, first: int, count: int, longest: int,
+    scale: float, window: int, cap: float, sinks: Tensor | None, first: int, count: int, longest: int,
     rows: int = 0, tile: int = 0,
 ) -> None:  # fmt: skip
     """Sequences first:first + count of the tables, with up to `longest` tokens each; q and out [T, heads, head_dim]."""
@@ -347,8 +368,9 @@ def prefill(
     rows = max(16, min(rows, triton.next_power_of_2(longest)))
     tile = tile or (64 if narrow and padded <= 128 else 32)
     prefill_kernel[triton.cdiv(longest, rows), heads, count](
-        q, keys, values, tables, lengths, starts, out, scale * LOG2_E, first, q.stride(0), tables.stride(0),
+        q, keys, values, tables, lengths, starts, out, q if sinks is None else sinks,
+        scale * LOG2_E, first, q.stride(0), tables.stride(0),
         heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, cap * LOG2_E,
-        "tf32" if narrow else "ieee", num_warps=8 if rows >= 128 else 4,
+        int(sinks is not None), "tf32" if narrow else "ieee", num_warps=8 if rows >= 128 else 4,
         num_stages=3 if narrow and padded <= 128 else 2,
     )  # fmt: skip

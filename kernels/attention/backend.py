@@ -29,6 +29,9 @@ class AttentionParams(NamedTuple):
     window: int = 0  # a token sees itself and the window - 1 tokens before it; 0: all
     # Scores s become softcap * tanh(s / softcap), before the mask (Gemma 2, arXiv 2408.00118); 0: they stay.
     softcap: float = 0.0
+    # [heads] f32: a logit of each head that takes part in its softmax and has no value (gpt-oss; Xiao et al. 2023,
+    # arXiv 2309.17453). None: there is none.
+    sinks: Tensor | None = None
 
 
 class CurrentKV(NamedTuple):
@@ -71,7 +74,7 @@ class Backend(Protocol):
     """A module with these functions."""
 
     def supports(self, part: Part) -> bool:
-        """Whether `run` takes it: dtypes, sizes, strides, window, soft cap."""
+        """Whether `run` takes it: dtypes, sizes, strides, window, soft cap, sinks."""
 
     def plan(self, part: Part) -> Any:
         """What `run` needs to know of the step. Layers share what costs: the first leaves it in `rows.scratch`."""

@@ -12,6 +12,7 @@ struct Decode {
     const int32_t *tables, *lengths;  // [B, table_pitch], [B]; length 0 gives zeros
     void* out;  // [B, heads, dim]
     float* partial;  // [threads, 2, group, 2 + dim]: per query head the largest score, the sum and the weighted values
+    const float* sinks;  // [heads], or null
     int64_t sequences, heads, kv_heads, dim, block_size, table_pitch, q_pitch, window;
     double scale, cap;
 };
@@ -162,7 +163,8 @@ template <typename T> void attend(const Decode& a, const Item& item, int64_t fro
     }
 }
 
-template <typename T> INLINE void finish(const Decode& a, const Item& item, int64_t head, const float* values, float sum) {
+template <typename T> INLINE void finish(const Decode& a, const Item& item, int64_t head, const float* values, float top, float sum) {
+    if (a.sinks) sum += exp(fill(a.sinks[head] - top))[0];
     T* out = (T*)a.out + (item.sequence * a.heads + head) * a.dim;
     for (int64_t i = 0; i < a.dim; i++) out[i] = narrow<T>(values[i] / sum);
 }
@@ -183,7 +185,7 @@ template <typename T> void decode(const Decode& a, int part, int threads) {
             attend<T>(a, item, from, to, item.kv_head * group + g, here, s);
             for (int i = 0; i < here; i++) {
                 if (from == 0 && to == item.count) {
-                    finish<T>(a, item, item.kv_head * group + g + i, s.values[i], s.sum[i]);
+                    finish<T>(a, item, item.kv_head * group + g + i, s.values[i], s.top[i], s.sum[i]);
                     continue;
                 }
                 float* partial = a.partial + ((part * 2 + (from == 0)) * group + g + i) * (2 + a.dim);
@@ -212,7 +214,7 @@ template <typename T> void merge(const Decode& a, int part, int threads) {
                 for (int64_t i = 1; i < size; i++) mine[i] = mine[i] * keep + more[i] * add;
                 mine[0] = top;
             }
-            finish<T>(a, item, item.kv_head * group + g, mine + 2, mine[1]);
+            finish<T>(a, item, item.kv_head * group + g, mine + 2, mine[0], mine[1]);
         }
     });
 }

@@ -24,11 +24,11 @@ def plan(part: Part) -> None:
 
 def run(part: Part, plan: None) -> None:
     """A sequence of length 0 gives zeros."""
-    (q, out), (scale, window, cap) = part.decoding, part.params
+    (q, out), (scale, window, cap, sinks) = part.decoding, part.params
     keys, tables = part.keys, part.rows.block_tables
     n, heads, dim = q.shape
     size, kv_heads = keys.shape[1:3]
     partial = q.new_empty(torch.get_num_threads(), 2, heads // kv_heads, 2 + dim, dtype=torch.float32)
-    values_ = (q, keys, part.values, tables, part.rows.lengths, out, partial, n, heads, kv_heads, dim, size,
+    values_ = (q, keys, part.values, tables, part.rows.lengths, out, partial, sinks, n, heads, kv_heads, dim, size,
                tables.stride(0), q.stride(0), window, float(scale), float(cap))  # fmt: skip
     ops.run(*((ops.typed("cpu_decode", name, q.dtype), values_) for name in ("decode", "merge")))

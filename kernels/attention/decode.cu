@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 2)
 decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v, const __grid_constant__ TensorMap few_k,
        const __grid_constant__ TensorMap few_v, const T* q, const T* k, const T* v, const float* cos, const float* sin,
        const T* q_weight, const T* k_weight, const long long* slots, T* keys, T* values, const int* tables, const int* lengths,
-       T* out, float* parts, float* sums, int* arrived, int n, int q_row, int k_row, int v_row, int table_row, float scale,
+       T* out, float* parts, float* sums, int* arrived, const float* sinks, int n, int q_row, int k_row, int v_row, int table_row, float scale,
        float eps, float cap) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
@@ -251,6 +251,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
         for (int g = warp; g < GROUP; g += WARPS) {
             Part part = all_here ? merge(tops, mixed, g) : load_part(step, place(divided.first, head, true, g));
             if (!whole) part = add_up(step, part, divided, head, g);
+            if (SINKS) part = with_sink(part, sinks[head * GROUP + g]);
             store_out(to + g * DIM, part);
         }
         if (!whole && thread == 0) *count = 0;

@@ -176,6 +176,15 @@ __device__ inline Part add_up(const Step& step, Part part, const Border& divided
     const float by = sum > 0 ? 1 / sum : 0;
 #pragma unroll
     for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
+    if (SINKS && sum > 0) part.weight += log2f(sum);
+    return part;
+}
+
+// All of a sequence's head, whose sink takes part in its softmax: a logit without a value.
+__device__ inline Part with_sink(Part part, float sink) {
+    const float by = 1 / (1 + exp2_approx(sink * LOG2_E - part.weight));  // 0 of an empty sequence
+#pragma unroll
+    for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
     return part;
 }
 

@@ -87,7 +87,7 @@ __device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v,
-        const int* items, int count, const int* tables, int table_row, T* out, float scale, float cap) {
+        const int* items, int count, const int* tables, int table_row, T* out, const float* sinks, float scale, float cap) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -245,6 +245,7 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
             float sum = rows.sum[h];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
+            if (SINKS) sum += exp2_approx(sinks[head] * LOG2_E - rows.top[h] * (CAPPED ? 1 : scale));
             const float by = sum > 0 ? 1 / sum : 0;
             const int row = skip + quarter * 16 + lane / 4 + h * 8;
             T* to = out + (long long)(work.row + row) * HEADS * DIM + head * DIM;

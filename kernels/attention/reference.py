@@ -86,7 +86,7 @@ def run(part: Part, plan: _Plan) -> None:
     if not part.decodes:
         for one in plan.groups:
             k, v = plan.gather(part, one.slots)
-            _attend_prompt(part.q[one.start : one.stop], k, v, part.params, part.out[one.start : one.stop])
+            attend_prompt(part.q[one.start : one.stop], k, v, part.params, part.out[one.start : one.stop])
         return
     n = part.stop
     rows_q = part.q[:n] if plan.order is None else part.q.index_select(0, plan.order)
@@ -125,16 +125,19 @@ def _decode_groups(part: Part) -> tuple[Tensor | None, list[_Group]]:
 
 
 def _prompts(part: Part) -> list[_Group]:
-    rows, block_size, device = part.rows, part.keys.shape[1], part.keys.device
-    prompts = []
+    rows, prompts = part.rows, []
     start = rows.num_decodes
     for i in range(part.first, part.stop):
         stop = start + rows.query_lens[i]
-        positions = torch.arange(rows.kv_lens[i], device=device)
-        slots = rows.block_tables[i].long()[positions // block_size] * block_size + positions % block_size
-        prompts.append(_Group(start, stop, slots))
+        prompts.append(_Group(start, stop, slots_of(rows, i, part.keys.shape[1])))
         start = stop
     return prompts
+
+
+def slots_of(rows: AttentionMetadata, i: int, block_size: int) -> Tensor:
+    """[length] int64: where the cache has the tokens of the i-th sequence."""
+    positions = torch.arange(rows.kv_lens[i], device=rows.block_tables.device)
+    return rows.block_tables[i].long()[positions // block_size] * block_size + positions % block_size
 
 
 def _split(lens: list[int], row_bytes: int) -> list[tuple[int, int]]:
@@ -160,23 +163,36 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: Attent
     # The query heads that share a key head stand as rows of one small matrix; keys are not repeated.
     grouped = q.reshape(n, kv_heads, heads // kv_heads, dim).float()
     k, v = (c.view(n, -1, kv_heads, c.shape[2]).transpose(1, 2) for c in (k, v))
-    if params.softcap:
-        out = _softcapped(grouped, k, v, mask, params)
+    if params.softcap or params.sinks is not None:
+        sinks = None if params.sinks is None else params.sinks.view(kv_heads, -1, 1)
+        out = _softmax(grouped, k, v, mask, params, sinks)
     else:
         out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=params.scale)
     return out.reshape(n, heads, v.shape[3]).to(q.dtype)
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-    """scaled_dot_product_attention, grouped queries too, but with a cap, for which that has no argument. All f32."""
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams, sinks: Tensor | None
+) -> Tensor:
+    """scaled_dot_product_attention, grouped queries too, with a cap and sinks, for which that has no arguments.
+
+    All f32. sinks: as the scores [..., queries, keys], of which they have one of each or all rows.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = (q @ k.mT).mul_(params.scale / params.softcap).tanh_().mul_(params.softcap)
-    return (s if mask is None else s.add_(mask)).softmax(-1) @ v
+    s = (q @ k.mT).mul_(params.scale)
+    if params.softcap:
+        s = s.div_(params.softcap).tanh_().mul_(params.softcap)
+    if mask is not None:
+        s = s.add_(mask)
+    if sinks is None:
+        return s.softmax(-1) @ v
+    return torch.cat((s, sinks.expand(*s.shape[:-1], 1)), -1).softmax(-1)[..., :-1] @ v
 
 
-def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:
+def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:
     """q [n, heads, head_dim] are the last n tokens of a sequence with k, v [L, kv_heads, dim]."""
     computed = len(k) - len(q)  # tokens before q's first
+    by_hand = bool(params.softcap) or params.sinks is not None
     k, v = (c.transpose(0, 1)[None] for c in (k, v))  # [1, kv_heads, L, dim]
     for start in range(0, len(q), PIECE):
         piece = q[start : start + PIECE].transpose(0, 1)[None].float()
@@ -184,14 +200,15 @@ def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out
         first = max(0, computed + start + 1 - params.window) if params.window else 0
         shape = piece.shape[2], last - first
         mask = None
-        if shape[0] > 1 and (shape[0] < shape[1] or params.window or params.softcap):
+        if shape[0] > 1 and (shape[0] < shape[1] or params.window or by_hand):
             mask = torch.full(shape, float("-inf"), device=q.device).triu_(1 + shape[1] - shape[0])
             if params.window:
                 behind = torch.ones(shape, dtype=torch.bool, device=q.device).tril_(shape[1] - shape[0] - params.window)
                 mask.masked_fill_(behind, float("-inf"))
         seen = k[:, :, first:last], v[:, :, first:last]
-        if params.softcap:
-            done = _softcapped(piece, *seen, mask, params)
+        if by_hand:
+            sinks = None if params.sinks is None else params.sinks.view(-1, 1, 1)
+            done = _softmax(piece, *seen, mask, params, sinks)
         else:
             causal = mask is None and shape[0] > 1
             done = scaled_dot_product_attention(

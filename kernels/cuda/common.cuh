@@ -35,14 +35,19 @@ __device__ inline float exp2_approx(float x) {  // of 2
 }
 
 // Activations, by their place in ACTIVATIONS of kernels/activation/activation.py.
-enum { SILU, GELU, GELU_TANH, RELU2 };
+enum { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU };
 
 // act(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential
 // and a division by the book are 30 instructions for four bytes that come from memory.
 template <class E, int ACT> __device__ inline float activated(float gate, float up) {
     if constexpr (ACT == GELU) return 0.5f * gate * (1 + erff(gate * 0.7071067811865476f)) * up;
     if constexpr (ACT == RELU2) return gate > 0 ? gate * gate * up : 0;
-    float z = gate;  // both others are gate * sigmoid(z)
+    if constexpr (ACT == CLAMPED_SWIGLU) {
+        gate = gate > 7 ? 7 : gate;  // NaNs stay NaNs
+        up = (up > 7 ? 7 : up < -7 ? -7 : up) + 1;
+    }
+    float z = gate;  // the others are gate * sigmoid(z)
+    if constexpr (ACT == CLAMPED_SWIGLU) z = 1.702f * gate;
     if constexpr (ACT == GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
     if constexpr (sizeof(E) > 2) return gate / (1.0f + expf(-z)) * up;
     float by;

@@ -2,6 +2,7 @@
 // on.
 
 #define MINUS_INFINITY __int_as_float(0xff800000)  // -infinity
+#define LOG2_E 1.4426950408889634f
 
 template <int N> __device__ inline void ldmatrix(unsigned (&y)[N], unsigned from) {
     if constexpr (N == 4)
@@ -71,7 +72,7 @@ __device__ inline void exchange_quads(unsigned (&x)[4]) {
 // instruction errs by 2^-11 of the score, operands of 16 bits by more.
 template <bool CAP> __device__ inline float score(float product, float scale, float cap) {
     if (!CAP) return product * scale;
-    const float c = cap * 1.4426950408889634f;
+    const float c = cap * LOG2_E;
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(product * (scale / c)));
     return c * y;

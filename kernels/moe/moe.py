@@ -16,6 +16,8 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import ACTIVATIONS
 from ..gemm.linear import gated_linear, linear
+from ..quantized import floats
+from ..quantized.floats import Floats
 from . import expert_gemm
 from .expert_gemm import ItemConfig
 
@@ -54,6 +56,19 @@ TILINGS = {
 F32_TILING = Tiling(TileConfig(16, 32, 32, 4, 2), TileConfig(16, 32, 32, 4, 2))
 
 
+Matrices = Tensor | Floats  # [E, outputs, inputs]
+
+
+class Biases(NamedTuple):
+    """Of all experts, in the dtype of their matrices, contiguous."""
+
+    up: Tensor | None = None  # [E, 2 I], gate over up
+    down: Tensor | None = None  # [E, H]
+
+
+UNBIASED = Biases()
+
+
 class Held(NamedTuple):
     """The experts that a rank has, of a layer that is shared out. Pairs of others are left out of the sums."""
 
@@ -67,19 +82,28 @@ class Held(NamedTuple):
 
 
 def fused_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu", held: Held | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Matrices,
+    w2: Matrices,
+    act: str = "silu",
+    biases: Biases = UNBIASED,
+    held: Held | None = None,
 ) -> Tensor:
     """The sum over j of weights[t, j] * w2[e] (act(w13's gate[e] x[t]) * w13's up[e] x[t]), e = ids[t, j]: [T, H].
 
-    x [T, H], ids [T, k] int32 below E, weights [T, k] f32, w13 [E, 2 I, H] and w2 [E, H, I] of x's dtype, contiguous.
-    held: which experts w13 and w2 are, where they are not all; then ids are below held.total, e = ids[t, j] -
-    held.first, and the sum is over j with 0 <= e < E.
+    x [T, H], ids [T, k] int32 below E, weights [T, k] f32, w13 [E, 2 I, H] and w2 [E, H, I] of x's dtype, contiguous,
+    or quantised. biases: added to what either matrix makes. held: which experts w13 and w2 are, where they are not all;
+    then ids are below held.total, e = ids[t, j] - held.first, and the sum is over j with 0 <= e < E.
     """
     if not x.is_cuda:
-        return experts_cpu(x, ids, weights, w13, w2, act, held)
+        return experts_cpu(x, ids, weights, w13, w2, act, biases, held)
     x = x.contiguous()
     if len(x) == 0:
         return torch.empty_like(x)
+    if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in biases):
+        return grouped(x, ids, weights, w13, w2, act, biases, held=held)
     # A rank with a part of the experts has about as large a part of the pairs, so that its pairs per expert are these.
     pairs, experts = ids.numel(), held.total if held else len(w13)
     if pairs <= min(GEMV_PAIRS, experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
@@ -90,18 +114,35 @@ def fused_experts(
 
 
 def fused_experts_reference(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu", held: Held | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    act: str = "silu",
+    biases: Biases = UNBIASED,
+    held: Held | None = None,
 ) -> Tensor:
     """Pair by pair, in f32."""
+    up, down = (None if bias is None else bias.float().cpu() for bias in biases)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     here = held.ids if held else range(len(w13))
     for t in range(len(x)):
         for number, weight in zip(ids[t].tolist(), weights[t], strict=True):
             if number in here:
                 e = number - here.start
-                inner = gated_linear(x[t : t + 1].float().cpu(), w13[e].float().cpu(), act)
-                y[t] += weight * linear(inner, w2[e].float().cpu())[0].to(y.device)
+                inner = gated_linear(x[t : t + 1].float().cpu(), w13[e].float().cpu(), act, of_expert(up, e))
+                y[t] += weight * linear(inner, w2[e].float().cpu(), of_expert(down, e))[0].to(y.device)
     return y.to(x.dtype)
+
+
+def of_expert(stack: Tensor | None, expert: int) -> Tensor | None:
+    return None if stack is None else stack[expert]
+
+
+def matrix(stack: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs] of one expert."""
+    return floats.dequantize(stack.expert(expert), dtype) if isinstance(stack, Floats) else stack[expert]
 
 
 def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
@@ -114,18 +155,27 @@ def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
 
 
 def experts_cpu(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str, held: Held | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Matrices,
+    w2: Matrices,
+    act: str,
+    biases: Biases = UNBIASED,
+    held: Held | None = None,
 ) -> Tensor:
     """Expert by expert, each with all of its tokens."""
-    k, local = ids.shape[1], _local(ids, len(w13), held)
+    k, experts = ids.shape[1], w13.shape[0]
+    local = _local(ids, experts, held)
     order = local.argsort(stable=True)
-    counts = torch.bincount(local, minlength=len(w13) + 1).tolist()
+    counts = torch.bincount(local, minlength=experts + 1).tolist()
     y = torch.zeros(x.shape, dtype=torch.float32)
     for e, pairs in enumerate(order.split(counts)[:-1]):
         if len(pairs):
             tokens = pairs // k
-            inner = gated_linear(x[tokens], w13[e], act)
-            y.index_add_(0, tokens, linear(inner, w2[e]) * weights.flatten()[pairs, None])
+            inner = gated_linear(x[tokens], matrix(w13, e, x.dtype), act, of_expert(biases.up, e))
+            made = linear(inner, matrix(w2, e, x.dtype), of_expert(biases.down, e))
+            y.index_add_(0, tokens, made * weights.flatten()[pairs, None])
     return y.to(x.dtype)
 
 
@@ -236,17 +286,19 @@ def grouped(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Matrices,
+    w2: Matrices,
     act: str = "silu",
+    biases: Biases = UNBIASED,
     tiles: Tiling | None = None,
     held: Held | None = None,
 ) -> Tensor:
     """Grouped GEMMs over pairs sorted by expert. tiles: chosen unless given."""
     from . import moe_triton
 
-    tiles = tiles or tiling(ids.numel(), held.total if held else len(w13), x.dtype)
-    groups = group(ids, len(w13), tiles.up.rows, held)
-    h = moe_triton.expert_up(x, ids, weights, w13, groups, ACTIVATIONS.index(act), tiles.up)
-    y = moe_triton.expert_down(h, w2, groups, tiles.down)
+    experts = w13.shape[0]
+    tiles = tiles or tiling(ids.numel(), held.total if held else experts, x.dtype)
+    groups = group(ids, experts, tiles.up.rows, held)
+    h = moe_triton.expert_up(x, ids, weights, w13, groups, ACTIVATIONS.index(act), tiles.up, biases.up)
+    y = moe_triton.expert_down(h, w2, groups, tiles.down, weights, biases.down)
     return moe_triton.combine(y, ids, held.ids if held else None)

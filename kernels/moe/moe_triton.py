@@ -14,6 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..device import device_caps
+from ..quantized.floats import Floats
+from ..quantized.floats_triton import stored, weight_tile
 
 if TYPE_CHECKING:
     from .moe import Groups, TileConfig
@@ -28,6 +30,10 @@ def _activated(gate, up, ACT: tl.constexpr):
         return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
     if ACT == 3:
         return tl.where(gate > 0, gate * gate, 0.0) * up
+    if ACT == 4:  # NaNs stay NaNs
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
     z = gate
     if ACT == 2:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -36,9 +42,10 @@ def _activated(gate, up, ACT: tl.constexpr):
 
 @triton.jit
 def expert_up_kernel(
-    x, w13, order, ends, tile_expert, tile_start, weights, h,
+    x, w13, scales, bias, order, ends, tile_expert, tile_start, weights, h,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """h [pairs, INNER] in the order of `order`: weight of the pair * act(gate) * up."""
     if OVERLAP:
@@ -54,20 +61,22 @@ def expert_up_kernel(
     pairs = tl.load(order + rows, mask=valid, other=0)  # rows past the end compute what nobody stores
     outputs, inputs = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
     from_x = x + (pairs // TOP).to(tl.int64)[:, None] * HIDDEN + inputs[None, :]
-    from_gate = w13 + (expert * 2 * INNER + outputs % INNER)[None, :] * HIDDEN + inputs[:, None]
-    from_up = from_gate + INNER * HIDDEN
+    gates = expert * 2 * INNER + outputs % INNER
     gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for at in range(0, HIDDEN, INPUTS):
         if HIDDEN % INPUTS:
-            there = inputs < HIDDEN - at
-            a = tl.load(from_x + at, mask=there[None, :], other=0.0)
-            b = tl.load(from_gate + at, mask=there[:, None], other=0.0)
-            c = tl.load(from_up + at, mask=there[:, None], other=0.0)
+            a = tl.load(from_x + at, mask=(inputs < HIDDEN - at)[None, :], other=0.0)
         else:
-            a, b, c = tl.load(from_x + at), tl.load(from_gate + at), tl.load(from_up + at)
+            a = tl.load(from_x + at)
+        b = weight_tile(w13, scales, gates, at, inputs, a.dtype, HIDDEN, INPUTS, KIND, UNIT)
+        c = weight_tile(w13, scales, gates + INNER, at, inputs, a.dtype, HIDDEN, INPUTS, KIND, UNIT)
         gate = tl.dot(a, b, gate, input_precision=PRECISION)
         up = tl.dot(a, c, up, input_precision=PRECISION)
+    if BIAS:
+        from_bias = bias + gates
+        gate += tl.load(from_bias).to(tl.float32)[None, :]
+        up += tl.load(from_bias + INNER).to(tl.float32)[None, :]
     y = _activated(gate, up, ACT) * tl.load(weights + pairs)[:, None]
     to = h + rows.to(tl.int64)[:, None] * INNER + outputs[None, :]
     tl.store(to, y.to(h.dtype.element_ty), mask=valid[:, None] & (outputs < INNER)[None, :])
@@ -75,11 +84,14 @@ def expert_up_kernel(
 
 @triton.jit
 def expert_down_kernel(
-    h, w2, order, ends, tile_expert, tile_start, y,
+    h, w2, scales, bias, order, ends, tile_expert, tile_start, weights, y,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y [pairs, HIDDEN], in the pairs' own order, of h [pairs, INNER] in that of `order`."""
+    """y [pairs, HIDDEN], in the pairs' own order, of h [pairs, INNER] in that of `order`.
+
+    h has the pairs' weights in it, a bias gets them here.
+    """
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -94,17 +106,20 @@ def expert_down_kernel(
     rows = tl.minimum(rows, end - 1)
     outputs, inputs = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
     from_h = h + rows.to(tl.int64)[:, None] * INNER + inputs[None, :]
-    from_w = w2 + (expert * HIDDEN + outputs % HIDDEN)[None, :] * INNER + inputs[:, None]
+    columns = expert * HIDDEN + outputs % HIDDEN
     acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for at in range(0, INNER, INPUTS):
         if INNER % INPUTS:
-            there = inputs < INNER - at
-            a = tl.load(from_h + at, mask=there[None, :], other=0.0)
-            b = tl.load(from_w + at, mask=there[:, None], other=0.0)
+            a = tl.load(from_h + at, mask=(inputs < INNER - at)[None, :], other=0.0)
         else:
-            a, b = tl.load(from_h + at), tl.load(from_w + at)
+            a = tl.load(from_h + at)
+        b = weight_tile(w2, scales, columns, at, inputs, a.dtype, INNER, INPUTS, KIND, UNIT)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    to = y + tl.load(order + rows).to(tl.int64)[:, None] * HIDDEN + outputs[None, :]
+    pairs = tl.load(order + rows)
+    if BIAS:
+        added = tl.load(bias + columns).to(tl.float32)
+        acc += added[None, :] * tl.load(weights + pairs)[:, None]
+    to = y + pairs.to(tl.int64)[:, None] * HIDDEN + outputs[None, :]
     tl.store(to, acc.to(y.dtype.element_ty), mask=valid[:, None] & (outputs < HIDDEN)[None, :])
 
 
@@ -132,26 +147,44 @@ def combine_kernel(
 
 
 def expert_up(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, groups: Groups, act: int, cut: TileConfig
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor | Floats,
+    groups: Groups,
+    act: int,
+    cut: TileConfig,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up."""
+    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up. bias [E, 2 I]: added before."""
     hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, _overlaps(x)
     h = x.new_empty(ids.numel(), inner)
+    codes, scales, kind, unit = stored(w13)
     grid = (len(groups.tile_expert) * triton.cdiv(inner, cut.outputs),)
     expert_up_kernel[grid](
-        x, w13, *groups, weights, h, hidden, inner, ids.shape[1], act, cut.rows, cut.outputs, cut.inputs,
-        _precision(x), overlap, num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
+        x, codes, scales, x if bias is None else bias, *groups, weights, h, hidden, inner, ids.shape[1], act, cut.rows,
+        cut.outputs, cut.inputs, kind, unit, bias is not None, _precision(x), overlap,
+        num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
     return h
 
 
-def expert_down(h: Tensor, w2: Tensor, groups: Groups, cut: TileConfig) -> Tensor:
-    """[pairs, H], in the pairs' own order, of what `expert_up` makes."""
+def expert_down(
+    h: Tensor,
+    w2: Tensor | Floats,
+    groups: Groups,
+    cut: TileConfig,
+    weights: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """[pairs, H], in the pairs' own order, of what `expert_up` makes. bias [E, H]: added, times the pairs' weights."""
     (hidden, inner), overlap = w2.shape[1:], _overlaps(h)
     y = h.new_empty(len(h), hidden)
+    codes, scales, kind, unit = stored(w2)
     grid = (len(groups.tile_expert) * triton.cdiv(hidden, cut.outputs),)
     expert_down_kernel[grid](
-        h, w2, *groups, y, hidden, inner, cut.rows, cut.outputs, cut.inputs, _precision(h), overlap,
+        h, codes, scales, h if bias is None else bias, *groups, h if weights is None else weights, y, hidden, inner,
+        cut.rows, cut.outputs, cut.inputs, kind, unit, bias is not None, _precision(h), overlap,
         num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
     return y

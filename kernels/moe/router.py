@@ -17,7 +17,6 @@ from .. import jit
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 SHARED_ROWS = 8  # tokens that a warp multiplies with one row of the router at once
 WARPS = 8
-GROUP_TOP = 2  # a group is as good as its best experts together, so many
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
 
@@ -26,17 +25,19 @@ class RouterParams(NamedTuple):
 
     top_k: int
     scoring: str = "softmax"
-    corrected: bool = False  # a bias is added to the scores, for the choice alone
+    corrected: bool = False  # a bias is added to sigmoid's scores, for the choice alone
     normalise: bool = True  # the weights of a token's experts add up to 1
     scale: float = 1.0  # a factor on the weights
     groups: int = 1
     top_groups: int = 1  # groups that experts are chosen from
+    group_top: int = 2  # a group is as good as its best experts together, so many
+    biased: bool = False  # a bias is added to softmax's logits
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
     """x [T, H], weight [E, H] and bias [E] f32 → ids [T, k] int32 and weights [T, k] f32 of each token's experts.
 
-    bias: added to the scores for the choice, not for the weights. Ids are valid whatever x holds, NaN too.
+    bias: where params.corrected, or params.biased. Ids are valid whatever x holds, NaN too.
     """
     if supports(weight, params):
         return route_cuda(x, weight, bias, params)
@@ -45,11 +46,13 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) 
 
 def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
     logits = x.float() @ weight.float().t()
+    if params.biased and bias is not None:
+        logits += bias
     scores = logits.softmax(-1) if params.scoring == "softmax" else logits.sigmoid()
-    ranks = scores if bias is None else scores + bias
+    ranks = scores + bias if params.corrected and bias is not None else scores
     if params.groups > 1:
         grouped = ranks.unflatten(1, (params.groups, -1))
-        best = grouped.topk(GROUP_TOP, -1).values.sum(-1).topk(params.top_groups, -1).indices
+        best = grouped.topk(params.group_top, -1).values.sum(-1).topk(params.top_groups, -1).indices
         kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
         ranks = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
     ids = ranks.topk(params.top_k, -1).indices
@@ -62,8 +65,14 @@ def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: Rout
 def supports(weight: Tensor, params: RouterParams) -> bool:
     """Whether `route_cuda` takes this router."""
     experts, hidden = weight.shape
-    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts) and params.groups == 1
-    return weight.is_cuda and weight.element_size() == 2 and sizes and jit.plain(weight)
+    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts)
+    return weight.is_cuda and weight.element_size() == 2 and sizes and supports_groups(params) and jit.plain(weight)
+
+
+def supports_groups(params: RouterParams) -> bool:
+    """Whether route.cu chooses among them. It ranks a softmax's experts by their logits, which are not to be added."""
+    best = (1, 2) if params.scoring == "sigmoid" else (1,)
+    return params.groups == 1 or (params.groups <= 32 and params.group_top in best)
 
 
 def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
@@ -98,6 +107,9 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         NORMALISE=int(params.normalise),
         BIAS=int(bias),
         WARPS=WARPS,
+        GROUPS=params.groups,
+        TOP_GROUPS=params.top_groups,
+        GROUP_TOP=params.group_top,
     )
 
 

@@ -65,6 +65,13 @@ def encode_reference(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.copysign_(x).to(torch.int8).view(weight.shape), scales.squeeze(2).to(torch.float16)
 
 
+def from_blocks(blocks: Tensor) -> Encoded:
+    """blocks uint8 [O, I / 32 * 34], as ggml's files hold them: of each group its scale, then its codes."""
+    groups = blocks.contiguous().view(len(blocks), -1, 2 + GROUP)
+    scales = groups[..., :2].contiguous().view(torch.float16).squeeze(2)
+    return Encoded(groups[..., 2:].contiguous().view(torch.int8).view(len(blocks), -1), scales)
+
+
 def pack(codes: Tensor, scales: Tensor) -> Packed:
     """What `linear` likes best on their device."""
     if codes.is_cuda:

@@ -15,7 +15,7 @@ from ...rank.options import Options
 from ...rank.server import tls
 from .. import http_client
 from ..job import mpi_env, rank_bootstrap, sbatch, server_process, supervisor
-from ..options import option_sources
+from ..options import models_file, option_sources
 from ..options.help import options_help, show_config
 from ..options.resolve import DEMO, in_force, joined, resolve
 
@@ -28,10 +28,13 @@ def main(argv: Sequence[str]) -> int:
     mpi_env.refuse_lonely_srun(os.environ)
     place = mpi_env.rank_place(os.environ)
     first = place is None or place.rank == 0
+    models: models_file.Models | None = None  # where there are several
     shown = False  # all that is wanted is to be printed: no rank joins MPI
     try:
         argv, script = sbatch.wanted(argv)
         chosen = option_sources.read(Options, argv, os.environ, strict=first)
+        if chosen.options.models_config and models_file.load_dotenv(chosen.options.models_config, os.environ):
+            chosen = option_sources.read(Options, argv, os.environ, strict=first)
         place = joined(chosen.options, place)
         shown = chosen.help or chosen.show_config or script
         if script and not chosen.help:
@@ -47,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
             if chosen.show_config:
                 print(show_config(chosen, in_force(chosen.options, place)))
                 return 0
-            options = resolve(chosen.options, place)
+            if chosen.options.models_config:
+                models = models_file.read(chosen.options)
+                for note in models.notes:
+                    supervisor.say(note)
+            options = resolve(models.first() if models is not None else chosen.options, place)
         elif chosen.show_config:
             return 0
     except option_sources.FatalError as stop:
@@ -57,11 +64,11 @@ def main(argv: Sequence[str]) -> int:
             rank_bootstrap.give_up(stop, place)
         raise
     if place is not None:
-        rank_bootstrap.join(options if first else chosen.options, place)
-    return serve(options)
+        rank_bootstrap.join(options if first else chosen.options, place, models=models)
+    return serve(options, models)
 
 
-def serve(options: Options) -> int:
+def serve(options: Options, models: models_file.Models | None = None) -> int:
     """Not under MPI: supervise."""
     listener, options = server_process.open_for_clients(options)
     directory = ""
@@ -71,7 +78,7 @@ def serve(options: Options) -> int:
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
         start = supervisor.launch_spec(options, link, columns)
         _announce(options, listener.url)
-        child = server_process.start(server_process.config(options, link, listener, []), os.environ)
+        child = server_process.start(server_process.config(options, link, listener, [], models), os.environ)
         job = supervisor.Supervisor(start, child, options.restarts, serving=lambda: _serving(options, listener, link))
         return job.run()
     finally:

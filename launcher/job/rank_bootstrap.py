@@ -21,6 +21,7 @@ import msgspec
 from ...errors import RANK_FAILED, RANK_KILLED, USAGE, FatalError
 from ...rank.options import JOB_ENV, Job, Options, decode_job, encode_job
 from ...rank.server.config import ServerConfig
+from ..options.models_file import Models
 from . import binding, linux, mpi_env, server_process, visible_devices
 from .mpi_env import RankPlace
 
@@ -58,10 +59,10 @@ def main() -> int:
         return stop.code
 
 
-def join(options: Options, place: RankPlace, jobs: Jobs | None = None) -> NoReturn:
+def join(options: Options, place: RankPlace, jobs: Jobs | None = None, models: Models | None = None) -> NoReturn:
     """Become a rank under a user's mpirun or srun. Of ranks other than 0, only the device options are used.
 
-    jobs: starts a process in place of the server process, for batch jobs.
+    jobs: starts a process in place of the server process, for batch jobs. models: what the server serves, if several.
     """
     linux.die_with(os.getppid())
     linux.ignore((signal.SIGUSR1, signal.SIGUSR2))
@@ -71,7 +72,7 @@ def join(options: Options, place: RankPlace, jobs: Jobs | None = None) -> NoRetu
             if len(options.devices) > 1 and options.device != "cpu" and given_one(place):
                 listed = ",".join(str(one) for one in options.devices)
                 linux.say(f"each rank computes on the one GPU that it sees: --d {listed} chooses nothing")
-            link = _start_server(options, jobs)
+            link = _start_server(options, jobs, models)
         else:
             hold_drain()
         exec_rank(Job(options=options, announced_size=place.size, server_socket=link), place, own=True)
@@ -192,7 +193,7 @@ def _await_socket(path: str, child: subprocess.Popen[bytes] | None = None) -> No
         time.sleep(0.01)
 
 
-def _start_server(options: Options, jobs: Jobs | None) -> str:
+def _start_server(options: Options, jobs: Jobs | None, models: Models | None) -> str:
     """Rank 0 without a supervisor: start the server process, and fork a watcher that ends it after rank 0.
 
     Returns the path of the server's socket.
@@ -202,7 +203,7 @@ def _start_server(options: Options, jobs: Jobs | None) -> str:
         listener, options = server_process.open_for_clients(options)
     directory = server_process.job_directory()
     link = os.path.join(directory, "lead")
-    settings = server_process.config(options, link, listener, binding.allowed())
+    settings = server_process.config(options, link, listener, binding.allowed(), models)
     child = server_process.start(settings, os.environ) if jobs is None else jobs(settings)
     hold_drain()
     if listener is not None:

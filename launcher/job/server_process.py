@@ -22,6 +22,7 @@ from ...rank.options import Options
 from ...rank.server import server_registry, tls
 from ...rank.server.config import VARIABLE, SamplingDefaults, ServerConfig
 from .. import builtin_model
+from ..options.models_file import Models
 from . import mpi_env
 from .linux import say
 
@@ -214,7 +215,9 @@ def _own_name(listener: Listener | None) -> list[str]:
     return [listener.name] if listener and listener.name not in ("", "*") else []
 
 
-def config(options: Options, link: str, listener: Listener | None, cpus: list[int]) -> ServerConfig:
+def config(
+    options: Options, link: str, listener: Listener | None, cpus: list[int], models: Models | None = None
+) -> ServerConfig:
     """The server process's configuration. link: its socket for rank 0. cpus: those it may run on."""
     defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
     keys = [(" ".join(line.split()[:-1]), line.split()[-1]) for line in options.api_key.split("\n") if line.strip()]
@@ -235,11 +238,16 @@ def config(options: Options, link: str, listener: Listener | None, cpus: list[in
         queue_size=options.queue_size,
         requests_per_key=options.requests_per_key,
         response_store=options.response_store,
+        ui_server=options.ui_server,
+        file_store=os.path.abspath(options.file_store) if options.file_store else "",
         restarts_expected=options.restarts > 0,
         sampling=SamplingDefaults(**defaults),
         generation_config="auto" if options.generation_config else "none",
         chat_template=options.chat_template,
         thinking=options.thinking,
+        models=models.configs(options) if models is not None else [],
+        idle_unload=models.idle_unload if models is not None else 0.0,
+        mcp_config=options.mcp_config,
         access_log=options.access_log,
         log_level=options.log_level,
         cpus=cpus,

@@ -26,8 +26,7 @@ def _refuse(text: str) -> CompatFlag:
 _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
 _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
-_GGUF = _refuse("GGUF files are not supported yet; use the model's safetensors directory")
-_TOOLS = _refuse("tool servers are not supported yet")
+_TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
 
 FOREIGN: dict[str, CompatFlag] = {
     # candle-vLLM, both generations
@@ -37,6 +36,7 @@ FOREIGN: dict[str, CompatFlag] = {
     "--holding-time": _note("requests join the running batch at once", takes_value=True),
     "--kvcache-mem-cpu": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
     "--disable-cuda-graph": _note("graphs are used where they are faster and change no result"),
+    "--nk": _note("weights are repacked for the device when they are loaded", takes_value=True),
     "--cpu": _refuse("use --device cpu"),
     "--num-nodes": _NODES,
     "--node-rank": _NODES,
@@ -47,20 +47,15 @@ FOREIGN: dict[str, CompatFlag] = {
     "--fp8-kvcache": _KV_DTYPE,
     "--hf-token": _HUB,
     "--hf-token-path": _HUB,
-    "--f": _GGUF,
-    "--weight-file": _GGUF,
     "--yarn-scaling-factor": _refuse("write rope_parameters into the model's config.json"),
     "--repeat-last-n": _refuse("penalties see the whole text; --repetition-penalty sets how strong they are"),
     "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
     "--mamba-fraction": _refuse("models with state-space layers are not supported yet"),
     "--num-experts-offload-per-rank": _refuse("experts in the host's memory are not supported yet; --tp splits them"),
-    "--ui-server": _refuse("there is no web page yet; `phalanx chat` talks to a running server"),
     "--mcp-command": _TOOLS,
     "--mcp-args": _TOOLS,
-    "--mcp-config": _TOOLS,
-    "--enforce-parser": _TOOLS,
+    "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),
     "--request-timeout": _refuse("requests have no time limit; --timeout limits a rank's step"),
-    "--models-config": _refuse("one model is served; --config FILE reads options from YAML"),
     # vLLM
     "--kv-cache-dtype": _KV_DTYPE,
     "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),

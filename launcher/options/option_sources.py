@@ -94,7 +94,7 @@ class _Line:
     def __init__(self, table: dict[str, Spec], strict: bool):
         self._on = {one: spec for spec in table.values() for one in spec.flag.flags}
         self._off = {one: spec for spec in table.values() for one in spec.flag.off}
-        self._positional = next((spec for spec in table.values() if spec.flag.positional), None)
+        self._places = [spec for spec in table.values() if spec.flag.positional]
         self._strict = strict
         self.found: dict[str, tuple[_Origin, object]] = {}
         self.notes: list[str] = []
@@ -138,7 +138,7 @@ class _Line:
                 self.found[spec.name] = (_command_line(name), text)
                 if name == "--gpu-memory-utilization":
                     self.notes.append(f"{name} is read as --kv-fraction: a share of the memory free after loading")
-        elif name in FOREIGN and self._positional is not None:
+        elif name in FOREIGN and self._places:
             self._foreign(name, value, words)
         else:
             raise UsageError(f"unknown option {name}{self._suggestion(name)}", everywhere=True)
@@ -159,16 +159,15 @@ class _Line:
         self.notes.append(f"{name} has no effect: {entry.text}")
 
     def _positionals(self, words: list[str]) -> None:
-        spec = self._positional
         for word in words:
-            if spec is None:
+            if not self._places:
                 raise UsageError(f"unexpected argument {word!r}", everywhere=True)
-            if spec.name not in self.found:
-                self.found[spec.name] = (_command_line("DIR"), word)
+            if free := next((spec for spec in self._places if spec.name not in self.found), None):
+                self.found[free.name] = (_command_line(free.flag.metavar), word)
             elif word in ARCHITECTURES:
                 self.notes.append(f"{word!r} is not needed: the architecture is read from the model's config.json")
             else:
-                origin, known = self.found[spec.name]
+                origin, known = self.found[self._places[-1].name]
                 raise UsageError(
                     f"unexpected argument {word!r}: the model is given already ({known!r})", everywhere=True
                 )
@@ -187,9 +186,10 @@ class _Line:
 
 def _environment_layer(table: dict[str, Spec], environ: Mapping[str, str]) -> dict[str, tuple[_Origin, object]]:
     return {
-        spec.name: (_Origin(spec.env, "environment"), environ[spec.env])
+        spec.name: (_Origin(name, "environment"), environ[name])
         for spec in table.values()
-        if environ.get(spec.env)  # an empty variable is an unset one
+        for name in (spec.flag.variable, spec.env)
+        if name and environ.get(name)  # an empty variable is an unset one
     }
 
 
@@ -253,6 +253,15 @@ def from_keywords(options: type[T], keywords: Mapping[str, object], environ: Map
     ]
     return options(
         **{name: check(table[name], text, origin) for layer in layers for name, (origin, text) in layer.items()}
+    )
+
+
+def overridden(options: T, keywords: Mapping[str, object], place: str) -> T:
+    """The struct with other values, by field or flag name. Raises UsageError."""
+    layer = _named_layer(specs(type(options)), keywords, place, "unknown option")
+    table = specs(type(options))
+    return msgspec.structs.replace(
+        options, **{name: check(table[name], text, origin) for name, (origin, text) in layer.items()}
     )
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 import msgspec
 
 from ...errors import MODEL, USAGE, FatalError
+from ...rank.gguf import checkpoint
+from ...rank.gguf.checkpoint import is_gguf
 from ...rank.options import Options, degrees
+from ...rank.server.mcp import config as mcp_config
 from .. import hf_hub
 from ..builtin_model import DIRECTORY as DEMO
 from ..job import mpi_env
@@ -32,12 +35,15 @@ def resolve(options: Options, place: RankPlace | None) -> Options:
     if options.mem and options.kv_fraction:
         raise FatalError("--mem and --kv-fraction both size the KV cache: give one of them", USAGE)
     _check_names(options)
-    api_key, model = _api_key(options), model_directory(options, place)
+    options = _check_tool_servers(options)
+    api_key, model = _api_key(options), model_path(options, place)
     name = options.served_model_name
-    if options.model and not name and not Path(options.model).expanduser().is_dir():
+    if is_gguf(model) and not name:
+        name = checkpoint.name(Path(model))
+    elif options.model and not name and not Path(options.model).expanduser().is_dir():
         name = options.model  # an id: the directory in the cache is named by a commit, which tells clients nothing
     return msgspec.structs.replace(
-        options, model=model, served_model_name=name, api_key=api_key, api_key_file="", **numbers
+        options, model=model, weight_file="", served_model_name=name, api_key=api_key, api_key_file="", **numbers
     )
 
 
@@ -91,6 +97,17 @@ def _check_devices(options: Options, ranks: int, place: RankPlace | None) -> Non
         raise FatalError(f"--d {listed} lists {len(options.devices)} devices for {here} ranks on this node", USAGE)
 
 
+def _check_tool_servers(options: Options) -> Options:
+    if not options.mcp_config:
+        return options
+    path = str(Path(options.mcp_config).expanduser().absolute())
+    try:
+        mcp_config.read(path)
+    except ValueError as error:
+        raise FatalError(f"--mcp-config {error}", USAGE) from None
+    return msgspec.structs.replace(options, mcp_config=path)
+
+
 def _check_names(options: Options) -> None:
     for one in options.allowed_origins:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+/?", one, re.IGNORECASE):
@@ -125,20 +142,56 @@ def _api_key(options: Options) -> str:
     return "\n".join(keys)
 
 
-def model_directory(options: Options, place: RankPlace | None = None) -> str:
-    """The absolute path of the model's directory, made sure of as far as a launcher can. A model's id is fetched."""
+def model_path(options: Options, place: RankPlace | None = None) -> str:
+    """The absolute path of the model's directory or GGUF file, made sure of as far as a launcher can. What the hub has
+    is fetched."""
+    if options.weight_file:
+        return _weight_file(options, place)
     if not options.model:
         return str(DEMO)
     path = Path(options.model).expanduser()
+    if path.is_file() and is_gguf(path):
+        return _gguf(path)
     if path.is_file():
-        what = "GGUF files are not supported yet" if path.suffix == ".gguf" else "it is a file"
         raise FatalError(
-            f"model {options.model!r}: {what}; a directory with config.json and safetensors is needed", USAGE
+            f"model {options.model!r}: it is a file; a GGUF file or a directory with config.json and safetensors is "
+            "needed",
+            USAGE,
         )
     if not path.is_dir():
         if hf_hub.is_id(options.model):
-            return hf_hub.model(options.model, waiting=place is not None and place.size > 1)
+            return hf_hub.model(options.model, waiting=_waiting(place))
         raise FatalError(f"model {options.model!r}: there is no such directory on {mpi_env.hostname()}", USAGE)
     if not (path / "config.json").is_file():
-        raise FatalError(f"model {options.model!r}: the directory has no config.json", MODEL)
+        found = sorted(file.name for file in path.glob("*.gguf"))
+        hint = f"; choose one of its GGUF files with --f, such as --f {found[0]}" if found else ""
+        raise FatalError(f"model {options.model!r}: the directory has no config.json{hint}", MODEL)
     return str(path.resolve())
+
+
+def _weight_file(options: Options, place: RankPlace | None) -> str:
+    """The path of --f: in the model's directory, at the hub, or by itself."""
+    file = options.weight_file
+    if not is_gguf(file):
+        raise FatalError(
+            f"--f {file}: a file that ends with .gguf is needed; of safetensors name the directory (--w)", USAGE
+        )
+    path = Path(options.model).expanduser() / Path(file).expanduser()
+    if path.is_file():
+        return _gguf(path)
+    if options.model and not Path(options.model).expanduser().is_dir() and hf_hub.is_id(options.model):
+        return hf_hub.gguf(options.model, file, waiting=_waiting(place))
+    raise FatalError(f"--f {file}: there is no file {path} on {mpi_env.hostname()}", USAGE)
+
+
+def _gguf(path: Path) -> str:
+    """Not resolved: the hub's cache has links to files without names."""
+    missing = [file for file in checkpoint.shards(path) if not file.is_file()]
+    if missing:
+        raise FatalError(f"there is no file {missing[0]}, which is one of the shards of {path.name}", MODEL)
+    return str(path.absolute())
+
+
+def _waiting(place: RankPlace | None) -> bool:
+    """Whether other ranks wait for this one."""
+    return place is not None and place.size > 1

@@ -17,7 +17,7 @@ from ...kernels.rope.rope import CosSin
 from .batch import Batch
 from .cache_spec import CacheSpec
 from .config import Config, spelled
-from .experts.fused import StackedLinear
+from .experts.fused import APART, StackedLinear, StoredStack
 from .formats import ChooseFormat, Part, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
@@ -31,7 +31,9 @@ STACKED = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts in one
 # The types that a field of Args accepts, by its annotation.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str, "dict": dict}
 # Keys of config.json that count tokens, layers or groups, of which there are some wherever the key is given.
-POSITIVE = ("sliding_window", "sliding_window_pattern", "decoder_sparse_step", "n_group", "topk_group")
+POSITIVE = (
+    "sliding_window", "sliding_window_pattern", "decoder_sparse_step", "moe_layer_freq", "n_group", "topk_group",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,10 @@ class Args:
                 if not _is_of(value, kind) or (field.name in POSITIVE and value < 1):
                     name = spelled(field.name, config.model_type)
                     expected = f"{kind}, at least 1" if field.name in POSITIVE else kind
-                    raise FatalError(f"{config.path}/config.json: {name} is {value!r}, expected {expected}", MODEL)
+                    raise FatalError(f"{config.file}: {name} is {value!r}, expected {expected}", MODEL)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 name = spelled(field.name, config.model_type)
-                raise FatalError(f"{config.path}/config.json has no {name}", MODEL)
+                raise FatalError(f"{config.file} has no {name}", MODEL)
         return cls(**values)
 
 
@@ -283,13 +285,23 @@ class Model(nn.Module):
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, stored), format_of)
             elif isinstance(layer, StackedLinear):
-                layer.sources = self._expert_sources(path, layer, stored)
-                if format_of(layer.sources[0].path.replace("{}", "0")) is not Part:
-                    raise FatalError(f"--isq: {path} has experts, which are not quantised yet: leave --isq out", USAGE)
+                sources = self._expert_sources(path, layer, stored)
+                layer.build(sources, self._stored_stack(path, format_of(sources[0].path.replace("{}", "0"))))
             elif isinstance(layer, ShardedModule) and not layer.sources:
                 layer.sources = (Source(path),)
         if self.tied and self.lm_head and self.model.embed_tokens:
             self.lm_head.tie(self.model.embed_tokens)
+
+    @staticmethod
+    def _stored_stack(path: str, chosen: Any) -> StoredStack | None:
+        """How a checkpoint stores a stack of experts: of what chooses each linear's format."""
+        if chosen is Part:
+            return None
+        if isinstance(chosen, type):
+            raise FatalError(f"--isq: {path} has experts, which are not quantised yet: leave --isq out", USAGE)
+        if not hasattr(chosen, "decode"):
+            raise FatalError(f"{path}: experts that are quantised this way are not supported yet", MODEL)
+        return cast(StoredStack, chosen)
 
     def _sources(self, path: str, linear: Linear, stored: Container[str]) -> list[Source]:
         if linear is self.lm_head and self.tied:
@@ -302,11 +314,13 @@ class Model(nn.Module):
         return [Source(f"{parent}.{part}" if parent else part) for part in merged]
 
     def _expert_sources(self, path: str, layer: StackedLinear, stored: Container[str]) -> tuple[Source, ...]:
-        """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged."""
-        if path in stored:
+        """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged or not."""
+        if path in stored or layer.layout != APART:
             return tuple(self._merged_sources(path, layer.outputs))
         parent, _, name = path.rpartition(".")
-        return tuple(Source(f"{parent}.{{}}.{part}") for part in self.MERGED.get(name, (name,)))
+        parts = self.MERGED.get(name, (name,))
+        stacked = f"{parent}.{parts[0]}" in stored
+        return tuple(Source(f"{parent}.{part}" if stacked else f"{parent}.{{}}.{part}") for part in parts)
 
     @staticmethod
     def _merged_sources(path: str, outputs: Sequence[Shard]) -> list[Source]:

@@ -1,8 +1,8 @@
 """What a layer keeps of its sequences from step to step. rank/worker/kv_cache.py makes room for it.
 
-A kind of cache is a class here that lists the tensors of a block; the layer that asks for it gets them in that order. A
-latent is one tensor, keys and values in FP8 are four with their scales. What a layer keeps of a sequence as a whole,
-such as a recurrent state, is no block's: it would be a second method, for tensors with an entry for each row.
+A kind of cache is a class here that lists the tensors of a block; the layer that asks for it gets them in that order.
+Keys and values are two, a latent is one. What a layer keeps of a sequence as a whole, such as a recurrent state, is no
+block's: it would be a second method, for tensors with an entry for each row.
 """
 
 from __future__ import annotations
@@ -42,6 +42,17 @@ class PagedKV(NamedTuple):
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]."""
         return tuple(TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
+
+
+class PagedLatent(NamedTuple):
+    """What multi-head latent attention keeps of every token (arXiv 2405.04434), on each rank of a tensor group alike:
+    the latent of all heads' keys and values, and the key with its position that they share."""
+
+    width: int  # of both, side by side
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """[tokens, width]."""
+        return (TensorSpec((tokens, self.width), dtype),)
 
 
 def block_bytes(spec: CacheSpec, tokens: int, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""Reads and checks a model directory's config.json, without torch: the launcher needs it too.
+"""Reads and checks a model directory's config.json, without torch. The metadata of a GGUF file become the same keys.
 
 It reads both generations of Hugging Face's config.json. `raw` is converted to the newer one: `rope_parameters` instead
 of rope_theta and rope_scaling, `dtype` instead of torch_dtype. Of a multimodal model it has the keys of the text model.
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MODEL, USAGE, FatalError
+from ..checkpoint_files import config_file, is_gguf
+from ..gguf import checkpoint
 from . import stored_formats
 from .architectures import config_keys, supported
 
@@ -39,13 +41,21 @@ class Config:
     raw: dict[str, Any]  # config.json, converted to the newer form
     quantization: dict[str, Any]  # how the checkpoint's weights are quantised; empty: they are not
 
+    @property
+    def file(self) -> Path:
+        """The file that it was read from."""
+        return config_file(self.path)
+
 
 def read_config(path: str | Path) -> Config:
     """The config of a model directory. Raises FatalError, code MODEL, if it is missing, broken or not supported."""
     path = Path(path)
-    if not path.is_dir():
+    if is_gguf(path):
+        raw = checkpoint.config(path)
+    elif path.is_dir():
+        raw = _read_json(path / "config.json")
+    else:
         raise FatalError(f"there is no model directory {path}", MODEL)
-    raw = _read_json(path / "config.json")
     model_type = raw.get("model_type")
     if model_type not in supported():
         raise FatalError(
@@ -60,9 +70,11 @@ def read_config(path: str | Path) -> Config:
     hidden = _integer(raw, "hidden_size", path)
     kv_heads = _integer(raw, "num_key_value_heads", path, default=heads)
     if heads % kv_heads:
-        raise FatalError(f"{path}/config.json: {heads} attention heads cannot share {kv_heads} key heads evenly", MODEL)
+        raise FatalError(
+            f"{config_file(path)}: {heads} attention heads cannot share {kv_heads} key heads evenly", MODEL
+        )
     if raw.get("head_dim") is None and hidden % heads:
-        raise FatalError(f"{path}/config.json: hidden_size {hidden} is not a multiple of its {heads} heads", MODEL)
+        raise FatalError(f"{config_file(path)}: hidden_size {hidden} is not a multiple of its {heads} heads", MODEL)
     return Config(
         path=path,
         model_type=model_type,
@@ -117,9 +129,9 @@ def _integer(raw: dict[str, Any], key: str, path: Path, default: int | None = No
         value = default
     name = spelled(key, raw["model_type"])
     if value is None:
-        raise FatalError(f"{path}/config.json has no {name}", MODEL)
+        raise FatalError(f"{config_file(path)} has no {name}", MODEL)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FatalError(f"{path}/config.json: {name} is {value!r}, not a positive integer", MODEL)
+        raise FatalError(f"{config_file(path)}: {name} is {value!r}, not a positive integer", MODEL)
     return value
 
 
@@ -128,7 +140,7 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     text = raw.get("text_config")
     if text is not None:
         if not isinstance(text, dict):
-            raise FatalError(f"{path}/config.json: text_config is {text!r}, not an object", MODEL)
+            raise FatalError(f"{config_file(path)}: text_config is {text!r}, not an object", MODEL)
         raw = {"model_type": raw["model_type"]} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
     model_type = str(raw["model_type"])
     model_type = config_keys(model_type).text_type or model_type
@@ -147,7 +159,7 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """One dict with rope_type and rope_theta, or one for each type of layer, from either style."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise FatalError(f"{path}/config.json: the rope parameters are {given!r}, not an object", MODEL)
+        raise FatalError(f"{config_file(path)}: the rope parameters are {given!r}, not an object", MODEL)
     full, sliding = given, dict[str, Any]()
     nested = FULL in given or SLIDING in given
     if nested:
@@ -165,7 +177,7 @@ def _rope_of(given: dict[str, Any], raw: dict[str, Any], theta: float | None, pa
     rope.setdefault("rope_theta", theta or 10000.0)
     for key, value in rope.items():
         if isinstance(value, str | dict) and key != "rope_type":
-            raise FatalError(f"{path}/config.json: rope parameter {key} is {value!r}, not a number", MODEL)
+            raise FatalError(f"{config_file(path)}: rope parameter {key} is {value!r}, not a number", MODEL)
     if raw.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
     if rope["rope_type"] in ("llama3", "yarn", "longrope", "su"):
@@ -177,7 +189,9 @@ def _rope_of(given: dict[str, Any], raw: dict[str, Any], theta: float | None, pa
 def _dtype(raw: dict[str, Any], path: Path) -> str:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise FatalError(f"{path}/config.json: dtype {name} is not supported; supported are {', '.join(DTYPES)}", MODEL)
+        raise FatalError(
+            f"{config_file(path)}: dtype {name} is not supported; supported are {', '.join(DTYPES)}", MODEL
+        )
     return DTYPES[name]
 
 

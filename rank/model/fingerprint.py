@@ -11,29 +11,36 @@ import msgspec
 from ...comm.base import HostComm
 from ...comm.broadcast import gather_bytes
 from ...errors import MODEL, FatalError
-from ..safetensors_header import weight_files
+from ..checkpoint_files import BEGINNING, config_file, directory, is_gguf, weight_files
 
 MISSING = -1  # the size of a file that is not there
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    config: str = ""  # SHA-256 of config.json
+    config: str = ""  # SHA-256 of config.json, or of a GGUF file's beginning
     files: dict[str, int] = {}  # weight file → bytes
     problem: str = ""  # why there is no model here
 
 
 def take(path: Path, weights: bool) -> Fingerprint:
     """The fingerprint of `path` on this rank's host. weights: whether to include the weight files."""
-    if not path.is_dir():
-        return Fingerprint(problem=f"there is no model directory {path}")
+    gguf = is_gguf(path)
+    if not (path.is_file() if gguf else path.is_dir()):
+        return Fingerprint(problem=f"there is no model {'file' if gguf else 'directory'} {path}")
     try:
-        config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
-        names = dict.fromkeys(weight_files(path).values()) if weights else {}
+        config = _digest(path)
+        names = weight_files(path) if weights or gguf else []
     except OSError as error:
         return Fingerprint(problem=f"{error.filename} cannot be read: {error.strerror}")
     except FatalError as stop:
         return Fingerprint(problem=str(stop))
-    return Fingerprint(config, {name: _size(path / name) for name in names})
+    return Fingerprint(config, {name: _size(directory(path) / name) for name in names})
+
+
+def _digest(path: Path) -> str:
+    """Of config.json; of a GGUF file of its beginning, where its metadata are."""
+    with config_file(path).open("rb") as opened:
+        return hashlib.sha256(opened.read(BEGINNING if is_gguf(path) else -1)).hexdigest()
 
 
 def _size(file: Path) -> int:
@@ -65,10 +72,10 @@ def difference(path: Path, mine: Fingerprint, first: Fingerprint, there: str) ->
     if mine.problem:
         return f"{mine.problem}, but {there} sees it"
     if mine.config != first.config:
-        return f"{path}/config.json differs from what {there} sees"
+        return f"{config_file(path)} differs from what {there} sees"
     name = next(n for n in first.files | mine.files if mine.files.get(n) != first.files.get(n))
     here, theirs = (one.files.get(name, MISSING) for one in (mine, first))
-    return f"{path / name} {_bytes(here)} here; for {there} it {_bytes(theirs)}"
+    return f"{directory(path) / name} {_bytes(here)} here; for {there} it {_bytes(theirs)}"
 
 
 def _bytes(size: int) -> str:

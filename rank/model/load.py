@@ -14,13 +14,17 @@ from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
 from ...errors import MEMORY, USAGE, FatalError
 from .. import filesystems
-from ..safetensors_header import Index, read_index
+from ..checkpoint_files import directory, is_gguf, read_index
+from ..gguf import checkpoint
+from ..safetensors_header import Index
 from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts
 from .formats import ChooseFormat, Part, in_situ
+from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
+from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
 from .weights.safetensors import Checkpoint
@@ -74,11 +78,11 @@ def load(
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
     module = architectures.find(config.model_type)
     args = module.Args.from_config(config)
-    names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
+    names = names_of(config, module.Model, index)
     format_of = choose_format(config, isq, quantization, names)
     model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, format_of)
-    if mesh.ep > 1:
-        _check_experts(model, mesh)
+    if mesh.ep > 1 and not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
+        raise _no_experts(mesh)  # of no stage
     parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
     if index is not None:
@@ -101,11 +105,38 @@ def load(
     return model.eval()
 
 
-def _check_experts(model: Model, mesh: Mesh) -> None:
-    """Raises FatalError where no stage has experts to share out. Collective over the mesh's world."""
-    count = sum(isinstance(one, FusedExperts) for one in model.modules())
-    if not int(mesh.world.all_reduce(torch.tensor([count], dtype=torch.int64))):
-        raise FatalError(f"--ep {mesh.ep}: the model has no experts: leave --ep out", USAGE)
+def _experts_of(model: Model) -> int:
+    """Layers of this stage that have experts."""
+    return sum(isinstance(one, FusedExperts) for one in model.modules())
+
+
+def _no_experts(mesh: Mesh) -> FatalError:
+    return FatalError(f"--ep {mesh.ep}: the model has no experts: leave --ep out", USAGE)
+
+
+def check(
+    path: str | Path,
+    mesh: Mesh,
+    max_model_len: int = 0,
+    load_format: str = "auto",
+    isq: str = "none",
+    quantization: str = "auto",
+) -> None:
+    """Raise FatalError where `load` would, as far as config.json and the headers of the weight files tell.
+
+    Not collective: one rank may ask. No weight is read.
+    """
+    config = read_config(path)
+    check_degrees(config, mesh.tensor.size, mesh.pipe.size)
+    index = read_index(config.path) if load_format != "dummy" else None
+    module = architectures.find(config.model_type)
+    names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
+    format_of = choose_format(config, isq, quantization, names)
+    model = module.Model(module.Args.from_config(config), mesh, model_length(max_model_len, config), names, format_of)
+    if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
+        raise _no_experts(mesh)
+    if index is not None:
+        _open(model, list(model.slices()), config, index, "direct", mesh.world, speaks=False)
 
 
 def _memory(
@@ -161,6 +192,13 @@ def choose_format(config: Config, isq: str, quantization: str = "auto", names: C
     return stored_formats.choose(config.quantization, Part, names)
 
 
+def names_of(config: Config, model: type[Model], index: Index | None = None) -> frozenset[str]:
+    """The names of the checkpoint's tensors, as far as they are known: a GGUF file's are beside its config."""
+    if index is None and is_gguf(config.path):
+        index = read_index(config.path)
+    return frozenset(map(model.rename, index.files)) if index else frozenset()
+
+
 def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
     """Resolve auto: f32 on CPUs, which emulate 16 bits; on GPUs the checkpoint's dtype, or bf16 for f32."""
     if dtype != "auto":
@@ -181,7 +219,7 @@ def choose_way(way: str, path: Path, world: HostComm) -> str:
     """Resolve auto: striped where any rank has the files on a network file system. Collective over world."""
     if way != "auto":
         return way
-    remote = filesystems.is_network(filesystems.kind(path))
+    remote = filesystems.is_network(filesystems.kind(directory(path)))
     return (
         "striped" if int(world.all_reduce(torch.tensor([remote * (world.size > 1)], dtype=torch.int64))) else "direct"
     )
@@ -191,12 +229,14 @@ def _open(
     model: Model, parts: list[Slice], config: Config, index: Index, way: str, world: HostComm, speaks: bool
 ) -> Checkpoint | Striped:
     """Open and check the checkpoint; the model has no memory yet. Collective over world if striped."""
-    checkpoint = Checkpoint(config.path, index, model.rename, model.spelled)
+    spelled = model.spelled if not index.path else str  # GGUF files have names of their own
+    source = Checkpoint(config.path, index, model.rename, spelled)
     for part in parts:  # before the first byte is read, so that a wrong file is reported at once
-        checkpoint.check(part)
+        source.check(part)
     if speaks:
-        _tell_unread(model, config, parts, checkpoint)
-    return Striped(checkpoint, parts, world) if way == "striped" else checkpoint
+        _tell_unread(model, config, parts, source)
+        _tell_dequantised(parts, source)
+    return Striped(source, parts, world) if way == "striped" else source
 
 
 def _share_index(path: Path, world: HostComm) -> Index:
@@ -226,7 +266,10 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     elsewhere = set(range(config.num_layers)) - set(map(int, model.model.layers))
     if config.quantization:
         harmless = (*harmless, *stored_formats.find(config.quantization).HARMLESS)
-    unread = [name for name in source.names if not name.endswith(harmless) and _layer(name) not in elsewhere]
+    # Of the two forms of a quantised tensor one is read.
+    names = [name for name in source.names if not name.endswith(checkpoint.BLOCKS)]
+    read |= {pattern.removesuffix(checkpoint.BLOCKS) + ".weight" for pattern in read}
+    unread = [name for name in names if not name.endswith(harmless) and _layer(name) not in elsewhere]
     unread = [name for name in unread if _pattern(name) not in read or _layer(name) >= config.num_layers]
     if config.raw.get("num_nextn_predict_layers"):
         if further := [name for name in unread if _layer(name) >= config.num_layers]:
@@ -237,6 +280,13 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     unread = [name for name in unread if not name.startswith(model.LEFT_OUT)]
     if unread:
         log.warning("%d tensors of the checkpoint are not used, the first is %s", len(unread), unread[0])
+
+
+def _tell_dequantised(parts: list[Slice], source: Checkpoint) -> None:
+    """Log which types of a GGUF file's linears and experts become plain weights, which take more memory."""
+    read = (source.find(part.tensor)[1].dtype for part in parts if not isinstance(part.module, VocabParallelEmbedding))
+    if kinds := sorted(set(read) & ggml.CODECS.keys()):
+        log.info("dequantised while they are loaded, as there are no kernels for them: %s", ", ".join(kinds))
 
 
 def _layer(name: str) -> int:

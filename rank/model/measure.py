@@ -26,8 +26,9 @@ from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
 from .layers.linear import Linear, QKVParallel, RowParallel
+from .layers.mla import LatentAttention
 from .layers.moe import Router
-from .load import DTYPES, choose_dtype, choose_format
+from .load import DTYPES, choose_dtype, choose_format, names_of
 from .shard import stage_layers
 from .stored_formats._part import StoredPart
 from .weights.slicing import ShardedModule
@@ -100,7 +101,8 @@ def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = de
     module = architectures.find(config.model_type)
     alone = cast(HostComm, Seat(0, 1))
     mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe))
-    return module.Model(module.Args.from_config(config), mesh, POSITIONS, format_of=format_of)
+    args, names = module.Args.from_config(config), names_of(config, module.Model)
+    return module.Model(args, mesh, POSITIONS, names, format_of)
 
 
 def rank_of(
@@ -150,6 +152,8 @@ def weights(
         elements = sum(map(torch.numel, parameters))
         if isinstance(one, Linear) and any(isinstance(part, StoredPart) for part in held):
             elements = one.num_weights  # parameters are packs of codes
+        if isinstance(one, StackedLinear) and one.stored is not None:
+            elements = one.num_weights
         shared = all(part.shared for part in held)
         copies = one.experts.width if isinstance(one, StackedLinear) else 1
         found.append(
@@ -178,7 +182,8 @@ def widest(layer: nn.Module) -> int:
     pairs = ((a, b) for a, b in itertools.pairwise(linears) if isinstance(b, RowParallel))
     plain = (sum(output.width for output in a.outputs) + b.inputs.width for a, b in pairs)
     experts = (3 * one.down_proj.inputs.width * one.top_k for one in layer.modules() if isinstance(one, FusedExperts))
-    return max((*plain, *experts), default=0)
+    latents = (one.inner for one in layer.modules() if isinstance(one, LatentAttention))
+    return max((*plain, *experts, *latents), default=0)
 
 
 def visited(module: nn.Module) -> int:
@@ -188,7 +193,8 @@ def visited(module: nn.Module) -> int:
 
 def scores(layer: nn.Module) -> int:
     """Multiply-adds of a token's queries on this rank with one token of the context, and of its weights with values."""
-    return sum(2 * one.heads.queries * one.heads.dim for one in layer.modules() if isinstance(one, QKVParallel))
+    heads = (2 * one.heads.queries * one.heads.dim for one in layer.modules() if isinstance(one, QKVParallel))
+    return sum(heads) + sum(one.scores for one in layer.modules() if isinstance(one, LatentAttention))
 
 
 def main(question: str) -> int:

@@ -41,6 +41,13 @@ def spread(size: int, rank: int, ranks: int) -> Shard:
     return Shard(size, rank * each + min(rank, more), each + (rank < more))
 
 
+def in_groups(size: int, rank: int, ranks: int) -> Shard:
+    """As `even`, but groups stay whole wherever the size is a multiple of them: the last ranks have less to do."""
+    unit = GROUP if size % GROUP == 0 and size >= GROUP * ranks else 1
+    width = -(-size // (unit * ranks)) * unit
+    return Shard(size, min(rank * width, size), width)
+
+
 def key_heads(kv_heads: int, rank: int, ranks: int) -> Shard:
     """The key heads of a rank. With fewer key heads than ranks, neighbouring ranks hold copies of the same one."""
     if kv_heads >= ranks:

@@ -5,28 +5,36 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from ... import errors
 from .. import protocol
+from .grammar import Grammar, Grammars
 from .replica import POLL_INTERVAL, Replica
 from .router import Router
 from .server_link import ServerLink
 
 STATS_EVERY = 0.5  # seconds between statistics for the server
 AUDIT_AFTER = 1.0  # seconds without a sequence before the block audit
+COMPILE_POLL = 2e-3  # seconds between looks at grammars that are compiled while nothing else is to be done
 DONE = object()
 
 
 class StepLoop:
     """Schedules all replicas. It runs in rank 0's main thread."""
 
-    def __init__(self, replicas: list[Replica], link: ServerLink):
+    def __init__(
+        self, replicas: list[Replica], link: ServerLink, accept: Callable[[protocol.Switch], bool] = lambda _: True
+    ):
+        """accept: whether to switch to another model; asked when nothing is open."""
         self.replicas = replicas
+        self.switch: protocol.Switch | None = None  # why `run` returned, where it was not drained
+        self._accept = accept
         self.router = Router(replicas)
         self.link = link
+        self._grammars = Grammars()
         self._draining = False
         self._code = errors.OK
         self._stats_due = 0.0
@@ -35,7 +43,7 @@ class StepLoop:
         self._patience: float | None = None  # seconds to wait before the audit goes on; None: it is complete
 
     def run(self) -> int:
-        """Serve until drained. Returns the exit code. Raises FatalError when the server process goes away."""
+        """Serve until drained or switched; the exit code. Raises FatalError when the server process goes away."""
         while True:
             self._receive_requests()
             blocked = [replica for replica in self.replicas if not replica.plan() and replica.busy]
@@ -45,34 +53,58 @@ class StepLoop:
                 for replica in self.replicas:
                     replica.executor.start(protocol.Plan(step=-1, stop=self._code))
                 return self._code
+            elif self.switch is not None and self._idle:
+                if self._accept(self.switch):
+                    plan = protocol.Plan(step=-1, stop=errors.OK, switch=protocol.encode_switch(self.switch))
+                    for replica in self.replicas:
+                        replica.executor.start(plan)
+                    return errors.OK
+                self.switch = None
 
     @property
     def _idle(self) -> bool:
-        return all(replica.idle for replica in self.replicas)
+        return not self._grammars.pending and all(replica.idle for replica in self.replicas)
 
     def _receive_requests(self) -> None:
-        idle = self._idle and not self._draining
+        idle = self._idle and not self._draining and self.switch is None
         if idle and not self._was_idle:
             self._check_idle()
         self._was_idle = idle
-        messages = self.link.receive(self._patience if idle else 0.0)
+        messages = self.link.receive(self._patience if idle else self._pause)
         if idle and not messages:
             self._patience = None if next(self._audit, DONE) is DONE else 0.0
         for message in messages:
             if isinstance(message, protocol.Request):
-                self._add(message)
+                if message.grammar:
+                    self._grammars.compile(message)
+                else:
+                    self._add(message)
+            elif isinstance(message, protocol.Vocabulary):
+                self._grammars.know(message)
             elif isinstance(message, protocol.Abort):
+                self._grammars.abort(message.ids)
                 for replica in self.replicas:
                     replica.scheduler.abort(message.ids)
+            elif isinstance(message, protocol.Switch):
+                self.switch = message
             else:
                 self._draining, self._code = True, message.code
+        for request, grammar in self._grammars.take():
+            self._add(request, grammar)
         if self.link.signalled:
             self.link.signalled = False
             self.link.send(protocol.Draining())  # the server knows the open requests and answers with Drain
 
-    def _add(self, request: protocol.Request) -> None:
+    @property
+    def _pause(self) -> float:
+        """How long to wait for messages where there is something to do: grammars are compiled in another thread."""
+        return COMPILE_POLL if self._grammars.pending and all(replica.idle for replica in self.replicas) else 0.0
+
+    def _add(self, request: protocol.Request, grammar: Grammar | str | None = None) -> None:
         try:
-            self.router.add(request)
+            if isinstance(grammar, str):
+                raise ValueError(grammar)
+            self.router.add(request, grammar)
         except ValueError as error:  # the server checks lengths; a faulty one must not stop the job
             self.link.send(protocol.Deltas([protocol.Delta(request.id, finish="error", error=str(error), status=400)]))
 

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Protocol
 
 from .. import protocol
+from .grammar import masks
 from .scheduler import Scheduler
 from .step import ScheduledStep
 
@@ -28,6 +29,9 @@ class Executor(Protocol):
     def start(self, plan: protocol.Plan) -> StepFuture:
         """Send the plan to every rank and start the step."""
 
+    def mask(self, masks: protocol.Masks) -> None:
+        """Send masks to the ranks that sample, which wait for them."""
+
     def progress(self) -> bool:
         """Progress outstanding sends; False when none is left."""
 
@@ -40,6 +44,7 @@ class Replica:
         self.executor = executor
         self.depth = scheduler.stages + 1
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
+        self._unmasked: deque[ScheduledStep] = deque()  # steps in flight that wait for masks
 
     @property
     def idle(self) -> bool:
@@ -53,6 +58,9 @@ class Replica:
         if planned is None:
             return False
         self._in_flight.append((planned, self.executor.start(planned.plan)))
+        if planned.constrained:
+            self._unmasked.append(planned)
+            self._send_masks()
         return len(self._in_flight) < self.depth
 
     @property
@@ -75,4 +83,13 @@ class Replica:
         """Wait for the oldest step and apply its output. Returns what it added to each sequence."""
         done, result = self._in_flight.popleft()
         result.wait(None)
-        return self.scheduler.update(done, result.output())
+        deltas = self.scheduler.update(done, result.output())
+        self._send_masks()
+        return deltas
+
+    def _send_masks(self) -> None:
+        """Send the masks of steps in flight, in order, as far as all tokens before are known."""
+        while self._unmasked and self._unmasked[0].masks_ready:
+            step = self._unmasked.popleft()
+            bits = masks([one.sequence for one in step.constrained])
+            self.executor.mask(protocol.Masks(step.plan.step, bits))

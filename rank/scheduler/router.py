@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from .. import protocol
 from .blocks import Hash, extend_chain
+from .grammar import Grammar
 from .replica import Replica
 
 # What an open sequence adds to its replica's load, in prompt tokens that cost as much. Each of its coming hundreds of
@@ -22,10 +23,10 @@ class Router:
         self.replicas = replicas
         self._sent: OrderedDict[Hash, int] = OrderedDict()  # block hash -> replica, least recently used first
 
-    def add(self, request: protocol.Request) -> None:
+    def add(self, request: protocol.Request, grammar: Grammar | None = None) -> None:
         """Add the request to a replica's scheduler. Raises ValueError as Scheduler.add does."""
         if len(self.replicas) == 1:
-            return self.replicas[0].scheduler.add(request)
+            return self.replicas[0].scheduler.add(request, grammar=grammar)
         blocks = self.replicas[0].scheduler.blocks
         tokens = protocol.unpack_u32(request.tokens)
         hashes: list[Hash] = []
@@ -34,7 +35,7 @@ class Router:
         known = [self._known(i, hashes) for i in range(len(self.replicas))]
         loads = [replica.scheduler.backlog + OPEN_SEQUENCE * replica.scheduler.open for replica in self.replicas]
         chosen = min(range(len(self.replicas)), key=lambda i: loads[i] - known[i])
-        self.replicas[chosen].scheduler.add(request, hashes, known[chosen])
+        self.replicas[chosen].scheduler.add(request, hashes, known[chosen], grammar)
         for digest in hashes:
             self._sent[digest] = chosen
             self._sent.move_to_end(digest)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from .. import protocol
 from .blocks import Blocks, Hash
+from .grammar import Grammar
 from .sequence import Sequence
 from .step import Chunk, PlannedStep, ScheduledStep
 
@@ -54,9 +55,15 @@ class Scheduler:
 
     # -- requests
 
-    def add(self, request: protocol.Request, hashes: Iterable[Hash] = (), expected: int = 0) -> None:
+    def add(
+        self,
+        request: protocol.Request,
+        hashes: Iterable[Hash] = (),
+        expected: int = 0,
+        grammar: Grammar | None = None,
+    ) -> None:
         """Queue a request. hashes: of the prompt's full blocks, as far as they are known. expected: how many of the
-        prompt's tokens will probably be in the prefix cache.
+        prompt's tokens will probably be in the prefix cache. grammar: the request's, compiled.
 
         Raises ValueError for a used id, and for a sequence that can become longer than max_model_len: it might never
         be admitted.
@@ -65,7 +72,7 @@ class Scheduler:
         if length > self.max_model_len or request.id in self._by_id:
             raise ValueError(f"{request.id}: up to {length} tokens, at most {self.max_model_len} fit, or a used id")
         self._arrivals += 1
-        sequence = Sequence(request, self._arrivals, list(hashes))
+        sequence = Sequence(request, self._arrivals, list(hashes), grammar)
         self._by_id[sequence.id] = sequence
         sequence.expected = expected
         self.backlog += sequence.remaining - expected
@@ -216,6 +223,7 @@ class Scheduler:
             num_computed=sequence.num_computed,
             blocks=protocol.pack_u32(sequence.blocks),
             sampling=sequence.sampling,
+            constrained=sequence.grammar is not None,
         )
 
     def _add_chunk(self, sequence: Sequence, count: int, draft: PlannedStep) -> None:
@@ -280,6 +288,8 @@ class Scheduler:
                     stop_token=stop,
                     cached_tokens=0 if sequence.reported else sequence.cached_tokens,
                     embedding=output.embeddings.get(i, b""),
+                    error=sequence.grammar.error if sequence.grammar is not None else "",
+                    status=400 if finish == "error" else 0,
                 )
             )
             sequence.reported = True
@@ -292,9 +302,10 @@ class Scheduler:
 
         Returns those that are shown, why it has ended ("": it has not) and its stop token (-1: none).
         """
-        finish, stop = "", -1
+        finish, stop, shown = "", -1, True
         for count, token in enumerate(tokens, 1):
             sequence.tokens.append(token)
+            shown = sequence.grammar is None or not sequence.grammar.over
             finish, stop = self._finish_reason(sequence, token)
             if finish:
                 tokens = tokens[:count]
@@ -305,7 +316,7 @@ class Scheduler:
             self._skip(sequence, len(tokens) - 1)
         if sequence.row >= 0:
             self._cache_blocks(sequence)
-        return tokens[:-1] if stop >= 0 else tokens, finish, stop
+        return tokens if shown and stop < 0 else tokens[:-1], finish, stop
 
     def _skip(self, sequence: Sequence, tokens: int) -> None:
         """Take over that a step has computed this many tokens more than were planned."""
@@ -319,8 +330,11 @@ class Scheduler:
 
     def _finish_reason(self, sequence: Sequence, token: int) -> tuple[str, int]:
         outputs = len(sequence.tokens) - sequence.prompt_len
-        if token in sequence.sampling.stop_token_ids and outputs > sequence.sampling.min_tokens:
+        ended = sequence.grammar.over if sequence.grammar is not None else ""
+        if not ended and token in sequence.sampling.stop_token_ids and outputs > sequence.sampling.min_tokens:
             return "stop", token
+        if sequence.grammar is not None and (ended := ended or sequence.grammar.accept(token)):
+            return ended, -1
         if outputs >= sequence.sampling.max_tokens:
             return "length", -1
         return "", -1

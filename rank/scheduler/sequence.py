@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..protocol import Request, unpack_u32
 from .blocks import Hash, extend_chain
+from .grammar import Grammar
 
 
 class Sequence:
@@ -13,8 +14,9 @@ class Sequence:
     the previous one is read. `tokens` has the known ids only.
     """
 
-    def __init__(self, request: Request, arrival: int, hashes: list[Hash]):
+    def __init__(self, request: Request, arrival: int, hashes: list[Hash], grammar: Grammar | None = None):
         self.id = request.id
+        self.grammar = grammar  # what its output must be; None: it is free
         self.sampling = request.sampling
         self.order = (request.priority, arrival)  # of scheduling: lower goes first
         self.salt = request.cache_salt

@@ -15,6 +15,19 @@ class ScheduledStep:
 
     plan: protocol.Plan
     sampled: list[Sequence]  # in the order of the output's lists of tokens
+    constrained: list[Constrained]  # of these, in the same order
+
+    @property
+    def masks_ready(self) -> bool:
+        """Whether all tokens are known on which the masks of constrained sequences depend."""
+        return all(one.sequence.finished or len(one.sequence.tokens) >= one.length for one in self.constrained)
+
+
+class Constrained(NamedTuple):
+    """A sequence with a grammar, in a step that samples it."""
+
+    sequence: Sequence
+    length: int  # the tokens before the one that the step samples
 
 
 class Chunk(NamedTuple):
@@ -47,4 +60,7 @@ class PlannedStep:
             block_rows=protocol.pack_u16(self.block_rows),
             block_ids=protocol.pack_u32(self.block_ids),
         )
-        return ScheduledStep(plan, [chunk.sequence for chunk in chunks if chunk.samples])
+        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
+        # A sequence's length counts the token that this step samples.
+        constrained = [Constrained(one, one.length - 1) for one in sampled if one.grammar is not None]
+        return ScheduledStep(plan, sampled, constrained)

@@ -80,6 +80,7 @@ class Server:
         """Serve until a signal or the job's end; returns the exit code."""
         from .http.app import make_app, serve
         from .http.state import ServerState
+        from .models import Models
         from .text_engine import TextEngine
 
         loop = asyncio.get_running_loop()
@@ -89,12 +90,26 @@ class Server:
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal's Ctrl-C is the launcher's to handle
         self.link = EngineClient(self.config.link, self.config.restarts_expected)
         self.link.on_lost = self._lost
-        sessions = TextEngine(self.link, self.config)
-        self._state = ServerState(sessions, self.config)
+        engines = [
+            TextEngine(self.link, self.config.of(one), number, one.options)
+            for number, one in enumerate(self.config.models)
+        ] or [TextEngine(self.link, self.config)]
+        models = Models(engines, self.link, self.config) if self.config.models else None
+        sessions = engines[0]
+        try:
+            self._state = ServerState(sessions, self.config, models)
+        except errors.FatalError as stop:
+            print(f"phalanx: {stop}", file=sys.stderr, flush=True)
+            return stop.code
         context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         server = serve(make_app(self._state), socket.socket(fileno=self.config.listen_fd), context)
         await self.link.listen()
+        self._state.tools.start()
+        if models is not None:
+            models.start()
         register(self.config)
+        if self._state.batches is not None:
+            self._state.batches.start()
         tasks = [asyncio.ensure_future(self._greet(sessions))]
         if self.config.idle_exit:
             tasks.append(asyncio.ensure_future(self._watch_idle()))
@@ -105,12 +120,17 @@ class Server:
                 task.cancel()
             if self.config.registry_file:
                 server_registry.remove(Path(self.config.registry_file))
+            if self._state.batches is not None:
+                await self._state.batches.close()
+            if models is not None:
+                models.close()
             self.link.close()
             with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
                 os.rmdir(os.path.dirname(self.config.link))
-            await self._last_words()
+            await asyncio.gather(self._last_words(), self._state.tools.close())
             server.stop()
-            sessions.close()
+            for engine in engines:
+                engine.close()
 
     async def _greet(self, sessions) -> None:
         """Load the tokenizer; print the ready line once the job is ready too."""
@@ -213,7 +233,7 @@ def ready_line(config: ServerConfig, model: str, chat: bool) -> str:
     return (
         f"Phalanx is ready: {url} (model {model}). Try:\n"
         f"  curl{option} {base}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
-    )
+    ) + (f"\nor open {base.removesuffix('v1')} in a browser" if config.ui_server and base == url else "")
 
 
 if __name__ == "__main__":

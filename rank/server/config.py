@@ -23,6 +23,19 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None  # None: one is drawn for each request
 
 
+class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One of several models."""
+
+    name: str
+    model_dir: str
+    options: str  # rank/options.py's Options as JSON, which rank 0 gets to load it
+    sampling: SamplingDefaults
+    generation_config: str
+    chat_template: str
+    thinking: bool | None
+    notes: str = ""
+
+
 class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     """Fixed for the life of the process; what is known only once the job is ready comes in `step.Ready`."""
 
@@ -41,12 +54,17 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     queue_size: int = 1024  # open sequences beyond max_num_seqs before 429
     requests_per_key: int = 0  # open ones of a key before 429; 0: no limit
     response_store: int = 1024  # of /v1/responses how many are kept in memory; 0: none
+    ui_server: bool = False  # serve the page of http/ui at /
+    file_store: str = ""  # directory of /v1/files and /v1/batches; "": there are none
     restarts_expected: bool = False  # a new lead may come after one is lost: stay and answer 503 meanwhile
     sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
     generation_config: str = "auto"  # "auto": the model directory's file; "none": ignore it; else a file's path
     chat_template: str = ""  # path of a template that replaces the model's
     thinking: bool | None = None  # enable_thinking of requests that do not say
     keep_alive_interval: float = 10.0  # seconds of silence on a stream before a comment is sent
+    models: list[ModelConfig] = []  # of several models; the first is loaded at the start. []: there is one
+    idle_unload: float = 0.0  # seconds without a request after which the model is unloaded; 0: never
+    mcp_config: str = ""  # path of mcp.json; "": no tool servers
     access_log: bool = False
     log_level: str = "info"
     cpus: list[int] = []  # cores to run on; [] keeps the inherited ones
@@ -55,6 +73,13 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     registry_file: str = ""  # where to write how this server is found (server_registry.py); "": nowhere
     batch_job: str = ""  # the batch system's name for the job, for that file
     end_time: float = 0.0  # when the batch system ends it, Unix time; 0: not known
+
+    def of(self, model: ModelConfig) -> ServerConfig:
+        """The configuration for one of several models."""
+        fields = {
+            name: getattr(model, name) for name in ("model_dir", "sampling", "generation_config", "chat_template")
+        }
+        return msgspec.structs.replace(self, served_model_name=model.name, thinking=model.thinking, **fields)
 
     def names(self) -> list[str]:
         """The model's names; the first one is the real one."""

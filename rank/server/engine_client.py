@@ -83,7 +83,8 @@ class EngineClient:
     """Listens for rank 0's lead and speaks the frames of rank/protocol.py with it.
 
     Everything here runs on one asyncio loop. The states: "loading" (no lead yet, or its weights are not loaded),
-    "ready", "draining", "restarting" (the lead is gone and another is expected) and "failed" (gone for good).
+    "ready", "unloaded" (no model is loaded), "draining", "restarting" (the lead is gone and another is expected) and
+    "failed" (gone for good).
     """
 
     def __init__(self, path: str, restarts_expected: bool = False):
@@ -95,11 +96,13 @@ class EngineClient:
         self.stats = protocol.Stats()
         self.fatal: protocol.Fatal | None = None
         self.draining = False
+        self.switch_error = ""  # of the last switch
         self._drain = protocol.Drain()
         self.on_lost: Callable[[], None] = lambda: None
         self.on_draining: Callable[[], None] = self.drain  # the ranks were asked to; whoever is here says when
         self._ready_event = asyncio.Event()
         self._streams: dict[str, Stream] = {}
+        self._vocabulary: protocol.Vocabulary | None = None  # the one that the lead knows
         self._busy_at = 0.0  # on the loop's clock: when something was last running, or could not run
         self._lead: _EngineProtocol | None = None
         self._server: asyncio.Server | None = None
@@ -147,19 +150,26 @@ class EngineClient:
     def idle_seconds(self) -> float:
         """For how long the ranks have had nothing to do although they could. Who asks does so every second or so."""
         now = asyncio.get_running_loop().time()
-        if self._streams or self.state != "ready":
+        if self._streams or self.state not in ("ready", "unloaded"):
             self._busy_at = now
         return now - self._busy_at
 
-    def submit(self, requests: list[protocol.Request]) -> Stream:
-        """Send requests to the lead. Raises ApiError 503 where there is none that takes them."""
+    def submit(self, requests: list[protocol.Request], vocabulary: protocol.Vocabulary | None = None) -> Stream:
+        """Send requests to the lead. vocabulary: of those that have a grammar.
+
+        Raises ApiError 503 where there is none that takes them.
+        """
         if self.state != "ready" or self._lead is None:
             raise self.unavailable()
         stream = Stream(self, [request.id for request in requests])
         for request in requests:
             self._streams[request.id] = stream
         self._busy_at = asyncio.get_running_loop().time()
-        self._lead.transport.write(b"".join([protocol.frame(request) for request in requests]))
+        frames = [protocol.frame(request) for request in requests]
+        if vocabulary is not None and vocabulary is not self._vocabulary:
+            self._vocabulary = vocabulary
+            frames.insert(0, protocol.frame(vocabulary))
+        self._lead.transport.write(b"".join(frames))
         return stream
 
     def abort(self, ids: list[str]) -> None:
@@ -168,13 +178,30 @@ class EngineClient:
         if known and self._lead is not None:
             self._lead.transport.write(protocol.frame(protocol.Abort(known)))
 
+    async def switch(self, model: int, options: str) -> str:
+        """Have the ranks serve another model; "" for `options`: none. Call it when nothing is open.
+
+        Returns why it could not be loaded, where it could not. Raises ApiError where the job has ended.
+        """
+        if self._lead is None or self.draining:
+            raise self.unavailable()
+        self.state, self.ready, self.switch_error = "loading", None, ""
+        self.progress = protocol.Progress("switching models", 0, 0)
+        self._ready_event.clear()
+        self._vocabulary = None  # the lead forgets it with the model
+        self._lead.transport.write(protocol.frame(protocol.Switch(model, options)))
+        await self._ready_event.wait()
+        if self.state not in ("ready", "unloaded"):
+            raise self.unavailable()
+        return self.switch_error
+
     def drain(self, code: int = errors.OK) -> None:
         """Take no new request; the lead finishes the open ones, and the ranks end with `code`."""
         if self.draining:
             return
         self.draining = True
         self._drain = protocol.Drain(code)
-        if self.state in ("loading", "ready"):
+        if self.state in ("loading", "ready", "unloaded"):
             self.state = "draining"
         if self._lead is not None:
             self._lead.transport.write(protocol.frame(self._drain))
@@ -194,6 +221,8 @@ class EngineClient:
             return ApiError(
                 503, "the server is shutting down and takes no new requests", code="draining", retry_after=RETRY_AFTER
             )
+        if self.state == "unloaded":
+            return ApiError(503, "no model is loaded; try again", code="unloaded", retry_after=1)
         reason = f": {self.fatal.message}" if self.fatal else ""
         if self.state == "restarting":
             return ApiError(
@@ -263,11 +292,18 @@ class EngineClient:
             self.progress = message
         elif isinstance(message, protocol.Ready):
             self.ready = message
+            self._vocabulary = None
             if not self.draining:
                 self.state = "ready"
             self._ready_event.set()
         elif isinstance(message, protocol.Draining):
             self.on_draining()
+        elif isinstance(message, protocol.Unloaded):
+            if not self.draining:
+                self.state = "unloaded"
+            self._ready_event.set()
+        elif isinstance(message, protocol.SwitchFailed):
+            self.switch_error = message.message  # the model from before follows
         else:
             self.fatal = message
             log.debug("the job is ending with exit code %d: %s", message.code, message.message)  # the rank has said so

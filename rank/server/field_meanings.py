@@ -35,15 +35,23 @@ MEANINGS = {
     "return_token_ids": "`token_ids` and `prompt_token_ids` of each choice",
     "skip_special_tokens": "false shows them in the answer",
     "include_stop_str_in_output": "the answer ends after the stop text instead of before it",
-    "response_format": '`{"type": "text"}` only',
+    "response_format": "type `text`, `json_object`, or `json_schema` with its `schema`, which the answer keeps to; "
+    "`strict` or not",
+    "guided_json": "a JSON schema that the answer keeps to, as an object or a text",
+    "guided_regex": "a regular expression that the whole answer matches",
+    "guided_choice": "the answer is one of these texts",
+    "guided_grammar": "a grammar for the answer, in llguidance's Lark or in GBNF",
+    "structured_outputs": "vLLM's: one of `json`, `regex`, `choice`, `grammar`, `json_object`",
     # chat
     "messages": "roles are system, developer, user, assistant, tool and function; content is text or parts of type "
     "`text`. A text alone is one message of the user",
     "max_completion_tokens": "goes before `max_tokens`",
     "logprobs": "of the answer's tokens; in a completion how many likely tokens beside each, 0 to 20",
     "top_logprobs": "how many likely tokens beside each; needs `logprobs`",
-    "tools": "functions that the model may call, where its template takes tools; `strict` is not enforced",
-    "tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
+    "tools": "functions that the model may call, where its template takes tools; arguments keep to the schema where a "
+    "tool is `strict` or a call is required. None: those of the tool servers (`--mcp-config`), under the name "
+    "`server_tool`; `[]`: none at all",
+    "tool_choice": "`auto`, `none`, `required`, a function's name, or `allowed_tools`",
     "parallel_tool_calls": "false keeps the first call only",
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason',
     "enable_thinking": "the same; goes before `thinking`",
@@ -67,24 +75,30 @@ MEANINGS = {
     "CountRequest.messages": "roles are user and assistant; blocks of type `text`, `tool_use`, `tool_result`, "
     "`thinking`. A last message of the assistant is continued",
     "system": "a text, or blocks of type `text`",
-    "CountRequest.tools": "tools with an `input_schema`, which the client runs; `strict` is not enforced",
-    "CountRequest.tool_choice": '`{"type": "auto"}` or `none`; `disable_parallel_tool_use` keeps the first call only',
+    "CountRequest.tools": "tools with an `input_schema`, which the client runs; `strict` holds their arguments to it",
+    "CountRequest.tool_choice": '`{"type": "auto"}`, `any`, `tool` with a name, or `none`; `disable_parallel_tool_use` '
+    "keeps the first call only",
     "CountRequest.thinking": "`enabled`, `adaptive` or `disabled`. `budget_tokens` is no limit here: `max_tokens` "
     "counts thoughts and answer",
-    "output_config": "`effort`, handed to the template; `format` is refused",
+    "output_config": "`effort`, handed to the template; `format`, a JSON schema that the answer keeps to",
+    "output_format": "the beta's name for `output_config.format`",
     "MessagesRequest.max_tokens": "longest answer; at most what the context leaves",
     "stop_sequences": "as `stop`",
     # /v1/responses
-    "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning",
+    "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning, "
+    "those of tool servers",
     "instructions": "the system message",
     "previous_response_id": "go on from a response that is kept (`--response-store`)",
     "ResponsesRequest.store": "false keeps the response out of the store",
     "background": "answer at once; the response is made meanwhile and asked for by its id",
     "max_output_tokens": "longest answer, its reasoning included",
-    "ResponsesRequest.tools": "tools of type `function`, which the client runs; `strict` is not enforced",
-    "ResponsesRequest.tool_choice": "`auto`, `none`, or `allowed_tools` in mode `auto`",
+    "ResponsesRequest.tools": "of type `function`, which the client runs (`strict` holds their arguments to it), and "
+    "`mcp`: the tool server of `--mcp-config` with this `server_label`, whose calls are made here (`allowed_tools`, "
+    "`require_approval`)",
+    "ResponsesRequest.max_tool_calls": "how many calls of tool servers are made; at most 64",
+    "ResponsesRequest.tool_choice": "`auto`, `none`, `required`, a function's name, or `allowed_tools`",
     "ResponsesRequest.reasoning": "`effort` is handed to the template, as `reasoning_effort`; `summary` is ignored",
-    "text": "`format` of type `text` only",
+    "text": "`format` of type `text`, `json_object` or `json_schema`, which the answer keeps to",
     "include": "only `reasoning.encrypted_content`, of which there is none",
     "truncation": "only `disabled`",
     "ResponsesRequest.metadata": "comes back in the response",
@@ -96,6 +110,13 @@ MEANINGS = {
     "instruction": "what a reranker is told to look for",
     "text_1": "a text for all of `text_2`, or one for each",
     "text_2": "a text or several",
+    # /v1/batches
+    "input_file_id": "an uploaded file of request lines ([docs/batch.md](batch.md))",
+    "endpoint": "which one all lines are for",
+    "completion_window": "`24h`, or another time from `1h` to `30d`: what is not answered then is given up",
+    "BatchRequest.metadata": "comes back in the batch",
+    # /v1/models/select
+    "model_id": "candle-vLLM's name for `model`",
     # /tokenize, /detokenize
     "content": "a text, as llama.cpp has it",
     "TokenizeRequest.add_special_tokens": "whether the tokenizer adds its own to `prompt`; to a conversation's only if "

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .. import protocol
+from .answer_grammar import Calls, Thoughts, answer_grammar
+from .conversation import tool_name
 from .prompts import Prompt, chat_prompt, completion_prompts, context_of
 from .sampling_params import max_tokens, sampling_params
 from .schema import ChatRequest, Common, CompletionRequest
 from .text.load import Text
 from .text.output_parser import OutputParser, ReasoningFormat
 from .text.tool_formats import ToolCallFormat
+from .tool_choice import tool_choice
 
 
 class LoadedModel(NamedTuple):
@@ -36,6 +39,8 @@ class Generation(msgspec.Struct, kw_only=True):
     keep_stop: bool = False  # the text ends after a stop token's text instead of before it
     priority: int = 0
     cache_salt: str = ""
+    grammar: str = ""  # of all choices; "": they are free
+    vocabulary: protocol.Vocabulary | None = None  # what the grammar is for
 
 
 Make = Callable[[LoadedModel, Any], Generation]  # from a request of its kind
@@ -45,12 +50,35 @@ def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation:
     """The next message of a conversation. Takes as long as its texts are; raises ApiError."""
     prompt = chat_prompt(model.text, request, model.ready, model.thinking)
     tool_format = model.text.tool_format if request.offered() else None
-    return _generation(model, request, [prompt], model.text.reasoning, tool_format)
+    grammar = answer_grammar(
+        model.text, request.constraint(), _calls(request), _thoughts(model, request, prompt.thinking)
+    )
+    return _generation(model, request, [prompt], model.text.reasoning, tool_format, grammar)
+
+
+def _calls(request: ChatRequest) -> Calls | None:
+    """The tools that the answer may call, and whether it must."""
+    tools = request.offered()
+    if not tools:
+        return None
+    choice = tool_choice(request.tool_choice)
+    if choice.named:
+        return Calls([tool for tool in tools if tool_name(tool) == choice.named], True, False)
+    return Calls(tools, choice.mode == "required", request.parallel_calls())
+
+
+def _thoughts(model: LoadedModel, request: ChatRequest, begun: bool) -> Thoughts | None:
+    """How the answer may begin with thoughts; None where it does not."""
+    reasoning = model.text.reasoning
+    asked = request.thinks()
+    thinks = model.thinking if asked is None else asked
+    return None if reasoning is None or (thinks is False and not begun) else Thoughts(reasoning, begun)
 
 
 def completion_generation(model: LoadedModel, request: CompletionRequest) -> Generation:
     """The continuations of texts, which are shown as they come."""
-    return _generation(model, request, completion_prompts(model.text, request, model.ready))
+    grammar = answer_grammar(model.text, request.constraint(), None, None)
+    return _generation(model, request, completion_prompts(model.text, request, model.ready), grammar=grammar)
 
 
 def _generation(
@@ -59,6 +87,7 @@ def _generation(
     prompts: list[Prompt],
     reasoning: ReasoningFormat | None = None,
     tool_format: ToolCallFormat | None = None,
+    grammar: str = "",
 ) -> Generation:
     text, ready = model.text, model.ready
     tokenizer, stops = text.tokenizer, request.stops()
@@ -84,4 +113,6 @@ def _generation(
         keep_stop=keep_stop,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
+        grammar=grammar,
+        vocabulary=text.vocabulary(ready.vocab_size) if grammar else None,
     )

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from .text.events import Event, Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart
+from .text.events import Event, Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart, ToolResult
 
-Kind = Literal["text", "reasoning", "call"]
+Kind = Literal["text", "reasoning", "call", "tools"]
 
 
 class Item:
     """One of them, as far as it has come."""
 
-    __slots__ = ("kind", "index", "id", "name", "text")
+    __slots__ = ("kind", "index", "id", "name", "text", "result")
 
     def __init__(self, kind: Kind, index: int, id: str = "", name: str = ""):
         self.kind = kind
@@ -23,10 +23,11 @@ class Item:
         self.id = id  # of a call
         self.name = name
         self.text = ""  # a call's arguments
+        self.result: ToolResult | None = None  # of a call that was made here
 
 
 class Change(NamedTuple):
-    what: Literal["begin", "grow", "end"]
+    what: Literal["begin", "grow", "end", "result"]
     item: Item
     text: str = ""  # what it grew by
 
@@ -53,7 +54,18 @@ class Items:
                 self._grow("call", event.text, changes)
             elif isinstance(event, ToolCallEnd):
                 changes += self.finish()
+            elif isinstance(event, ToolResult):
+                changes += self.finish()
+                called = next(item for item in reversed(self.all) if item.kind == "call" and item.id == event.id)
+                called.result = event
+                changes.append(Change("result", called))
         return changes
+
+    def add_tools(self, label: str) -> Item:
+        """The list of a tool server's tools; it is whole at once."""
+        item = Item("tools", len(self.all), name=label)
+        self.all.append(item)
+        return item
 
     def finish(self) -> list[Change]:
         """The open item ends."""

@@ -10,8 +10,10 @@ from typing import Any
 
 from .api_error import ApiError
 from .items import Change, Item, Items
+from .mcp.request_tools import RequestTools
 from .renderer import Renderer, sse
-from .responses_request import ResponsesRequest
+from .responses_request import ResponsesRequest, TextFormat
+from .responses_tools import server_events, server_item
 from .schema import ReasoningOptions
 from .session import Session, Update
 
@@ -26,7 +28,7 @@ DELTAS = {
 class ResponseRenderer(Renderer):
     """/v1/responses. There is one choice. `on_end` is called once the response is as it stays."""
 
-    def __init__(self, session: Session, request: ResponsesRequest, stored: bool):
+    def __init__(self, session: Session, request: ResponsesRequest, stored: bool, tools: RequestTools | None = None):
         super().__init__(session)
         self.id = "resp_" + session.id
         self.status = "in_progress"
@@ -34,6 +36,9 @@ class ResponseRenderer(Renderer):
         self._request = request
         self._stored = stored
         self._items = Items()
+        self._tools = tools  # of tool servers
+        for label in tools.lists if tools is not None else ():
+            self._items.add_tools(label)
         self._error: dict[str, str] | None = None
         self._number = 0  # of the next event
 
@@ -54,6 +59,7 @@ class ResponseRenderer(Renderer):
             "incomplete_details": incomplete,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
             "metadata": request.metadata or {},
             "model": session.model,
             "output": self.output(),
@@ -62,7 +68,7 @@ class ResponseRenderer(Renderer):
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "store": self._stored,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": ((request.text.format if request.text else None) or TextFormat()).shown()},
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
             "tools": request.tools or [],
             "top_p": request.top_p,
@@ -75,12 +81,20 @@ class ResponseRenderer(Renderer):
         """The output items so far."""
         return [self._item(item) for item in self._items.all]
 
+    def _of_server(self, item: Item) -> bool:
+        """Whether it is a tool server's: the list of its tools, or a call."""
+        return item.kind == "tools" or (
+            item.kind == "call" and self._tools is not None and item.name in self._tools.offered
+        )
+
     def _item(self, item: Item, begins: bool = False) -> dict[str, Any]:
         last = item is self._items.all[-1]
         status = "completed" if not last or self.status == "completed" else "incomplete"
         status = "in_progress" if begins else status if self.status in ENDED else "completed"
         text = "" if begins else item.text
         own = f"{self.session.id}{item.index}"
+        if self._tools is not None and self._of_server(item):
+            return server_item(item, own, text, status, self._tools)
         if item.kind == "call":
             return {
                 "type": "function_call",
@@ -122,7 +136,11 @@ class ResponseRenderer(Renderer):
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """The events; each one's place among all is its sequence_number."""
+        listed, self._items.all = self._items.all, []  # none is there when it begins
         yield [self._event(f"response.{name}", response=self.body()) for name in ("created", "in_progress")]
+        self._items.all = listed
+        if listed:
+            yield [event for item in listed for event in self._events_of(Change("result", item))]
         async for updates in self.session:
             events = [event for update in updates for event in self._changes(update)]
             if self.status in ENDED:
@@ -158,6 +176,9 @@ class ResponseRenderer(Renderer):
 
     def _events_of(self, change: Change) -> list[bytes]:
         item = change.item
+        if self._tools is not None and self._of_server(item):
+            whole = self._item(item, begins=change.what == "begin")
+            return [self._event(name, **more) for name, more in server_events(change, whole, self._tools)]
         whole = self._item(item, begins=change.what == "begin")
         place = {"item_id": whole["id"], "output_index": item.index}
         if item.kind != "call":

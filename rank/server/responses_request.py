@@ -6,22 +6,29 @@ https://platform.openai.com/docs/api-reference/responses/create
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgspec
 
 from . import unsupported
-from .api_error import bad
+from .api_error import ApiError, bad
 from .conversation import PARTS, Call, Function, Message, Part
 from .decoding import explain, show
+from .mcp.request_tools import McpTool, mcp_tool
+from .mcp.tool_servers import full_name
 from .schema import ChatRequest, ReasoningOptions, Sampled
 
 # What `include` may name although nothing here has it: clients always send it.
+ITEMS = (
+    "message", "function_call", "function_call_output", "reasoning", "mcp_list_tools", "mcp_call",
+    "mcp_approval_request", "mcp_approval_response",
+)  # fmt: skip
 INCLUDES = ("reasoning.encrypted_content",)
 
 
 class InputItem(msgspec.Struct):
-    """A message, a function_call, a function_call_output or the reasoning before them."""
+    """A message, a call with its output, the reasoning before them, or a person's word on a tool server's call."""
 
     type: str = "message"
     role: str | None = None
@@ -30,12 +37,18 @@ class InputItem(msgspec.Struct):
     name: str = ""
     arguments: str = ""
     output: str | list[str | Part] | None = None
+    id: str | None = None
+    server_label: str = ""
+    error: str | dict[str, Any] | None = None
+    approval_request_id: str | None = None
+    approve: bool = False
 
     def check(self, at: str) -> None:
         """`at` is where it is, for the error's words."""
-        if self.type not in ("message", "function_call", "function_call_output", "reasoning"):
-            allowed = "message, function_call, function_call_output or reasoning"
-            raise bad(f"{at}.type", f"{at}.type is {show(self.type)}: expected {allowed}")
+        if self.type not in ITEMS:
+            raise bad(f"{at}.type", f"{at}.type is {show(self.type)}: expected one of {', '.join(ITEMS)}")
+        if self.type == "mcp_approval_response" and not self.approval_request_id:
+            raise bad(f"{at}.approval_request_id", f"{at}.approval_request_id is missing: it tells which call is meant")
         if self.type == "message":
             Message(self.role or "", self.content).check(at)
         for i, part in enumerate(self.output if isinstance(self.output, list) else ()):
@@ -51,10 +64,25 @@ class FunctionTool(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextFormat(msgspec.Struct):
     type: str = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As the response shows it."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def response_format(self) -> dict[str, Any]:
+        """As chats have it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema}}
 
 
 class TextOptions(msgspec.Struct):
@@ -64,10 +92,11 @@ class TextOptions(msgspec.Struct):
 class NamedTool(msgspec.Struct, omit_defaults=True):
     type: str | None = None
     name: str | None = None
+    server_label: str | None = None
 
 
 class ToolChoice(msgspec.Struct, omit_defaults=True):
-    """Of the kinds that OpenAI has, allowed_tools is the one that may force no call."""
+    """Of the kinds that OpenAI has: function and allowed_tools."""
 
     type: str | None = None
     mode: str | None = None
@@ -88,6 +117,7 @@ class ResponsesRequest(Sampled, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
@@ -101,25 +131,36 @@ class ResponsesRequest(Sampled, kw_only=True):
         for i, item in enumerate(self.input if isinstance(self.input, list) else ()):
             _item(item, f"input[{i}]").check(f"input[{i}]")
         for i, tool in enumerate(self.tools or ()):
-            _tool(tool, f"tools[{i}]")
+            if tool.get("type") == "mcp":
+                mcp_tool(tool, f"tools[{i}]")
+            else:
+                _tool(tool, f"tools[{i}]")
+        if self.max_tool_calls is not None and self.max_tool_calls < 0:
+            raise bad("max_tool_calls", f"max_tool_calls is {self.max_tool_calls}: it must be at least 0")
         self._check_tool_choice()
         form = self.text.format if self.text else None
-        if form is not None and form.type != "text":
-            raise bad("text.format", f"text.format.type is {show(form.type)}: {unsupported.OUTPUT}")
+        if form is not None and form.type == "json_schema" and form.schema is None:
+            raise bad("text.format.schema", "text.format.schema is missing: type json_schema needs it")
         for name in self.include or ():
             if name not in INCLUDES:
                 raise bad("include", f"include names {show(name)}: it is not supported, leave it out")
         if self.truncation not in (None, "disabled"):
             raise bad("truncation", f"truncation is {show(self.truncation)}: {unsupported.PROMPT_LENGTH}")
-        self.chat([]).check()
+        try:
+            self.chat([]).check()
+        except ApiError as error:
+            raise renamed(error) from None
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
-        if choice in (None, "auto", "none"):
+        if choice is None or isinstance(choice, str):
             return
-        if isinstance(choice, ToolChoice) and choice.type == "allowed_tools" and choice.mode == "auto":
+        if choice.type == "function" and choice.name:
             return
-        raise bad("tool_choice", f'tool_choice is {show(choice)}: a call cannot be enforced yet, use "auto" or "none"')
+        if choice.type == "allowed_tools" and choice.mode in ("auto", "required"):
+            return
+        expected = "auto, none, required, or an object of type function (with a name) or allowed_tools (with a mode)"
+        raise bad("tool_choice", f"tool_choice is {show(choice)}: expected {expected}")
 
     def items(self) -> list[dict[str, Any]]:
         """The input as items with ids."""
@@ -129,26 +170,60 @@ class ResponsesRequest(Sampled, kw_only=True):
             listed = [{"type": "message", "role": "user", "content": [part], "status": "completed"}] if listed else []
         return [one if one.get("id") else {**one, "id": f"{_prefix(one)}_{uuid.uuid4().hex[:24]}"} for one in listed]
 
-    def chat(self, items: list[dict[str, Any]]) -> ChatRequest:
-        """The chat that is meant by these items: those of earlier responses and the input."""
+    def mcp_tools(self) -> list[McpTool]:
+        """The tool servers that are named, less those that tool_choice leaves out."""
+        entries = [mcp_tool(tool, "tools") for tool in self.tools or () if tool.get("type") == "mcp"]
+        if not isinstance(self.tool_choice, ToolChoice):
+            return entries
+        allowed = {tool.server_label for tool in self.tool_choice.tools or () if tool.type == "mcp"}
+        return [entry for entry in entries if entry.server_label in allowed]
+
+    def chat(self, items: list[dict[str, Any]], more: list[dict[str, Any]] | None = None) -> ChatRequest:
+        """The chat that is meant by these items: those of earlier responses and the input. `more`: tools of servers."""
         messages = [Message("system", self.instructions)] if self.instructions else []
         messages += _messages([_item(item, "input") for item in items])
-        choice = self.tool_choice
-        tools = [_tool(tool, "tools") for tool in self.tools or ()]
-        if isinstance(choice, ToolChoice):
-            allowed = {tool.name for tool in choice.tools or ()}
-            tools, choice = [tool for tool in tools if tool["function"]["name"] in allowed], "auto"
+        form = self.text.format if self.text else None
+        tools = [_tool(tool, "tools") for tool in self.tools or () if tool.get("type") != "mcp"]
         request = ChatRequest(
             messages=messages or [Message("user", "")],
             max_tokens=self.max_output_tokens,
-            tools=tools or None,
-            tool_choice=choice,
+            tools=[*tools, *(more or ())] or None,
+            tool_choice=_tool_choice(self.tool_choice, more or []),
+            response_format=form.response_format() if form else None,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning=self.reasoning,
             chat_template_kwargs=self.chat_template_kwargs,
         )
         shared = {name: getattr(self, name) for name in Sampled.__struct_fields__}
         return msgspec.structs.replace(request, **shared)
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error of the chat that is meant, with this API's names of fields."""
+    names = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    }
+    for old, new in names.items():
+        if error.param == old or (error.param or "").startswith(f"{old}."):
+            error.message = error.message.replace(old, new) if old != "messages" else error.message
+            error.param = new + (error.param or "")[len(old) :]
+            break
+    return error
+
+
+def _tool_choice(choice: str | ToolChoice | None, more: list[dict[str, Any]]) -> str | dict[str, Any] | None:
+    """As chats have it. more: tools of the servers that it leaves."""
+    if not isinstance(choice, ToolChoice):
+        return choice
+    if choice.type == "function":
+        return {"type": "function", "function": {"name": choice.name}}
+    names = [tool.name for tool in choice.tools or () if tool.type != "mcp"]
+    names += [tool["function"]["name"] for tool in more]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
 
 
 def _prefix(item: dict[str, Any]) -> str:
@@ -169,10 +244,16 @@ def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise explain(str(error), tool, at) from None
     if one.type != "function":
-        raise bad(at, f'{at}.type is {show(one.type)}: only "function" is supported, leave it out')
+        raise bad(at, f'{at}.type is {show(one.type)}: only "function" and "mcp" are supported, leave it out')
     if not one.name:
         raise bad(f"{at}.name", f"{at}.name is missing")
-    function = {"name": one.name, "description": one.description or "", "parameters": one.parameters or {}}
+    function: dict[str, Any] = {
+        "name": one.name,
+        "description": one.description or "",
+        "parameters": one.parameters or {},
+    }
+    if one.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 
@@ -186,7 +267,7 @@ def _messages(items: list[InputItem]) -> list[Message]:
     """Items as chats have them: thoughts, text and calls of one turn are one message."""
     messages: list[Message] = []
     open_turn = False  # the last message is an assistant's, which may get more
-    for item in items:
+    for item in _calls_of_servers(items):
         assistant = item.type in ("function_call", "reasoning") or item.role == "assistant"
         if not assistant:
             role = "tool" if item.type == "function_call_output" else item.role or "user"
@@ -199,6 +280,24 @@ def _messages(items: list[InputItem]) -> list[Message]:
             _extend(messages[-1], item)
         open_turn = assistant
     return messages
+
+
+def _calls_of_servers(items: list[InputItem]) -> Iterator[InputItem]:
+    """The items with calls of tool servers as functions' calls and outputs. One that was denied has that as output."""
+    asked = {item.id: item for item in items if item.type == "mcp_approval_request"}
+    for item in items:
+        output, made = item.output or item.error, item
+        if item.type == "mcp_approval_response" and not item.approve and item.approval_request_id in asked:
+            output, made = "the user does not allow this call", asked[item.approval_request_id]
+        elif item.type in ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"):
+            continue
+        if made.type in ("mcp_call", "mcp_approval_request"):
+            name = full_name(made.server_label, made.name)
+            words = output if isinstance(output, str) else _words(output) if isinstance(output, list) else str(output)
+            yield InputItem("function_call", call_id=made.id, name=name, arguments=made.arguments)
+            yield InputItem("function_call_output", call_id=made.id, output=words)
+        else:
+            yield item
 
 
 def _extend(message: Message, item: InputItem) -> None:

@@ -13,8 +13,10 @@ import msgspec
 
 from . import unsupported
 from .api_error import bad
+from .constraint import Constraint, StructuredOutputs, guided, need_llguidance, response_format, structured_outputs
 from .conversation import Message, Tool, tool_name
 from .decoding import Body, explain, show
+from .tool_choice import tool_choice
 
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
 MAX_CHOICES = 128
@@ -128,6 +130,26 @@ class Common(Sampled, kw_only=True):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be. Raises ApiError."""
+        guides = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        if not any(guides) and self.structured_outputs is None and self.response_format is None:
+            return None
+        need_llguidance()
+        found = guided("guided_", *guides)
+        if self.structured_outputs is not None:
+            found += structured_outputs(self.structured_outputs)
+        if self.response_format and (form := response_format("response_format", self.response_format)):
+            found.append(form)
+        if len(found) > 1:
+            raise bad(found[1].field, f"{found[0].field} and {found[1].field} exclude each other: give one of them")
+        return found[0] if found else None
 
     def limit(self) -> int | None:
         """The most tokens that a choice may have, where the request says so."""
@@ -155,9 +177,7 @@ class Common(Sampled, kw_only=True):
             raise bad("best_of", f"best_of is {show(self.best_of)} with n {n}: only best_of equal to n is supported")
         if self.use_beam_search:
             raise bad("use_beam_search", "use_beam_search is true: beam search is not supported, leave it out")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise bad("response_format", f'response_format.type is {show(kind)}: only "text" is supported so far')
+        self.constraint()
         limit = self.limit()
         if self.min_tokens and limit and self.min_tokens > limit:
             raise bad("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens {limit}")
@@ -218,23 +238,9 @@ class ChatRequest(Common, kw_only=True):
 
     def offered(self) -> list[dict[str, Any]] | None:
         """The tools that the model may call."""
-        allowed = self._allowed()
-        tools = [one for one in self.tools or () if allowed is None or one["function"]["name"] in allowed]
-        return tools if tools and self.tool_choice != "none" else None
-
-    def _allowed(self) -> set[str] | None:
-        """The names that a tool_choice of allowed_tools leaves, where it forces none of them."""
-        choice = self.tool_choice
-        inner = (
-            choice.get("allowed_tools") if isinstance(choice, dict) and choice.get("type") == "allowed_tools" else None
-        )
-        if not isinstance(inner, dict) or inner.get("mode") != "auto":
-            return None
-        tools = inner.get("tools") or []
-        if not isinstance(tools, list):
-            at = "tool_choice.allowed_tools.tools"
-            raise bad(at, f"{at} is {show(tools)}: expected a list of tools")
-        return {name for tool in tools if (name := tool_name(tool))}
+        choice = tool_choice(self.tool_choice)
+        tools = [one for one in self.tools or () if choice.allowed is None or tool_name(one) in choice.allowed]
+        return tools if tools and choice.mode != "none" else None
 
     def conversation(self) -> list[Message]:
         """The messages; a text alone is one of the user."""
@@ -259,7 +265,7 @@ class ChatRequest(Common, kw_only=True):
             shown = show(self.reasoning.max_tokens)
             raise bad("reasoning.max_tokens", f"reasoning.max_tokens is {shown}: {unsupported.THINKING}")
         self._check_messages()
-        self._check_tools()
+        self.check_tools()
 
     def _check_messages(self) -> None:
         messages = self.conversation()
@@ -273,7 +279,8 @@ class ChatRequest(Common, kw_only=True):
                 f"continue_final_message needs a last message of the assistant, it is of {show(messages[-1].role)}",
             )
 
-    def _check_tools(self) -> None:
+    def check_tools(self) -> None:
+        """The tools, and whether tool_choice fits them. Raises ApiError 400."""
         for i, tool in enumerate(self.tools or ()):
             try:
                 checked = msgspec.convert(tool, Tool)
@@ -281,10 +288,13 @@ class ChatRequest(Common, kw_only=True):
                 raise explain(str(error), tool, f"tools[{i}]") from None
             if checked.type != "function":
                 raise bad("tools", f'tools[{i}].type is {show(checked.type)}: only "function" is supported')
-        choice = self.tool_choice
-        if choice not in (None, "auto", "none") and self._allowed() is None:
-            hint = "required" if choice == "required" else show(choice)
-            raise bad("tool_choice", f'tool_choice is {hint}: a call cannot be enforced yet, use "auto" or "none"')
+        choice = tool_choice(self.tool_choice)
+        offered = [tool_name(tool) for tool in self.offered() or ()]
+        if choice.mode == "required" and not offered:
+            raise bad("tool_choice", f"tool_choice is {show(self.tool_choice)}: it needs tools that may be called")
+        if choice.named and choice.named not in offered:
+            shown = ", ".join(offered)
+            raise bad("tool_choice", f"tool_choice names {show(choice.named)}, but the tools are {shown}")
 
 
 class CompletionRequest(Common, kw_only=True):

@@ -48,7 +48,10 @@ class Sized(Protocol):
 class TextEngine:
     """Opens sessions: what all requests share."""
 
-    def __init__(self, link: EngineClient, config: ServerConfig):
+    def __init__(self, link: EngineClient, config: ServerConfig, model: int = 0, options: str = ""):
+        """model, options: of one of several models its number, and what rank 0 needs to load it."""
+        self.model = model
+        self.options = options
         self.link = link
         self.config = config
         self.names = config.names()
@@ -80,6 +83,11 @@ class TextEngine:
             log.warning("the model writes tool calls in a way that is not known here: they stay in the answer's text")
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template shows it tools."""
+        return self.text is not None and self.text.template is not None and self.text.template.takes_tools
+
+    @property
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: equal where seeds give equal answers, as far as this process knows."""
         ready = self.link.ready
@@ -97,6 +105,8 @@ class TextEngine:
         link = self.link
         if link.state != "ready" or link.ready is None:
             raise link.unavailable()
+        if link.ready.model != self.model:
+            raise ApiError(503, f"the model {self.names[0]} is not loaded any more", code="unloaded", retry_after=1)
         if self.text is None:
             raise ApiError(
                 503, "the tokenizer is still loading; try again in a few seconds", code="loading", retry_after=1
@@ -171,9 +181,10 @@ class TextEngine:
             for j in range(n):
                 own = msgspec.structs.replace(shared, seed=(shared.seed + j) & SEED_MASK) if j else shared
                 id = self.next_id()
-                requests.append(protocol.Request(id, packed, own, generation.priority, generation.cache_salt))
+                rest = generation.priority, generation.cache_salt, generation.grammar
+                requests.append(protocol.Request(id, packed, own, *rest))
                 choices[id] = _choice(len(choices), prompt, generation, text)
-        session.open(self.link.submit(requests), choices)
+        session.open(self.link.submit(requests, generation.vocabulary), choices)
         return session
 
     def admit(self, count: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-OUTPUT = "the output cannot be constrained yet, leave it out"
+OUTPUT = "use structured_outputs, or response_format"
 THINKING = "the length of the reasoning cannot be limited yet, leave it out"
 _FUNCTIONS = 'it is deprecated and not supported, use "tools" and "tool_choice"'
 PROMPT_LENGTH = "prompts are not cut, shorten the prompt"
@@ -41,20 +41,7 @@ _PROMPTS: dict[str, Field] = {
 
 _COMMON: dict[str, Field] = {
     **_PROMPTS,
-    **_all(
-        OUTPUT,
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "structural_tag",
-        "grammar",
-        "json_schema",
-        "regex",
-        "ebnf",
-        "stop_regex",
-    ),
-    "structured_outputs": Field(OUTPUT, ({},)),
+    **_all(OUTPUT, "structural_tag", "grammar", "json_schema", "regex", "ebnf", "stop_regex"),
     **_all(_TOKENS, "allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor"),
     **_all(_TOKENS, "banned_tokens", "banned_strings"),
     **_all("log probabilities of the prompt are not supported", "prompt_logprobs"),
@@ -87,7 +74,7 @@ _COMMON: dict[str, Field] = {
 }
 
 _RESPONSES: dict[str, Field] = {
-    **_all(_ONLY_RESPONSES, "background", "previous_response_id"),
+    **_all(_ONLY_RESPONSES, "background", "previous_response_id", "max_tool_calls"),
     "text": Field(_ONLY_RESPONSES, ({}, {"format": {"type": "text"}})),
     "truncation": Field(PROMPT_LENGTH, ("disabled",)),
 }
@@ -100,6 +87,7 @@ CHAT: dict[str, Field] = {
     **_all("use stop", "stop_sequences"),
     **_all("use max_tokens", "max_output_tokens"),
     "output_config": Field("use reasoning_effort", ({},)),
+    **_all("use response_format", "output_format"),
     "modalities": Field("the answer is text", (["text"],)),
     **_all("the answer is text", "audio"),
     "separate_reasoning": Field(_REASONING, (True,), default=True),
@@ -118,6 +106,7 @@ COMPLETION: dict[str, Field] = {
     **_all("use stop", "stop_sequences"),
     **_all("use max_tokens", "max_completion_tokens", "max_output_tokens"),
     "output_config": Field(_CHAT, ({},)),
+    **_all("use response_format", "output_format"),
     "top_logprobs": Field("use logprobs, which is a number here", (0,)),
 }
 
@@ -134,6 +123,8 @@ EMBEDDING: dict[str, Field] = {
 _ELSEWHERE = "it is not supported here, use /v1/chat/completions"
 
 _NOT_CHAT: dict[str, Field] = {
+    **_all(_ELSEWHERE, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "structured_outputs": Field(_ELSEWHERE, ({},)),
     **_all(_ELSEWHERE, "logprobs", "echo", "return_token_ids", "add_special_tokens", "use_beam_search"),
     "n": Field(_ELSEWHERE, (1,)),
     "best_of": Field(_ELSEWHERE, (1,)),
@@ -158,8 +149,7 @@ MESSAGES: dict[str, Field] = {
     "enable_thinking": Field("use thinking", default=True),
     **_all("use output_config", "reasoning_effort"),
     "reasoning": Field("use thinking and output_config", ({},)),
-    "response_format": Field(OUTPUT, ({}, {"type": "text"})),
-    "output_format": Field(OUTPUT, ({}, {"type": "text"})),
+    "response_format": Field("use output_config", ({}, {"type": "text"})),
     **_all("use messages", "prompt", "input"),
     **_all("use system", "instructions"),
     **_all("use max_tokens", "max_completion_tokens", "max_output_tokens"),
@@ -182,7 +172,7 @@ RESPONSES: dict[str, Field] = {
     **_all("there are no stored prompts, write it into instructions and input", "prompt"),
     **_all("this is for /v1/chat/completions: use input", "messages"),
     **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),
-    **_all("use text", "response_format"),
+    **_all("use text", "response_format", "output_format"),
     **_all("use reasoning", "reasoning_effort"),
 }
 

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import errors
+from ...comm.broadcast import gather_bytes
 from ...comm.mesh import Mesh
 from ...comm.watchdog import LocalWatchdog
 from ...kernels import jit
 from .. import heap
 from ..model import cache_spec, fingerprint
 from ..model.base import Model
+from ..model.load import check as check_model
 from ..model.load import load as load_model
 from ..model.weights.local_copy import make_local_copy
 from ..options import Options
@@ -65,6 +67,10 @@ class Limits(NamedTuple):
     token_budget: int  # of a step
 
 
+class LoadRefused(errors.FatalError):
+    """A model that cannot be loaded; raised on all ranks alike, so that they may go on with another one."""
+
+
 class Engine:
     """Collective: every rank of the job loads, runs and unloads the same models in the same order."""
 
@@ -78,6 +84,7 @@ class Engine:
         self.options = options
         self.place = place
         self._progress = progress or (lambda _: lambda done, total: None)
+        self._loaded = False  # at least once
 
     def load(self) -> Limits:
         """Read the weights, make room for the KV cache and prepare all that steps need; on return steps may come."""
@@ -87,7 +94,8 @@ class Engine:
         fingerprint.check(world, place.hosts, Path(options.model), options.load_format != "dummy")
         free = [kv_cache.free_memory(where, place.ranks_here) for where in (device, torch.device("cpu"))]
         world.barrier()  # nobody takes memory before all have looked
-        self.model = self._load(*free)
+        self.model = self._load_together(*free) if self._loaded else self._load(*free)
+        self._loaded = True
         block_size = options.block_size or BLOCK_SIZE
         watch.begin("measuring a step")
         budget, max_num_seqs = self._token_budget()
@@ -112,13 +120,43 @@ class Engine:
             torch.cuda.synchronize()
         watch.poll_device = None  # the runner's: it would keep the model
         watch.finished = watch.entered
-        del self.runner, self.model
+        self._give_back()
+
+    def abandon(self) -> None:
+        """After a `load` that failed: give back what it took."""
+        self.place.watch.begin("giving up a model")
+        self._give_back()
+
+    def check(self, options: Options) -> None:
+        """Raise FatalError where `load` would with these options, as far as files tell. Not collective."""
+        check_model(
+            options.model, self.place.mesh, options.max_model_len, options.load_format, options.isq,
+            options.quantization,
+        )  # fmt: skip
+
+    def _give_back(self) -> None:
+        self.__dict__.pop("runner", None)
+        self.__dict__.pop("model", None)
         gc.collect()
         if self.place.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
             heap.trim()
         self.place.world.barrier()  # nobody loads the next before all have given theirs back
+
+    def _load_together(self, free: int, free_of_host: int) -> Model:
+        """A later model: raises LoadRefused on all ranks where any cannot load it. The first one's failure is told at
+        once, by the rank that has it, and ends the job.
+        """
+        model, why = None, ""
+        try:
+            model = self._load(free, free_of_host)
+        except errors.FatalError as stop:
+            why = str(stop) or "it cannot be loaded"
+        told = [text.decode() for text in gather_bytes(self.place.world, why.encode()) if text]
+        if model is None or told:
+            raise LoadRefused(told[0], errors.MODEL)
+        return model
 
     def _load(self, free: int, free_of_host: int) -> Model:
         options, place = self.options, self.place

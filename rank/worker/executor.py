@@ -44,6 +44,10 @@ class LocalExecutor:
         self.runner.finish()
         return StepFuture()
 
+    def mask(self, masks: protocol.Masks) -> None:
+        self.control.publish(protocol.encode_plan(masks))
+        self.runner.mask(masks)
+
     def progress(self) -> bool:
         return self.control.progress()
 
@@ -65,6 +69,9 @@ class RemoteExecutor:
             while self.control.progress():
                 pass
         return result
+
+    def mask(self, masks: protocol.Masks) -> None:
+        self.control.publish(protocol.encode_plan(masks))
 
     def progress(self) -> bool:
         return self.control.progress()
@@ -125,15 +132,18 @@ class Reporter:
             self._watch.fail(error)
 
 
-def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | None) -> int:
-    """The main loop of every rank but rank 0: execute plans until one says stop. Returns its exit code."""
+def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | None) -> protocol.Plan:
+    """The main loop of every rank but rank 0: execute plans until one says stop. Returns that one."""
     while True:
         plan = protocol.decode_plan(control.receive())
+        if isinstance(plan, protocol.Masks):
+            runner.mask(plan)
+            continue
         if plan.stop >= 0:
             runner.finish()
             if reporter is not None:
                 reporter.finish()
-            return plan.stop
+            return plan
         result = runner.start(plan)
         if reporter is not None:
             reporter.add(result)

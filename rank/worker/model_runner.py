@@ -37,6 +37,7 @@ from .graphs import DecodeGraphs, gemms
 from .pooler import Pooler
 from .sampler import Logprobs, Sampler, is_plain_greedy, tp_argmax
 from .state import BatchState, ScheduledBatch
+from .token_masks import RowMasks, TokenMasks
 from .upload import Upload
 
 log = logging.getLogger("phalanx")
@@ -147,6 +148,7 @@ class ModelRunner:
         self._greedy = np.zeros(len(state.length), bool)  # rows whose next token is the argmax of the unchanged logits
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
+        self._token_masks = TokenMasks(len(state.length), self._upload)
         self._min_microbatch_tokens = min_microbatch_tokens(model, mesh, self.device)
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
@@ -158,6 +160,11 @@ class ModelRunner:
         result = StepFuture()
         self._queue.put((plan, result))
         return result
+
+    def mask(self, masks: protocol.Masks) -> None:
+        """The masks of a step that waits for them, or soon will."""
+        if self.mesh.last:
+            self._token_masks.put(masks)
 
     def finish(self) -> None:
         """Execute the queued plans, then end the step thread."""
@@ -229,6 +236,7 @@ class ModelRunner:
         for new in plan.new:
             self._pooler.enter(new)
             self._greedy[new.row] = is_plain_greedy(new.sampling)
+            self._token_masks.enter(new)
         if self._samples_here:
             for row in protocol.unpack_u16(plan.freed):
                 self.sampler.leave(row)
@@ -240,7 +248,7 @@ class ModelRunner:
         self._enter(plan)
         self._receive_ids(self._owed(scheduled.rows))
         if self._graphs is not None and self._graphs.supports(scheduled) and self._pooler.empty:
-            return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, self._graphs.head))
+            return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, plan.step, self._graphs.head))
         last_token_only, min_tokens = self.mesh.last, self._min_microbatch_tokens
         if not self._pooler.empty:  # pooling needs all rows, in order
             last_token_only, min_tokens = False, 0
@@ -263,34 +271,42 @@ class ModelRunner:
         if not scheduled.samples.any():
             return DeviceOutput()
         sampled = hidden if last_token_only else hidden[batches[0].sample_at]
-        return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled), pooled)
+        return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled, plan.step), pooled)
 
     @property
     def _samples_here(self) -> bool:
         return self.mesh.last and self.mesh.tensor.rank == 0
 
     def _sample(
-        self, hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch, head: Head | None = None
+        self, hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch, step: int, head: Head | None = None
     ) -> tuple[Tensor, Logprobs | None]:
         """Ids [S], on every rank of the last stage. head: the head's output for `hidden`, if a replay computed it."""
+        tensor = self.mesh.tensor
         shard = head.logits if head else self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
-        if self._greedy[scheduled.sampled_rows].all():
-            ids, logprobs = head.argmax(self.mesh.tensor) if head else tp_argmax(shard, self.mesh.tensor), None
+        masks = self._token_masks.of(scheduled.sampled_rows, step)  # waits, while the device computes
+        logprobs = None
+        if not self._greedy[scheduled.sampled_rows].all():
+            ids, logprobs = self._sample_whole(shard, scheduled, masks)
+        elif masks is not None:
+            masks.apply(shard, tensor.rank * shard.shape[-1])
+            ids = tp_argmax(shard, tensor)
         else:
-            ids, logprobs = self._sample_whole(shard, scheduled)
+            ids = head.argmax(tensor) if head else tp_argmax(shard, tensor)
         self._last[sampled_rows] = ids
         if not self.mesh.first:
             self.mesh.feedback.isend(ids, 0)
         return ids, logprobs
 
-    def _sample_whole(self, shard: Tensor, scheduled: ScheduledBatch) -> tuple[Tensor, Logprobs | None]:
+    def _sample_whole(
+        self, shard: Tensor, scheduled: ScheduledBatch, masks: RowMasks | None
+    ) -> tuple[Tensor, Logprobs | None]:
         """Sample from the whole vocabulary on one rank and broadcast the ids, as rounding may differ between ranks."""
         logits = self.mesh.tensor.all_gather(shard.contiguous())  # [tp, S, vocab / tp]
         rows = scheduled.sampled_rows
         logprobs = None
         if self._samples_here:
             logits = logits.permute(1, 0, 2).reshape(len(rows), -1)[:, : self.model.vocab_size]
-            ids, logprobs = self.sampler.sample(logits.float(), rows, scheduled.outputs[scheduled.samples])
+            ids, logprobs = self.sampler.sample(logits.float(), rows, scheduled.outputs[scheduled.samples], masks)
         else:
             ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         return self.mesh.tensor.broadcast(ids, 0), logprobs

@@ -15,6 +15,7 @@ from ...comm.mesh import Mesh
 from .. import protocol
 from ..model.base import Model
 from ..model.batch import Batch
+from ..model.cache_spec import PagedLatent
 from ..model.experts.fused import FusedExperts
 from . import kv_cache
 from .batch_builder import build_batches
@@ -77,6 +78,8 @@ def small_steps(model: Model, tokens: int, block_size: int, upload: Upload) -> I
     for longest in ATTENDED:
         if longest <= model.max_model_len:
             yield dataclasses.replace(_step(model, [1], block_size, upload), kv_lens=[longest])
+    if any(isinstance(spec, PagedLatent) for spec in model.cache_specs()):  # has a kernel for short chunks (mla.py)
+        yield dataclasses.replace(_step(model, [2], block_size, upload), kv_lens=[model.max_model_len])
     for longest in (2, model.max_model_len):
         yield dataclasses.replace(_step(model, [1, 2], block_size, upload), kv_lens=[longest, 2])
 

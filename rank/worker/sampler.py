@@ -17,6 +17,7 @@ from torch import Tensor
 from ...comm.base import Comm
 from ...kernels.sampling.argmax import argmax, candidates, elect
 from .. import protocol
+from .token_masks import RowMasks
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the increment of SplitMix64 (Steele et al. 2014)
 _MIX1, _MIX2 = -4658895280553007687, -7723592293110705685  # its finaliser's multipliers
@@ -130,13 +131,17 @@ class Sampler:
             self._free_slots.append(int(self._slot[row]))
             self._slot[row] = -1
 
-    def sample(self, logits: Tensor, rows: np.ndarray, outputs: np.ndarray) -> tuple[Tensor, Logprobs | None]:
+    def sample(
+        self, logits: Tensor, rows: np.ndarray, outputs: np.ndarray, masks: RowMasks | None = None
+    ) -> tuple[Tensor, Logprobs | None]:
         """Ids [S] int64, and the log-probabilities of the rows that request them. May overwrite logits.
 
         rows: [S]. outputs: [S], how many tokens each row has sampled before.
         """
         shown = np.flatnonzero(self._logprobs[rows] >= 0)
         raw = logits[torch.from_numpy(shown).to(self.device, non_blocking=True)] if len(shown) else None
+        if masks is not None:
+            masks.apply(logits)
         penalised = np.flatnonzero(self._slot[rows] >= 0)
         if len(penalised):
             self._penalise(logits, penalised, rows)

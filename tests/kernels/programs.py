@@ -8,9 +8,10 @@ from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q8_0_cuda
 
-LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0)
-OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1)
-GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1)
+LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0)
+OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1)
+GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0)
+GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1)
 
 
 def room(sizes):
@@ -36,6 +37,8 @@ def quantized_wgmma(inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
 INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 
 
+V2_ROUTER = RouterParams(6, normalise=False, scale=16.0, groups=8, top_groups=3, group_top=1)
+V3_ROUTER = RouterParams(8, "sigmoid", corrected=True, scale=2.5, groups=8, top_groups=4)
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
     ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
@@ -152,8 +155,12 @@ PROGRAMS = [
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
     ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
+    ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6)),
+    ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), TURN=1, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
     ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
+    ("route", dict(T=torch.bfloat16, **router.sizes(4, 256, 7168, V3_ROUTER, True))),
+    ("route", dict(T=torch.bfloat16, **router.sizes(1, 160, 5120, V2_ROUTER, False))),
     ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
     ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
@@ -170,6 +177,8 @@ PROGRAMS = [
     ("argmax", dict(T=torch.float32, V=1)),
     ("logits", dict(T=torch.bfloat16, V=8)),
     ("logits", dict(T=torch.float32, V=1)),
+    ("token_mask", dict(T=torch.bfloat16, COLUMNS=8)),
+    ("token_mask", dict(T=torch.float32, COLUMNS=8)),
     ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
     ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
     ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),

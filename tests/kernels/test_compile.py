@@ -109,7 +109,8 @@ def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap
     new = CurrentKV(k, v, CosSin(*torch.zeros(2, 2, 1, dim)), norms, torch.zeros(2, dtype=torch.int64))
     tables, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     new = None if normed is None else new
-    attention_triton.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, splits, new)
+    sinks = torch.zeros(heads) if window == 512 else None
+    attention_triton.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, sinks, splits, new)
     compiled = compile_launch(kernel, *launches.found[0], arch)
     assert compiled.metadata.shared <= (227 if arch >= 90 else 163) << 10
 
@@ -123,7 +124,10 @@ def test_prompt_kernel_compiles(dtype, dim, window, cap, arch, monkeypatch):
     monkeypatch.setattr(attention_triton, "prefill_kernel", launches)
     q, cache = torch.zeros(200, 8, dim, dtype=dtype), torch.zeros(2, 3, 16, 4, dim, dtype=dtype)
     tables, ends = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    attention_triton.prefill(q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, 0, 2, 200)
+    sinks = torch.zeros(8) if window and not cap else None
+    attention_triton.prefill(
+        q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, sinks, 0, 2, 200
+    )
     assert compile_launch(kernel, *launches.found[0], arch).metadata.shared <= (227 if arch >= 90 else 163) << 10
 
 
@@ -132,7 +136,7 @@ def compile_launch(kernel, args, options, arch: int):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    types = {torch.uint8: "u8", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     types |= {torch.int32: "i32", torch.int64: "i64"}
     signature, constants, aligned = {}, {}, {}
     for i, (parameter, x) in enumerate(zip(kernel.params, args, strict=True)):

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from phalanx.kernels import jit
+from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.router import RouterParams
 
-from .moe.cases import CASES, Sizes, make, near, part, shares
+from .moe.cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares
+from .programs import V2_ROUTER, V3_ROUTER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_tma = pytest.mark.skipif(
@@ -49,7 +51,25 @@ def test_gemv(sizes):
 def test_tiles(tiles, spread, tokens):
     given = make(Sizes(tokens, 4, 20, 512, 384, spread), torch.bfloat16, "cuda")
     want = moe.fused_experts_reference(*given)
-    near(moe.grouped(*given, "silu", tiles), want, 4e-2)
+    near(moe.grouped(*given, "silu", tiles=tiles), want, 4e-2)
+
+
+@pytest.mark.parametrize("sizes", [QWEN, *CASES])
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_biases(sizes, tokens):
+    given = make(sizes._replace(tokens=tokens), torch.bfloat16, "cuda")
+    added = biases(given)
+    for part in (added, added._replace(down=None)):
+        want = moe.fused_experts_reference(*given, CLAMPED_SWIGLU, part)
+        near(moe.fused_experts(*given, CLAMPED_SWIGLU, part), want, 8e-2)
+
+
+@pytest.mark.parametrize("sizes, pairs, unit", [*QUANTIZED, (QWEN, False, 128), (QWEN, True, 32)])
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_quantized(sizes, pairs, unit, tokens):
+    plain, (up, down) = quantized(make(sizes._replace(tokens=tokens), torch.bfloat16, "cuda"), pairs, unit)
+    got = moe.fused_experts(*plain[:3], up, down, CLAMPED_SWIGLU)
+    near(got, moe.fused_experts_reference(*plain, CLAMPED_SWIGLU), 8e-2)
 
 
 @needs_tma
@@ -102,7 +122,7 @@ def test_experts_of_one_rank(tokens, spread):
     for dtype, bound in KINDS:
         whole = make(sizes, dtype, "cuda")
         for held in shares(sizes.experts):
-            given = part(whole, held)
+            given = share_of(whole, held)
             want = moe.fused_experts_reference(*given, held=held)
             near(moe.fused_experts(*given, held=held), want, bound)
             near(moe.grouped(*given, held=held), want, bound)
@@ -146,20 +166,22 @@ def test_a_graph_with_other_choices():
 
 
 ROUTERS = [
-    RouterParams(8), RouterParams(3, normalise=False), RouterParams(1), RouterParams(6, "sigmoid", scale=2.5),
-    RouterParams(4, "sigmoid", normalise=False),
+    RouterParams(8), RouterParams(3, normalise=False), RouterParams(1), RouterParams(4, biased=True),
+    RouterParams(6, "sigmoid", corrected=True, scale=2.5),
+    RouterParams(4, "sigmoid", corrected=True, normalise=False), V3_ROUTER._replace(groups=4, top_groups=2),
+    V2_ROUTER._replace(groups=4, top_groups=3),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("params", ROUTERS)
 @pytest.mark.parametrize("experts, hidden", [(128, 2048), (60, 2880), (8, 4096), (257, 64), (13, 8)])
 def test_router(params, experts, hidden):
-    if params.top_k > experts:
+    if params.top_k > experts or experts % params.groups or params.top_k > experts // params.groups * params.top_groups:
         return
     for tokens in (0, 1, 2, 3, 7, 64, 256, 257, 1000):
         x, weight = (torch.randn(n, hidden, device="cuda").bfloat16() for n in (tokens, experts))
         weight *= hidden**-0.5
-        bias = torch.rand(experts, device="cuda") if params.scoring == "sigmoid" else None
+        bias = torch.rand(experts, device="cuda") if params.corrected or params.biased else None
         assert router.supports(weight, params)
         ids, weights = router.route(x, weight, bias, params)
         want_ids, _ = router.route_reference(x, weight, bias, params)
@@ -168,8 +190,8 @@ def test_router(params, experts, hidden):
         # Of scores that are as good as equal either may be chosen: nearly all choices agree, and all weights fit them.
         agree = (ids.sort().values == want_ids.sort().values).all(-1).float().mean() if tokens else 1
         assert agree > 0.97
-        every = params._replace(top_k=experts, normalise=False, scale=1.0)
-        all_ids, scores = router.route_reference(x, weight, None, every)
+        every = params._replace(top_k=experts, normalise=False, scale=1.0, corrected=False, groups=1)
+        all_ids, scores = router.route_reference(x, weight, bias, every)
         chosen = torch.zeros_like(scores).scatter_(1, all_ids.long(), scores).gather(1, ids.long())
         chosen = chosen / chosen.sum(-1, keepdim=True) if params.normalise else chosen
         torch.testing.assert_close(weights, chosen * params.scale, atol=1e-5, rtol=1e-4)

@@ -10,8 +10,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from phalanx import LLM, SamplingParams
-from phalanx.launcher.llm import JobError, _collect
+from phalanx import LLM, AsyncLLM, SamplingParams
+from phalanx.launcher.llm import JobError
+from phalanx.launcher.llm_types import collect
 from phalanx.rank.server.session import Update
 from phalanx.rank.server.text.events import Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart
 
@@ -70,7 +71,7 @@ def test_events_become_a_completion():
                 update.events, update.tokens = events, [5]
                 yield [update]
 
-    (one,) = asyncio.run(_collect(Session(), False)).outputs
+    (one,) = asyncio.run(collect(Session(), False)).outputs
     assert (one.text, one.reasoning, one.token_ids, one.finish_reason) == ("ab", "h", [5, 5, 5], "tool_calls")
     assert one.tool_calls == [{"id": "id", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
@@ -121,6 +122,66 @@ def test_from_several_threads(llm):
     for thread in threads:
         thread.join()
     assert len(found) == 4 and len(set(found)) == 1
+
+
+@pytest.fixture(scope="module")
+def streaming(llm):
+    """An AsyncLLM on the same job."""
+    model = AsyncLLM.__new__(AsyncLLM)
+    model._host = llm._host
+    return model
+
+
+def test_pieces_make_the_answer(llm, streaming):
+    message = [{"role": "user", "content": "Hello"}]
+
+    async def both():
+        params = SamplingParams(n=2, temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+        texts = [piece async for piece in streaming.stream("The quick brown", params)]
+        chat = [piece async for piece in streaming.stream_chat(message, GREEDY)]
+        return texts, chat, await streaming.generate("The quick brown", GREEDY), await streaming.chat(message, GREEDY)
+
+    texts, chat, text, answer = asyncio.run(both())
+    for index in range(2):
+        own = [piece for piece in texts if piece.index == index]
+        assert "".join(piece.text for piece in own) == text.text
+        assert [token for piece in own for token in piece.token_ids] == text.token_ids
+        assert sum(len(piece.logprobs) for piece in own) == 6
+        assert [piece.finish_reason for piece in own if piece.finish_reason] == ["length"]
+    assert "".join(piece.text for piece in chat) == answer.text == llm.chat(message, GREEDY)[0].text
+
+
+def test_a_stream_that_nobody_reads_on_stops_computing(llm, streaming):
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    async def leave():
+        async for _ in streaming.stream("x", long):
+            break
+        reader = asyncio.ensure_future(anext(streaming.stream("x " * 100, long)))
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+
+    asyncio.run(leave())
+    until = time.monotonic() + 20
+    while llm._host._link.open_sequences and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not llm._host._link.open_sequences
+    assert llm._host._room.free == llm._host._room.places
+
+
+def test_wrong_uses_of_an_async_llm(streaming, checkpoint):
+    with pytest.raises(ValueError, match="temperature is -1.0"):
+        asyncio.run(anext(streaming.stream("x", SamplingParams(temperature=-1))))
+    with pytest.raises(ValueError, match="AsyncLLM has no argument 'port'"):
+        AsyncLLM(checkpoint, port=1)
+    idle = AsyncLLM(checkpoint)
+    with pytest.raises(RuntimeError, match="has not started"):
+        asyncio.run(idle.generate("x"))
+    asyncio.run(idle.close())
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        asyncio.run(idle.generate("x"))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +248,7 @@ def test_a_killed_rank_raises(checkpoint):
 
 PROGRAM = """
 import sys, time
-from phalanx import LLM, SamplingParams
+from phalanx import LLM, AsyncLLM, SamplingParams
 model = LLM(sys.argv[1], device="cpu", mem=64, dtype="f32", np=2)
 print(model._host._directory, model._host._process.pid, *model._host._link.ready.pids, flush=True)
 {then}

@@ -176,8 +176,8 @@ def test_a_wrong_torch(make):
 def test_serve_says_what_it_runs(make, gpus, start):
     make.program("nvidia-smi", "#!/bin/sh\n" + "echo 'GPU 0: x'\n" * gpus + f"exit {int(gpus == 0)}\n")
     done = make("-n", "serve", "ARGS=--p 2100")
-    assert f'echo "make serve: phalanx serve {start} --p 2100"' in done.stdout
-    assert f"exec {make.place}/venv/bin/phalanx serve {start} --p 2100" in done.stdout
+    assert f'echo "make serve: phalanx serve {start} --ui-server --p 2100"' in done.stdout
+    assert f"exec {make.place}/venv/bin/phalanx serve {start} --ui-server --p 2100" in done.stdout
 
 
 def test_without_network(make):

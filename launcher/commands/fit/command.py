@@ -38,7 +38,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str,
         flag("--model", "--w", "--weight-path", "--m", group=_GROUP, metavar="DIR", positional=True,
-             help="directory with config.json, or a hub id; weight files are not needed; none: the built-in model"),
+             help="directory, GGUF file, or hub id; none: the built-in model"),
     ] = ""  # fmt: skip
     nodes: Annotated[int, flag("--nodes", "-N", group=_GROUP, metavar="N", low=1, help="hosts")] = 1
     gpus: Annotated[int, flag("--gpus", group=_GROUP, metavar="N", low=1, help="GPUs, or CPU ranks, of each host")] = 1

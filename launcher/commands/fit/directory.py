@@ -1,4 +1,4 @@
-"""Where a model's config.json is: in a directory, with the built-in model, or at the Hugging Face hub."""
+"""Where a model's config is: in a directory, a GGUF file, with the built-in model, or at the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .... import errors
+from ....rank.gguf import checkpoint
+from ....rank.gguf.checkpoint import is_gguf
 from ... import hf_hub
 from ...builtin_model import DIRECTORY as DEMO
 
@@ -17,11 +19,13 @@ class Found(NamedTuple):
 
 
 def find(model: str) -> Found:
-    """Of a directory, an id such as Qwen/Qwen3-0.6B, or "" for the built-in model.
+    """Of a directory, a GGUF file, an id such as Qwen/Qwen3-0.6B, or "" for the built-in model.
 
     Of a model that is not in the cache config.json alone is fetched.
     """
     path = Path(model or DEMO).expanduser()
+    if path.is_file() and is_gguf(path):
+        return Found(path.absolute(), checkpoint.name(path), str(path))
     if path.is_dir():
         return Found(path, path.resolve().name, str(path))
     if not hf_hub.is_id(model):

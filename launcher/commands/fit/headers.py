@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ....rank.gguf import checkpoint
+from ....rank.gguf.checkpoint import is_gguf
 from ....rank.safetensors_header import INDEX, SINGLE, read_index, weight_files
 from .shape import ModelShape, kind_of
 
 
 def by_class(path: Path) -> dict[str, int]:
-    """Bytes of the tensors by class; empty where there are no weight files. Raises FatalError where one is broken."""
+    """Bytes of the tensors by class; empty where there are no weight files, and of a GGUF file "" alone.
+
+    Raises FatalError where a file is broken.
+    """
     found: dict[str, int] = {}
+    if is_gguf(path):
+        return {
+            "": sum(tensor.stop - tensor.start for one in checkpoint.headers(path) for tensor in one.tensors.values())
+        }
     if not any((path / name).exists() for name in (INDEX, SINGLE)):
         return found
     if not any((path / name).exists() for name in weight_files(path).values()):
@@ -26,6 +35,8 @@ def compare(shape: ModelShape, classes: dict[str, int]) -> str:
     """What to say of the weight files' bytes beside those that the model needs."""
     if not classes:
         return "from config.json alone: there are no weight files"
+    if "" in classes:
+        return f"the GGUF file holds {classes[''] / 1e9:.2f} GB of weights"
     held, wanted = sum(classes.values()), shape.checkpoint_bytes
     if abs(held - wanted) <= 0.01 * wanted:
         return f"the weight files hold {held / 1e9:.2f} GB, as the model needs"

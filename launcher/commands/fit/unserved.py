@@ -1,6 +1,7 @@
-"""config.json → ModelShape by arithmetic, for families that Phalanx does not serve yet: what it would take.
+"""config.json → ModelShape by arithmetic, for models that Phalanx does not serve yet, or not as their weights are
+quantised: what it would take.
 
-A family that is served is measured by its own code (measured.py) and needs nothing here. Sources: DeepSeek-V2
+A model that is served is measured by its own code (measured.py) and needs nothing here. Sources: DeepSeek-V2
 and its multi-head latent attention (arXiv 2405.04434), DeepSeek-V3 (2412.19437); names of keys as Hugging Face's
 config.json has them.
 """
@@ -18,8 +19,9 @@ import msgspec
 from ....errors import MODEL, FatalError
 from .shape import WIDTHS, Layer, ModelShape, RankShape, Weights, split
 
-# One file per architecture, named as config.json's model_type: the registry of rank/model/architectures, by file.
+# One file per architecture, named as config.json's model_type, and one per quant_method: the registries, by file.
 SERVED = Path(__file__).resolve().parents[3] / "rank" / "model" / "architectures"
+FORMATS = SERVED.with_name("stored_formats")
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 ATTENTION, MLP, EXPERTS, NORM, EMBEDDING, HEAD = "attn", "mlp", "mlp.experts.", "norm", "embed_tokens", "lm_head"
 
@@ -99,12 +101,25 @@ class ConfigReader:
 
 
 def knows(path: Path) -> bool:
-    """Whether the model is of a family that is here and not served; what is wrong with a config others say."""
+    """Whether the model is of a family that is here, and is not served; what is wrong with a config others say."""
     try:
-        kind = json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(_lacking(json.loads((path / "config.json").read_text(encoding="utf-8"))))
+    except (OSError, ValueError):
         return False
-    return kind in FAMILIES and not (SERVED / f"{kind}.py").is_file()
+
+
+def _lacking(raw: Any) -> str:
+    """What is not served of a model of these families; empty: all is, or it is of none."""
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    if kind not in FAMILIES:
+        return ""
+    if not (SERVED / f"{kind}.py").is_file():
+        return f"model type {kind} is not served yet"
+    given = raw.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    if method and not (FORMATS / f"{method}.py").is_file():
+        return f"weights in {method} are not served yet"
+    return ""
 
 
 def read(path: Path, name: str, dtype: str, device: str, most: int) -> ModelShape:
@@ -132,7 +147,7 @@ def read(path: Path, name: str, dtype: str, device: str, most: int) -> ModelShap
         degrees=degrees,
         stages=tuple(tuple(_even(count, stages)) for stages in range(1, count + 1)),
         ranks={tp: _rank(family, (hidden, vocab), tp, width, narrow, tied) for tp in degrees if tp <= most},
-        unserved=f"model type {kind} is not served yet",
+        unserved=_lacking(keys.raw),
         chosen=family.chosen,
         notes=family.notes,
     )
@@ -229,7 +244,7 @@ def _latent(keys: ConfigReader) -> Family:
         Part(ATTENTION, hidden, heads * value, "rows"),
     ]
     experts, inner = keys.size("n_routed_experts"), keys.size("moe_intermediate_size")
-    corrected = keys.raw.get("topk_method") == "noaux_tc" or keys.raw.get("model_type") == "deepseek_v3"
+    corrected = keys.raw.get("topk_method") == "noaux_tc" or keys.raw.get("model_type") != "deepseek_v2"
     sparse = (_router(hidden, experts, bias=corrected), *_mlp(hidden, inner, name=EXPERTS, copies=experts))
     if shared := keys.number("n_shared_experts", default=0):
         sparse += _mlp(hidden, shared * inner)
@@ -286,4 +301,5 @@ def _narrow(raw: dict[str, Any]) -> float:
 FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
     "deepseek_v2": _latent,
     "deepseek_v3": _latent,
+    "kimi_k2": _latent,
 }

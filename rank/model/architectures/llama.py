@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 class Layer(base.Layer):
-    ATTENTION: type[Attention] = Attention
+    ATTENTION: type[nn.Module] = Attention
 
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)

@@ -19,7 +19,7 @@ class Args(mistral.Args):
         text = config.raw["model_type"]
         if text not in TEXT:
             raise FatalError(
-                f"{config.path}/config.json: the text model of a mistral3 model is {text!r}, which is not supported; "
+                f"{config.file}: the text model of a mistral3 model is {text!r}, which is not supported; "
                 f"supported are {', '.join(TEXT)}",
                 MODEL,
             )

@@ -8,28 +8,127 @@ follows anyway adds up the rest: no token is sent to where its experts are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
-from ....kernels.moe.moe import Held, fused_experts, tiling_rows
+from ....kernels.moe.moe import Biases, Held, fused_experts, tiling_rows
+from ....kernels.quantized.floats import Floats, pack
 from ..layers.residual import Partial
-from ..shard import Shard, even, spread, whole
-from ..weights.slicing import Field, ShardedModule
+from ..shard import Shard, even, in_groups, scaled, spread, whole
+from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
+
+
+class ExpertLayout(NamedTuple):
+    """How checkpoints hold experts that are stacked in one tensor."""
+
+    axes: str = "eoi"  # of the weights; "eio": inputs before outputs
+    interleaved: bool = False  # gate and up in turn; else gate over up
+    biased: bool = False
+
+
+APART = ExpertLayout()  # or each in tensors of its own
+
+
+class StoredStack(Protocol):
+    """How a checkpoint stores the quantised weights of a stack of experts; a file of stored_formats/ has some."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The tensors, without biases."""
+
+    def decode(self, layer: StackedLinear) -> Floats:
+        """What its parameters mean, [experts, outputs, inputs] in the order in which the outputs are stored."""
+
+    def kept_bits(self, layer: StackedLinear) -> float:
+        """Of a weight, with its share of its group's scale, as `decode` makes it."""
 
 
 class StackedLinear(ShardedModule):
-    """One linear of all experts: this rank's slice of W [experts, outputs, inputs]."""
+    """One linear of all experts: this rank's slice of W [experts, outputs, inputs], and biases [experts, outputs]."""
 
-    fields = (Field("weight", "eoi"),)
-
-    def __init__(self, experts: Shard, inputs: Shard, outputs: tuple[Shard, ...]):
+    def __init__(self, experts: Shard, inputs: Shard, outputs: tuple[Shard, ...], layout: ExpertLayout = APART):
+        """layout: interleaved where the outputs are gate and up in turn, which are one shard then."""
         super().__init__()
-        self.experts, self.inputs, self.outputs = experts, inputs, outputs
-        shape = experts.width, sum(shard.width for shard in outputs), inputs.width
+        self.experts, self.inputs, self.outputs, self.layout = experts, inputs, outputs, layout
+        self.fields = Field("weight", layout.axes), Field("bias", "eo")
+        count, width = experts.width, self.width
+        shape = (count, width, inputs.width) if layout.axes == "eoi" else (count, inputs.width, width)
         self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        bias = nn.Parameter(torch.empty(count, width, device="meta"), requires_grad=False)
+        self.bias = bias if layout.biased else None
+        self.adds_bias = True  # of a sum over ranks one does
+        self.stored: StoredStack | None = None
+        self.packed: Floats | None = None  # what `stored` makes
+
+    def build(self, sources: tuple[Source, ...], stored: StoredStack | None = None) -> None:
+        """stored: how the checkpoint quantises the weights; None: they are plain. Raises FatalError where tensor
+        parallelism parts what is stored as one."""
+        self.sources, self.stored = sources, stored
+        if stored is None:
+            return
+        del self.weight
+        self.fields = (*stored.fields, Field("bias", "eo"))
+        check_cuts(self)
+        for one in stored.fields:
+            made = nn.Parameter(torch.empty(stored_shape(self, one), device="meta"), requires_grad=False)
+            setattr(self, one.name, made)
+
+    @property
+    def matrices(self) -> Tensor | Floats:
+        """[experts, outputs, inputs], gate over up where it has both."""
+        return self.weight if self.packed is None else self.packed
+
+    @property
+    def width(self) -> int:
+        """This rank's outputs."""
+        return sum(shard.width for shard in self.outputs)
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        """The biases, where this rank adds them."""
+        return self.bias if self.adds_bias else None
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """[experts, outputs, ...] as checkpoints have the outputs → gate over up, contiguous."""
+        return torch.cat((x[:, 0::2], x[:, 1::2]), 1) if self.layout.interleaved else x.contiguous()
+
+    def finish(self) -> None:
+        if self.stored is not None:
+            made = self.stored.decode(self)
+            self.packed = pack(*map(self.in_order, made))
+            for one in self.stored.fields:
+                delattr(self, one.name)
+            for name, held in self.packed._asdict().items():
+                self.register_buffer(name, held, persistent=False)
+        else:
+            self._finish_plain()
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.in_order(self.bias.data), requires_grad=False)
+
+    def _finish_plain(self) -> None:
+        weight = self.weight if self.layout.axes == "eoi" else self.weight.mT
+        self.weight = nn.Parameter(self.in_order(weight.data), requires_grad=False)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of this rank's slice of W, of all experts."""
+        return self.experts.width * self.width * self.inputs.width
+
+    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        if self.stored is None:
+            return super().kept_bytes(dtype, device)
+        bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
+        return round(self.num_weights * self.stored.kept_bits(self) / 8) + bias
+
+    def plain_bytes(self, stored: torch.dtype) -> int:
+        if self.stored is not None:
+            held = ((one, self.get_parameter(one.name)) for one in self.stored.fields)
+            return sum(x.numel() * self.dtype_of(one.name, stored).itemsize for one, x in held)
+        return 0 if self.layout == APART else self.weight.numel() * stored.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +142,10 @@ class Routed:
     def __len__(self) -> int:
         return len(self.x)
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.ids, self.weights
+
 
 class FusedExperts(nn.Module):
     """Gated feed-forward layers of which each token visits k. Checkpoints may have them apart or stacked."""
@@ -50,14 +153,27 @@ class FusedExperts(nn.Module):
     matrix: Tensor | None = None  # no one matrix makes the sum
     added_bias: Tensor | None = None
 
-    def __init__(self, hidden: int, inner: int, experts: int, top_k: int, mesh: Mesh, activation: str = "silu"):
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        experts: int,
+        top_k: int,
+        mesh: Mesh,
+        activation: str = "silu",
+        layout: ExpertLayout = APART,
+    ):
         """top_k: experts of a token. activation: the kernels' name. Raises FatalError where a rank would have none."""
         super().__init__()
         if mesh.ep > experts:
             raise FatalError(f"--ep {mesh.ep} is more than the model's {experts} experts", USAGE)
-        here, part = share_out(experts, inner, mesh)
-        self.gate_up_proj = StackedLinear(here, whole(hidden), (part, part))
-        self.down_proj = StackedLinear(here, part, (whole(hidden),))
+        index, place = divmod(mesh.tensor.rank, mesh.ep)
+        here, cut = spread(experts, place, mesh.ep), even if layout == APART else in_groups
+        part = cut(inner, index, mesh.tensor.size // mesh.ep)
+        both = (scaled(part, 2),) if layout.interleaved else (part, part)
+        self.gate_up_proj = StackedLinear(here, whole(hidden), both, layout)
+        self.down_proj = StackedLinear(here, part, (whole(hidden),), layout._replace(interleaved=False))
+        self.down_proj.adds_bias = index == 0
         self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
         self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
 
@@ -67,8 +183,9 @@ class FusedExperts(nn.Module):
 
     def multiply(self, routed: Routed) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
-        w13, w2 = self.gate_up_proj.weight, self.down_proj.weight
-        return fused_experts(routed.x, routed.ids, routed.weights, w13, w2, self.activation, self.held)
+        up, down = self.gate_up_proj, self.down_proj
+        biases = Biases(up.added_bias, down.added_bias)
+        return fused_experts(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held)
 
     @property
     def num_weights(self) -> int:
@@ -80,9 +197,3 @@ class FusedExperts(nn.Module):
     def kernel_rows(self) -> list[int]:
         """Numbers of tokens that together use every kernel there is for these experts."""
         return tiling_rows(self.down_proj.experts.size, self.top_k)
-
-
-def share_out(experts: int, inner: int, mesh: Mesh) -> tuple[Shard, Shard]:
-    """This rank's experts, and its part of the inner size of each."""
-    part, place = divmod(mesh.tensor.rank, mesh.ep)
-    return spread(experts, place, mesh.ep), even(inner, part, mesh.tensor.size // mesh.ep)

@@ -46,25 +46,35 @@ class PagedAttention:
         self.layer, self.params = layer, params
 
     def __call__(
-        self, h: Normed, q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, batch: Batch, norms: QKNorm | None = None
+        self,
+        h: Normed,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: CosSin,
+        batch: Batch,
+        norms: QKNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] are computed from h, and may be overwritten.
 
         Returns [T, heads * head_dim]. In the last layer only sampled rows continue: it returns [S, heads * head_dim]
         and reduces h's residual stream to the same rows. norms: the QK norm, before the rotary embedding.
+        sinks: a logit of each head [heads] f32, as AttentionParams has it.
         """
+        params = self.params if sinks is None else self.params._replace(sinks=sinks)
         cache = batch.caches[self.layer]
         if cos_sin.q_scale is not None:  # a factor and a rotation commute
             assert norms is None
             q.mul_(cos_sin.q_scale)
         if batch.sampled is None or self.layer < len(batch.caches) - 1:
-            return store_and_attend(q, k, v, cos_sin, norms, cache, batch, self.params)
+            return store_and_attend(q, k, v, cos_sin, norms, cache, batch, params)
         q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots)
         h.keep(batch.sample_at)
         if len(batch.sample_at) == 0:
             return q[:0].flatten(1)
         keys, values = cache
-        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, self.params)
+        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, params)
 
 
 class ShardedRMSNorm(ShardedModule):

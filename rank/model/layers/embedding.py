@@ -79,9 +79,10 @@ class ParallelLMHead(ColumnParallel):
         super().__init__(whole(hidden_size), (self.vocab,), bias)
 
     def tie(self, table: VocabParallelEmbedding) -> None:
-        """Share the embedding's parameter, which is loaded there."""
+        """Share the embedding's parameter, which is loaded there. A head that a file holds quantised reads that."""
         part = cast(Part, self.parts[0])
-        part.weight, part.sources = table.weight, ()
+        if any(field.name == "weight" for field in part.fields):
+            part.weight, part.sources = table.weight, ()
 
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [S, hidden]. Returns logits of this rank's vocabulary, [S, width] of its dtype; padding is -inf."""

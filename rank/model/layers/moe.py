@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.moe.router import GROUP_TOP, RouterParams, route
-from ..experts.fused import FusedExperts
+from ....kernels.moe.router import RouterParams, route
+from ..experts.fused import APART, ExpertLayout, FusedExperts
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
 from .mlp import GatedMLP, activation
@@ -18,7 +18,11 @@ from .residual import Normed, Partial
 class Router(ShardedModule):
     """Chooses each token's experts, in f32 and on every rank alike."""
 
-    fields = (Field("weight", "oi"), Field("e_score_correction_bias", "o", torch.float32))
+    fields = (
+        Field("weight", "oi"),
+        Field("e_score_correction_bias", "o", torch.float32),
+        Field("bias", "o", torch.float32),
+    )
 
     def __init__(self, hidden: int, experts: int, params: RouterParams):
         super().__init__()
@@ -27,20 +31,22 @@ class Router(ShardedModule):
         self.weight = nn.Parameter(torch.empty(experts, hidden, device="meta"), requires_grad=False)
         bias = nn.Parameter(torch.empty(experts, device="meta"), requires_grad=False)
         self.e_score_correction_bias = bias if params.corrected else None
+        self.bias = bias if params.biased else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] → ids [T, k] int32 and weights [T, k] f32."""
-        return route(x, self.weight, self.e_score_correction_bias, self.params)
+        bias = self.bias if self.params.biased else self.e_score_correction_bias
+        return route(x, self.weight, bias, self.params)
 
 
 def _check_groups(experts: int, params: RouterParams) -> None:
     if experts % params.groups:
         raise FatalError(f"config.json: {experts} experts do not fall into {params.groups} groups", MODEL)
     size = experts // params.groups
-    if params.groups > 1 and size < GROUP_TOP:
+    if params.groups > 1 and size < params.group_top:
         raise FatalError(
             f"config.json: {experts} experts in {params.groups} groups are {size} in each, but groups are chosen by "
-            f"their best {GROUP_TOP}",
+            f"their best {params.group_top}",
             MODEL,
         )
     if params.top_groups > params.groups or params.top_groups * size < params.top_k:
@@ -54,16 +60,25 @@ def _check_groups(experts: int, params: RouterParams) -> None:
 class MoE(nn.Module):
     """The weighted sum of k experts of each token. A subclass may add an expert that all tokens visit."""
 
-    def __init__(self, hidden: int, inner: int, experts: int, params: RouterParams, mesh: Mesh, act: str = "silu"):
-        """inner: of one expert. act: the activation's name in config.json. Raises FatalError where a token is to visit
-        more experts than there are, or than its groups have."""
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        experts: int,
+        params: RouterParams,
+        mesh: Mesh,
+        act: str = "silu",
+        layout: ExpertLayout = APART,
+    ):
+        """inner: of one expert. act: the activation's name in config.json. layout: of the experts' tensors. Raises
+        FatalError where a token is to visit more experts than there are, or than its groups have."""
         super().__init__()
         if not 0 < params.top_k <= experts:
             raise FatalError(
                 f"config.json: num_experts_per_tok is {params.top_k}, but there are {experts} experts", MODEL
             )
         self.gate = Router(hidden, experts, params)
-        self.experts = FusedExperts(hidden, inner, experts, params.top_k, mesh, activation(act))
+        self.experts = FusedExperts(hidden, inner, experts, params.top_k, mesh, activation(act), layout)
 
     def forward(self, h: Normed | Tensor) -> Partial:
         """h [T, H] → this rank's part of [T, H]."""

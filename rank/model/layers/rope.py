@@ -170,14 +170,16 @@ def _longrope(p: Parameters, dim: int, max_positions: int, length: int) -> tuple
 
 
 def _yarn_temperature(p: Parameters, factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if p.get("attention_factor") is not None:
         return p["attention_factor"]
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
-    return mscale(1.0)
+        return yarn_mscale(factor, p["mscale"]) / yarn_mscale(factor, p["mscale_all_dim"])
+    return yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """By how much YaRN raises queries and keys, each, where it stretches the context by a factor."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _temperature(p: Parameters, length: int) -> Tensor | None:

@@ -52,7 +52,8 @@ def choose(settings: dict[str, Any], plain: Any, names: Collection[str] = ()) ->
 
 
 def is_among(path: str, patterns: Iterable[str]) -> bool:
-    """Whether a list names a module: itself or one that it is in, by the end of its path, or `re:` and a pattern."""
+    """Whether a list names a module: itself or one that it is in, by the end of its path, where * is any name, or `re:`
+    and a pattern."""
     parts = path.split(".")
     for pattern in patterns:
         if pattern.startswith("re:"):
@@ -62,8 +63,9 @@ def is_among(path: str, patterns: Iterable[str]) -> bool:
         wanted = pattern.rstrip(".").split(".")
         while len(wanted) > 1 and wanted[0] in ("model", "language_model"):  # more of them in a multimodal model
             wanted = wanted[1:]
-        if any(parts[at : at + len(wanted)] == wanted for at in range(len(parts))):
-            return True
+        for at in range(len(parts) - len(wanted) + 1):
+            if all(one in ("*", part) for one, part in zip(wanted, parts[at:], strict=False)):
+                return True
     return False
 
 

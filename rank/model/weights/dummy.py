@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import torch
 from torch import Tensor
 
-from .safetensors import FLOATS
+from .safetensors import FLOATS, Ranges
 from .slicing import Slice
 
 # Every tensor is a window into one endless repetition of this many numbers. It is prime, so no row length divides it
@@ -32,18 +33,33 @@ class Dummy:
         if constant is not None or (len(part.shape) == 1 and part.tensor.endswith(".weight")):
             target.fill_(1 if constant is None else constant)
             return
-        columns = part.shape[-1]
-        rows = target.view(1, -1) if len(part.shape) == 1 else target
-        first, last = part.ranges[-1]
-        start = zlib.crc32(part.tensor.encode()) + (part.ranges[0][0] * columns if len(part.shape) > 1 else 0) + first
-        pool = self._extended(target, last - first)
+        shape, ranges = part.shape, part.ranges
+        if part.spec.axes.endswith("b"):  # whole, so that it belongs to the axis before
+            (first, last), (_, block) = ranges[-2:]
+            shape, ranges = (*shape[:-2], shape[-2] * block), (*ranges[:-2], (first * block, last * block))
+            target = target.view(*target.shape[:-2], -1)
+        if len(shape) == 1:
+            shape, ranges, target = (1, *shape), ((0, 1), *ranges), target.view(1, -1)
+        self._fill(target, zlib.crc32(part.tensor.encode()), shape, ranges)
+
+    def _fill(self, rows: Tensor, start: int, shape: tuple[int, ...], ranges: Ranges) -> None:
+        """`ranges` of a tensor of this shape, two axes or more, whose first element is number `start`."""
+        if len(shape) > 2:
+            size = math.prod(shape[1:])
+            for index, one in enumerate(rows, ranges[0][0]):
+                self._fill(one, start + index * size, shape[1:], ranges[1:])
+            return
+        columns = shape[-1]
+        first, last = ranges[-1]
+        start += ranges[0][0] * columns + first
+        pool = self._extended(rows, last - first)
         # Row r is the window at start + r * columns. Rows that do not wrap around are copied together.
         done = 0
         while done < len(rows):
             offset = (start + done * columns) % PERIOD
             count = min(len(rows) - done, (PERIOD - 1 - offset) // columns + 1)
             window = pool.as_strided((count, last - first), (columns, 1), offset)
-            if target.dtype in FLOATS.values():
+            if rows.dtype in FLOATS.values():
                 torch.mul(window, columns**-0.5, out=rows[done : done + count])
             else:
                 rows[done : done + count] = window

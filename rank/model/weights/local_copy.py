@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ....errors import USAGE, FatalError
-from ...safetensors_header import INDEX, weight_files
+from ...checkpoint_files import directory, is_gguf, weight_files
+from ...safetensors_header import INDEX
 
 CHUNK = 16 << 20  # bytes of one read
 COPIES = 4  # files copied at once: network file systems are faster with several readers
@@ -35,7 +36,8 @@ Identity = list[int]  # a file's size and its time of change in nanoseconds
 def make_local_copy(
     source: Path, into: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[Path, int]:
-    """Copy the model directory `source` to a directory below `into`. Returns that and the bytes that this call copied.
+    """Copy the model directory or GGUF file `source` to a directory below `into`. Returns the copy and the bytes that
+    this call copied.
 
     Files that have not changed since they were copied are not copied again. Raises FatalError with a message for the
     user.
@@ -50,7 +52,8 @@ def make_local_copy(
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise FatalError(f"--stage {into}: {target} is not ours; give a directory that only you write to", USAGE)
         with _locked(target / LOCK):
-            return target, _bring(source, target, into, progress)
+            copied = _bring(source, target, into, progress)
+            return target / source.name if is_gguf(source) else target, copied
     except OSError as error:
         raise FatalError(f"--stage {into}: {error.filename or target}: {error.strerror}", USAGE) from None
 
@@ -65,7 +68,9 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _names(source: Path) -> list[str]:
     """The files that ranks read."""
-    weights = dict.fromkeys(weight_files(source).values())
+    weights = weight_files(source)
+    if is_gguf(source):
+        return weights
     for name in weights:
         if os.path.basename(name) != name:  # it would be written outside the copy
             raise FatalError(
@@ -75,19 +80,19 @@ def _names(source: Path) -> list[str]:
 
 
 def _bring(source: Path, target: Path, into: Path, progress: Callable[[int, int], None]) -> int:
-    names = _names(source)
+    names, folder = _names(source), directory(source)
     copies = _noted(target)
-    there = {name for name in names if _is_copy(source / name, target / name, copies.get(name))}
+    there = {name for name in names if _is_copy(folder / name, target / name, copies.get(name))}
     missing = [name for name in names if name not in there]
     for file in target.iterdir():
         if file.name not in (LOCK, NOTE, *there):
             file.unlink()  # left by an interrupted copy or an earlier version of the model
-    total = sum((source / name).stat().st_size for name in missing)
+    total = sum((folder / name).stat().st_size for name in missing)
     free = shutil.disk_usage(target).free
     if total > free:
         raise _no_space(into, f"{total / 1e9:.2f} GB are to be copied, {free / 1e9:.2f} GB are free")
     if missing:
-        _Copy(source, target, into, {name: copies[name] for name in there}).run(missing, total, progress)
+        _Copy(folder, target, into, {name: copies[name] for name in there}).run(missing, total, progress)
     return total
 
 

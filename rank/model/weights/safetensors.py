@@ -1,4 +1,4 @@
-"""Reads slices of tensors from a checkpoint's safetensors files."""
+"""Reads slices of tensors from a checkpoint's safetensors or GGUF files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from ....errors import MODEL, FatalError
+from ...checkpoint_files import directory
+from ...gguf import checkpoint
 from ...safetensors_header import INDEX, Entry, Index, rows
+from . import ggml
 from .slicing import Slice
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # each is converted to any of them
@@ -32,7 +35,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Checkpoint:
-    """The tensors of a model directory. `names` maps the model's name of a tensor to the checkpoint's."""
+    """The tensors of a model directory, or of a GGUF file. `names`: from the model's name of a tensor to theirs."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Checkpoint:
         """rename: from the checkpoint's name to the model's; spelled: back, for a tensor that is missing."""
         self.path = path
         self.index = index
+        self.directory = directory(path)
         self.spelled = spelled
         self.names = {rename(name): name for name in index.files}
         self._maps: dict[str, mmap.mmap] = {}
@@ -51,29 +55,28 @@ class Checkpoint:
     def find(self, wanted: str) -> tuple[str, Entry]:
         """The file and header entry of a tensor, by the model's name. Raises FatalError where it is missing."""
         if wanted not in self.names:
-            raise FatalError(f"{self.path} has no tensor {self.spelled(wanted)}", MODEL)
+            raise FatalError(f"{self.path} has no tensor {self._told(self.spelled(wanted))}", MODEL)
         name = self.names[wanted]
         file = self.index.files[name]
         entry = self.index.headers[file].get(name)
         if entry is None:
-            raise FatalError(f"{self.path / file} has no tensor {name}, which {INDEX} says is there", MODEL)
+            raise FatalError(f"{self.directory / file} has no tensor {name}, which {INDEX} says is there", MODEL)
         return file, entry
 
     def check(self, part: Slice) -> None:
         """Raises FatalError unless the slice's tensor is present, with the expected shape and a supported dtype."""
         file, entry = self.find(part.tensor)
-        name = self.names[part.tensor]
+        where = f"{self.directory / file}: {self._told(self.names[part.tensor])}"
         scalar = part.shape == (1,) and entry.shape == ()
         if entry.shape != part.shape and not scalar:
             expected = " x ".join(map(str, part.shape))
-            raise FatalError(
-                f"{self.path / file}: {name} is {' x '.join(map(str, entry.shape))}, expected {expected}", MODEL
-            )
+            raise FatalError(f"{where} is {' x '.join(map(str, entry.shape))}, expected {expected}", MODEL)
         wanted = part.spec.dtype
-        kinds = FLOATS if wanted is None or wanted in FLOATS.values() else [k for k, v in DTYPES.items() if v == wanted]
+        kinds = [kind for kind, dtype in DTYPES.items() if dtype == wanted]
+        if wanted is None or wanted in FLOATS.values():
+            kinds = [*FLOATS, *(ggml.CODECS if self.index.path else ())]
         if entry.dtype not in kinds:
-            supported = ", ".join(kinds)
-            raise FatalError(f"{self.path / file}: {name} has dtype {entry.dtype}; supported are {supported}", MODEL)
+            raise FatalError(f"{where} has dtype {entry.dtype}; supported are {', '.join(kinds)}", MODEL)
 
     def fill(self, part: Slice, target: Tensor) -> None:
         """Copy the slice from the mapped file into `target`, in its dtype and on its device."""
@@ -86,15 +89,19 @@ class Checkpoint:
             mapped = self._map(file)
             _fetch(mapped, entry.start + first * width, entry.start + last * width)
         except OSError as error:
-            raise FatalError(
-                f"{self.path / file}: {self.names[part.tensor]} cannot be read: {_why(error)}", MODEL
-            ) from None
+            name = self._told(self.names[part.tensor])
+            raise FatalError(f"{self.directory / file}: {name} cannot be read: {_why(error)}", MODEL) from None
         data = torch.frombuffer(mapped, dtype=torch.uint8)[entry.start : entry.stop]
-        target.copy_(elements(window(data, entry, 0, ranges), entry).view(target.shape))
+        values = elements(window(data, entry, 0, ranges), entry, ranges[-1])
+        put(values, target[:, None] if len(part.shape) == 1 else target, entry, first, first)
+
+    def _told(self, name: str) -> str:
+        """A tensor's name as its file has it, for messages."""
+        return checkpoint.spelled(self.path, name) if self.index.path else name
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._maps:
-            with (self.path / file).open("rb") as opened:
+            with (self.directory / file).open("rb") as opened:
                 # Copy-on-write: torch needs a writable buffer. Nothing is written, so nothing is copied.
                 self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
@@ -124,19 +131,49 @@ def _why(error: OSError) -> str:
     return str(error.strerror)
 
 
+def span(entry: Entry, left: int, right: int) -> tuple[int, int]:
+    """The bytes of a row that hold its elements left to right: of quantised ones whole groups."""
+    group, size = packing(entry)
+    return left // group * size, -(-right // group) * size
+
+
+def packing(entry: Entry) -> tuple[int, int]:
+    """Neighbouring elements that are stored together, and their bytes."""
+    if entry.dtype in DTYPES:
+        return 1, DTYPES[entry.dtype].itemsize
+    return ggml.CODECS[entry.dtype].group, ggml.CODECS[entry.dtype].bytes
+
+
 def window(data: Tensor, entry: Entry, first: int, ranges: Ranges) -> Tensor:
     """A view [rows, ..., bytes] of `ranges` of a tensor. data: the bytes of its rows from `first` on."""
-    size = DTYPES[entry.dtype].itemsize
     inner = rows(entry.shape)[1:]
-    whole = data.view(-1, *inner[:-1], inner[-1] * size)
+    whole = data.view(-1, *inner[:-1], span(entry, 0, inner[-1])[1])
     (top, bottom), *middle, (left, right) = ranges
-    cut = [(top - first, bottom - first), *middle, (left * size, right * size)]
+    cut = [(top - first, bottom - first), *middle, span(entry, left, right)]
     return whole[tuple(slice(start, stop) for start, stop in cut)]
 
 
-def elements(data: Tensor, entry: Entry) -> Tensor:
-    """Bytes [..., bytes] as elements of the tensor's dtype."""
-    dtype = DTYPES[entry.dtype]
-    if data.storage_offset() % dtype.itemsize:  # the header has an odd length, as in old files
-        data = data.clone(memory_format=torch.contiguous_format)
-    return data.view(dtype)
+def elements(data: Tensor, entry: Entry, columns: tuple[int, int]) -> Tensor:
+    """Bytes [..., bytes], a `window`, as the elements that were asked for; columns: which, of the last axis."""
+    if entry.dtype in DTYPES:
+        dtype = DTYPES[entry.dtype]
+        if data.storage_offset() % dtype.itemsize:  # the header has an odd length, as in old files
+            data = data.clone(memory_format=torch.contiguous_format)
+        values = data.view(dtype)
+    else:
+        left, right = columns
+        begin = left % packing(entry)[0]
+        values = ggml.dequantize(entry.dtype, data)[..., begin : begin + right - left]
+    return values.float() - entry.added if entry.added else values
+
+
+def put(values: Tensor, target: Tensor, entry: Entry, first: int, top: int) -> None:
+    """Copy rows of a tensor, from its row `first` on, into a target that begins with its row `top`."""
+    if not entry.paired:
+        target[first - top : first - top + len(values)].copy_(values)
+        return
+    # A file's pairs (x0, x1) of a head are neighbours; here all x0 of a head come before all x1.
+    row = torch.arange(first, first + len(values))
+    head, within = row // entry.paired, row % entry.paired
+    order = head * entry.paired + within % 2 * (entry.paired // 2) + within // 2 - top
+    target.index_copy_(0, order.to(target.device), values.to(target))

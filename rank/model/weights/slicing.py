@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ....errors import USAGE, FatalError
 from ....kernels.gemm.linear import pack
-from ..shard import Shard
+from ..shard import Shard, whole
 
 
 class Ratio(NamedTuple):
@@ -43,13 +43,16 @@ class Ratio(NamedTuple):
 
 
 PLAIN = Ratio()
+ONE = whole(1)  # the axis of a block
 
 
 class Field(NamedTuple):
     """One tensor of a module, as checkpoints store it."""
 
     name: str
-    axes: str  # one letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts
+    # One letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts, and "b" for
+    # what stands for one of the axis before, as many entries as its ratio says.
+    axes: str
     dtype: torch.dtype | None = None  # None: the model's
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
     ratios: Mapping[str, Ratio] = MappingProxyType({})  # of axes of other than one entry for each of theirs
@@ -117,6 +120,11 @@ def stored_width(field: Field, axis: str, shard: Shard, source: Source) -> int:
     return min(stop - start, 1) if ratio.elements == 0 else stop - start
 
 
+def axis_of(module: ShardedModule, axis: str) -> Shard:
+    """Of all axes but the outputs."""
+    return ONE if axis == "b" else module.inputs if axis == "i" else module.experts
+
+
 def stored_shape(module: ShardedModule, field: Field) -> tuple[int, ...]:
     """The shape of a parameter as its tensor stores it: what `slices` fill."""
     shape = []
@@ -125,7 +133,7 @@ def stored_shape(module: ShardedModule, field: Field) -> tuple[int, ...]:
             pairs = zip(module.outputs, module.sources, strict=True)
             shape.append(sum(stored_width(field, axis, shard, source) for shard, source in pairs))
         else:
-            shard = module.inputs if axis == "i" else module.experts
+            shard = axis_of(module, axis)
             shape.append(stored_width(field, axis, shard, Source("")))
     return tuple(shape)
 
@@ -187,7 +195,7 @@ def slices(layer: ShardedModule) -> Iterator[Slice]:
             for number in range(layer.experts.start, layer.experts.stop) if "{}" in source.path else (None,):
                 shape, ranges, starts = [], [], []
                 for axis in field.axes if number is None else field.axes.removeprefix("e"):
-                    shard = outputs if axis == "o" else layer.inputs if axis == "i" else layer.experts
+                    shard = outputs if axis == "o" else axis_of(layer, axis)
                     first, at = (source.start, offset) if axis == "o" else (0, 0)
                     size = source.size if axis == "o" and source.size else shard.size
                     ratio = field.ratio(axis)

@@ -29,7 +29,7 @@ from ....comm.broadcast import gather_bytes
 from ....errors import MODEL, FatalError
 from ...safetensors_header import Entry, rows
 from .filler import Filler
-from .safetensors import DTYPES, Checkpoint, Ranges, elements, window
+from .safetensors import Checkpoint, Ranges, elements, put, span, window
 from .slicing import ShardedModule, Slice
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Striped:
     """
 
     def __init__(self, checkpoint: Checkpoint, parts: Sequence[Slice], world: HostComm):
-        self._path = checkpoint.path
+        self._path = checkpoint.directory
         self._world = world
         self._parts: dict[str, list[Slice]] = {}
         mine: dict[str, list[Ranges]] = {}
@@ -215,9 +215,9 @@ class Striped:
 
     def _shape(self, move: Move) -> tuple[int, ...]:
         """The shape of a move's bytes: that of its elements, with the last axis in bytes."""
-        size = DTYPES[self._entries[move.piece.tensor].dtype].itemsize
+        begin, end = span(self._entries[move.piece.tensor], *move.ranges[-1])
         inner = [stop - start for start, stop in move.ranges]
-        return (move.last - move.first, *inner[:-1], inner[-1] * size)
+        return (move.last - move.first, *inner[:-1], end - begin)
 
     def _padded_size(self, move: Move) -> int:
         """Bytes that a move takes in a message, padding included."""
@@ -235,9 +235,10 @@ class Striped:
         top = self._wanted[self._world.rank][name][move.place][0][0]
         part = self._parts[name][move.place]
         target = self._filler.target(part)
-        rows = (target[:, None] if len(part.shape) == 1 else target)[move.first - top : move.last - top]
-        rows.copy_(elements(data, self._entries[name]))
-        self._filler.arrived(part, rows.numel())
+        entry, target = self._entries[name], target[:, None] if len(part.shape) == 1 else target
+        values = elements(data, entry, move.ranges[-1])
+        put(values, target, entry, move.first, top)
+        self._filler.arrived(part, values.numel())
 
 
 class Reader:

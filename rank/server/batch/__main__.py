@@ -7,10 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-from hashlib import blake2b
-from typing import Any
-
-import msgspec
 
 from .... import errors
 from ..__main__ import prepare
@@ -19,7 +15,7 @@ from ..text_engine import TextEngine
 from .config import BatchConfig, take
 from .journal import Journal
 from .run import BatchRun
-from .weights_fingerprint import fingerprint
+from .setup import setup
 
 
 def main() -> int:
@@ -31,7 +27,7 @@ def main() -> int:
     if not prepare(config.front):
         return errors.ERROR
     try:
-        journal = Journal(config.journal, config.input, setup(config), config.overwrite)
+        journal = Journal(config.journal, config.input, setup(config.front), config.overwrite)
     except errors.FatalError as stop:
         print(f"phalanx: {stop}", file=sys.stderr)
         return stop.code
@@ -54,23 +50,6 @@ async def run(config: BatchConfig, journal: Journal) -> int:
     with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
         os.rmdir(os.path.dirname(config.front.link))
     return code
-
-
-def setup(config: BatchConfig) -> dict[str, Any]:
-    """What answers depend on besides the input, equal at each start. Raises FatalError for broken weights."""
-    front = config.front
-    with open(os.path.join(front.model_dir, "config.json"), "rb") as file:
-        digest = blake2b(file.read(), digest_size=8).hexdigest()
-    sampling = {name: value for name, value in msgspec.to_builtins(front.sampling).items() if value is not None}
-    return {
-        "the model": front.names()[0],
-        "the model's config.json": digest,
-        "the fingerprint of the model's weights": fingerprint(front.model_dir),
-        "the sampling": sampling,
-        "--generation-config": front.generation_config,
-        "--chat-template": front.chat_template,
-        "--thinking": front.thinking,
-    }
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Protocol
 class Request(Protocol):
     """A request as admission and deadline see it."""
 
+    priority: int | None
+
     def sequences(self) -> int:
         """How many it will be."""
 

@@ -23,12 +23,21 @@ from .journal import ANSWERED, FAILED, Entry, Journal
 from .progress import Counts
 
 log = logging.getLogger("phalanx.batch")
+BUSY = 0.5  # seconds until a request is tried again that a full queue, or a server that drains, has refused
 
 
 class Answers:
-    """Asks the ranks and writes down what they say. `fail` is told, code and reason, when the journal cannot."""
+    """Asks the ranks and writes down what they say. `fail` is told, code and reason, when the journal cannot;
+    `written` is told of each entry."""
 
-    def __init__(self, sessions: TextEngine, journal: Journal, pace: Deadline, fail: Callable[[int, str], None]):
+    def __init__(
+        self,
+        sessions: TextEngine,
+        journal: Journal,
+        pace: Deadline,
+        fail: Callable[[int, str], None],
+        written: Callable[[Entry], None] = lambda entry: None,
+    ):
         self.counts = Counts()  # by this start, on the disk
         self.under_way: set[asyncio.Task[None]] = set()
         self.records: set[asyncio.Task[None]] = set()  # being written
@@ -36,6 +45,7 @@ class Answers:
         self._journal = journal
         self._pace = pace
         self._fail = fail
+        self._written = written
         self._open: set[Session] = set()
 
     @property
@@ -75,13 +85,15 @@ class Answers:
     async def _answer(self, item: Item, request: Request) -> None:
         """Ask until there is an answer: of a job that failed, and was started again, all is asked again."""
         while True:
+            pause = 0.0
             try:
                 entry, content = await self._ask(item, request)
                 break
             except ApiError as error:
-                if error.status != 503:
+                if error.status not in (429, 503):
                     entry, content = output.entry(item, FAILED), output.failure(item, error)
                     break
+                pause = BUSY if error.status == 429 or self._sessions.link.draining else 0.0
             except Exception as error:
                 log.exception("request %s failed", item.custom_id)
                 told = ApiError(500, f"internal error: {type(error).__name__}: {error}")
@@ -91,7 +103,7 @@ class Answers:
                 await self._sessions.link.wait_ready()
             except ApiError:
                 return  # left for the next start
-            await asyncio.sleep(0)
+            await asyncio.sleep(pause)
         self._record(entry, content)
 
     async def _ask(self, item: Item, request: Request) -> tuple[Entry, bytes]:
@@ -130,3 +142,4 @@ class Answers:
         counts.failed += entry.kind == FAILED
         counts.prompt_tokens += entry.prompt_tokens
         counts.output_tokens += entry.output_tokens
+        self._written(entry)

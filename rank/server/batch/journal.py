@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from zlib import crc32
@@ -210,6 +210,10 @@ class Journal:
         if self._committing is None:
             self._committing = asyncio.ensure_future(self._commit())
         await asyncio.shield(self._next)
+
+    def append(self, lines: Iterable[tuple[Entry, bytes]]) -> None:
+        """Lines at once, where no loop runs and nothing else is added. Raises FatalError."""
+        self._write(b"".join(pack(entry, content) for entry, content in lines))
 
     async def _commit(self) -> None:
         loop = asyncio.get_running_loop()

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from ....errors import MODEL, FatalError
-from ...safetensors_header import INDEX, SINGLE, Entry, read_index
+from ...checkpoint_files import directory, is_gguf, read_index
+from ...safetensors_header import INDEX, SINGLE, Entry
 
 SAMPLES = 1024
 SIZE = 1024  # bytes of a sample
@@ -27,10 +28,10 @@ NONE = "none"
 def fingerprint(model_dir: str) -> str:
     """Raises FatalError where the weights cannot be read. NONE where there are none, as with --load-format dummy."""
     path = Path(model_dir)
-    if not (path / SINGLE).exists() and not (path / INDEX).exists():
+    if not is_gguf(path) and not (path / SINGLE).exists() and not (path / INDEX).exists():
         return NONE
-    headers = read_index(path).headers
-    tensors = [(path / file, entry) for file, entries in sorted(headers.items()) for entry in entries.values()]
+    headers, folder = read_index(path).headers, directory(path)
+    tensors = [(folder / file, entry) for file, entries in sorted(headers.items()) for entry in entries.values()]
     count = min(SAMPLES, len(tensors))
     chosen = [tensors[number * len(tensors) // count] for number in range(count)]
     digest = blake2b(msgspec.json.encode(headers, order="deterministic"), digest_size=16)

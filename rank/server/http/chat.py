@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ..generation import chat_generation
 from ..openai_format import ChatRenderer
 from ..prompts import check_number, context_of
@@ -12,8 +14,16 @@ from .routes import Call, Route
 
 async def chat(call: Call) -> Session:
     """The answer to a conversation, whole or as server-sent events."""
-    check_number(len(call.request.conversation()), context_of(call.engine.ready()[1]))
-    return await call.engine.generate(call.request, chat_generation)
+    request = call.request
+    if request.tools is None and call.server is not None and call.engine.takes_tools:
+        request = msgspec.structs.replace(request, tools=call.server.tools.functions() or None)
+    return await answer(call, request)
+
+
+async def answer(call: Call, request: ChatRequest) -> Session:
+    """The answer to a chat that names its tools."""
+    check_number(len(request.conversation()), context_of(call.engine.ready()[1]))
+    return await call.engine.generate(request, chat_generation)
 
 
 ROUTES = [Route("/v1/chat/completions", chat, ChatRequest, ChatRenderer, also=("/chat/completions",), batchable=True)]

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import time
 from typing import Any
+from urllib.parse import quote
 
 import tornado.http1connection
 import tornado.iostream
@@ -16,9 +17,12 @@ from ..api_error import ApiError
 from ..renderer import Renderer
 from ..session import Session
 from .handler import BodyHandler
-from .routes import Call, Events, Reply, Route
+from .routes import Call, Download, Events, Reply, Route
+from .upload import Upload
 
 KEEP_ALIVE = b": keep-alive\n\n"
+PIECE = 1 << 18  # bytes of a download that are read and sent together
+UPLOAD_TIMEOUT = 3600  # seconds
 
 
 @tornado.web.stream_request_body
@@ -28,6 +32,8 @@ class Endpoint(BodyHandler):
     session: Session | None = None
     gone = False  # the client closed the connection
     _counted = False  # among the open requests of its key
+    _upload: Upload | None = None
+    _entered = False  # its model has to stay loaded
 
     def initialize(self, routes: dict[str, Route]) -> None:
         self.routes = routes
@@ -46,17 +52,43 @@ class Endpoint(BodyHandler):
         method = "GET" if self.request.method == "HEAD" else self.request.method
         return self.routes.get(method or "")
 
+    def prepare(self) -> None:
+        super().prepare()
+        route = self.route
+        if route is not None and route.receive is not None:
+            self._count()
+            self._upload = route.receive(self._call({}), self.request.headers.get("Content-Type", ""))
+            self.request.connection.set_body_timeout(UPLOAD_TIMEOUT)  # type: ignore[union-attr]
+
+    async def data_received(self, chunk: bytes) -> None:
+        if self._upload is None:
+            await super().data_received(chunk)
+        else:
+            await self._upload.write(chunk)
+
+    def _call(self, args: dict[str, str]) -> Call:
+        query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
+        return Call(self.state.sessions, None, args, query, self.state, self.key, self.release)
+
     async def _answer(self, **args: str) -> None:
         began = time.monotonic()
         route = self.route
         if route is None:
             raise tornado.web.HTTPError(405)
-        query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
-        call = Call(self.state.sessions, None, args, query, self.state, self.key, self.release)
-        if route.schema is not None:
+        call = self._call(args)
+        if self._upload is not None:
+            call.request = await self._upload.finish()
+        elif route.schema is not None:
             self._count()
             call.request = await self.decoded(route.schema)
+            if self.state.models is not None:
+                engine = self.state.models.named(getattr(call.request, "model", None))
+                entered = await self.run(self.state.models.enter(engine))
+                if entered is None:
+                    return
+                call.engine, self._entered = entered, True
         if self.gone:  # while its body was inflated
+            self._leave()
             return
         answer = route.prepare(call)
         if inspect.isawaitable(answer):
@@ -65,13 +97,16 @@ class Endpoint(BodyHandler):
                 return
         self.release()
         if isinstance(answer, Session):
-            assert route.render is not None and self.state.sessions.text is not None
-            answer = route.render(answer, call.request, self.state.sessions.text.tokenizer)
+            assert route.render is not None and call.engine.text is not None
+            answer = route.render(answer, call.request, call.engine.text.tokenizer)
         if isinstance(answer, Renderer):
             await self._generate(answer, call, began)
         elif isinstance(answer, Events):
             with contextlib.suppress(tornado.iostream.StreamClosedError):  # the client has gone
                 await self._stream(answer)
+        elif isinstance(answer, Download):
+            with contextlib.suppress(tornado.iostream.StreamClosedError):
+                await self._download(answer)
         else:
             self.send(answer if isinstance(answer, Reply) else Reply(answer))
 
@@ -95,9 +130,21 @@ class Endpoint(BodyHandler):
             self._counted = False
             self.state.used[self.key].open -= 1
 
+    def _leave(self) -> None:
+        """The model that answered may be unloaded."""
+        if self._entered and self.state.models is not None:
+            self._entered = False
+            self.state.models.leave()
+
     def on_finish(self) -> None:
         super().on_finish()
+        self._end_body()
+
+    def _end_body(self) -> None:
         self._uncount()
+        self._leave()
+        if self._upload is not None:
+            self._upload.close()
 
     def send(self, reply: Reply) -> None:
         """Finish with this."""
@@ -108,6 +155,18 @@ class Endpoint(BodyHandler):
             self.finish(reply.body)
         else:
             self.reply(reply.body, reply.status)
+
+    async def _download(self, answer: Download) -> None:
+        in_pool = self.state.sessions.in_pool
+        with await in_pool(open, answer.path, "rb") as file:
+            self.set_header("Content-Type", "application/octet-stream")
+            self.set_header("Content-Length", str(answer.path.stat().st_size))
+            self.set_header("Content-Disposition", f"attachment; filename*=UTF-8''{quote(answer.name)}")
+            self.set_header("X-Content-Type-Options", "nosniff")
+            while self.request.method != "HEAD" and (data := await in_pool(file.read, PIECE)):
+                self.write(data)
+                await self.flush()
+        self.finish()
 
     async def _generate(self, reply: Renderer, call: Call, began: float) -> None:
         self.session = reply.session
@@ -131,7 +190,7 @@ class Endpoint(BodyHandler):
     def on_connection_close(self) -> None:
         super().on_connection_close()
         self.gone = True
-        self._uncount()
+        self._end_body()
         if self.session is not None:
             self.session.close()
 

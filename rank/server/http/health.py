@@ -10,19 +10,27 @@ def health(call: Call) -> Reply:
     """200 while requests are answered, else 503 with what the server is doing."""
     link = call.engine.link
     status = link.state
-    if status == "ready" and call.engine.text is None:
+    models = call.server.models if call.server is not None else None
+    if status == "ready" and models is None and call.engine.text is None:
         status = "loading"
+    if models is not None and models.switching is not None:
+        status = "switching"
+    answered = status in ("ready", "switching", "unloaded")  # at once, or once the model is there
     body: dict = {"status": status}
     headers = {}
     if status == "loading":
         body["progress"] = {"phase": link.progress.phase, "done": link.progress.done, "total": link.progress.total}
     elif status == "ready":
         body |= {"running": link.stats.running, "waiting": link.stats.waiting}
+    elif models is not None and answered:
+        body["models"] = models.describe()
     elif link.fatal is not None:
         body["message"] = link.fatal.message
-    if status != "ready" and (retry_after := link.unavailable().retry_after) is not None:
+    if call.server is not None and (tools := call.server.tools.health()):
+        body["tool_servers"] = tools
+    if not answered and (retry_after := link.unavailable().retry_after) is not None:
         headers["Retry-After"] = str(retry_after)
-    return Reply(body, 200 if status == "ready" else 503, headers)
+    return Reply(body, 200 if answered else 503, headers)
 
 
 def metrics(call: Call) -> Reply:

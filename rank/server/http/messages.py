@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import msgspec
 
 from .. import unsupported
 from ..anthropic_format import MessageRenderer, error_body
-from ..api_error import bad
+from ..api_error import ApiError, bad
 from ..conversation import Call as ToolCall
 from ..conversation import Function, Message
 from ..decoding import Body, show
@@ -17,10 +16,11 @@ from ..generation import LoadedModel
 from ..prompts import chat_prompt
 from ..schema import MAX_STOPS, ChatRequest, check_ranges
 from ..session import Session
-from .chat import chat
+from .chat import answer
 from .routes import Call, Route
 
 TEXT_ONLY = "this model takes text only"
+CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": ""}  # and OpenAI's word, where there is one
 
 
 class Block(msgspec.Struct):
@@ -54,6 +54,7 @@ class ClientTool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
+    strict: bool | None = None
 
 
 class MeantChat(ChatRequest, kw_only=True):
@@ -83,6 +84,7 @@ class CountRequest(Body, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
 
     def check(self) -> None:
         check_ranges(self)
@@ -105,17 +107,28 @@ class CountRequest(Body, kw_only=True):
         self._check_choices()
 
     def _check_choices(self) -> None:
-        choice = (self.tool_choice or {}).get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise bad(
-                "tool_choice",
-                f'tool_choice.type is {show(choice)}: a call cannot be enforced yet, use "auto" or "none"',
-            )
+        choice = self.tool_choice or {}
+        if (kind := choice.get("type", "auto")) not in CHOICES:
+            raise bad("tool_choice", f"tool_choice.type is {show(kind)}: expected one of {', '.join(CHOICES)}")
+        if kind == "tool" and not isinstance(choice.get("name"), str):
+            raise bad("tool_choice.name", f"tool_choice.name is {show(choice.get('name'))}: expected a tool's name")
         thinking = self.thinking.type if self.thinking else "enabled"
         if thinking not in ("enabled", "adaptive", "disabled"):
             raise bad("thinking.type", f"thinking.type is {show(thinking)}: expected enabled, adaptive or disabled")
-        if self.output_config and self.output_config.format is not None:
-            raise bad("output_config.format", f"output_config.format: {unsupported.OUTPUT}")
+        form = self.form()
+        if form is not None and form.get("type") != "json_schema":
+            at = "output_config.format"
+            raise bad(at, f"{at}.type is {show(form.get('type'))}: expected json_schema")
+        chat = self.chat()
+        chat.check_tools()
+        try:
+            chat.constraint()
+        except ApiError as error:
+            raise renamed(error) from None
+
+    def form(self) -> dict[str, Any] | None:
+        """What the answer must be. The beta of this API had it in output_format."""
+        return (self.output_config.format if self.output_config else None) or self.output_format
 
     def chat(self) -> ChatRequest:
         """The chat that is meant."""
@@ -127,15 +140,23 @@ class CountRequest(Body, kw_only=True):
         tools = [
             {
                 "type": "function",
-                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                    **({"strict": True} if tool.strict else {}),
+                },
             }
             for tool in self.tools or ()
         ]
+        form = self.form()
         return MeantChat(
             messages=messages,
             model=self.model,
             tools=tools or None,
-            tool_choice=choice.get("type"),
+            tool_choice=CHOICES[choice.get("type", "auto")]
+            or {"type": "function", "function": {"name": choice["name"]}},
+            response_format={"type": "json_schema", "json_schema": form} if form else None,
             parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
             enable_thinking=None if self.thinking is None else self.thinking.type != "disabled",
             reasoning_effort=self.output_config.effort if self.output_config else None,
@@ -217,7 +238,20 @@ def _messages(turn: Turn) -> list[Message]:
 
 async def messages(call: Call) -> Session:
     """Anthropic's messages: the answer to a conversation, whole or as server-sent events."""
-    return await chat(dataclasses.replace(call, request=call.request.chat()))
+    try:
+        return await answer(call, call.request.chat())
+    except ApiError as error:
+        raise renamed(error) from None
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error of the chat that is meant, with this API's names of fields."""
+    for old in ("response_format.json_schema", "response_format"):
+        if (error.param or "").startswith(old):
+            error.message = error.message.replace(old, "output_config.format")
+            error.param = "output_config.format" + (error.param or "")[len(old) :]
+            break
+    return error
 
 
 async def count_tokens(call: Call) -> dict[str, int]:

@@ -1,50 +1,102 @@
-"""The model under each of its names."""
+"""The model under each of its names, or several models and which of them is loaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..api_error import ApiError
+from ..api_error import ApiError, bad
+from ..decoding import Body
+from ..models import Models
+from ..text_engine import TextEngine
 from .routes import Call, Route
 from .state import ServerState
 
 
+class SelectRequest(Body):
+    """POST /v1/models/select."""
+
+    model: str | None = None
+    model_id: str | None = None  # candle-vLLM's name for it
+
+    def check(self) -> None:
+        self.model = self.model or self.model_id
+        if not self.model:
+            raise bad("model", "model is missing: the name of the model to load")
+
+
 def models(call: Call) -> dict[str, Any]:
-    """The model under each of its names, with `max_model_len`."""
+    """The models that there are, with `max_model_len`; of several with their `status`."""
     assert call.server is not None
-    return {"object": "list", "data": [_describe(call.server, name) for name in call.engine.names]}
+    return {"object": "list", "data": [_describe(call.server, *one) for one in _names(call.server)]}
 
 
 def model(call: Call) -> dict[str, Any]:
     """The same of one name; 404 for another."""
     assert call.server is not None
-    name, names = call.args["model"], call.engine.names
-    if name not in names:
+    name, known = call.args["model"], dict(_names(call.server))
+    if name not in known:
         raise ApiError(
             404,
-            f"the model {name!r} does not exist; this server has {', '.join(names)}",
+            f"the model {name!r} does not exist; this server has {', '.join(known)}",
             "model",
             "model_not_found",
         )
-    return _describe(call.server, name)
+    return _describe(call.server, name, known[name])
 
 
-def _describe(state: ServerState, name: str) -> dict[str, Any]:
-    """A model's entry; all names after the first are other names of the same model."""
-    real = state.sessions.names[0]
-    return {
+def status(call: Call) -> dict[str, Any]:
+    """Of several models: which is loaded, how many requests wait for each, why one cannot be loaded."""
+    several = _several(call)
+    return {"object": "list", "loaded": _loaded(several), "data": several.describe()}
+
+
+def select(call: Call) -> dict[str, Any]:
+    """Load one of several models, once the requests of the running one have ended."""
+    # By now it is loaded, as for every request that names it.
+    several = _several(call)
+    return {"model": call.engine.names[0], "status": several.status(call.engine)}
+
+
+def _several(call: Call) -> Models:
+    assert call.server is not None
+    if call.server.models is None:
+        raise ApiError(404, "this server has one model; --models-config gives it several", code="not_found")
+    return call.server.models
+
+
+def _loaded(several: Models) -> str | None:
+    return None if several.loaded is None else several.engines[several.loaded].names[0]
+
+
+def _names(state: ServerState) -> list[tuple[str, TextEngine]]:
+    """Every name with its model; all names of a model after the first are other names of the same."""
+    engines = state.models.engines if state.models is not None else [state.sessions]
+    return [(name, engine) for engine in engines for name in engine.names]
+
+
+def _describe(state: ServerState, name: str, engine: TextEngine) -> dict[str, Any]:
+    """A model's entry."""
+    real, ready = engine.names[0], state.link.ready
+    entry = {
         "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "phalanx",
-        "max_model_len": state.link.ready.max_model_len if state.link.ready else None,
+        "max_model_len": ready.max_model_len if ready is not None and ready.model == engine.model else None,
         "root": real,
         "parent": None if name == real else real,
         "permission": [],
     }
+    if state.models is not None:
+        entry["status"] = state.models.status(engine)
+        if notes := state.config.models[engine.model].notes:
+            entry["notes"] = notes
+    return entry
 
 
 ROUTES = [
     Route("/v1/models", models, method="GET", also=("/models",)),
+    Route("/v1/models/status", status, method="GET"),
+    Route("/v1/models/select", select, SelectRequest),
     Route("/v1/models/{model}", model, method="GET"),
 ]

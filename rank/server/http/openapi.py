@@ -10,6 +10,7 @@ import msgspec
 
 from ..field_meanings import meaning
 from .routes import EVENTS, PART, Call, Reply, Route, routes
+from .upload import PURPOSES
 
 ERROR = {
     "type": "object",
@@ -26,6 +27,11 @@ ERROR = {
         }
     },
     "required": ["error"],
+}
+FORM = {  # of an upload
+    "type": "object",
+    "properties": {"purpose": {"enum": list(PURPOSES)}, "file": {"type": "string", "format": "binary"}},
+    "required": ["purpose", "file"],
 }
 STYLE = """\
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
@@ -95,6 +101,8 @@ def _operation(route: Route, path: str, ref: dict[str, Any] | None) -> dict[str,
         ]
     if ref is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref}}}
+    if route.receive is not None:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": FORM}}}
     if route.needs_key:
         operation["security"] = [{"bearer": []}, {"header": []}, {}]  # {}: a server may have no keys
     return operation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 from ..api_error import ApiError, bad
 from ..response_store import Kept, ResponseStore
 from ..responses_format import ResponseRenderer
-from ..responses_request import ResponsesRequest
-from .chat import chat
+from ..responses_request import ResponsesRequest, renamed
+from .mcp import respond
+from .paging import page
 from .routes import EVENTS, JSON, Call, Events, Reply, Route
 
 log = logging.getLogger(__name__)
-PAGE = 100  # most items of a page
 
 
 def _store(call: Call) -> ResponseStore:
@@ -39,11 +38,11 @@ async def create(call: Call) -> ResponseRenderer | Reply | Events:
         raise bad("previous_response_id", f"previous_response_id is {previous!r}: that response is still being made")
     earlier, items = before.conversation if before else [], request.items()
     try:
-        session = await chat(dataclasses.replace(call, request=request.chat([*earlier, *items])))
+        session, tools = await respond(call, request, [*earlier, *items])
     except ApiError as error:
-        raise _renamed(error) from None
+        raise renamed(error) from None
     stored = request.store is not False and store.most > 0
-    renderer = ResponseRenderer(session, request, stored)
+    renderer = ResponseRenderer(session, request, stored, tools)
     if not stored:
         return renderer
     kept = Kept(before, items, call.key)
@@ -54,15 +53,6 @@ async def create(call: Call) -> ResponseRenderer | Reply | Events:
     kept.task = asyncio.ensure_future(_run(call, kept, renderer))
     store.put(renderer.id, kept)
     return Events(kept.follow(0), renderer.error) if request.stream else Reply(kept.body)
-
-
-def _renamed(error: ApiError) -> ApiError:
-    """An error of the chat that is meant, with this API's names of fields."""
-    names = {"messages": "input", "max_tokens": "max_output_tokens"}
-    if error.param in names:
-        error.message = error.message.replace("max_tokens", "max_output_tokens")
-        error.param = names[error.param]
-    return error
 
 
 def _keep(store: ResponseStore, kept: Kept, renderer: ResponseRenderer) -> None:
@@ -129,26 +119,7 @@ def delete(call: Call) -> dict[str, Any]:
 def input_items(call: Call) -> dict[str, Any]:
     """The items that a response was asked with, the last first (`order`, `limit`, `after`)."""
     kept = _store(call).get(call.args["response_id"], call.key)
-    order, limit, after = call.query.get("order", "desc"), call.query.get("limit", "20"), call.query.get("after")
-    if order not in ("asc", "desc"):
-        raise bad("order", f"order is {order[:20]!r}: expected asc or desc")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= PAGE:
-        raise bad("limit", f"limit is {limit[:20]!r}: it must be between 1 and {PAGE}")
-    items = [*kept.before, *kept.input]
-    items = items if order == "asc" else items[::-1]
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise bad("after", f"after is {after[:100]!r}: no item of this response has this id")
-        items = items[ids.index(after) + 1 :]
-    page = items[: int(limit)]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > len(page),
-    }
+    return page([*kept.before, *kept.input], call.query)
 
 
 ONE = "/v1/responses/{response_id}"

@@ -21,6 +21,7 @@ from ..text_engine import TextEngine
 
 if TYPE_CHECKING:
     from .state import ServerState
+    from .upload import Upload
 
 FAMILY = re.compile(r"^ROUTES\b", re.MULTILINE)
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -38,6 +39,12 @@ class Call:
     server: ServerState | None = None  # None in a batch job
     key: int = 0  # which API key it came with
     release: Callable[[], None] = lambda: None  # tells that the body's bytes are not needed any more
+
+    @property
+    def owner(self) -> str:
+        """Whose request it is, for what is kept on the disk."""
+        assert self.server is not None
+        return self.server.owners[self.key]
 
     def count(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
         """Put what was used down to the API key."""
@@ -60,11 +67,18 @@ class Events(NamedTuple):
     error: Callable[[ApiError], bytes]  # the event for an error after the first event
 
 
+class Download(NamedTuple):
+    """A file, sent piece by piece."""
+
+    path: Path
+    name: str  # that the client saves it under
+
+
 class Route(NamedTuple):
     """One endpoint. The first line of `prepare`'s docstring is its line in the documents."""
 
     path: str  # {name} stands for a part, such as /v1/models/{model}
-    # What the answer is: an object, a Reply, Events, a Renderer or, where `render` is given, a Session.
+    # What the answer is: an object, a Reply, Events, a Download, a Renderer or, where `render` is given, a Session.
     prepare: Callable[[Call], Any | Awaitable[Any]]
     schema: type[Body] | None = None  # of the body; None: there is none
     render: Callable[..., Any] | None = None  # a Renderer's class: made of session, request and tokenizer
@@ -74,6 +88,8 @@ class Route(NamedTuple):
     needs_key: bool = True
     media: tuple[str, ...] = (JSON,)  # what the answer may be, for OpenAPI; a session may be EVENTS, too
     error: Callable[[ApiError], dict[str, Any]] = ApiError.body  # the shape of errors
+    # Takes a body that is no JSON, of this Content-Type, while it comes; what it makes of it is `Call.request`.
+    receive: Callable[[Call, str], Upload] | None = None
 
     @property
     def about(self) -> str:

@@ -38,7 +38,15 @@ class ToolCallEnd(msgspec.Struct, gc=False):
     index: int
 
 
-Event = Text | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd
+class ToolResult(msgspec.Struct, gc=False):
+    """What a call gave that was made here, by a tool server."""
+
+    id: str  # the call's
+    text: str
+    failed: bool = False
+
+
+Event = Text | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd | ToolResult
 
 
 def add_event(events: list[Event], event: Event) -> None:

@@ -6,11 +6,11 @@ Sources: the prompt formats that model cards publish. None of these templates ta
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import tekken
+from .tokenizer_file import read_json
 
 
 class FamilyTemplate(NamedTuple):
@@ -102,15 +102,11 @@ FAMILIES = (
 
 def family_template(model_dir: Path) -> FamilyTemplate | None:
     """The family of a model directory; None where it is unknown."""
-    tokens = {token["content"] for token in _read(model_dir / "tokenizer.json").get("added_tokens", [])}
+    tokens = {token["content"] for token in read_json(model_dir, "tokenizer.json").get("added_tokens", [])}
     if not tokens and (model_dir / tekken.NAME).is_file():
         tokens = tekken.control(model_dir / tekken.NAME)
-    model_type = _read(model_dir / "config.json").get("model_type")
+    model_type = read_json(model_dir, "config.json").get("model_type")
     for family in FAMILIES:
         if family.tokens and tokens.issuperset(family.tokens):
             return family
     return next((family for family in FAMILIES if model_type in family.models), None)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

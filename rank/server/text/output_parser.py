@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .draft import Draft
-from .events import Event, Reasoning, Text, ToolCallEnd, ToolCallStart, add_event
+from .events import Event, Reasoning, Text, ToolCallEnd, ToolCallStart, ToolResult, add_event
 from .stop_strings import StopFinder, partial_suffix
 from .tool_formats import ToolCallFormat, ToolCallParser
 
@@ -266,7 +266,7 @@ class OutputParser:
         for event in found:
             if isinstance(event, Text | Reasoning):
                 self._content.write(event.text, events)
-            elif self._parallel or event.index == 0:
+            elif not isinstance(event, ToolResult) and (self._parallel or event.index == 0):
                 if isinstance(event, ToolCallStart):
                     self.calls += 1
                     self._content.mark(events)

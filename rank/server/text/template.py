@@ -187,7 +187,10 @@ def _token_texts(config: dict) -> dict[str, str]:
 
 
 def load_template(model_dir: Path, tokenizer_config: dict, override: str = "") -> ChatTemplate | None:
-    """The template of a model directory, or its family's where it has none; None where the family is unknown."""
+    """The template of a model directory, or its family's where it has none; None where the family is unknown.
+
+    Raises ValueError where it is damaged.
+    """
     sources: dict[str, str] = {}
     inline = tokenizer_config.get("chat_template")
     if override:
@@ -205,4 +208,9 @@ def load_template(model_dir: Path, tokenizer_config: dict, override: str = "") -
     family = None if sources else family_template(model_dir)
     if family is not None:
         sources["default"] = family.source
-    return ChatTemplate(sources, _token_texts(tokenizer_config), family) if sources else None
+    try:
+        return ChatTemplate(sources, _token_texts(tokenizer_config), family) if sources else None
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template of {override or model_dir} is no valid Jinja: {error.message}, line {error.lineno}"
+        ) from None

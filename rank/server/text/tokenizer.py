@@ -46,6 +46,10 @@ class Tokenizer:
         self._kind, self._space, self._byte_tokens = _decoder_kind(data.get("decoder") or {})
         self._pieces: list[bytes | None] = [None] * (max([self.size - 1, *added]) + 1)
 
+    def to_json(self) -> str:
+        """A tokenizer.json's text."""
+        return self._tokenizer.to_str()
+
     @property
     def bytewise(self) -> bool:
         """Each token stands for fixed bytes, whatever its neighbours."""

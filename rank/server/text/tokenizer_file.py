@@ -9,7 +9,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from . import sentencepiece, tekken
+from ...checkpoint_files import is_gguf
+from . import gguf, sentencepiece, tekken
 
 NAMES = ("tokenizer.json", tekken.NAME, "tokenizer.model")  # in this order, where there are several
 # The tokens that the code of ChatGLM2 and 3 puts behind those of tokenizer.model.
@@ -19,7 +20,9 @@ CHATGLM = (
 
 
 def find(directory: Path) -> Path:
-    """Raises FileNotFoundError where the directory has none."""
+    """directory: or a GGUF file, which has its own. Raises FileNotFoundError where the directory has none."""
+    if is_gguf(directory):
+        return directory
     found = next((directory / name for name in NAMES if (directory / name).is_file()), None)
     if found is None:
         raise FileNotFoundError(
@@ -34,6 +37,9 @@ def load(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
     if path.name == tekken.NAME:
         made = tekken.build(path, alphabet)
         _surround(made, [tekken.ENDS["bos_token"]], [])
+    elif is_gguf(path):
+        made, start, end = gguf.build(path)
+        _surround(made, start, end)
     elif path.suffix == ".model":
         made = _sentencepiece(path)
     else:
@@ -42,7 +48,7 @@ def load(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(path: Path) -> tokenizers.Tokenizer:
-    config = _json(path.with_name("tokenizer_config.json"))
+    config = read_json(path.parent, "tokenizer_config.json")
     made = sentencepiece.build(sentencepiece.read(path), config)
     added = _added(path.parent, config)
     start, end = _end(config, "bos", True, "<s>"), _end(config, "eos", False, "</s>")
@@ -83,7 +89,7 @@ def _surround(made: tokenizers.Tokenizer, start: list[str], end: list[str]) -> N
 
 def _added(directory: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
     """Tokens that transformers' files have beside the model's own, by id."""
-    plain = _json(directory / "added_tokens.json")
+    plain = read_json(directory, "added_tokens.json")
     found = {int(id): AddedToken(text, special=True, normalized=False) for text, id in plain.items()}
     for id, one in (config.get("added_tokens_decoder") or {}).items():
         ways = {key: bool(one.get(key)) for key in ("special", "lstrip", "rstrip", "normalized", "single_word")}
@@ -91,5 +97,9 @@ def _added(directory: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def read_json(model: Path, name: str) -> dict[str, Any]:
+    """A file of a model directory, or what a GGUF file says in its place; empty where there is none."""
+    if is_gguf(model):
+        return gguf.documents(model).get(name, {})
+    file = model / name
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

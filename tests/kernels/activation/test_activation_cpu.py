@@ -1,6 +1,13 @@
 import pytest
 import torch
-from phalanx.kernels.activation.activation import ACTIVATIONS, activate, gated_activation, gated_cpu
+from phalanx.kernels.activation.activation import (
+    ACTIVATIONS,
+    PLAIN,
+    activate,
+    gated_activation,
+    gated_activation_reference,
+    gated_cpu,
+)
 from torch.nn.functional import gelu, relu, silu
 
 from ..conftest import DTYPES, close
@@ -13,20 +20,31 @@ FUNCTIONS = {
 }
 
 
+def clamped_swiglu(gate, up):
+    """As transformers' GptOssExperts._apply_gate."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+
+GATED = {name: lambda gate, up, act=act: act(gate) * up for name, act in FUNCTIONS.items()}
+GATED["clamped_swiglu"] = clamped_swiglu
+
+
 def test_each_activation_is_here():
-    assert tuple(FUNCTIONS) == ACTIVATIONS
+    assert tuple(FUNCTIONS) == PLAIN and tuple(GATED) == ACTIVATIONS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 33), (16, 64), (2, 100)])
 def test_gated(isa, threads, called, dtype, name, rows, width):
     x = (torch.randn(rows, 2 * width) * 6).to(dtype)
     x[0, 0], x[-1, width - 1] = 200, -200
     gate, up = x.float().chunk(2, -1)
-    want = FUNCTIONS[name](gate) * up
+    want = GATED[name](gate, up)
     close(gated_cpu(name, x), want, dtype, atol=1e-5)
     assert len(called) == 1
+    close(gated_activation_reference(x, name), want, dtype, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,6 +71,14 @@ def test_what_is_not_finite_stays_so(isa, name):
     y = gated_cpu(name, x)
     assert y[0].isfinite().all()
     assert y[1, 3].isnan() and y[1].isfinite().sum() == 19 and y[2, 19] == float("inf")
+
+
+def test_the_clamps_of_a_clamped_swiglu(isa):
+    x = torch.tensor([[9.0, -9.0, 1.0, 1.0, float("nan"), 1.0, 30.0, -30.0, 9.0, -9.0, 1.0, float("nan")]])
+    gate, up = x.chunk(2, -1)
+    y = gated_cpu("clamped_swiglu", x.clone())
+    close(y[:, :4], clamped_swiglu(gate, up)[:, :4], torch.float32, atol=1e-5)
+    assert y[0, 4:].isnan().all()
 
 
 def test_gated_activation(called):

@@ -35,6 +35,7 @@ class Case(NamedTuple):
     splits: int = 1
     part: int = 32
     tile: int = 16
+    sinks: bool = False
     unwritten: tuple[int, ...] = ()  # rows whose slot is negative though they have tokens
 
 
@@ -56,6 +57,9 @@ CASES = [
     Case([66, 1], 4, 1, 128, window=40, cap=0.02),  # exponentials overflow
     Case([1, 70, 0, 33], cap=1.5, splits=4, normed=True),
     Case([200, 9], cap=10.0, splits=2),
+    Case([0, 1, 20, 33, 70, 129, 300, 49], splits=4, sinks=True, unwritten=(1, 4)),
+    Case([1, 2, 90, 200], 16, 2, window=33, splits=4, sinks=True),
+    Case([40, 7], 3, 1, 96, block_size=5, cap=1.5, sinks=True),
 ]
 
 
@@ -70,7 +74,7 @@ def random_cases(count: int, seed: int = 5) -> list[Case]:
                 lengths, kv_heads * draw.choice([1, 2, 4, 5]), kv_heads, draw.choice([16, 34, 64, 96, 128]),
                 draw.choice([16, 16, 1, 7, 64]), draw.choice([0, 0, 9, 64]), draw.choice([0.0, 0.0, 1.5]),
                 draw.random() < 0.5, draw.choice([1, 2, 4, 8]), draw.choice([16, 32, 100]), draw.choice([16, 32]),
-                tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
+                draw.random() < 0.3, tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
             )
         )  # fmt: skip
     return cases
@@ -99,6 +103,9 @@ BOXES = [
     Case([0, 1, 16, 17, 300, 5000], 16, 8, 256, window=4096, cap=50.0, unwritten=(2,)),
     Case([64, 65, 66, 128, 129, 63], 8, 1, 256, block_size=64, normed=True),
     Case([2000] * 40 + [7], 4, 4, 256, block_size=8, window=333),
+    Case([0, 1, 64, 65, 700, 5000], 64, 8, window=128, sinks=True),
+    Case([0, 1, 64, 65, 700, 5000], 64, 8, normed=True, sinks=True, unwritten=(3,)),
+    Case([777, 5], 10, 2, 128, cap=1.5, sinks=True),
 ]
 
 
@@ -113,7 +120,8 @@ def random_boxes(count: int, seed: int = 6) -> list[Case]:
             Case(
                 lengths, kv_heads * group, kv_heads, dim,
                 draw.choice([16, 16, 8, 64, 32]), draw.choice([0, 0, 9, 300]), draw.choice([0.0, 0.0, 1.5]),
-                draw.random() < 0.5, unwritten=tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
+                draw.random() < 0.5, sinks=draw.random() < 0.3,
+                unwritten=tuple(i for i in range(len(lengths)) if draw.random() < 0.2),
             )
         )  # fmt: skip
     return cases
@@ -154,10 +162,14 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     of_keep = CosSin(turn.cos[keep], turn.sin[keep])
     at = torch.tensor([newest[i] for i in keep], dtype=torch.int64)
     turned[keep] = rope_and_store_kv_reference(q[keep], k[keep], v[keep], of_keep, norms, (after[0], after[1]), at)
-    scores = AttentionParams(dim**-0.5, case.window, case.cap)
+    sinks = torch.randn(heads) * 3 if case.sinks else None
+    scores = AttentionParams(dim**-0.5, case.window, case.cap, sinks)
     want = torch.zeros(n, heads, dim, dtype=dtype)
     found = paged_attention_reference(turned[keep], after[0], after[1], part_of(rows, keep), scores)
     want[keep] = found.view(-1, heads, dim)
+
+    if sinks is not None:
+        scores = scores._replace(sinks=sinks.to(device))
 
     def run(q: Tensor, cache: Tensor, new: CurrentKV | None) -> Tensor:
         out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
@@ -188,12 +200,13 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
         run(turned.to(device), after.to(device), None)
 
 
-def check_prompts(window: int, cap: float, dtype: torch.dtype, bound: float) -> None:
+def check_prompts(window: int, cap: float, dtype: torch.dtype, bound: float, sinks: bool = False) -> None:
     from phalanx.kernels.attention import attention_triton
 
     rows = make_rows([40, 1, 7, 33], [40, 5, 60, 70], 16, 16)
     keys, values = make_caches(rows, 16, 16, 2, 40, dtype)
-    q, scores = torch.randn(81, 6, 40).to(dtype), AttentionParams(40**-0.5, window, cap)
+    q = torch.randn(81, 6, 40).to(dtype)
+    scores = AttentionParams(40**-0.5, window, cap, torch.randn(6) * 3 if sinks else None)
     out = torch.full_like(q, NAN)
     starts = rows.query_starts
     attention_triton.prefill(
@@ -231,6 +244,8 @@ def main() -> None:
     for window, cap in ((0, 0.0), (0, 1.5), (20, 1.5), (0, 0.02)):
         check_prompts(window, cap, torch.float32, 3e-6)
         check_prompts(window, cap, torch.float16, 2e-3)
+    for window in (0, 20):
+        check_prompts(window, 0.0, torch.float32, 3e-6, sinks=True)
     assert not jit.counters(torch.device("cpu"), 0).any()
 
 

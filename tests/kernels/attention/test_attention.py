@@ -59,13 +59,25 @@ def plain(q, keys, values, rows, scores):
                 s = k @ q[t, h].double() * scores.scale
                 if scores.softcap:
                     s = scores.softcap * torch.tanh(s / scores.softcap)
+                if scores.sinks is not None:
+                    s, v = torch.cat((s, scores.sinks[h : h + 1].double())), torch.cat((v, v.new_zeros(1, v.shape[1])))
                 out[t, h] = torch.softmax(s, 0) @ v
             t += 1
     return out.flatten(1)
 
 
 def check(
-    query_lens, kv_lens, heads=4, kv_heads=2, dim=8, block_size=4, window=0, cap=0.0, dtype=torch.float32, bound=2e-6
+    query_lens,
+    kv_lens,
+    heads=4,
+    kv_heads=2,
+    dim=8,
+    block_size=4,
+    window=0,
+    cap=0.0,
+    dtype=torch.float32,
+    bound=2e-6,
+    sinks=False,
 ):
     torch.manual_seed(len(query_lens) + dim)
     blocks = sum(-(-n // block_size) for n in kv_lens) + 2
@@ -74,7 +86,7 @@ def check(
     whole = torch.randn(sum(query_lens), heads + 3, dim).to(dtype)
     q = whole[:, :heads]  # strided, as it is when it comes out of the merged projection
     before = q.clone()
-    scores = AttentionParams(dim**-0.5, window, cap)
+    scores = AttentionParams(dim**-0.5, window, cap, torch.randn(heads) * 3 if sinks else None)
     want = plain(q, keys, values, rows, scores)
     # Each the second time from what the first layer left in scratch.
     for attend in (paged_attention, paged_attention, paged_attention_reference, paged_attention_reference):
@@ -120,6 +132,13 @@ def test_sliding_window(window, monkeypatch):
     check([1, 1, 1, 13, 2], [30, 4, 5, 21, 9], window=window)
 
 
+@pytest.mark.parametrize("window, cap", [(0, 0.0), (5, 0.0), (0, 1.5)])
+def test_sinks(window, cap, monkeypatch):
+    monkeypatch.setattr(reference, "PIECE", 5)
+    check([1, 1, 1, 13, 2, 5], [30, 4, 5, 21, 9, 5], heads=6, window=window, cap=cap, sinks=True)
+    check([1, 1], [30, 4], window=window, cap=cap, sinks=True)
+
+
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("cap", [0.02, 1.5, 50.0])
 def test_soft_cap(cap, window, monkeypatch):
@@ -147,7 +166,7 @@ def test_which_prompts_suit_cudnn():
     def suits(rows=rows, **params):
         return cudnn.supports(Part(q, keys, keys, rows, AttentionParams(0.1, **params), 0, len(rows.kv_lens), q))
 
-    assert suits() and not suits(window=100) and not suits(softcap=50.0)
+    assert suits() and not suits(window=100) and not suits(softcap=50.0) and not suits(sinks=q[0, :, 0])
     assert not suits(make_rows([4096], [4097], 16, 300)), "a chunk"
     mixed = make_rows([2048, 2, 9, 2100, 3000, 5, 2047], [2048, 2, 9, 2100, 3000, 5, 2047], 16, 900)
     assert suits(mixed)

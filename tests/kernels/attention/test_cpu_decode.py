@@ -54,6 +54,21 @@ def test_decode(isa, threads, called, dtype, lengths, heads, kv_heads, dim, wind
     assert [name.rpartition("_")[0] for name in called] == ["decode", "merge"]
 
 
+@pytest.mark.parametrize("lengths, heads, kv_heads, dim", SHAPES)
+@pytest.mark.parametrize("window, cap", [(0, 0.0), (300, 2.0)])
+def test_sinks(threads, lengths, heads, kv_heads, dim, window, cap):
+    """Also of sequences that several threads share: a sink counts once."""
+    blocks, keys, values = cache(lengths, 16, kv_heads, dim, torch.float32)
+    sinks = torch.randn(heads) * 4
+    sinks[0] = 200.0  # leaves next to nothing to the values
+    q, rows = torch.randn(len(lengths), heads, dim), rows_of(blocks, lengths)
+    scores = AttentionParams(dim**-0.5, window, cap, sinks)
+    want = paged_attention_reference(q, keys, values, rows, scores)
+    out = paged_attention(q, keys, values, rows, scores)
+    close(out, want, torch.float32, atol=2e-5)
+    assert out.view(q.shape)[:, 0].abs().max() < 1e-30
+
+
 def test_a_sequence_of_no_tokens_gives_zeros(isa, threads):
     blocks, keys, values = cache([0, 300, 0], 8, 2, 16, torch.float32)
     q = torch.randn(3, 4, 16)

@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import moe
-from phalanx.kernels.moe.moe import Held, TileConfig, Tiling
+from phalanx.kernels.moe.moe import Biases, Held, TileConfig, Tiling
+from phalanx.kernels.quantized import floats
+from phalanx.kernels.quantized.floats import Floats
 from torch import Tensor
 
 from ..attention.decoding import mend_interpreter
@@ -32,6 +35,16 @@ CASES = [
     Sizes(33, 1, 3, 64, 32, "one"),
     Sizes(20, 4, 60, 64, 24, "few"),
     Sizes(50, 5, 5, 40, 80),
+]
+
+
+# With quantised weights: whether in pairs, and inputs of a scale.
+QUANTIZED = [
+    (Sizes(7, 3, 6, 64, 32), True, 32),
+    (Sizes(20, 2, 5, 96, 160), True, 32),
+    (Sizes(7, 3, 6, 64, 32), False, 32),
+    (Sizes(20, 2, 5, 72, 40), False, 8),
+    (Sizes(5, 2, 5, 128, 256), False, 128),
 ]
 
 
@@ -59,7 +72,7 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     return Inputs(*(one.to(device) for one in found))
 
 
-def part(given: Inputs, held: Held) -> Inputs:
+def share_of(given: Inputs, held: Held) -> Inputs:
     """What a rank with some of the experts gets."""
     here = slice(held.first, held.first + held.size)
     return given._replace(w13=given.w13[here].contiguous(), w2=given.w2[here].contiguous())
@@ -69,6 +82,16 @@ def shares(experts: int) -> list[Held]:
     """Of the first expert alone, of the last third, and of two in the middle."""
     third, middle = max(1, experts // 3), experts // 2
     return [Held(0, 1, experts), Held(experts - third, third, experts), Held(middle - 1, 2, experts)]
+
+
+def biases(given: Inputs) -> Biases:
+    """Random ones, with NaN where the matrices have it."""
+    found = []
+    for weight in (given.w13, given.w2):
+        bias = torch.randn(weight.shape[:2], device=weight.device) * 2
+        bias[weight[:, 0, 0].isnan()] = float("nan")
+        found.append(bias.to(weight.dtype))
+    return Biases(*found)
 
 
 def near(got: Tensor, want: Tensor, bound: float) -> None:
@@ -84,15 +107,49 @@ def main() -> None:
         Tiling(TileConfig(rows, outputs, inputs, 4, 2), TileConfig(rows, 2 * outputs, inputs, 4, 2))
         for rows, outputs, inputs in ((16, 16, 16), (32, 32, 64))
     ]
-    acts = ("silu", "gelu", "gelu_tanh", "relu2")
+    acts = ACTIVATIONS
     for i, sizes in enumerate(CASES):
         for dtype, bound in ((torch.float32, 3e-6), (torch.float16, 4e-3)):
             given = make(sizes, dtype)
-            got = moe.grouped(*given, acts[i % 4], tilings[i % 2])
-            near(got, moe.fused_experts_reference(*given, acts[i % 4]), bound)
+            act = acts[i % len(acts)]
+            near(moe.grouped(*given, act, tiles=tilings[i % 2]), moe.fused_experts_reference(*given, act), bound)
+            added, act = biases(given), acts[-1 - i % len(acts)]
+            added = added._replace(down=None) if i == 2 else added
+            got = moe.grouped(*given, act, added, tilings[i % 2])
+            near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
             held = shares(sizes.experts)[i % 3]
-            got = moe.grouped(*part(given, held), acts[i % 4], tilings[i % 2], held)
-            near(got, moe.fused_experts_reference(*part(given, held), acts[i % 4], held), bound)
+            own, of_own = (
+                share_of(given, held),
+                moe.Biases(*(None if one is None else one[held.first :][: held.size] for one in added)),
+            )
+            got = moe.grouped(*own, act, of_own, tilings[i % 2], held)
+            near(got, moe.fused_experts_reference(*own, act, of_own, held), bound * 4)
+    check_quantized(tilings)
+
+
+def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, tuple[Floats, Floats]]:
+    """These experts with random codes, and the codes. unit: inputs of a scale."""
+    found = []
+    for weight in (given.w13, given.w2):
+        experts, outputs, inputs = weight.shape
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 2 if pairs else inputs), dtype=torch.uint8)
+        if pairs:
+            scales = torch.randint(122, 126, (experts, outputs, inputs // unit), dtype=torch.uint8)
+        else:
+            codes &= 0xBF  # numbers below 2, the smallest too
+            scales = torch.rand(experts, outputs, inputs // unit) * inputs**-0.5
+        found.append(floats.pack(codes.to(weight.device), scales.to(weight.device)))
+    plain = (floats.dequantize(one, given.x.dtype) for one in found)
+    return given._replace(w13=next(plain), w2=next(plain)), (found[0], found[1])
+
+
+def check_quantized(tilings: list[Tiling]) -> None:
+    for i, (sizes, pairs, unit) in enumerate(QUANTIZED):
+        dtype, bound = [(torch.float32, 2e-5), (torch.float16, 2e-2)][i % 2]
+        plain, (up, down) = quantized(make(sizes, dtype), pairs, unit)
+        added = biases(plain) if i % 3 == 0 else moe.UNBIASED
+        got = moe.grouped(*plain[:3], up, down, "clamped_swiglu", added, tilings[i % 2])
+        near(got, moe.grouped(*plain, "clamped_swiglu", added, tilings[i % 2]), bound)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,39 @@
 import pytest
 import torch
 from phalanx.kernels.moe import moe
+from phalanx.kernels.quantized.floats import Floats
 
 from ..test_compile import TRITON, Recorder, checked, compile_launch
 
-# dtype, experts, k, hidden, inner, activation, most pairs per expert
-CASES = [
+# dtype, experts, k, hidden, inner, activation, most pairs per expert, inputs of a scale of 4 or 8 bits (0: plain)
+PLAIN = [
     (torch.bfloat16, 128, 8, 2048, 768, 0, 8),
     (torch.bfloat16, 128, 8, 2048, 768, 0, 1 << 30),
     (torch.float16, 60, 3, 2880, 2880, 1, 32),
     (torch.bfloat16, 8, 2, 4096, 14336, 2, 96),
     (torch.float32, 5, 2, 100, 36, 3, 0),
+    (torch.bfloat16, 32, 4, 2880, 2880, 4, 32),  # with biases
 ]
 
 
-@pytest.mark.parametrize("dtype, experts, k, hidden, inner, act, most, arch", checked(CASES, TRITON))
-def test_experts_compile(dtype, experts, k, hidden, inner, act, most, arch, monkeypatch):
+CASES = [(*one, 0) for one in PLAIN] + [
+    (torch.bfloat16, 32, 4, 2880, 2880, 4, 8, 32),
+    (torch.bfloat16, 32, 4, 2880, 2880, 4, 1 << 30, 32),
+    (torch.bfloat16, 128, 8, 2048, 768, 0, 8, 128),
+    (torch.float16, 128, 8, 2048, 768, 0, 1 << 30, 128),
+]
+
+
+def stored(weight, unit):
+    """A weight of e2m1 or e4m3 of this one's sizes."""
+    experts, outputs, inputs = weight.shape
+    pairs = unit == 32
+    codes = torch.empty(experts, outputs, inputs // 2 if pairs else inputs, dtype=torch.uint8)
+    return Floats(codes, torch.empty(experts, outputs, inputs // unit, dtype=torch.uint8 if pairs else torch.float32))
+
+
+@pytest.mark.parametrize("dtype, experts, k, hidden, inner, act, most, unit, arch", checked(CASES, TRITON))
+def test_experts_compile(dtype, experts, k, hidden, inner, act, most, unit, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.moe import moe_triton
 
@@ -27,9 +45,14 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, arch, monk
     x, weights = torch.zeros(1, hidden, dtype=dtype), torch.ones(1, k)
     w13, w2 = torch.empty(1, 2 * inner, hidden, dtype=dtype), torch.empty(1, hidden, inner, dtype=dtype)
     groups = moe.group(ids, experts, tiles.up.rows)
+    up, down = (w.new_empty(w.shape[:2]) if act == 4 else None for w in (w13, w2))
+    w13, w2 = (stored(w, unit) if unit else w for w in (w13, w2))
     for kernel, call in (
-        ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up)),
-        ("expert_down_kernel", lambda: moe_triton.expert_down(x.new_empty(k, inner), w2, groups, tiles.down)),
+        ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up, up)),
+        (
+            "expert_down_kernel",
+            lambda: moe_triton.expert_down(x.new_empty(k, inner), w2, groups, tiles.down, weights, down),
+        ),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids)),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids, range(2, 5))),
     ):

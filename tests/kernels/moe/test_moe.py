@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
+from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.moe import moe
 
-from .cases import CASES, Sizes, make, near, part, shares
+from .cases import CASES, Sizes, biases, make, near, share_of, shares
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,15 @@ def test_on_cpus(sizes, dtype, bound):
     near(moe.fused_experts(*given), moe.fused_experts_reference(*given), bound)
 
 
+@pytest.mark.parametrize("sizes", CASES)
+def test_biases_and_the_clamped_swiglu(sizes):
+    given = make(sizes, torch.float32)
+    added = biases(given)
+    for part in (added, added._replace(down=None)):
+        want = moe.fused_experts_reference(*given, CLAMPED_SWIGLU, part)
+        near(moe.fused_experts(*given, CLAMPED_SWIGLU, part), want, 1e-5)
+
+
 def test_strided_input():
     given = make(Sizes(5, 2, 4, 16, 8), torch.float32)
     wide = torch.randn(5, 40)
@@ -34,11 +44,11 @@ def test_strided_input():
 def test_the_parts_of_several_ranks_add_up(sizes):
     given, middle = make(sizes, torch.float32), sizes.experts // 2
     halves = moe.Held(0, middle, sizes.experts), moe.Held(middle, sizes.experts - middle, sizes.experts)
-    sums = [moe.fused_experts(*part(given, held), held=held) for held in halves]
+    sums = [moe.fused_experts(*share_of(given, held), held=held) for held in halves]
     near(sums[0] + sums[1], moe.fused_experts_reference(*given), 3e-6)
     for held in shares(sizes.experts):
-        want = moe.fused_experts_reference(*part(given, held), held=held)
-        near(moe.fused_experts(*part(given, held), held=held), want, 3e-6)
+        want = moe.fused_experts_reference(*share_of(given, held), held=held)
+        near(moe.fused_experts(*share_of(given, held), held=held), want, 3e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 128])

@@ -10,10 +10,12 @@ import time
 
 import pytest
 from phalanx.launcher import cli
+from phalanx.launcher.commands.chat.conversation import DENIED
 from phalanx.rank.server import server_registry, tls
 from phalanx.rank.server.server_registry import RegisteredServer
 
 from ...certificates import make_certificate
+from ...rank.mcp_servers import STDIO, free_port, written
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -34,6 +36,10 @@ class Server(http.server.BaseHTTPRequestHandler):
             return self.answer(self.server.fails, json.dumps({"error": {"message": "the queue is full"}}).encode())
         text = str(len(body["messages"]))
         deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm "}, {"content": "answer "}]
+        if getattr(self.server, "call", "") and not any(message["role"] == "tool" for message in body["messages"]):
+            start, rest = {"name": self.server.call, "arguments": ""}, {"arguments": '{"a": 2, "b": 3}'}
+            deltas += [{"tool_calls": [{"index": 0, "id": "c1", "function": start}]}]
+            deltas += [{"tool_calls": [{"index": 0, "function": rest}]}]
         events = [{"choices": [{"delta": delta}]} for delta in (*deltas, {"content": text}, {})]
         lines = [b": keep-alive\n\n", *(f"data: {json.dumps(event)}\n\n".encode() for event in events)]
         self.answer(200, b"".join([*lines, b"data: [DONE]\n\n"]), "text/event-stream")
@@ -45,7 +51,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    http_server.seen, http_server.fails = [], 0
+    http_server.seen, http_server.fails, http_server.call = [], 0, ""
     thread = threading.Thread(target=http_server.serve_forever, daemon=True)
     thread.start()
     yield http_server
@@ -75,7 +81,7 @@ def test_a_terminal_is_told_how_to_end(server, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
     assert cli.main(["chat", "--p", str(server.server_port)]) == 0
     assert " at http://127.0.0.1:" in (said := capsys.readouterr().out)
-    assert f":{server.server_port}; an empty line ends, /new starts over\n" in said
+    assert f":{server.server_port}; an empty line ends, /help lists commands\n" in said
 
 
 def test_url_key_and_thinking(server, monkeypatch):
@@ -255,3 +261,25 @@ def test_tls(server, leave, monkeypatch, capsys, tmp_path):
     leave("here-1", url=url, certificate=tls.certificate(other))
     assert talk(monkeypatch) == 2
     assert "certificate verify failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "text", "result"),
+    [([], "hi\n", "5"), (["--approve"], "hi\ny\n", "5"), (["--approve"], "hi\n\n", DENIED)],
+)
+def test_tools_of_servers_are_called(server, monkeypatch, capsys, tmp_path, argv, text, result):
+    dead = {"url": f"http://127.0.0.1:{free_port()}/mcp"}
+    config = written(tmp_path, {"mcpServers": {"local": STDIO, "dead": dead}})
+    server.call = "local_add"
+    assert chat(server, monkeypatch, text, "--mcp", config, *argv) == 0
+    out = capsys.readouterr()
+    assert "[local_add" in out.out and "answer 3" in out.out and "tool server dead:" in out.err
+    first, second = (body for body, _ in server.seen)
+    assert "local_add" in {tool["function"]["name"] for tool in first["tools"]}
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
+    assert second["messages"][-1]["content"] == result
+
+
+def test_a_wrong_file_of_tool_servers(server, monkeypatch, capsys, tmp_path):
+    assert chat(server, monkeypatch, "hi\n", "--mcp", str(tmp_path / "none")) == 2
+    assert "--mcp" in capsys.readouterr().err

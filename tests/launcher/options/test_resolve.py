@@ -155,12 +155,42 @@ def test_model_directories(model, tmp_path, monkeypatch):
     )  # fmt: skip
     assert resolved(model="a/b", served_model_name="mine").served_model_name == "mine"
     assert resolved(model=model).served_model_name == ""
-    file = tmp_path / "model.gguf"
-    file.touch()
-    assert "GGUF files are not supported yet" in refusal(model=str(file))[0]
-    assert "it is a file; a directory with config.json" in refusal(model=f"{model}/config.json")[0]
+    assert "it is a file; a GGUF file or a directory with config.json" in refusal(model=f"{model}/config.json")[0]
     (tmp_path / "config.json").unlink()
     assert refusal(model=model) == (f"model {model!r}: the directory has no config.json", 3)
+
+
+def test_gguf_files(model, tmp_path, monkeypatch):
+    file = tmp_path / "tiny.gguf"
+    assert refusal(model=str(file))[0].startswith(f"model '{file}': there is no such directory on ")
+    file.touch()
+    for options in (dict(model=str(file)), dict(weight_file=str(file)), dict(model=model, weight_file=file.name)):
+        found = resolved(**options)
+        assert (found.model, found.served_model_name, found.weight_file) == (str(file), "tiny", "")
+    assert refusal(model=model, weight_file="x.bin")[0].startswith("--f x.bin: a file that ends with .gguf is needed")
+    words = f"--f other.gguf: there is no file {tmp_path / 'other.gguf'} on "
+    assert refusal(model=model, weight_file="other.gguf")[0].startswith(words)
+    (tmp_path / "config.json").unlink()
+    words = (
+        f"model {model!r}: the directory has no config.json; choose one of its GGUF files with --f, such as --f tiny"
+    )
+    assert refusal(model=model)[0].startswith(words)
+    for number in (1, 2):
+        (tmp_path / f"big-0000{number}-of-00003.gguf").touch()
+    assert resolve_words(tmp_path / "big-00001-of-00003.gguf").startswith(
+        f"there is no file {tmp_path / 'big-00003-of-00003.gguf'}, which is one of the shards"
+    )
+    words = resolve_words(tmp_path / "big-00002-of-00003.gguf")
+    assert words.endswith("is shard 2 of 3: name the first one, big-00001-of-00003.gguf")
+    monkeypatch.setattr("phalanx.launcher.hf_hub.gguf", lambda id, file, waiting: f"/cache/{id}/0123abcd/{file}")
+    found = resolved(model="a/b", weight_file="b-Q8_0.gguf")
+    assert (found.model, found.served_model_name) == ("/cache/a/b/0123abcd/b-Q8_0.gguf", "b-Q8_0")
+
+
+def resolve_words(file):
+    message, code = refusal(model=str(file))
+    assert code == 3
+    return message
 
 
 def test_the_built_in_model():

@@ -40,6 +40,14 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0,
     "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0],
 }  # fmt: skip
+DEEPSEEK = dict(
+    num_key_value_heads=12, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=24,
+    n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=20,
+)  # fmt: skip
+DEEPSEEK_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 # What each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
@@ -132,6 +140,22 @@ MODELS = {
         model_type="glm4_moe", n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
         norm_topk_prob=False, first_k_dense_replace=0, head_dim=8,
     ),
+    "deepseek_v2": DEEPSEEK | dict(
+        model_type="deepseek_v2", q_lora_rank=None, first_k_dense_replace=1, n_shared_experts=2,
+        rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek_v2 in groups": DEEPSEEK | dict(
+        model_type="deepseek_v2", q_lora_rank=40, topk_method="group_limited_greedy", n_group=4,
+        topk_group=2, routed_scaling_factor=2.5, attention_bias=True, tie_word_embeddings=True,
+    ),
+    "deepseek_v3": DEEPSEEK | dict(
+        model_type="deepseek_v3", q_lora_rank=40, first_k_dense_replace=2, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5, rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek_v3 plain": DEEPSEEK | dict(
+        model_type="deepseek_v3", q_lora_rank=None, first_k_dense_replace=0, n_shared_experts=2, n_group=1,
+        topk_group=1, norm_topk_prob=False, rope_interleave=False,
+    ),
     "minimax_m2": dict(
         model_type="minimax_m2", num_local_experts=10, num_experts_per_tok=3, head_dim=8, rotary_dim=4,
     ),
@@ -139,6 +163,18 @@ MODELS = {
         model_type="minimax_m2", num_local_experts=5, num_experts_per_tok=5, head_dim=8, num_key_value_heads=1,
     ),
     "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
+    "gpt_oss": dict(
+        model_type="gpt_oss", num_local_experts=6, num_experts_per_tok=2, head_dim=8, sliding_window=11,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    ),
+    "gpt_oss few keys": dict(
+        model_type="gpt_oss", num_local_experts=5, num_experts_per_tok=1, head_dim=16, num_key_value_heads=1,
+        sliding_window=7, layer_types=["full_attention", "sliding_attention"] * 2, attention_bias=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e3), intermediate_size=96,
+    ),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
         model_type="phi", num_attention_heads=6, partial_rotary_factor=0.75, num_key_value_heads=None,
@@ -206,6 +242,33 @@ def test_logits(made, expected, name, tp, pp):
     path, ids = made(name), tokens(60)
     (logits,) = run_steps(path, [ids], tp=tp, pp=pp, max_model_len=512)
     assert distance(logits, expected(path, ids)) < TOLERANCE
+
+
+def test_kimi_k2(made, tmp_path, expected):
+    """Which transformers does not know: DeepSeek-V3 by another name."""
+    path = made("deepseek_v3")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    (logits,) = run_steps(tmp_path, [tokens(20)], tp=2)
+    assert distance(logits, expected(path, tokens(20))) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (2, 2)])
+def test_latents_of_chunks_and_mixed_batches(made, expected, name, tp, pp):
+    """Latents that are expanded for long chunks and not for short ones, beside sequences that decode."""
+    sequences = [tokens(n, seed=n) for n in (90, 33, 5, 64, 1)]
+    steps = [
+        [(4, 1), (0, 31), (2, 3)],
+        [(2, 1), (0, 1), (1, 32)],
+        [(2, 1), (1, 1), (0, 1), (3, 17)],
+        [(0, 50), (3, 46)],
+        [(3, 1), (0, 7)],
+    ]
+    found = run_steps(made(name), sequences, steps, tp=tp, pp=pp)
+    for ids, logits in zip(sequences, found, strict=True):
+        assert distance(logits, expected(made(name), ids)) < TOLERANCE
 
 
 def test_longrope_beyond_the_original_context(tmp_path, expected):
@@ -282,6 +345,14 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
         ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block is false, which is not supported for cohere2"),
         ("apertus", {"hidden_act": "silu"}, "activation 'silu' is not supported for apertus"),
+        ("deepseek_v2", DEEPSEEK | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ("deepseek_v2", DEEPSEEK | {"attention_bias": True}, "attention_bias without q_lora_rank is not supported"),
+        ("deepseek_v3", DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ("deepseek_v3", {}, "config.json has no kv_lora_rank"),
+        (
+            "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 10.0},
+            "swiglu_limit is 10.0 and swiglu_alpha 1.702; supported are 7.0 and 1.702",
+        ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],
 )  # fmt: skip
@@ -296,5 +367,5 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
 
 
 def test_each_architecture_is_here():
-    elsewhere = {"llama", "qwen3", "chatglm"}  # test_fidelity.py, test_chatglm.py
+    elsewhere = {"llama", "qwen3", "chatglm", "kimi_k2"}  # test_fidelity.py, test_chatglm.py, test_kimi_k2
     assert {options["model_type"] for options in MODELS.values()} | elsewhere == set(architectures.supported())

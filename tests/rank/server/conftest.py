@@ -89,6 +89,7 @@ class FakeLead:
         self.error = None  # (status, message) for every request
         self.top = 0  # extra logprobs entries are made up as token 10, 11, ...
         self.requests = []
+        self.vocabularies = []
         self.aborted = []
         self.drained = False
         self.ready = protocol.Ready(
@@ -121,6 +122,8 @@ class FakeLead:
                     task = asyncio.ensure_future(self._answer(message, len(self.requests)))
                     self.tasks.add(task)
                     task.add_done_callback(self._ended)
+                elif isinstance(message, protocol.Vocabulary):
+                    self.vocabularies.append(message)
                 elif isinstance(message, protocol.Abort):
                     self.aborted += message.ids
                 else:
@@ -201,6 +204,7 @@ class Front:
         context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         self.server = serve(make_app(self.state), self.sock, context)
         await self.link.listen()
+        self.state.tools.start()
         await self.sessions.load()
         if connect:
             await self.lead.connect()
@@ -249,6 +253,7 @@ class Front:
     def stop(self):
         async def stop():
             self.link.close()
+            await self.state.tools.close()
             if self.lead.writer is not None:
                 self.lead.close()
             self.server.stop()

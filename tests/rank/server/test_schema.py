@@ -10,13 +10,11 @@ from phalanx.rank.server.sampling_params import resolve_defaults, sampling_param
 from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
 BASE = {ChatRequest: {"messages": "x"}, CompletionRequest: {"prompt": "x"}, EmbeddingRequest: {"input": "x"}}
-SCHEMA = {"type": "object"}
 CONSTRAINTS = {
-    "guided_json": SCHEMA, "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": "root ::= \"a\"",
-    "structured_outputs": {"choice": ["a"]}, "structural_tag": "{}", "grammar": "root ::= \"a\"",
+    "structural_tag": "{}", "grammar": "root ::= \"a\"",
     "json_schema": {}, "regex": "a", "ebnf": "a", "prompt_logprobs": 0, "allowed_token_ids": [1],
     "bad_words": ["a"], "truncate_prompt_tokens": -1, "logits_processors": ["a.b"], "functions": [{"name": "f"}],
-    "function_call": {"name": "f"}, "response_format": {"type": "json_schema", "json_schema": {}}, "n_predict": 8,
+    "function_call": {"name": "f"}, "n_predict": 8,
     "thinking_token_budget": 10, "mirostat": 2, "repeat_penalty": 1.1, "return_tokens_as_token_ids": True,
     "prompt_embeds": "AAAA", "lora": [{"id": 0, "scale": 1.0}], "vllm_xargs": {"a": 1},
     "no_repeat_ngram_size": 3, "banned_tokens": [1], "banned_strings": ["a"], "max_new_tokens": 8, "min_new_tokens": 8,
@@ -78,7 +76,8 @@ def test_what_one_endpoint_would_ignore(kind, fields):
 @pytest.mark.parametrize("switches", [{"disable_any_whitespace": False}, {"json": None, "json_object": False}, {}])
 def test_structured_outputs_that_are_switched_off(switches):
     convert({"messages": "x", "structured_outputs": switches}, ChatRequest)
-    assert refusal(ChatRequest, structured_outputs={**switches, "regex": "a"}) == "structured_outputs"
+    request = convert({"messages": "x", "structured_outputs": {**switches, "regex": "a"}}, ChatRequest)
+    assert request.constraint().field == "structured_outputs.regex"
 
 
 def test_an_argument_of_the_client_is_named_as_such():
@@ -94,7 +93,7 @@ def test_a_limit_of_the_reasoning():
 
 def test_a_batch_job_and_the_server_decode_alike():
     with pytest.raises(ApiError, match="guided_choice"):
-        decode(json.dumps({"prompt": "x", "guided_choice": ["a"]}).encode(), CompletionRequest)
+        decode(json.dumps({"prompt": "x", "guided_choice": [""]}).encode(), CompletionRequest)
 
 
 ODD = [
@@ -136,7 +135,9 @@ def test_a_choice_of_some_tools():
     assert request.offered() == [tools[1]]
     assert convert({"messages": "x", "tools": tools, "tool_choice": "none"}, ChatRequest).offered() is None
     choice["allowed_tools"]["mode"] = "required"
-    assert refusal(ChatRequest, tools=tools, tool_choice=choice) == "tool_choice"
+    assert convert({"messages": "x", "tools": tools, "tool_choice": choice}, ChatRequest).offered() == [tools[1]]
+    choice["allowed_tools"]["mode"] = "maybe"
+    assert refusal(ChatRequest, tools=tools, tool_choice=choice) == "tool_choice.allowed_tools"
 
 
 @pytest.mark.parametrize(

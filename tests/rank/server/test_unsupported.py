@@ -8,7 +8,7 @@ from phalanx.rank.server.responses_request import ResponsesRequest
 from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
 BASE = {ChatRequest: {"messages": "x"}, CompletionRequest: {"prompt": "x"}, EmbeddingRequest: {"input": "x"}}
-OUTPUT = "the output cannot be constrained yet, leave it out"
+OUTPUT = "use structured_outputs, or response_format"
 REASONING = "the length of the reasoning cannot be limited yet, leave it out"
 LENGTH = "prompts are not cut, shorten the prompt"
 TOKENS = "it is not supported, leave it out or use logit_bias"
@@ -24,8 +24,7 @@ PROMPTS = {
 }
 COMMON = {
     **PROMPTS,
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), OUTPUT),
-    **dict.fromkeys(("structural_tag", "structured_outputs", "grammar", "json_schema"), OUTPUT),
+    **dict.fromkeys(("structural_tag", "grammar", "json_schema"), OUTPUT),
     **dict.fromkeys(("regex", "ebnf", "stop_regex"), OUTPUT),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "banned_tokens", "banned_strings"), TOKENS),
     **dict.fromkeys(("logits_processors", "custom_logit_processor"), TOKENS),
@@ -53,6 +52,7 @@ COMMON = {
     "truncation": LENGTH,
     "stop_sequences": "use stop",
     "max_output_tokens": "use max_tokens",
+    "output_format": "use response_format",
 }
 REASONS = {
     ChatRequest: {
@@ -129,12 +129,11 @@ def test_fields_of_other_endpoints(kind):
     assert fields - {*kind.__struct_fields__, *kind.refused} - HARMLESS[kind] == set()
 
 
-@pytest.mark.parametrize("name", ["output_format", "response_format"])
-def test_a_schema_of_a_message(name):
+def test_a_schema_of_a_message():
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
-    convert({**body, name: {"type": "text"}}, MessagesRequest)
-    with pytest.raises(ApiError, match=OUTPUT):
-        convert({**body, name: {"type": "json_schema", "schema": {}}}, MessagesRequest)
+    convert({**body, "response_format": {"type": "text"}}, MessagesRequest)
+    with pytest.raises(ApiError, match="use output_config"):
+        convert({**body, "response_format": {"type": "json_schema", "schema": {}}}, MessagesRequest)
 
 
 @pytest.mark.parametrize(("kind", "body"), [(MessagesRequest, {"max_tokens": 5}), (ResponsesRequest, {"input": "x"})])

@@ -18,7 +18,7 @@ from ..model import test_architectures
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 BLOCK, LENGTH, SEATS = 4, 64, 6
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"}
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v2", "deepseek_v3", "gpt_oss"}
 MODELS = {
     "llama": dict(),
     "qwen3": dict(model_type="qwen3"),

@@ -11,6 +11,8 @@ from phalanx.rank import protocol
 from phalanx.rank.worker import model_runner as module
 from phalanx.rank.worker.model_runner import ModelRunner, min_microbatch_tokens
 from phalanx.rank.worker.pooler import Pooler
+from phalanx.rank.worker.token_masks import TokenMasks
+from phalanx.rank.worker.upload import Upload
 
 
 class Samples:
@@ -34,6 +36,7 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     runner.sampler = Samples()
     runner._pooler = Pooler(SimpleNamespace(rope=SimpleNamespace(device=torch.device("cpu")), hidden_size=3))
     runner._greedy = np.zeros(4, bool)
+    runner._token_masks = TokenMasks(4, Upload(torch.device("cpu")))
     kinds = [dict(temperature=0.0), dict(), dict(temperature=0.0, pooling="mean")]
     new = [
         protocol.NewSequence(row, protocol.pack_u32([5]), 1, 0, b"", protocol.SamplingParams(max_tokens=1, **kind))

@@ -11,7 +11,7 @@ from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
 from phalanx.kernels.rope.rope import CosSin
-from phalanx.rank.model.cache_spec import PagedKV
+from phalanx.rank.model.cache_spec import PagedKV, PagedLatent
 from phalanx.rank.worker import profile_run
 from phalanx.rank.worker.upload import Upload
 
@@ -55,6 +55,14 @@ def test_small_steps():
         *(([1], [longest], 1) for longest in (1, 257)),
         *(([1, 2], [longest, 2], 1) for longest in (2, 300)),
     ]  # fmt: skip
+
+
+def test_small_steps_of_latents():
+    """Whose short chunks on long contexts have a kernel of their own."""
+    latents = model(300)
+    latents.cache_specs = lambda: [PagedLatent(24)]
+    steps = profile_run.small_steps(latents, 9, BLOCK, Upload(CPU))
+    assert ([2], [300], 0) in [(step.query_lens, step.kv_lens, step.num_decodes) for step in steps]
 
 
 class Launches:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..events import Event
+from ..lark import Lark
 
 
 class ToolCallParser(Protocol):
@@ -24,6 +25,13 @@ class ToolCallParser(Protocol):
         """No more text comes."""
 
 
+class CallableTool(NamedTuple):
+    """A tool, for the grammar of its calls."""
+
+    name: str
+    arguments: str  # the expression of its arguments as JSON
+
+
 class ToolCallFormat(NamedTuple):
     """One way to write tool calls."""
 
@@ -32,6 +40,9 @@ class ToolCallFormat(NamedTuple):
     parser: Callable[[str, int], ToolCallParser]  # made of the marker that was met and the index of the next call
     markers: tuple[str, ...] = ()  # what else the parser looks for: it is shown to it even as a special token
     bare: bool = False  # a call may also be the answer's first text, beginning with a brace: its marker is ""
+    # One call or, where the last argument is true, also several, as an expression: what follows the first marker of
+    # `opens`, or the whole where calls are bare. None: calls cannot be enforced.
+    grammar: Callable[[Lark, Sequence[CallableTool], bool], str] | None = None
 
 
 def call_id() -> str:

@@ -1,9 +1,19 @@
 """<tool_call>{"name": …, "arguments": {…}}</tool_call>, one pair of markers per call: Hermes, Qwen and many others."""
 
+from collections.abc import Sequence
+
 from ..json_calls import JsonCalls
-from . import ToolCallFormat
+from ..lark import Lark
+from . import CallableTool, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+    calls = " | ".join(lark.call(tool.name, tool.arguments) for tool in tools)
+    one = lark.rule(f'"\\n" ({calls}) "\\n" {lark.marker(CLOSE)}')
+    return f'{one} ("\\n" {lark.marker(OPEN)} {one})*' if several else one
+
 
 FORMAT = ToolCallFormat(
     # Qwen3-Coder uses the same markers around XML: `<function=`.
@@ -11,4 +21,5 @@ FORMAT = ToolCallFormat(
     opens=(OPEN,),
     parser=lambda marker, index: JsonCalls(marker, index, CLOSE, (OPEN,)),
     markers=(CLOSE,),
+    grammar=grammar,
 )

@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 import re
 import string
+from collections.abc import Sequence
 
 from ..events import Event, Text, ToolCallArguments, ToolCallEnd, ToolCallStart
 from ..json_calls import JsonCalls, JsonValue
-from . import ToolCallFormat, ToolCallParser
+from ..lark import Lark
+from . import CallableTool, ToolCallFormat, ToolCallParser
 
 OPEN = "[TOOL_CALLS]"
 MARKERS = ("[CALL_ID]", "[ARGS]")
@@ -87,9 +89,20 @@ class MistralCalls:
         return [Text(self._marker + self._held)] if self._form is None else self._form.finish()
 
 
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+    """name[ARGS]{…} where the tokenizer has [ARGS], else a list of objects."""
+    if "[ARGS]" in lark.added:
+        calls = " | ".join(f"{lark.literal(tool.name)} {lark.marker('[ARGS]')} {tool.arguments}" for tool in tools)
+        one = lark.rule(calls)
+        return f"{one} ({lark.marker(OPEN)} {one})*" if several else one
+    one = lark.rule(" | ".join(lark.call(tool.name, tool.arguments) for tool in tools))
+    return f'"[" {one} (", " {one})* "]"' if several else f'"[" {one} "]"'
+
+
 FORMAT = ToolCallFormat(
     matches=lambda template: OPEN in template,
     opens=(OPEN,),
     parser=MistralCalls,
     markers=MARKERS,
+    grammar=grammar,
 )

@@ -112,9 +112,9 @@ def test_experts_shared_out(fit):
 def test_not_served_yet(fit):
     code, out, _ = fit("DeepSeek-V3", "--gpus", "8", "--gpu-mem", "141")
     assert code == 0
-    assert "NOT SERVED YET: model type deepseek_v3 is not served yet; the figures tell what it would take" in out
+    assert "NOT SERVED YET: weights in fp8 are not served yet; the figures tell what it would take" in out
     assert "the layer that predicts a second token (MTP) is left out" in out
-    assert "To run once it is served (model type deepseek_v3 is not served yet):" in out
+    assert "To run once it is served (weights in fp8 are not served yet):" in out
 
 
 def test_nothing_fits(fit):

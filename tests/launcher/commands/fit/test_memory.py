@@ -172,7 +172,7 @@ def test_deepseek_v3(shape):
     assert model.parameters == 671_026_419_200
     # 37.6 billion with the embedding, as the paper's 37 billion counts
     assert model.active == pytest.approx(36.6e9, rel=0.002)
-    assert "not served yet" in model.unserved
+    assert model.unserved == "weights in fp8 are not served yet"
     assert "MTP" in model.notes[0]
     # fp8 with one f32 scale for 128 x 128 is 1 + 4 / 16384 bytes; embedding, head, router and norms in bf16
     narrow = 1 + 4 / 16384
@@ -222,19 +222,32 @@ def test_other_families(tmp_path):
 
 def test_four_bits(shape):
     """And for each group of 128 an f16 scale and a zero point of half a byte for each."""
-    quantised = shape("DeepSeek-V3", quantization_config={"quant_method": "gptq", "bits": 4})
+    quantised = shape("DeepSeek-V3", quantization_config={"quant_method": "hqq", "bits": 4})
     plain = shape("DeepSeek-V3", quantization_config=None)
     kept = 2 * (2 * 926_679_040 + 7_168 + 61 * 16_384 + 58 * 1_835_264)  # embedding, head, norms and router
     narrow = (0.5 + 2.5 / 128) / 2
     assert quantised.checkpoint_bytes == pytest.approx(kept + (plain.checkpoint_bytes - kept) * narrow)
 
 
-def test_a_served_family_is_measured(tmp_path, monkeypatch):
-    """Also where it has its arithmetic still, from before it was served."""
-    latent, llama = (write(tmp_path / kind, {"model_type": kind}) for kind in ("deepseek_v3", "llama"))
-    assert unserved.knows(latent) and not unserved.knows(llama)
-    monkeypatch.setitem(unserved.FAMILIES, "llama", unserved.FAMILIES["deepseek_v3"])
-    assert not unserved.knows(llama)
+def test_what_is_served_is_measured(tmp_path, monkeypatch):
+    """Also where its family has its arithmetic here, for weights that are not served."""
+
+    def knows(model_type, **settings):
+        config = {"model_type": model_type, "quantization_config": settings or None}
+        return unserved.knows(write(tmp_path / "model", config))
+
+    assert knows("deepseek_v3", quant_method="hqq") and not knows("deepseek_v3")
+    assert not knows("deepseek_v3", quant_method="awq") and not knows("llama", quant_method="hqq")
+    monkeypatch.setitem(unserved.FAMILIES, "mamba", unserved.FAMILIES["deepseek_v3"])
+    assert knows("mamba")
+
+
+def test_arithmetic_and_the_models_own_code_agree(shape):
+    mine, code = shape("DeepSeek-V3"), shape("DeepSeek-V3", quantization_config=None)
+    assert (mine.parameters, mine.degrees, mine.chosen) == (code.parameters, code.degrees, code.chosen)
+    for layout in (Layout(1), Layout(8)):
+        (one,), (other,) = (memory.stages(model, layout, ASKED.context) for model in (mine, code))
+        assert (one.kv_token, one.rope) == (other.kv_token, other.rope)
 
 
 def test_lengths_as_the_ranks_count_them(shape):

@@ -107,3 +107,42 @@ def awq(group: int = 128) -> Pack:
         return tensors, meaning(codes, scales, zeros, of)
 
     return pack
+
+
+def fp8(block: tuple[int, int] | None = (128, 128), scale: str = "weight_scale_inv") -> Pack:
+    """e4m3. block: outputs and inputs of a scale, of all that is there where it is 0; None: one scale, a scalar."""
+
+    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        (outputs, inputs), (o, i) = weight.shape, block or (0, 0)
+        o, i = o or outputs, i or inputs
+        scales, codes, meant = torch.zeros(-(-outputs // o), -(-inputs // i)), weight.clone(), weight.clone()
+        for row in range(scales.shape[0]):
+            for column in range(scales.shape[1]):
+                at = slice(row * o, (row + 1) * o), slice(column * i, (column + 1) * i)
+                scales[row, column] = weight[at].abs().max() / 448
+                codes[at] = weight[at] / scales[row, column]
+                meant[at] = codes[at].to(torch.float8_e4m3fn).float() * scales[row, column]
+        stored = scales if block else scales.reshape(())
+        return {"weight": codes.to(torch.float8_e4m3fn), scale: stored, "input_scale": torch.ones(())}, meant
+
+    return pack
+
+
+def compressed_ints(bits: int = 4, group: int = 128, symmetric: bool = True, packed: bool = True) -> Pack:
+    """group: 0 for whole channels."""
+
+    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        of = groups_of(weight.shape[1], group)
+        codes, scales, zeros = round_to_groups(weight, of, bits, symmetric)
+        tensors = {"weight_scale": torch.from_numpy(scales.T.copy())}
+        if packed:
+            tensors["weight_packed"] = pack_rows(codes, bits).T.contiguous()
+            tensors["weight_shape"] = torch.tensor(weight.shape)
+        else:
+            tensors["weight"] = torch.from_numpy((codes.T - 128).astype(np.int8).copy())
+        if not symmetric:
+            point = torch.from_numpy((zeros.T - 128).astype(np.int8).copy())
+            tensors["weight_zero_point"] = pack_rows(zeros.T, bits) if packed else point
+        return tensors, meaning(codes, scales, zeros, of)
+
+    return pack

@@ -34,6 +34,30 @@ def awq(group=64, **more):
     return packers.awq(group), settings | more
 
 
+def fp8(block=(128, 128), **more):
+    settings = dict(quant_method="fp8", activation_scheme="dynamic") | more
+    settings |= {"weight_block_size": list(block)} if block else {}
+    return packers.fp8(block, "weight_scale_inv" if block else "weight_scale"), settings
+
+
+def compressed(kind, pack, **weights):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return pack, dict(
+        quant_method="compressed-tensors", format=kind, config_groups={"group_0": group}, ignore=["lm_head"]
+    )
+
+
+def compressed_ints(bits=4, group=128, symmetric=True, packed=True):
+    strategy = dict(strategy="group", group_size=group) if group else dict(strategy="channel")
+    kind = "pack-quantized" if packed else "int-quantized"
+    pack = packers.compressed_ints(bits, group, symmetric, packed)
+    return compressed(kind, pack, num_bits=bits, type="int", symmetric=symmetric, **strategy)
+
+
+def compressed_floats(block, **strategy):
+    return compressed("float-quantized", packers.fp8(block, "weight_scale"), num_bits=8, type="float", **strategy)
+
+
 # name → how it is stored, and the model
 CASES = {
     "gptq": (gptq(), dict(model_type="llama")),
@@ -44,6 +68,22 @@ CASES = {
     "gptq with desc_act": (gptq(4, 64, False, ordered=True), dict(model_type="llama")),
     "awq": (awq(), dict(model_type="llama")),
     "awq, merged": (awq(32), dict(model_type="phi3")),  # qkv_proj and gate_up_proj whole
+    "fp8": (fp8(), dict(model_type="llama")),
+    "fp8, merged": (fp8(), dict(model_type="phi3", hidden_size=200, intermediate_size=300)),
+    "fp8 in odd blocks": (fp8((96, 40)), dict(model_type="qwen2", hidden_size=100, intermediate_size=303)),
+    "fp8 of one scale": (fp8(None, activation_scheme="static"), dict(model_type="llama", intermediate_size=303)),
+    "w4a16": (compressed_ints(4, 64), dict(model_type="llama")),
+    "w4a16, asymmetric": (compressed_ints(4, 32, False), dict(model_type="qwen2")),
+    "w8a16": (compressed_ints(8, 64), dict(model_type="phi3")),
+    "w8a16 in whole channels": (compressed_ints(8, 0, False), dict(model_type="llama")),
+    "int8": (compressed_ints(8, 0, packed=False), dict(model_type="llama")),
+    "int8, asymmetric": (compressed_ints(8, 0, False, packed=False), dict(model_type="llama")),
+    "floats in channels": (compressed_floats((1, 0), strategy="channel"), dict(model_type="phi3", hidden_size=100)),
+    "floats in tensors": (compressed_floats(None, strategy="tensor"), dict(model_type="llama")),
+    "floats in blocks": (
+        compressed_floats((128, 128), strategy="block", block_structure=[128, 128]),
+        dict(model_type="llama"),
+    ),
 }
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from phalanx.errors import MODEL, USAGE, FatalError
 from phalanx.rank.server.batch import weights_fingerprint
-from phalanx.rank.server.batch.__main__ import setup
 from phalanx.rank.server.batch.config import VARIABLE, BatchConfig
 from phalanx.rank.server.batch.journal import Journal
+from phalanx.rank.server.batch.setup import setup
 from phalanx.rank.server.batch.weights_fingerprint import fingerprint
 from phalanx.rank.server.config import ServerConfig
 from safetensors.torch import load_file, save_file
@@ -100,7 +100,7 @@ def start(config):
 
 
 def test_a_journal_of_other_weights_is_refused(config, model):
-    Journal(config.journal, config.input, setup(config)).close()
+    Journal(config.journal, config.input, setup(config.front)).close()
     shutil.rmtree(model)
     make_checkpoint(model, num_hidden_layers=2, shards=2, tokenizer=False, seed=1)
     code, words = start(config)
@@ -109,7 +109,7 @@ def test_a_journal_of_other_weights_is_refused(config, model):
 
 
 def test_weights_that_cannot_be_read_are_told_of_as_such(config, model):
-    Journal(config.journal, config.input, setup(config)).close()
+    Journal(config.journal, config.input, setup(config.front)).close()
     (model / "model-00002-of-00002.safetensors").write_bytes(b"cut off")
     code, words = start(config)
     assert code == MODEL

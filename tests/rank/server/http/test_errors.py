@@ -92,9 +92,9 @@ CHAT = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21: it must be between 0 and 20"),
     ({"logprobs": 5}, "logprobs", "logprobs is 5: expected `bool | null`, got `int`"),
     (
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
         "response_format",
-        'response_format.type is "json_object": only "text" is supported so far',
+        'response_format.type is "xml": expected text, json_object or json_schema',
     ),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "tools[0].function is missing"),
     (
@@ -108,15 +108,14 @@ CHAT = [
         'tools[0].type is "retrieval": only "function" is supported',
     ),
     (
-        {"tools": [TOOL], "tool_choice": "required"},
+        {"tool_choice": "required"},
         "tool_choice",
-        'tool_choice is required: a call cannot be enforced yet, use "auto" or "none"',
+        'tool_choice is "required": it needs tools that may be called',
     ),
     (
-        {"tools": [TOOL], "tool_choice": TOOL},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
-        'tool_choice is {"type":"function","function":'
-        '{"name":"f"}}: a call cannot be enforced yet, use "auto" or "none"',
+        'tool_choice names "g", but the tools are f',
     ),
     (
         {"chat_template": "x"},

@@ -1,0 +1,108 @@
+"""Multi-head latent attention beside the least time its bytes or its arithmetic take.
+
+    python benchmarks/ops_mla.py [--heads 16] [--only decode] [--json FILE]
+
+Sizes are DeepSeek's, heads a rank's: 16 of V2-Lite, or of V3 on eight GPUs. The byte limit of decoding counts each
+token's latent once, the arithmetic limit of prompts the multiply-adds of expanded keys and values. As in ops.py, calls
+rotate over copies of the cache that do not fit in the GPU's cache together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+import torch
+from phalanx.benchmarks.ops import Table, copies, make_rows, randn
+from phalanx.benchmarks.timing import Call
+from phalanx.kernels.attention import mla, mla_triton
+from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.rope.rope import CosSin
+
+NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
+WIDTH = LATENT + ROPE
+PARAMS = AttentionParams((NOPE + ROPE) ** -0.5)
+DECODES = [(batch, length) for length in (1024, 8192, 32768) for batch in (1, 16, 64)]
+PROMPTS = (1, 1024, 0), (1, 8192, 0), (16, 1024, 0), (1, 2048, 30720), (1, 64, 32704)  # sequences, new tokens, others
+
+
+def decode(table: Table, heads: int, batch: int, length: int) -> None:
+    """The kernel alone, and with the queries and outputs of the way that absorbs weights; in a graph's splits."""
+    rows, blocks = make_rows([1] * batch, [length] * batch)
+    bytes_ = batch * length * WIDTH * 2
+    caches = [randn(blocks, 16, WIDTH) for _ in range(min(4, copies(bytes_)))]
+    q, out = randn(batch, heads, WIDTH), torch.empty(batch, heads, LATENT, device="cuda", dtype=torch.bfloat16)
+    whole, up = randn(batch, heads, NOPE + ROPE), randn(heads, NOPE + VALUE, LATENT)
+    programs = batch * -(-heads // mla_triton.GROUP)
+    splits = mla_triton.choose_kv_splits(programs, 32768, torch.cuda.get_device_properties(0).multi_processor_count)
+    rest = rows.block_tables, rows.lengths, out, PARAMS.scale
+    versions: dict[str, list[Call]] = {
+        f"kernel, tiles of {tile}": [partial(mla_triton.decode, q, c, LATENT, *rest, splits, tile) for c in caches]
+        for tile in (32, 64)
+    }
+    versions["ours"] = [partial(mla.latent_attention, whole, c, up, rows, PARAMS) for c in caches]
+    table.add(f"mla decode {batch} x {length}", bytes_ + up.numel() * 2, versions)
+
+
+def prompt(table: Table, heads: int, batch: int, count: int, before: int) -> None:
+    """New tokens of sequences of which others are cached: as it is chosen, expanded and absorbed."""
+    rows, blocks = make_rows([count] * batch, [count + before] * batch)
+    cache, up = randn(blocks, 16, WIDTH), randn(heads, NOPE + VALUE, LATENT)
+    q = randn(batch * count, heads, NOPE + ROPE)
+    out = q.new_empty(len(q), heads, VALUE)
+
+    def expanded() -> None:
+        for context in mla.contexts(rows, 16):
+            mla.attend_expanded(q, cache, up, context, PARAMS, out)
+
+    def absorbed() -> None:
+        mla.attend_absorbed(q, cache, up, rows, PARAMS, [0, batch], out)
+
+    versions: dict[str, list[Call]] = {
+        "ours": [partial(mla.latent_attention, q, cache, up, rows, PARAMS)],
+        "expanded": [expanded],
+        "absorbed": [absorbed],
+    }
+    pairs = batch * count * (before + count / 2)
+    flops = 2 * heads * (pairs * (NOPE + ROPE + VALUE) + batch * (count + before) * LATENT * (NOPE + VALUE))
+    table.add(f"mla prompt {batch} x {count} after {before}", 0, versions, flops, least=2)
+
+
+def store(table: Table, heads: int, tokens: int) -> None:
+    x = randn(tokens, heads * (NOPE + ROPE) + WIDTH)
+    q, latents = x.split([heads * (NOPE + ROPE), WIDTH], 1)
+    cos, sin = torch.rand(2, tokens, 1, ROPE, device="cuda")
+    turn, norm = CosSin(cos, sin, interleaved=True), mla.LatentNorm(randn(LATENT), 1e-6)
+    cache, slots = randn(-(-tokens // 16), 16, WIDTH), torch.randperm(tokens, device="cuda")
+    arguments = q.view(tokens, heads, -1), latents, norm, turn, cache, slots
+    versions: dict[str, list[Call]] = {
+        "ours": [partial(mla.rope_and_store_latents, *arguments)],
+        "reference": [partial(mla.rope_and_store_latents_reference, *arguments)],
+    }
+    table.add(f"mla store {tokens}", 2 * tokens * 2 * (heads * ROPE + WIDTH), versions)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=16, help="of one rank")
+    parser.add_argument("--only", default="", help="operations whose name contains this")
+    parser.add_argument("--json", help="append raw lines to this file")
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    table = Table(asked.only)
+    with torch.no_grad():
+        for tokens in (1, 64, 8192):
+            store(table, asked.heads, tokens)
+        for batch, length in DECODES:
+            decode(table, asked.heads, batch, length)
+        for batch, count, before in PROMPTS:
+            prompt(table, asked.heads, batch, count, before)
+    if asked.json:
+        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__, heads=asked.heads)
+        with open(asked.json, "a") as file:
+            file.writelines(json.dumps(about | line) + "\n" for line in table.lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""Multi-head latent attention on GPUs, in Triton (mla.py says what is computed); imported on GPUs alone.
+
+As a backend it attends to latents as they are cached: one key head of [latent + rope] elements for all query heads,
+whose first part is the value, too. A tile of the cache is read once for both. Long sequences of a decode step are split
+over programs (Flash-Decoding, Dao et al. 2023). The other kernels store latents, and attend to expanded keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import device_caps
+from ..rope.rope import CosSin
+from .attention_tma import LOG2_E
+from .backend import AttentionParams, Part
+
+if TYPE_CHECKING:
+    from .mla import Context, LatentNorm
+
+PROGRAMS = 2  # of a decode step, wanted for each multiprocessor
+MOST_KV_SPLITS = 64
+SPLIT = 256  # tokens: about what is worth a program of its own
+GROUP = 16  # most query heads of a program
+STORE_HEADS = 8  # query heads that one program rotates
+
+
+def rope_and_store_latents(
+    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor
+) -> None:
+    """rope_and_store_latents of mla.py."""
+    tokens, heads, width = q.shape
+    latent, rope = len(norm.weight), cos_sin.cos.shape[-1]
+    assert q.stride()[1:] == (width, 1) and latents.stride(1) == 1 and cache.is_contiguous()
+    if tokens == 0:
+        return
+    store_kernel[tokens, 1 + triton.cdiv(heads, STORE_HEADS)](
+        q, latents, norm.weight, cos_sin.cos, cos_sin.sin, cache, slots, norm.eps, q.stride(0), latents.stride(0),
+        heads, width, latent, rope, triton.next_power_of_2(latent), triton.next_power_of_2(rope // 2), STORE_HEADS,
+        cos_sin.interleaved, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate(x, to, rows, mask, cos, sin, pairs, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Vectors of ROPE elements at x + rows, rotated, to `to` + rows; computed in f32. sin: its first half negated."""
+    HALF: tl.constexpr = ROPE // 2
+    first = 2 * pairs if INTERLEAVED else pairs
+    second = first + 1 if INTERLEAVED else pairs + HALF
+    real = pairs < HALF
+    c = tl.load(cos + pairs, mask=real, other=0.0)[None, :]
+    s = tl.load(sin + HALF + pairs, mask=real, other=0.0)[None, :]
+    mask = mask[:, None] & real[None, :]
+    a = tl.load(x + rows[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + rows[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # `to` may be x: all is read before any of it is written
+    tl.store(to + rows[:, None] + first[None, :], (a * c - b * s).to(to.dtype.element_ty), mask=mask)
+    tl.store(to + rows[:, None] + second[None, :], (b * c + a * s).to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_kernel(
+    q, latents, weight, cos, sin, cache, slots, eps, q_row, latents_row,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_PADDED: tl.constexpr,
+    PAIRS: tl.constexpr, EACH: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """One token: its latent and shared key by program 0, its queries by the others, EACH heads each."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pairs = tl.arange(0, PAIRS)
+    cos += token * ROPE
+    sin += token * ROPE
+    if part == 0:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            dims = tl.arange(0, LATENT_PADDED)
+            x = tl.load(latents + token * latents_row + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
+            w = tl.load(weight + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
+            y = x * tl.rsqrt(tl.sum(x * x) / LATENT + eps) * w
+            to = cache + slot * (LATENT + ROPE)
+            tl.store(to + dims, y.to(cache.dtype.element_ty), mask=dims < LATENT)
+            one = tl.zeros([1], tl.int64)
+            _rotate(
+                latents + token * latents_row + LATENT, to + LATENT, one, one == 0, cos, sin, pairs, ROPE, INTERLEAVED
+            )
+    else:
+        heads = (part - 1) * EACH + tl.arange(0, EACH)
+        x = q + token * q_row + WIDTH - ROPE
+        _rotate(x, x, heads * WIDTH, heads < HEADS, cos, sin, pairs, ROPE, INTERLEAVED)
+
+
+@triton.jit
+def _slots(tables, positions, valid, BLOCK: tl.constexpr):
+    """Where the cache holds these positions of the sequence whose block table starts at `tables`."""
+    blocks = tl.load(tables + positions // BLOCK, mask=valid, other=0)
+    return blocks.to(tl.int64) * BLOCK + positions % BLOCK
+
+
+@triton.jit
+def _weigh(s, acc, total, best):
+    """Online softmax of scores [rows, tile], -inf where a row does not see a key: weights, and what was summed."""
+    top = tl.maximum(best, tl.max(s, 1))
+    base = tl.where(top > float("-inf"), top, 0.0)  # a row that has seen no key yet would subtract infinities
+    p = tl.exp2(s - base[:, None])
+    old = tl.exp2(best - base)
+    return p, acc * old[:, None], total * old + tl.sum(p, 1), top
+
+
+@triton.jit
+def _latent_tiles(
+    x, xr, cache, table, start, stop, seen, scale,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, LATENT_PADDED: tl.constexpr,
+    ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tokens start:stop of a sequence for query rows x [ROWS, latent] and xr [ROWS, rope], of which row i sees those
+    before seen[i]."""
+    dims, turned, tile = tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, TILE)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, LATENT_PADDED], tl.float32)
+    for at in range(start, stop, TILE):
+        valid = at + tile < stop
+        base = cache + (_slots(table, at + tile, valid, BLOCK) * (LATENT + ROPE))[:, None]
+        y = tl.load(base + dims[None, :], mask=valid[:, None] & (dims < LATENT)[None, :], other=0.0)
+        yr = tl.load(base + LATENT + turned[None, :], mask=valid[:, None] & (turned < ROPE)[None, :], other=0.0)
+        s = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+        s = tl.dot(xr, tl.trans(yr), s, input_precision=PRECISION) * scale
+        s = tl.where(valid[None, :] & ((at + tile)[None, :] < seen[:, None]), s, float("-inf"))
+        p, acc, total, best = _weigh(s, acc, total, best)
+        acc = tl.dot(p.to(y.dtype), y, acc, input_precision=PRECISION)
+    return acc / tl.where(total > 0, total, 1.0)[:, None], best + tl.log2(total)
+
+
+@triton.jit
+def _splits(length, most, SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """How many parts a sequence is cut in, and the tokens of each."""
+    count = tl.minimum(tl.maximum((length + SPLIT // 2) // SPLIT, 1), most)
+    each = tl.maximum(tl.cdiv(tl.cdiv(length, count), TILE), 1) * TILE
+    return tl.maximum(tl.cdiv(length, each), 1), each
+
+
+@triton.jit(do_not_specialize=["table_row", "most"])  # they differ from step to step
+def decode_kernel(
+    q, cache, tables, lengths, out, parts, sums, scale, q_row, table_row, most,
+    HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
+    LATENT_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One part of one sequence for HEADS_EACH query heads, in ROWS rows.
+
+    A sequence of one part is written to `out` [B, HEADS, LATENT]. Of several parts each goes to `parts`
+    [B, HEADS, most, LATENT] f32, and the log2 of its sum to `sums` [B, HEADS, most].
+    """
+    b, group, split = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.program_id(2)
+    length = tl.load(lengths + b)
+    count, each = _splits(length, most, SPLIT, TILE)
+    if split >= count:
+        return
+    rows, dims, turned = tl.arange(0, ROWS), tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED)
+    heads = group * HEADS_EACH + rows
+    mine = ((rows < HEADS_EACH) & (heads < HEADS))[:, None]
+    at = q + b * q_row + heads[:, None] * (LATENT + ROPE)
+    x = tl.load(at + dims[None, :], mask=mine & (dims < LATENT)[None, :], other=0.0)
+    xr = tl.load(at + LATENT + turned[None, :], mask=mine & (turned < ROPE)[None, :], other=0.0)
+    seen = tl.zeros([ROWS], tl.int32) + length
+    start = split * each
+    y, total = _latent_tiles(
+        x, xr, cache, tables + b * table_row, start, tl.minimum(start + each, length), seen, scale,
+        LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, PRECISION,
+    )  # fmt: skip
+    row = b * HEADS + heads
+    mask = mine & (dims < LATENT)[None, :]
+    if count == 1:
+        tl.store(out + row[:, None] * LATENT + dims[None, :], y.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(parts + (row * most + split)[:, None] * LATENT + dims[None, :], y, mask=mask)
+        tl.store(sums + row * most + split, total, mask=(rows < HEADS_EACH) & (heads < HEADS))
+
+
+@triton.jit(do_not_specialize=["most"])
+def combine_kernel(
+    parts, sums, lengths, out, most,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence of several parts: `out` [B, HEADS, LATENT] from its parts, weighted by their sums."""
+    row = tl.program_id(0).to(tl.int64)
+    count, _ = _splits(tl.load(lengths + row // HEADS), most, SPLIT, TILE)
+    if count == 1:
+        return
+    dims, splits = tl.arange(0, LATENT_PADDED), tl.arange(0, MOST)
+    every = tl.load(sums + row * most + splits, mask=splits < count, other=float("-inf"))
+    top = tl.max(every, 0)
+    total = tl.sum(tl.exp2(every - top), 0)
+    acc = tl.zeros([LATENT_PADDED], tl.float32)
+    for i in range(0, count):
+        weight = tl.exp2(tl.load(sums + row * most + i) - top)
+        acc += weight * tl.load(parts + (row * most + i) * LATENT + dims, mask=dims < LATENT, other=0.0)
+    tl.store(out + row * LATENT + dims, (acc / total).to(out.dtype.element_ty), mask=dims < LATENT)
+
+
+@triton.jit(do_not_specialize=["first", "table_row"])
+def prefill_kernel(
+    q, cache, tables, lengths, starts, out, scale, first, q_row, table_row,
+    HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
+    LATENT_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ROWS / HEADS_EACH tokens of one sequence, the `first + program_id(2)`-th, for HEADS_EACH query heads: a power of
+    two. Its tokens of this step are rows starts[i]:starts[i + 1] of q and the last ones of its `lengths`."""
+    TOKENS: tl.constexpr = ROWS // HEADS_EACH
+    i = first + tl.program_id(2)
+    begin, end = tl.load(starts + i), tl.load(starts + i + 1)
+    token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # the long ones first
+    if token < end - begin:
+        length = tl.load(lengths + i)
+        rows, dims, turned = tl.arange(0, ROWS), tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED)
+        heads, tokens = tl.program_id(1) * HEADS_EACH + rows % HEADS_EACH, token + rows // HEADS_EACH
+        mine = ((heads < HEADS) & (begin + tokens < end))[:, None]
+        at = q + (begin + tokens).to(tl.int64)[:, None] * q_row + heads[:, None] * (LATENT + ROPE)
+        x = tl.load(at + dims[None, :], mask=mine & (dims < LATENT)[None, :], other=0.0)
+        xr = tl.load(at + LATENT + turned[None, :], mask=mine & (turned < ROPE)[None, :], other=0.0)
+        computed = length - (end - begin)
+        y, _ = _latent_tiles(
+            x, xr, cache, tables + i.to(tl.int64) * table_row, 0, tl.minimum(computed + token + TOKENS, length),
+            computed + tokens + 1, scale, LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, PRECISION,
+        )  # fmt: skip
+        to = out + ((begin + tokens).to(tl.int64) * HEADS + heads)[:, None] * LATENT + dims[None, :]
+        tl.store(to, y.to(out.dtype.element_ty), mask=mine & (dims < LATENT)[None, :])
+
+
+@triton.jit
+def expanded_kernel(
+    q, kv, rotated, starts, kv_starts, out, scale, q_row, kv_row, rotated_row, out_row,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, NOPE_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens of one sequence for one head; its context is rows kv_starts[i]:kv_starts[i + 1] of kv."""
+    head, i = tl.program_id(1), tl.program_id(2)
+    begin, end = tl.load(starts + i), tl.load(starts + i + 1)
+    context, length = tl.load(kv_starts + i), tl.load(kv_starts + i + 1) - tl.load(kv_starts + i)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the long ones first
+    if row < end - begin:
+        rows, tile = row + tl.arange(0, ROWS), tl.arange(0, TILE)
+        dims, turned, wide = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, VALUE_PADDED)
+        mine = (begin + rows < end)[:, None]
+        at = q + (begin + rows).to(tl.int64)[:, None] * q_row + head * (NOPE + ROPE)
+        x = tl.load(at + dims[None, :], mask=mine & (dims < NOPE)[None, :], other=0.0)
+        xr = tl.load(at + NOPE + turned[None, :], mask=mine & (turned < ROPE)[None, :], other=0.0)
+        seen = length - (end - begin) + rows + 1
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+        stop = tl.minimum(length - (end - begin) + row + ROWS, length)
+        for start in range(0, stop, TILE):
+            valid = (start + tile < stop)[:, None]
+            token = (context + start + tile).to(tl.int64)[:, None]
+            keys = kv + token * kv_row + head * (NOPE + VALUE)
+            k = tl.load(keys + dims[None, :], mask=valid & (dims < NOPE)[None, :], other=0.0)
+            kr = tl.load(rotated + token * rotated_row + turned[None, :], mask=valid & (turned < ROPE)[None, :],
+                         other=0.0)  # fmt: skip
+            s = tl.dot(x, tl.trans(k), input_precision=PRECISION)
+            s = tl.dot(xr, tl.trans(kr), s, input_precision=PRECISION) * scale
+            s = tl.where((start + tile)[None, :] < tl.minimum(seen, stop)[:, None], s, float("-inf"))
+            p, acc, total, best = _weigh(s, acc, total, best)
+            v = tl.load(keys + NOPE + wide[None, :], mask=valid & (wide < VALUE)[None, :], other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        to = out + (begin + rows).to(tl.int64)[:, None] * out_row + head * VALUE + wide[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=mine & (wide < VALUE)[None, :])
+
+
+def supports(part: Part) -> bool:
+    """Values are the first part of the keys, of one head; q and the cache are whole."""
+    q, keys, values, params = part.q, part.keys, part.values, part.params
+    shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr() and values.shape[3] < keys.shape[3]
+    plain = part.newest is None and q.dtype == keys.dtype and params == AttentionParams(params.scale)
+    return shared and plain and keys.is_contiguous() and q.stride()[1:] == (q.shape[2], 1)
+
+
+def plan(part: Part) -> int:
+    """Of decoding sequences: how many parts each is cut in at most. Of prompts: the most tokens of one."""
+    if not part.decodes:
+        return max(part.rows.query_lens[part.first : part.stop])
+    programs = part.stop * triton.cdiv(part.q.shape[1], GROUP)
+    return choose_kv_splits(programs, max(part.rows.kv_lens[: part.stop]), device_caps(part.q.device).num_sms)
+
+
+def run(part: Part, plan: int) -> None:
+    cache, latent, rows, scale = part.keys[:, :, 0], part.values.shape[3], part.rows, part.params.scale
+    if part.decodes:
+        q, out = part.decoding
+        decode(q, cache, latent, rows.block_tables, rows.lengths, out, scale, plan)
+    else:
+        starts, count = rows.query_starts, part.stop - part.first
+        tables, lengths = rows.block_tables, rows.lengths
+        prefill(part.q, cache, latent, tables, lengths, starts, part.out, scale, part.first, count, plan)
+
+
+def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
+    """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
+    splits = 1
+    while splits < MOST_KV_SPLITS and programs * splits < PROGRAMS * num_sms and longest > splits * SPLIT:
+        splits *= 2
+    return splits
+
+
+def _roomy(x: Tensor) -> bool:
+    """Whether a multiprocessor has shared memory for large tiles, of 16-bit elements."""
+    return x.element_size() == 2 and (not x.is_cuda or device_caps(x.device).has_tma)
+
+
+def _precision(x: Tensor) -> str:
+    return "tf32" if x.element_size() == 2 else "ieee"
+
+
+def decode(
+    q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int,
+    tile: int = 0, split: int = SPLIT,
+) -> None:  # fmt: skip
+    """The newest token of each of n sequences, of up to `most` parts: q [n, heads, latent + rope], out [n, heads,
+    latent], contiguous. A sequence of length 0 gives zeros."""
+    n, heads, width = q.shape
+    tile, padded = tile or (64 if _roomy(q) else 16), triton.next_power_of_2(latent)
+    parts = sums = out
+    if most > 1:
+        parts = torch.empty(n, heads, most, latent, dtype=torch.float32, device=q.device)
+        sums = torch.empty(n, heads, most, dtype=torch.float32, device=q.device)
+    decode_kernel[triton.cdiv(heads, GROUP), n, most](
+        q, cache, tables, lengths, out, parts, sums, scale * LOG2_E, q.stride(0), tables.stride(0), most,
+        heads, GROUP, latent, width - latent, GROUP, max(16, padded),
+        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, split, _precision(q),
+        num_warps=8 if _roomy(q) else 4, num_stages=2,
+    )  # fmt: skip
+    if most > 1:
+        combine_kernel[(n * heads,)](
+            parts, sums, lengths, out, most, heads, latent, padded, MOST_KV_SPLITS, split, tile, num_warps=4
+        )
+
+
+def prefill(
+    q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor, scale: float,
+    first: int, count: int, longest: int, rows: int = 0, tile: int = 0,
+) -> None:  # fmt: skip
+    """Sequences first:first + count of the tables, with up to `longest` tokens each; q [T, heads, latent + rope], out
+    [T, heads, latent], contiguous."""
+    heads, width = q.shape[1:]
+    rows, tile = rows or (64 if _roomy(q) else 16), tile or (32 if _roomy(q) else 16)
+    each = min(GROUP, triton.next_power_of_2(heads))
+    prefill_kernel[triton.cdiv(longest, rows // each), triton.cdiv(heads, each), count](
+        q, cache, tables, lengths, starts, out, scale * LOG2_E, first, q.stride(0), tables.stride(0),
+        heads, each, latent, width - latent, rows, max(16, triton.next_power_of_2(latent)),
+        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, _precision(q),
+        num_warps=8 if _roomy(q) else 4, num_stages=2,
+    )  # fmt: skip
+
+
+def prefill_expanded(
+    q: Tensor, kv: Tensor, rotated: Tensor, context: Context, params: AttentionParams, out: Tensor,
+    rows: int = 0, tile: int = 0,
+) -> None:  # fmt: skip
+    """expanded_reference of mla.py."""
+    value, rope = out.shape[2], rotated.shape[1]
+    nope = kv.shape[2] - value
+    assert all(x.stride()[1:] == (x.shape[2], 1) for x in (q, kv, out)), "heads lie side by side"
+    rows, tile = rows or (128 if _roomy(q) else 32), tile or (64 if _roomy(q) else 16)
+    expanded_kernel[triton.cdiv(max(context.query_lens), rows), kv.shape[1], len(context.query_lens)](
+        q, kv, rotated, context.query_starts, context.kv_starts, out, params.scale * LOG2_E, q.stride(0), kv.stride(0),
+        rotated.stride(0), out.stride(0), nope, rope, value, max(16, triton.next_power_of_2(nope)),
+        max(16, triton.next_power_of_2(rope)), max(16, triton.next_power_of_2(value)), rows, tile, _precision(q),
+        num_warps=8 if _roomy(q) else 4, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Weights in floating point of 8 or 4 bits, whose neighbours along the inputs share a scale: FP8 and MXFP4.
+
+e4m3: Micikevicius et al. 2022, arXiv 2209.05433. e2m1 with scales e8m0: OCP Microscaling Formats v1.0, MXFP4.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import gated_activation
+from ..device import DeviceCaps
+from . import panels
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class Floats(NamedTuple):
+    """A weight [O, I], or one of each expert [E, O, I]: element o, i is codes[o, i] * scales[o, i // (I / G)]."""
+
+    codes: Tensor  # uint8 [..., O, I] of e4m3; or [..., O, I / 2] of e2m1, the first of two inputs in the lower bits
+    scales: Tensor  # [..., O, G] f32; or uint8, of e8m0: 2^(x - 127)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether codes are e2m1."""
+        return self.scales.dtype == torch.uint8
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[-1] * (2 if self.pairs else 1)
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[-2]
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a scale."""
+        return self.inputs // max(self.scales.shape[-1], 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the weight's."""
+        return (*self.codes.shape[:-1], self.inputs)
+
+    def expert(self, index: int) -> Floats:
+        return Floats(self.codes[index], self.scales[index])
+
+
+def pack(codes: Tensor, scales: Tensor) -> Floats:
+    """codes: uint8 or e4m3."""
+    return Floats(codes.view(torch.uint8).contiguous(), scales.contiguous())
+
+
+def dequantize(packed: Floats, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+    """Outputs first to last of the weight, [..., last - first, I]: computed in f32, rounded once in 16 bits."""
+    last = packed.outputs if last is None else min(last, packed.outputs)
+    if packed.codes.is_cuda and packed.codes.dim() == 2:
+        from . import floats_triton
+
+        return floats_triton.dequantize(Floats(packed.codes[first:last], packed.scales[first:last]), dtype)
+    return dequantize_reference(packed, dtype, first, last)
+
+
+def dequantize_reference(packed: Floats, dtype: torch.dtype, first: int, last: int) -> Tensor:
+    codes, scales = packed.codes[..., first:last, :], packed.scales[..., first:last, :]
+    if packed.pairs:
+        table = torch.tensor(E2M1, device=codes.device)
+        values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+        by = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    else:
+        values, by = codes.view(torch.float8_e4m3fn).to(torch.float32), scales
+    if not values.numel():
+        return values.to(dtype)
+    return (values.unflatten(-1, (-1, packed.unit)) * by.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def linear(x: Tensor, packed: Floats, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
+
+    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
+    """
+    if x.is_cuda:
+        from . import floats_triton
+
+        if floats_triton.supports(x, packed, bias):
+            y = floats_triton.linear(x, packed, bias)
+            return gated_activation(y, gate) if gate else y
+    return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
+
+
+def variants(
+    rows: Iterable[int], packed: Floats, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """None: Triton compiles its own."""
+    yield from ()

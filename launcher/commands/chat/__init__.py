@@ -1,0 +1,1 @@
+"""`phalanx chat`: a conversation in the terminal with a running server."""

@@ -1,0 +1,87 @@
+"""`phalanx chat`: its options, and its start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from .... import errors
+from ... import find_server
+from ...options import option_sources
+from ...options.help import options_help, show_config
+from ...tool_thread import ToolThread
+from .conversation import Conversation
+from .display import Display, Live, Plain, Whole
+from .loading import wait_until_ready
+from .options import ChatOptions, sampling
+from .prompt import Prompt
+from .slash_commands import run
+
+HELP = "talk to a running server in the terminal"
+USAGE = """phalanx chat [options]: talk to a running server; an empty line or Ctrl-D ends, /help lists commands
+
+With --mcp FILE the model calls tools, which run on this machine.
+Without options it finds the server that you have started, on this host or in a job of the cluster.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    chosen = option_sources.read(ChatOptions, argv, os.environ)
+    if chosen.help or chosen.show_config:
+        print(USAGE + options_help(ChatOptions) if chosen.help else show_config(chosen))
+        return 0
+    options = chosen.options
+    server = find_server.chosen(chosen, "chat")
+    wait_until_ready(server)
+    model = find_server.model(server)
+    if sys.stdin.isatty():
+        print(f"{model['id']} at {server.url}; an empty line ends, /help lists commands")
+    tools = _tools(options.mcp) if options.mcp else None
+    fields = {name: getattr(options, name) for name in sampling()}
+    if options.thinking is not None:
+        fields["enable_thinking"] = options.thinking
+    conversation = Conversation(server, _display(options), fields, options.system, tools, options.approve)
+    conversation.context = model.get("max_model_len") or 0
+    prompt = Prompt()
+    try:
+        return _converse(conversation, prompt)
+    except KeyboardInterrupt:
+        print()
+        return 0
+    finally:
+        prompt.close()
+        if tools is not None:
+            tools.close()
+
+
+def _display(options: ChatOptions) -> Display:
+    if options.live and sys.stdout.isatty():
+        return Live(options.frequency)
+    return Plain() if options.stream else Whole()
+
+
+def _tools(path: str) -> ToolThread:
+    """The tool servers of a file; the user is told of those that are not there."""
+    try:
+        tools = ToolThread(path)
+    except ValueError as error:
+        raise errors.FatalError(f"--mcp {error}", errors.USAGE) from None
+    for name, why in tools.failed().items():
+        print(f"phalanx: tool server {name}: {why}", file=sys.stderr)
+    return tools
+
+
+def _converse(conversation: Conversation, prompt: Prompt) -> int:
+    """Until the user ends it. Raises FatalError where no person is there to try again."""
+    while line := prompt.ask():
+        try:
+            if not line.startswith("/"):
+                conversation.say(line)
+            elif not run(conversation, line):
+                return 0
+        except errors.FatalError as stop:
+            if not sys.stdin.isatty():
+                raise
+            print(f"phalanx: {stop}", file=sys.stderr)
+    return 0

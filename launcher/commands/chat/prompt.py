@@ -1,0 +1,58 @@
+"""What the user types: lines with a history, and texts of several lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from ....rank.server import server_registry
+
+MOST = 1000  # lines of history
+MANY = '"""'  # begins and ends a text of several lines
+
+
+class Prompt:
+    """On a terminal with readline: arrows, search, and lines of earlier conversations."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        if not sys.stdin.isatty():
+            return
+        with contextlib.suppress(ImportError, OSError):
+            import readline  # here: its import changes how input() behaves
+
+            path = server_registry.directory().parent / "chat_history"
+            server_registry.make_directory(path.parent)
+            os.close(os.open(path, os.O_CREAT, 0o600))
+            readline.read_history_file(path)
+            readline.set_history_length(MOST)
+            self._file = path
+
+    def ask(self) -> str:
+        """The next text; "" at the end."""
+        line = self._line("> ").strip()
+        if not line.startswith(MANY):
+            return line
+        lines = [line.removeprefix(MANY)]
+        while not lines[-1].endswith(MANY):
+            try:
+                lines.append(input("… " if sys.stdin.isatty() else ""))
+            except EOFError:
+                break
+        return "\n".join(lines).removesuffix(MANY).strip()
+
+    def _line(self, sign: str) -> str:
+        try:
+            return input(sign if sys.stdin.isatty() else "")
+        except EOFError:
+            return ""
+
+    def close(self) -> None:
+        """Keep what was typed."""
+        if self._file is not None:
+            import readline
+
+            with contextlib.suppress(OSError):
+                readline.write_history_file(self._file)

@@ -1,0 +1,189 @@
+"""`phalanx convert`: quantise a model into a checkpoint that loads at once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from ...errors import MODEL, STOPPED, USAGE, FatalError
+from ...rank.options import flag
+from ..job.linux import say
+from ..options import option_sources
+from ..options.help import options_help, show_config
+from .fit import directory
+
+HELP = "quantise a model into a checkpoint of 4 or 8 bits"
+USAGE_TEXT = """phalanx convert SRC DST --to gptq|awq [options]: quantise a model into a checkpoint that loads at once
+
+  phalanx convert Qwen/Qwen3-8B qwen3-8b-int4 --to gptq
+  phalanx convert DIR DIR-int8 --to gptq --bits 8 --calibration text.txt
+
+GPTQ rounds each matrix so that the layer's outputs over a calibration text change least; --to says in which layout the
+result is stored. It runs on one GPU where there is one, else on all cores. Embeddings, norms and the head stay as
+they are. A line for each layer tells the error of its outputs, the last one the perplexity before and after.
+"""
+_GROUP = "Convert"
+PROGRAM = ("-m", "phalanx.rank.model.convert")
+HELD_OUT = 8  # windows of the text that only the perplexity is measured on
+
+
+class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
+    source: Annotated[
+        str,
+        flag("--src", "--model", "--m", "--w", "--weight-path", group=_GROUP, metavar="SRC", positional=True,
+             help="directory with config.json and safetensors, or a hub id"),
+    ] = ""  # fmt: skip
+    target: Annotated[
+        str, flag("--dst", group=_GROUP, metavar="DST", positional=True, help="a directory that is to be made")
+    ] = ""
+    to: Annotated[
+        str, flag("--to", "--method", group=_GROUP, choices=("gptq", "awq"), help="the layout of the result")
+    ] = "gptq"
+    bits: Annotated[
+        int, flag("--bits", group=_GROUP, metavar="N", low=4, high=8, help="of a code, 4 or 8; awq has 4")
+    ] = 4
+    group: Annotated[
+        int, flag("--group", "--group-size", group=_GROUP, metavar="N", low=0,
+                  help="inputs that share a scale, a multiple of 32; 0: a whole row"),
+    ] = 128  # fmt: skip
+    sym: Annotated[
+        bool, flag("--sym", group=_GROUP, off=("--no-sym",), help="zero points in the middle; awq has none such")
+    ] = True
+    desc_act: Annotated[
+        bool, flag("--desc-act", group=_GROUP, off=("--no-desc-act",), help="gptq: columns of large inputs first")
+    ] = False
+    calibration: Annotated[
+        str,
+        flag("--calibration", group=_GROUP, metavar="FILE", help="a text like what is served; none: Python's manual"),
+    ] = ""
+    samples: Annotated[
+        int, flag("--samples", group=_GROUP, metavar="N", low=1, help="pieces of the calibration text")
+    ] = 128
+    seqlen: Annotated[
+        int, flag("--seqlen", group=_GROUP, metavar="N", low=16, help="tokens of each, at most the model's context")
+    ] = 512
+    device: Annotated[
+        str, flag("--device", group=_GROUP, choices=("auto", "cuda", "cpu"), help="where it is computed")
+    ] = "auto"
+    dtype: Annotated[
+        str, flag("--dtype", group=_GROUP, choices=("auto", "bf16", "f16", "f32"), help="of the arithmetic")
+    ] = "auto"
+
+
+def main(argv: Sequence[str]) -> int:
+    chosen = option_sources.read(ConvertOptions, argv, os.environ)
+    if chosen.help or chosen.show_config:
+        print(USAGE_TEXT + options_help(ConvertOptions) if chosen.help else show_config(chosen))
+        return 0
+    for note in chosen.notes:
+        say(note)
+    options = chosen.options
+    _check(options)
+    source = directory.find(options.source).path
+    target = Path(options.target).expanduser()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise FatalError(f"{target} is there already: name a directory that is to be made", USAGE)
+    windows = read_windows(options, source)
+    making = target.with_name(f"{target.name}.part")  # so that what is there under the name is whole
+    shutil.rmtree(making, ignore_errors=True)
+    try:
+        making.mkdir(parents=True)
+    except OSError as error:
+        raise FatalError(f"{making} cannot be made: {error.strerror}", USAGE) from None
+    try:
+        _run(options, source, making, *windows)
+        making.replace(target)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    say(f"complete; serve it with: phalanx serve {shlex.quote(str(target))}")
+    return 0
+
+
+def _check(options: ConvertOptions) -> None:
+    if not options.source or not options.target:
+        raise FatalError("a model and a directory are needed: phalanx convert SRC DST --to gptq", USAGE)
+    if options.bits not in (4, 8):
+        raise FatalError(f"--bits {options.bits}: codes have 4 or 8 bits", USAGE)
+    if options.group % 32:
+        raise FatalError(f"--group {options.group}: kernels take groups of a multiple of 32 inputs", USAGE)
+    if options.to == "awq" and (options.bits != 4 or options.desc_act):
+        wrong = "--desc-act" if options.desc_act else f"--bits {options.bits}"
+        raise FatalError(f"{wrong}: AWQ's layout has codes of 4 bits, their groups in order; use --to gptq", USAGE)
+
+
+def read_windows(options: ConvertOptions, source: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """The calibration text as token ids in pieces of equal length, and others that are held out."""
+    from ...rank.server.text.load import Text  # not for --help: it takes a third of a second
+
+    try:
+        text = Path(options.calibration).expanduser().read_text(encoding="utf-8") if options.calibration else _manual()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FatalError(f"--calibration {options.calibration}: {error}", USAGE) from None
+    config = msgspec.json.decode((source / "config.json").read_bytes())
+    context = config.get("text_config", config).get("max_position_embeddings") or options.seqlen
+    length = min(options.seqlen, context)
+    try:
+        ids = Text(str(source)).tokenizer.encode(text, False)
+    except (OSError, ValueError) as error:
+        raise FatalError(f"the tokenizer of {source} cannot be read: {error}", MODEL) from None
+    windows = [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
+    if len(windows) < 2:
+        raise FatalError(
+            f"the calibration text has {len(ids)} tokens: two pieces of {length} are needed; name a longer text with "
+            "--calibration, or a lower --seqlen",
+            USAGE,
+        )
+    # Evenly over the text, which may be of many subjects.
+    windows = windows[:: max(1, len(windows) // (options.samples + HELD_OUT))][: options.samples + HELD_OUT]
+    held_out = min(HELD_OUT, len(windows) // 2)
+    return windows[held_out:], windows[:held_out]
+
+
+def _manual() -> str:
+    """Chapters of Python's reference manual, which every Python brings along: English, tables and code."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise FatalError("this Python has no manual (pydoc_data): name a text with --calibration", USAGE) from None
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _run(
+    options: ConvertOptions, source: Path, target: Path, windows: list[list[int]], held_out: list[list[int]]
+) -> None:
+    """In a process of its own: the launcher never imports torch. Raises FatalError where it fails."""
+    question = {
+        "source": str(source),
+        "target": str(target),
+        "layout": options.to,
+        "bits": options.bits,
+        "group": options.group,
+        "symmetric": options.sym and options.to != "awq",
+        "ordered": options.desc_act,
+        "device": options.device,
+        "dtype": options.dtype,
+        "windows": windows,
+        "held_out": held_out,
+    }
+    with tempfile.NamedTemporaryFile("wb", suffix=".json") as file:
+        file.write(msgspec.json.encode(question))
+        file.flush()
+        process = subprocess.Popen([sys.executable, *PROGRAM, file.name])
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise FatalError("stopped; nothing is left behind", STOPPED) from None
+    if code:
+        raise FatalError(f"{options.source} was not converted", code if code > 0 else 128 - code)

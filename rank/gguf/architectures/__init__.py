@@ -1,0 +1,30 @@
+"""One file per architecture, named after `general.architecture`: its keys of config.json, and its tensors' names.
+
+Each has `config(m)`, which gives the keys of config.json that the metadata `m` mean, and `TENSORS`, from GGUF's name of
+a tensor to the one that the model's code has for it (rank/model/architectures): {} is a layer's number, names without
+an ending stand for weight and bias, and what becomes empty is not read as a weight. It may have `PAIRED`, names of
+linears whose outputs a file holds in the order of interleaved rotary pairs, `ADDED`, what files add to the weights of
+norms, `ROWS`, vectors that are matrices of one row in the model, `STACKED`, matrices whose rows are vectors there, by
+what stands before their numbers, and `ENDINGS`, what tensors end with there in place of weight or bias.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+
+def supported() -> list[str]:
+    """The names of all architectures."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def spelled(architecture: str) -> str:
+    """The file's name: of gpt-oss gpt_oss."""
+    return architecture.replace("-", "_")
+
+
+def find(architecture: str) -> ModuleType:
+    """The module of a supported architecture."""
+    return importlib.import_module(f".{spelled(architecture)}", __name__)

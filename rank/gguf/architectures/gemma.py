@@ -1,0 +1,16 @@
+"""Gemma."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..metadata import Metadata
+from ._common import DECODER
+from ._common import config as common
+
+TENSORS = DECODER
+ADDED = 1.0
+
+
+def config(m: Metadata) -> dict[str, Any]:
+    return common(m) | {"model_type": "gemma"}

@@ -1,0 +1,21 @@
+"""SantaCoder and StarCoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..metadata import Metadata
+from ._common import DECODER, layer
+from ._common import config as common
+
+TENSORS = (
+    DECODER
+    | layer(attn_qkv="self_attn.qkv_proj", attn_output="self_attn.c_proj", ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
+    | {"position_embd": "model.embed_positions"}
+)
+
+
+def config(m: Metadata) -> dict[str, Any]:
+    keys = common(m)
+    inner = {"n_inner": keys["intermediate_size"], "layer_norm_epsilon": keys.pop("layer_norm_eps", 1e-5)}
+    return keys | inner | {"model_type": "gpt_bigcode", "num_key_value_heads": 1}

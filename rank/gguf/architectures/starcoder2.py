@@ -1,0 +1,16 @@
+"""StarCoder 2. Files say nothing of its sliding window: layers attend to all of the context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..metadata import Metadata
+from ._common import DECODER, layer
+from ._common import config as common
+
+TENSORS = DECODER | layer(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
+
+
+def config(m: Metadata) -> dict[str, Any]:
+    keys, biased = common(m), m.tensor("blk.0.attn_q.bias") is not None
+    return keys | {"model_type": "starcoder2", "norm_epsilon": keys["layer_norm_eps"], "use_bias": biased}

@@ -1,0 +1,89 @@
+"""The metadata of a GGUF file by keys, with complaints that name the file and the key."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import MODEL, FatalError
+from .header import Header, Tensor
+
+
+class Metadata:
+    """Keys without `general.` in front are the architecture's own: `block_count` is `llama.block_count`."""
+
+    def __init__(self, shards: list[Header]):
+        """shards: all files of the model; the first one has the metadata."""
+        self.file: Path = shards[0].file
+        self.values: dict[str, Any] = shards[0].metadata
+        self._shards = shards
+        self.architecture: str = self._of("general.architecture", str)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Where files have a number for each layer, these have to be equal."""
+        value = self.values.get(f"{self.architecture}.{key}")
+        if isinstance(value, list) and value and all(one == value[0] for one in value):
+            return int(value[0])
+        return self._own(key, int, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return self._own(key, (int, float), default)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._own(key, str, default)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        return self._own(key, bool, default)
+
+    def has(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self.values
+
+    def given(self, **keys: str) -> dict[str, Any]:
+        """Keys of config.json with the values of these, as far as they are there."""
+        own = {ours: f"{self.architecture}.{theirs}" for ours, theirs in keys.items()}
+        return {ours: self.values[theirs] for ours, theirs in own.items() if theirs in self.values}
+
+    def _own(self, key: str, kind: Any, default: Any) -> Any:
+        return self._of(f"{self.architecture}.{key}", kind, default)
+
+    def _of(self, key: str, kind: Any, default: Any = None) -> Any:
+        value = self.values.get(key, default)
+        if value is None:
+            raise FatalError(f"{self.file} has no {key} in its metadata", MODEL)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise FatalError(f"{self.file}: the metadata's {key} is {value!r}", MODEL)
+        return value
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(len(one.tensors) for one in self._shards)
+
+    def tensor(self, name: str) -> Tensor | None:
+        return next((one.tensors[name] for one in self._shards if name in one.tensors), None)
+
+    def matrices(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors that are no vectors, with their names."""
+        for shard in self._shards:
+            yield from ((name, tensor) for name, tensor in shard.tensors.items() if len(tensor.shape) > 1)
+
+    def vector(self, name: str) -> list[float] | None:
+        """The values of a small tensor of type F32, such as the factors of rope frequencies; None where there is none.
+
+        They are needed to know the model, not to compute it.
+        """
+        for shard in self._shards:
+            tensor = shard.tensors.get(name)
+            if tensor is None:
+                continue
+            if tensor.type.name != "F32" or len(tensor.shape) > 1:
+                raise FatalError(f"{shard.file}: {name} is no vector of F32", MODEL)
+            try:
+                with shard.file.open("rb") as opened:
+                    opened.seek(tensor.start)
+                    data = opened.read(tensor.stop - tensor.start)
+                return list(struct.unpack(f"<{tensor.shape[0]}f", data))
+            except (OSError, struct.error):
+                raise FatalError(f"{shard.file}: {name} cannot be read", MODEL) from None
+        return None

@@ -1,0 +1,43 @@
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024, arXiv 2412.19437), also Moonlight: DeepSeek-V2 with another router. Without the
+layers that predict further tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....kernels.moe.router import RouterParams
+from ..layers.rope import Parameters
+from . import deepseek_v2
+
+CONFIG = {"names": {"qk_rope_head_dim": "head_dim"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(deepseek_v2.Args):
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+    norm_topk_prob: bool = True
+    rope_interleave: bool = True
+
+    def check_router(self) -> None:
+        deepseek_v2.expect("scoring_func", self.scoring_func, "sigmoid")
+        deepseek_v2.expect("topk_method", self.topk_method, "noaux_tc")
+
+    @property
+    def router(self) -> RouterParams:
+        return RouterParams(
+            self.num_experts_per_tok,
+            "sigmoid",
+            corrected=True,
+            normalise=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+        )
+
+    def rope(self, index: int) -> Parameters:
+        return self.rope_parameters | {"interleaved": self.rope_interleave}
+
+
+class Model(deepseek_v2.Model):
+    pass

@@ -1,0 +1,97 @@
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925): attention sinks, windows in every other layer, biases everywhere, and
+experts with a clamped SwiGLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
+from ....kernels.activation.activation import CLAMPED_SWIGLU, LIMIT, SLOPE
+from ....kernels.moe.router import RouterParams
+from ....kernels.rope.rope import CosSin
+from .. import base
+from ..batch import Batch
+from ..config import FULL, SLIDING
+from ..experts.fused import ExpertLayout
+from ..layers.attention import layer_type
+from ..layers.moe import MoE
+from ..layers.residual import Normed, Partial
+from ..shard import Shard, even
+from ..weights.slicing import Field, ShardedModule
+from . import llama, ministral
+
+CONFIG = {"defaults": {"rope_theta": 150000.0, "sliding_window": 128}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ministral.Args):
+    num_local_experts: int
+    num_experts_per_tok: int
+    attention_bias: bool = True
+    rms_norm_eps: float = 1e-5
+    swiglu_limit: float = LIMIT
+    swiglu_alpha: float = SLOPE
+    layer_types: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if (self.swiglu_limit, self.swiglu_alpha) != (LIMIT, SLOPE):
+            raise FatalError(
+                f"config.json: swiglu_limit is {self.swiglu_limit} and swiglu_alpha {self.swiglu_alpha}; supported are "
+                f"{LIMIT} and {SLOPE}",
+                MODEL,
+            )
+
+    def layer_type(self, index: int) -> str:
+        return layer_type(self.layer_types, index, FULL if index % 2 else SLIDING)
+
+
+class Sinks(ShardedModule):
+    """A logit of each of this rank's heads, which takes part in the softmax and has no value."""
+
+    fields = (Field("weight", "o", torch.float32),)
+
+    def __init__(self, heads: Shard):
+        super().__init__()
+        self.outputs = (heads,)
+        self.weight = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
+
+
+class Attention(llama.Attention):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        self.sinks = Sinks(even(args.num_attention_heads, mesh.tensor.rank, mesh.tensor.size))
+
+    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        q, k, v = self.qkv_proj.split(self.qkv_proj(h))
+        return self.o_proj(self.attention(h, q, k, v, cos_sin, batch, sinks=self.sinks.weight))
+
+
+class Experts(MoE):
+    def __init__(self, args: Args, mesh: Mesh):
+        params = RouterParams(args.num_experts_per_tok, biased=True)
+        layout = ExpertLayout("eio", interleaved=True, biased=True)
+        hidden, inner = args.hidden_size, args.intermediate_size
+        super().__init__(hidden, inner, args.num_local_experts, params, mesh, layout=layout)
+        self.experts.activation = CLAMPED_SWIGLU
+
+
+class Layer(llama.Layer):
+    ATTENTION = Attention
+
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        self.mlp = Experts(args, mesh)
+
+
+class Model(base.Model):
+    LAYER = Layer
+    RENAMED = {
+        ".self_attn.sinks": ".self_attn.sinks.weight",
+        ".mlp.router.": ".mlp.gate.",
+        ".experts.gate_up_proj_": ".experts.gate_up_proj.",  # bias, blocks, scales
+        ".experts.down_proj_": ".experts.down_proj.",
+    }

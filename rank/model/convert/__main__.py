@@ -1,0 +1,163 @@
+"""`python -m phalanx.rank.model.convert QUESTION`: what `phalanx convert` runs where torch is. QUESTION is a JSON file.
+
+What it refuses ends it with one line and the code.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from ....comm import mesh, threads
+from ....errors import MODEL, USAGE, FatalError
+from ...safetensors_header import INDEX, Index, read_index, weight_files
+from ..base import Model
+from ..config import Config, read_config
+from ..experts.fused import FusedExperts
+from ..load import load
+from . import calibrate, gptq, layouts
+from .writer import Writer
+
+KEPT = ".json", ".jinja", ".model", ".txt", ".md"  # endings of files that stay as they are
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What is to be done."""
+
+    source: str  # a directory with config.json and safetensors
+    target: str  # a directory that is empty
+    layout: str  # of LAYOUTS
+    bits: int
+    group: int  # 0: the whole row
+    symmetric: bool
+    ordered: bool  # desc_act
+    device: str
+    dtype: str  # that is computed in
+    windows: list[list[int]]  # token ids of the calibration text, equally many in each
+    held_out: list[list[int]]  # more of it, by which the loss is measured
+
+
+def convert(question: Question) -> None:
+    """Raises FatalError with a message for the user."""
+    source, target = Path(question.source), Path(question.target)
+    config = read_config(source)
+    if config.quantization:
+        raise FatalError(
+            f"{source} is quantised already, by its config.json: convert the model that it was made of", MODEL
+        )
+    scheme = gptq.Scheme(question.bits, question.group, question.symmetric, question.ordered)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if question.device == "auto" else question.device
+    model = _load(config, question, device)
+    index = read_index(source)
+    names = {type(model).rename(name): name for name in index.files}
+    before = calibrate.perplexity(model, question.held_out)
+    writer = Writer(target)
+    tensors, settings = layouts.LAYOUTS[question.layout]
+    replaced, plain = set(), []
+    try:
+        for layer in _progress(model, question, scheme):
+            plain += layer.skipped
+            for path, matrix, _ in layer.linears:
+                name = names[f"{path}.weight"]
+                replaced.add(name)
+                for field, tensor in tensors(matrix, scheme).items():
+                    writer.add(f"{name.removesuffix('weight')}{field}", tensor)
+    except ValueError as error:
+        raise FatalError(f"{error}: choose another calibration text (--calibration), or more of it", USAGE) from None
+    if not replaced:
+        raise FatalError(f"{source}: no linear has sizes that fit groups of {question.group} inputs", MODEL)
+    _say(f"perplexity of text that it was not fitted to: {before:.3f} before, "
+         f"{calibrate.perplexity(model, question.held_out):.3f} after")  # fmt: skip
+    _copy_tensors(source, index, replaced, writer)
+    writer.finish()
+    left = (
+        {"modules_to_not_convert": [names[f"{path}.weight"].removesuffix(".weight") for path in plain]} if plain else {}
+    )
+    _copy_files(source, target, settings(scheme) | left)
+
+
+def _load(config: Config, question: Question, device: str) -> Model:
+    alone = threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0]
+    model = load(question.source, alone, device, question.dtype, progress=_bar("reading"))
+    if any(isinstance(one, FusedExperts) for one in model.modules()):
+        raise FatalError(f"{question.source} has experts ({config.model_type}), which are not quantised yet", MODEL)
+    for one in model.parameters():
+        if one.is_mkldnn:
+            raise FatalError(
+                "a C++ compiler is needed on CPUs, where weights are packed without one: pip install 'phalanx[cpu]'",
+                USAGE,
+            )
+    return model
+
+
+def _progress(model: Model, question: Question, scheme: gptq.Scheme) -> Iterator[calibrate.LayerResult]:
+    """The rounded layers, with a bar and a line for each that tells what its linears lose."""
+    rounded = calibrate.round_model(model, question.windows, scheme)
+    with tqdm(rounded, "rounding", len(model.model.layers), unit="layer", disable=not sys.stderr.isatty()) as bar:
+        for layer in bar:
+            lost = ", ".join(f"{one.path.rpartition('.')[2]} {one.error:.4f}" for one in layer.linears)
+            plain = f"; plain: {', '.join(path.rpartition('.')[2] for path in layer.skipped)}" if layer.skipped else ""
+            bar.write(f"layer {layer.number}: error of the outputs: {lost}{plain}", sys.stderr)
+            yield layer
+
+
+def _bar(what: str) -> Any:
+    bar = tqdm(desc=what, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return progress
+
+
+def _copy_tensors(source: Path, index: Index, replaced: set[str], writer: Writer) -> None:
+    """What was not rounded, as it is."""
+    for file in dict.fromkeys(index.files.values()):
+        with safe_open(source / file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                if name not in replaced:
+                    writer.add(name, opened.get_tensor(name))
+
+
+def _copy_files(source: Path, target: Path, settings: dict[str, Any]) -> None:
+    """config.json says how the weights are stored; tokenizer, template and what else there is stay as they are."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = settings
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    weights = set(weight_files(source).values())
+    for file in source.iterdir():
+        kept = file.suffix in KEPT and file.name not in weights and file.name not in ("config.json", INDEX)
+        if kept and file.is_file():
+            shutil.copy(file, target / file.name)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(file: str) -> int:
+    try:
+        convert(msgspec.json.decode(Path(file).read_bytes(), type=Question))
+    except FatalError as stop:
+        _say(str(stop))
+        return stop.code
+    except torch.OutOfMemoryError as error:
+        _say(f"not enough memory on {error}; choose --device cpu")
+        return 4
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,186 @@
+"""Runs a calibration text through a model layer by layer, and rounds each layer's linears as it goes.
+
+A layer sees what the layers before it make of the text once they are rounded, and so makes up for their errors, too.
+Only one layer's inputs are kept: [tokens, hidden], in the host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..base import Layer, Model
+from ..batch import Batch
+from ..cache_spec import Caches, CacheSpec
+from ..formats import Part
+from ..layers.linear import Linear
+from ..layers.residual import Normed, ResidualStream
+from ..weights.slicing import Source
+from . import gptq
+
+TOKENS = 4096  # of a forward pass
+BLOCK = 16  # tokens of a block of the cache
+UNIT = 32  # outputs and inputs come in multiples of it, as stored codes and kernels do
+
+
+class LinearResult(NamedTuple):
+    path: str  # of the tensors in the checkpoint, by the model's names
+    matrix: gptq.Rounded
+    error: float  # of the outputs over the text, as a share of them
+
+
+class LayerResult(NamedTuple):
+    number: str
+    linears: list[LinearResult]
+    skipped: list[str]  # paths of linears that stay plain: their sizes do not fit, or they got no tokens
+
+
+@torch.inference_mode()
+def round_model(model: Model, windows: Sequence[Sequence[int]], scheme: gptq.Scheme) -> Iterator[LayerResult]:
+    """Round the linears of all layers, and leave what was rounded in their place.
+
+    model: whole, on one rank, unquantised. windows: token ids, equally many in each. Raises ValueError where the text
+    does not do for a linear.
+    """
+    caches = Shared(model)
+    batches = [caches.batch(part) for part in _chunks(windows)]
+    hidden = [model.model.embed(batch).cpu() for batch in batches]
+    for index, layer in model.model.layers.items():
+        inputs = _Inputs(layer)
+        for batch, x in zip(batches, hidden, strict=True):
+            _run(model, index, batch, x)
+        inputs.stop()
+        yield _round_layer(index, layer, inputs, scheme)
+        hidden = [_run(model, index, batch, x) for batch, x in zip(batches, hidden, strict=True)]
+
+
+@torch.inference_mode()
+def perplexity(model: Model, windows: Sequence[Sequence[int]]) -> float:
+    """Of each window's tokens but the first, by those before them."""
+    caches, lost, count = Shared(model), 0.0, 0
+    for part in _chunks(windows):
+        hidden = model([caches.batch(part)])
+        for ids, rows in zip(part, hidden.split([len(ids) for ids in part]), strict=True):
+            logits = model.logits(rows[:-1])[:, : model.vocab_size].float()
+            wanted = torch.tensor(ids[1:], device=logits.device)
+            lost += float(nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+            count += len(wanted)
+    return float(torch.tensor(lost / max(count, 1)).exp())
+
+
+def _run(model: Model, index: str, batch: Batch, x: Tensor) -> Tensor:
+    """x [T, hidden] through one layer."""
+    stream = ResidualStream(x.to(batch.ids.device, copy=True))
+    layer = cast(Layer, model.model.layers[index])
+    for _ in layer(stream, model.rope(batch.positions)[int(index)], batch):
+        pass
+    return stream.read().cpu()
+
+
+class _Inputs:
+    """Adds up X^T X of what each linear of a layer gets, until it is stopped."""
+
+    def __init__(self, layer: nn.Module):
+        self.hessians: dict[Linear, Tensor] = {}
+        self._hooks = [one.register_forward_pre_hook(self._take) for one in layer.modules() if isinstance(one, Linear)]
+
+    def _take(self, linear: nn.Module, arguments: Any) -> None:
+        (h,) = arguments
+        x = (h.tensor() if isinstance(h, Normed) else h).float()
+        assert isinstance(linear, Linear)
+        if linear not in self.hessians:
+            self.hessians[linear] = x.new_zeros(x.shape[1], x.shape[1])
+        self.hessians[linear].addmm_(x.t(), x)
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _round_layer(index: str, layer: nn.Module, inputs: _Inputs, scheme: gptq.Scheme) -> LayerResult:
+    done: list[LinearResult] = []
+    skipped: list[str] = []
+    for linear in (one for one in layer.modules() if isinstance(one, Linear)):
+        part = cast(Part, linear.parts[0])
+        hessian = inputs.hessians.pop(linear, None)
+        if hessian is None or not _fits(part, scheme):
+            skipped += dict.fromkeys(source.path for source in part.sources)
+            continue
+        try:
+            rounded = gptq.quantize(part.weight, hessian, scheme)
+        except ValueError as failed:
+            raise ValueError(f"{part.sources[0].path}: {failed}") from None
+        weight = rounded.weight()
+        for path, rows in _rows(part.sources, [shard.width for shard in part.outputs]):
+            of_path = rounded._replace(**{name: getattr(rounded, name)[rows] for name in ("codes", "scales", "zeros")})
+            error = gptq.relative_error(part.weight[rows], weight[rows], hessian)
+            done.append(LinearResult(path, of_path, error))
+        part.weight.copy_(weight)
+    return LayerResult(index, done, skipped)
+
+
+def _fits(part: Part, scheme: gptq.Scheme) -> bool:
+    """Whether all of its tensors can be stored and read."""
+    inputs = part.inputs.size
+    group = scheme.group_of(inputs)
+    return not inputs % group and not group % UNIT and all(not shard.size % UNIT for shard in part.outputs)
+
+
+def _rows(sources: Sequence[Source], widths: Sequence[int]) -> Iterator[tuple[str, slice]]:
+    """The rows of each of the checkpoint's tensors: neighbours that it holds as one are one."""
+    first = last = 0
+    for number, (source, width) in enumerate(zip(sources, widths, strict=True)):
+        last += width
+        if number + 1 == len(sources) or sources[number + 1].path != source.path:
+            yield source.path, slice(first, last)
+            first = last
+
+
+class Shared:
+    """Caches for one forward pass at a time. A layer reads what it has written itself, so layers that keep the same
+    share theirs."""
+
+    def __init__(self, model: Model):
+        self._specs = model.cache_specs()
+        self._dtype, self._device = model.dtype, next(model.parameters()).device
+        self._made: dict[CacheSpec, tuple[Tensor, ...]] = {}
+        self._blocks = 0
+
+    def batch(self, windows: Sequence[Sequence[int]]) -> Batch:
+        """One step of whole sequences, of more than one token each and equally many."""
+        length, device = len(windows[0]), self._device
+        each = -(-length // BLOCK)
+        tables = torch.arange(len(windows) * each, dtype=torch.int32, device=device).view(len(windows), each)
+        at = torch.arange(length, device=device)
+        slots = tables[:, at // BLOCK].long() * BLOCK + at % BLOCK
+        return Batch(
+            ids=torch.tensor(windows, dtype=torch.int64, device=device).flatten(),
+            positions=at.repeat(len(windows)),
+            slots=slots.flatten(),
+            block_tables=tables,
+            lengths=torch.full((len(windows),), length, dtype=torch.int32, device=device),
+            query_starts=torch.arange(len(windows) + 1, dtype=torch.int32, device=device) * length,
+            sample_at=torch.arange(len(windows) * length, device=device),
+            num_decodes=0,
+            query_lens=[length] * len(windows),
+            kv_lens=[length] * len(windows),
+            caches=self._caches(tables.numel()),
+        )
+
+    def _caches(self, blocks: int) -> Caches:
+        if blocks > self._blocks:  # the first chunk is the largest
+            self._blocks = blocks
+            self._made = {spec: self._make(spec) for spec in set(self._specs)}
+        return [self._made[spec] for spec in self._specs]
+
+    def _make(self, spec: CacheSpec) -> tuple[Tensor, ...]:
+        kept = spec.block(BLOCK, self._dtype)
+        return tuple(torch.zeros(self._blocks, *one.shape, dtype=one.dtype, device=self._device) for one in kept)
+
+
+def _chunks(windows: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+    each = max(1, TOKENS // len(windows[0]))
+    return [windows[first : first + each] for first in range(0, len(windows), each)]

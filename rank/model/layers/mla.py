@@ -1,0 +1,132 @@
+"""Multi-head latent attention (DeepSeek-V2: arXiv 2405.04434, section 2.1).
+
+All heads' keys and values come of one latent a token, which alone is cached. Over a tensor group heads are split; the
+latent is computed and cached on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....kernels.attention.attention import AttentionParams
+from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_store_latents
+from ....kernels.rope.rope import CosSin
+from ..batch import Batch
+from ..cache_spec import PagedLatent
+from ..shard import even, scaled, whole
+from .linear import ColumnParallel, RowParallel
+from .norm import RMSNorm
+from .residual import Normed, Partial
+
+LATENT_EPS = 1e-6  # of the norms of latents; config.json has none for them
+
+
+class LatentSizes(NamedTuple):
+    """Of a model's latent attention."""
+
+    heads: int  # of the model
+    latent: int
+    nope: int  # of a head's query and key without a position
+    rope: int  # of the rest of a query, and of the key with a position that all heads share
+    value: int
+    query_latent: int  # from which queries come; 0: they come from the hidden state
+
+
+class LatentProjection(ColumnParallel):
+    """What queries come of, of this rank's heads or their latent, and the latent of keys and values, as one linear."""
+
+    def __init__(self, hidden: int, sizes: LatentSizes, mesh: Mesh, bias: bool):
+        heads = even(sizes.heads, mesh.tensor.rank, mesh.tensor.size)
+        queries = whole(sizes.query_latent) if sizes.query_latent else scaled(heads, sizes.nope + sizes.rope)
+        super().__init__(whole(hidden), (queries, whole(sizes.latent + sizes.rope)), bias)
+
+    def forward(self, h: Normed | Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Parts of one tensor: [T, queries], [T, latent + rope]."""
+        q, latents = super().forward(h).split([output.width for output in self.outputs], 1)
+        return q, latents
+
+
+class LatentUp(ColumnParallel):
+    """From a latent to keys without a position and values, of this rank's heads."""
+
+    def __init__(self, sizes: LatentSizes, mesh: Mesh):
+        heads = even(sizes.heads, mesh.tensor.rank, mesh.tensor.size)
+        super().__init__(whole(sizes.latent), (scaled(heads, sizes.nope + sizes.value),), bias=False)
+        self.heads = heads.width
+        self._plain: Tensor | None = None
+
+    def plain(self, like: Tensor) -> Tensor:
+        """The weight [heads, nope + value, latent], of like's dtype and device, whatever its format is."""
+        if self._plain is None:
+            weight = self.matrix
+            if weight is None or weight.is_mkldnn:
+                identity = torch.eye(self.inputs.width, dtype=like.dtype, device=like.device)
+                weight = self.multiply(identity).t().contiguous()
+            self._plain = weight.view(self.heads, -1, self.inputs.width)
+        return self._plain
+
+
+class LatentAttention(nn.Module):
+    """Attributes are named as DeepSeek's checkpoints name their tensors. `q_kv_a_proj` merges q_proj and
+    kv_a_proj_with_mqa, `q_a_kv_a_proj` q_a_proj and the same."""
+
+    def __init__(
+        self, hidden: int, sizes: LatentSizes, params: AttentionParams, mesh: Mesh, local: int, bias: bool = False
+    ):
+        """local: the layer's index in this pipeline stage, by which it finds its cache."""
+        super().__init__()
+        self.sizes, self.params, self.local = sizes, params, local
+        projection = LatentProjection(hidden, sizes, mesh, bias)
+        if sizes.query_latent:
+            heads = even(sizes.heads, mesh.tensor.rank, mesh.tensor.size)
+            self.q_a_kv_a_proj = projection
+            self.q_a_layernorm = RMSNorm(sizes.query_latent, LATENT_EPS)
+            outputs = scaled(heads, sizes.nope + sizes.rope)
+            self.q_b_proj = ColumnParallel(whole(sizes.query_latent), (outputs,), bias=False)
+        else:
+            self.q_kv_a_proj = projection
+        self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_EPS)
+        self.kv_b_proj = LatentUp(sizes, mesh)
+        self.o_proj = RowParallel(sizes.heads * sizes.value, hidden, mesh, bias)
+
+    def cache_spec(self) -> PagedLatent:
+        return PagedLatent(self.sizes.latent + self.sizes.rope)
+
+    @property
+    def scores(self) -> int:
+        """Multiply-adds of a token's queries on this rank with one latent, and of their weights with it."""
+        return self.kv_b_proj.heads * (2 * self.sizes.latent + self.sizes.rope)
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token between this rank's linears, where keys and values are expanded."""
+        sizes = self.sizes
+        of_head = 2 * sizes.nope + sizes.rope + 2 * sizes.value  # query, key, value, output
+        return self.kv_b_proj.heads * of_head + 2 * (sizes.latent + sizes.rope) + sizes.query_latent
+
+    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
+        q, latents = self._project(h)
+        (cache,) = batch.caches[self.local]
+        norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS)
+        rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots)
+        rows = batch
+        if batch.sampled is not None and self.local == len(batch.caches) - 1:
+            h.keep(batch.sample_at)
+            q, rows = q[batch.sample_at], batch.sampled
+        if len(q) == 0:
+            return self.o_proj(q.new_empty(0, self.o_proj.inputs.width))
+        return self.o_proj(latent_attention(q, cache, self.kv_b_proj.plain(q), rows, self.params))
+
+    def _project(self, h: Normed) -> tuple[Tensor, Tensor]:
+        """Queries [T, heads, nope + rope] of this rank's heads, latents [T, latent + rope]."""
+        if self.sizes.query_latent:
+            q, latents = self.q_a_kv_a_proj(h)
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        else:
+            q, latents = self.q_kv_a_proj(h)
+        return q.view(len(q), -1, self.sizes.nope + self.sizes.rope), latents

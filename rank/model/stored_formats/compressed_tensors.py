@@ -1,0 +1,114 @@
+"""compressed-tensors, as llm-compressor writes it (github.com/vllm-project/compressed-tensors), by its `format`:
+
+pack-quantized: weight_packed int32 [O, I * bits / 32], codes of 4 or 8 bits along the inputs, lower bits first, each
+more by half of their range than it means; weight_scale [O, groups]; weight_zero_point int32 [O * bits / 32, groups],
+packed along the outputs in the same way, where weights are not symmetric.
+int-quantized: weight int8 [O, I], weight_scale [O, 1] or [1]. float-quantized: the same in e4m3, or with a scale for
+each block. Activations keep their 16 or 32 bits, whatever config.json says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....errors import MODEL, FatalError
+from ..shard import Shard
+from ..weights.slicing import Field, Ratio, Source
+from . import fp8, is_among, is_stored
+from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
+
+HARMLESS = (
+    ".weight_shape", ".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
+    ".weight_zero_point",  # zeros where weights are symmetric
+)  # fmt: skip
+FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    grouping: Grouping
+    packed: bool
+
+    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        return Part(self, inputs, outputs, bias, sources)
+
+
+class Part(GroupedPart):
+    weight_scale: Tensor
+
+    def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
+        bits, group, symmetric = scheme.grouping
+        packs, grouped = Ratio(1, 32 // bits), Ratio(1, group, shared=True)
+        fields = [
+            Field("weight_packed", "oi", torch.int32, ratios={"i": packs})
+            if scheme.packed
+            else Field("weight", "oi", torch.int8),
+            Field("weight_scale", "oi", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
+        ]
+        if not symmetric and scheme.packed:
+            fields.append(Field("weight_zero_point", "oi", torch.int32, ratios={"o": packs, "i": grouped}))
+        elif not symmetric:
+            fields.append(Field("weight_zero_point", "oi", torch.int8, ratios={"i": grouped}))
+        super().__init__(fields, scheme.grouping, inputs, outputs, bias, sources)
+        self.scheme = scheme
+
+    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
+        bits, _, symmetric = self.grouping
+        middle = 1 << bits - 1
+        scales = self.spread(self.weight_scale.data)
+        if self.scheme.packed:
+            codes = unpack(self.get_parameter("weight_packed").data, bits)
+        else:
+            codes = (self.get_parameter("weight").data.short() + middle).to(torch.uint8)
+        if symmetric:
+            return codes, scales, torch.full(scales.shape, middle, dtype=torch.int16, device=codes.device)
+        zeros = self.get_parameter("weight_zero_point").data
+        zeros = unpack(zeros.t(), bits).t().short() if self.scheme.packed else zeros.short() + middle
+        return codes, scales, self.spread(zeros)
+
+
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | fp8.Scheme | None:
+    group = next((one for one in _groups(settings) if _targets(one, path)), None)
+    if group is None:
+        return None
+    weights, kind = group.get("weights") or {}, group.get("format") or settings.get("format")
+    check_settings({"format": kind}, format=FORMATS)
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    if weights.get("type") == "float":
+        check_settings(weights, num_bits=(8,))
+        scheme = fp8.Scheme("weight_scale", *_block(weights, strategy))
+        return scheme if is_stored(path, "weight_scale", names) else None
+    packed = kind == "pack-quantized"
+    check_settings(
+        weights, type=(None, "int"), num_bits=(4, 8) if packed else (8,), actorder=(None, "weight", "static")
+    )
+    check_settings({"strategy": strategy}, strategy=("group", "channel"))
+    size = group_size(weights, "group_size") if strategy == "group" else 0
+    symmetric = weights.get("symmetric") is not False
+    stored = is_stored(path, "weight_packed" if packed else "weight_scale", names)
+    return Scheme(Grouping(weights["num_bits"], size, symmetric), packed) if stored else None
+
+
+def _groups(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
+        raise FatalError(f"config.json: quantization_config has config_groups {groups!r}, expected objects", MODEL)
+    return list(groups.values())
+
+
+def _targets(group: dict[str, Any], path: str) -> bool:
+    targets = group.get("targets") or ["Linear"]
+    return "Linear" in targets or is_among(path, targets)
+
+
+def _block(weights: dict[str, Any], strategy: str) -> tuple[int, int]:
+    """Outputs and inputs that share a scale of weights in floating point."""
+    check_settings({"strategy": strategy}, strategy=("tensor", "channel", "group", "block"))
+    if strategy == "block":
+        return fp8.block_of(weights.get("block_structure"), "block_structure")
+    return {"tensor": (0, 0), "channel": (1, 0), "group": (1, group_size(weights, "group_size"))}[strategy]

@@ -1,0 +1,114 @@
+"""FP8 (e4m3; Micikevicius et al. 2022, arXiv 2209.05433), as DeepSeek-V3 and Qwen3 store it in blocks of 128 x 128 and
+others with one scale for all of a tensor. Activations keep their 16 or 32 bits, whatever scheme config.json names.
+
+Of a linear of I inputs and O outputs: weight e4m3 [O, I]; weight_scale_inv [O / 128, I / 128], which weights are
+multiplied by, or weight_scale, one number. Experts have the same, each in tensors of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....errors import MODEL, FatalError
+from ....kernels.quantized import floats
+from ....kernels.quantized.floats import Floats
+from ..shard import Shard
+from ..weights.slicing import Field, Ratio, ShardedModule, Source, stored_width
+from . import is_stored
+from ._part import StoredPart, check_settings
+
+HARMLESS = ".input_scale", ".activation_scale", ".k_scale", ".v_scale"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a linear, or each expert of a stack, is stored."""
+
+    scale: str  # the tensor's name
+    outputs: int  # that share a scale; 0: all
+    inputs: int
+
+    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        return Part(self, inputs, outputs, bias, sources)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Of a stack of experts."""
+        return self.of("e")
+
+    def of(self, axes: str = "") -> tuple[Field, ...]:
+        """axes: before those of a linear."""
+        ratios = {"o": Ratio(1, self.outputs, shared=True), "i": Ratio(1, self.inputs, shared=True)}
+        one = "o" if not self.outputs and not self.inputs else "oi"
+        return (
+            Field("weight", f"{axes}oi", torch.float8_e4m3fn),
+            Field(self.scale, axes + one, torch.float32, ratios=ratios, made_up=2.0**-4),
+        )
+
+    def unit(self, inputs: Shard) -> int:
+        """Inputs of a scale, as the rank's cuts leave them."""
+        return math.gcd(self.inputs, inputs.start, inputs.width) or 1
+
+    def kept_bits(self, layer: ShardedModule) -> float:
+        return 8 + 32 / self.unit(layer.inputs)
+
+    def decode(self, layer: ShardedModule) -> Floats:
+        """Of a linear or a stack: a scale for each output and each `unit` of this rank's inputs."""
+        table: Tensor = layer.get_parameter(self.scale).data
+        if layer.fields[1].axes[-1] == "o":
+            table = table.unsqueeze(-1)
+        rows, at = [], 0
+        for shard, source in zip(layer.outputs, layer.sources, strict=True):
+            count = stored_width(layer.fields[1], "o", shard, source)
+            part, first = table[..., at : at + count, :], source.start + shard.start
+            block = self.outputs or max(shard.width, 1)
+            part = part.repeat_interleave(block, -2)
+            rows.append(part.narrow(-2, first % block if self.outputs else 0, shard.width))
+            at += count
+        scales, (size, start, width) = torch.cat(rows, -2), (layer.inputs.size, layer.inputs.start, layer.inputs.width)
+        unit, block = self.unit(layer.inputs), self.inputs or size
+        if self.inputs:
+            scales = scales.repeat_interleave(block // unit, -1).narrow(-1, start % block // unit, width // unit)
+        else:
+            scales = scales.expand(*scales.shape[:-1], width // unit)
+        return floats.pack(layer.get_parameter("weight").data, scales)
+
+
+class Part(StoredPart):
+    """A linear's outputs: codes of 8 bits, which the model's dtype is made of where they are multiplied."""
+
+    codec = floats
+
+    def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
+        super().__init__(scheme.of(), inputs, outputs, bias, sources)
+        self.scheme = scheme
+
+    def kept_bits(self, device: torch.device) -> float:
+        return self.scheme.kept_bits(self)
+
+    def finish(self) -> None:
+        made = self.scheme.decode(self)
+        self.drop()
+        self.hold(made)
+
+
+def block_of(size: object, key: str) -> tuple[int, int]:
+    """Outputs and inputs of a block, by a list of two in config.json."""
+    if isinstance(size, list) and len(size) == 2 and all(type(one) is int and one > 0 for one in size):
+        return size[0], size[1]
+    raise FatalError(f"config.json: quantization_config has {key} {size!r}, expected two numbers", MODEL)
+
+
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
+    check_settings(settings, fmt=(None, "e4m3", "float8_e4m3fn"))
+    size = settings.get("weight_block_size")
+    scheme = Scheme("weight_scale", 0, 0)
+    if size is not None:
+        scheme = Scheme("weight_scale_inv", *block_of(size, "weight_block_size"))
+    return scheme if is_stored(path, scheme.scale, names) else None

@@ -1,0 +1,87 @@
+"""ggml's formats, as GGUF files hold them: blocks of bytes, one for each group of inputs.
+
+quantization_config, which rank/gguf makes of the file's header, has the type of each quantised matrix by its name.
+Types without kernels are dequantised while they are loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Collection, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from ....kernels import quantized
+from ...gguf.types import BY_NAME
+from ..formats._packed import Codec, PackedPart
+from ..shard import Shard
+from ..weights.slicing import Field, Ratio, ShardedModule, Source, check_cuts, stored_shape
+
+HARMLESS: tuple[str, ...] = ()
+
+
+class Stored(Codec, Protocol):
+    """A codec whose weights GGUF files may hold."""
+
+    @property
+    def from_blocks(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """uint8 [outputs, bytes], as GGUF files hold a weight → what `pack` takes."""
+
+
+class Blocks(PackedPart):
+    """Some outputs of a linear, which are cut between groups and never encoded again."""
+
+    blocks: Tensor  # uint8 [O, bytes]
+    codec: Stored
+
+    def __init__(
+        self, codec: Stored, type: str, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]
+    ):
+        ShardedModule.__init__(self)
+        self.codec = codec
+        self.inputs, self.outputs, self.sources = inputs, tuple(outputs), tuple(sources)
+        ratios = {"i": Ratio(BY_NAME[type].bytes, BY_NAME[type].group)}
+        # Random weights: scales of f16 of which both bytes are 42 are 0.05.
+        self.fields = Field("blocks", "oi", torch.uint8, ratios=ratios, made_up=42), Field("bias", "o")
+        check_cuts(self)
+        for field in self.fields:
+            made = nn.Parameter(torch.empty(stored_shape(self, field), device="meta"), requires_grad=False)
+            setattr(self, field.name, made if bias or field.name != "bias" else None)
+        self.adds_bias = bias
+
+    def finish(self) -> None:
+        blocks = self.blocks.data
+        del self.blocks
+        self.hold(self.codec.pack(*self.codec.from_blocks(blocks)))
+
+    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        return self.blocks.numel() + (self.bias.numel() * dtype.itemsize if self.bias is not None else 0)
+
+    def plain_bytes(self, stored: torch.dtype) -> int:
+        return self.blocks.numel()
+
+
+class Scheme(NamedTuple):
+    """What makes parts of one type."""
+
+    type: str
+
+    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Blocks:
+        return Blocks(cast(Stored, _codec(self.type)), self.type, inputs, outputs, bias, sources)
+
+
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
+    type = settings["types"].get(path, "")
+    return Scheme(type) if type and hasattr(_codec(type), "linear") else None
+
+
+@functools.cache
+def _codec(type: str) -> ModuleType | None:
+    """The file of kernels/quantized/ of this type."""
+    known = {module.name for module in pkgutil.iter_modules(quantized.__path__)}
+    return importlib.import_module(f"{quantized.__name__}.{type.lower()}") if type.lower() in known else None

@@ -1,0 +1,43 @@
+"""MXFP4, as gpt-oss has its experts (OCP Microscaling Formats v1.0): e2m1 with a scale e8m0 for each 32 inputs.
+
+Of E experts of I inputs and O outputs: blocks uint8 [E, O, I / 32, 16], two neighbouring inputs in each, the first in
+the lower bits; scales uint8 [E, O, I / 32].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels.quantized.floats import Floats
+from ..experts.fused import StackedLinear
+from ..weights.slicing import Field, Ratio
+
+GROUP = 32
+HARMLESS: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Of experts alone: no linear is stored so."""
+
+    fields = (
+        Field("blocks", "eoib", torch.uint8, ratios={"i": Ratio(1, GROUP), "b": Ratio(GROUP // 2)}),
+        Field("scales", "eoi", torch.uint8, ratios={"i": Ratio(1, GROUP)}, made_up=121),
+    )
+
+    def kept_bits(self, layer: StackedLinear) -> float:
+        return 4 + 8 / GROUP
+
+    def decode(self, layer: StackedLinear) -> Floats:
+        blocks: Tensor = layer.get_parameter("blocks")
+        return Floats(blocks.data.flatten(2), layer.get_parameter("scales").data)
+
+
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
+    stacked = path.rpartition(".")[0].endswith(".experts")
+    return Scheme() if stacked and (not names or f"{path}.blocks" in names) else None

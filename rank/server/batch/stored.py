@@ -1,0 +1,298 @@
+"""A server's batches: each is a file of the store, is answered in its turn, and outlives the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ....errors import FatalError
+from ..api_error import ApiError
+from ..file_store import FileStore, StoredFile
+from ..text_engine import TextEngine
+from .journal import Entry, atomically
+from .setup import setup
+from .stored_run import Mistake, StoredRun, validate
+
+log = logging.getLogger("phalanx.batch")
+MOST_BATCHES = 1000
+ENDS = ("completed", "failed", "expired", "cancelled")
+
+
+class StoredBatch(msgspec.Struct, kw_only=True):
+    """OpenAI's batch object, and what the server needs beside it."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    model: str
+    status: str = "validating"
+    errors: list[dict[str, Any]] = []
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    metadata: dict[str, str] | None = None
+    owner: str
+    setup: dict[str, Any] = {}  # what the answers depend on besides the requests
+
+    @property
+    def over(self) -> bool:
+        return self.status in ENDS
+
+    def enter(self, status: str) -> None:
+        """Change the status, and note when."""
+        self.status = status
+        setattr(self, f"{status}_at", int(time.time()))
+
+    def body(self) -> dict[str, Any]:
+        """As clients see it."""
+        own = ("owner", "setup", "total", "completed", "failed", "prompt_tokens", "output_tokens", "errors")
+        shown = {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
+        return {
+            **shown,
+            "object": "batch",
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": {
+                "input_tokens": self.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": self.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self.prompt_tokens + self.output_tokens,
+            },
+        }
+
+
+class StoredBatches:
+    """Answers one batch after the other, the oldest first. `used` is told whose tokens each answer took."""
+
+    def __init__(self, files: FileStore, sessions: TextEngine, used: Callable[[str, int, int], None]):
+        self.files = files
+        self._sessions = sessions
+        self._used = used
+        self._batches: dict[str, StoredBatch] = {}
+        self._more = asyncio.Event()
+        self._now: tuple[StoredBatch, StoredRun] | None = None
+        self._task: asyncio.Task[None] | None = None
+        for path in files.batches.glob("batch_*.json"):
+            try:
+                batch = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
+            except (OSError, msgspec.DecodeError) as error:
+                log.warning("%s is no batch: %s", path, error)
+                continue
+            self._batches[batch.id] = batch
+        self._batches = dict(sorted(self._batches.items(), key=lambda one: one[1].created_at))
+
+    def start(self) -> None:
+        """Begin to work, on the loop that runs."""
+        self._task = asyncio.ensure_future(self._work())
+
+    async def close(self) -> None:
+        """What is unfinished is gone on with by the next server."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self.files.close()
+
+    def all(self, owner: str) -> list[dict[str, Any]]:
+        """One owner's, the oldest first."""
+        return [self._current(one).body() for one in self._batches.values() if one.owner == owner]
+
+    def get(self, id: str, owner: str) -> StoredBatch:
+        """Raises ApiError 404, also for somebody else's."""
+        batch = self._batches.get(id)
+        if batch is None or batch.owner != owner:
+            raise ApiError(404, f"there is no batch {id[:100]!r} here", code="batch_not_found")
+        return self._current(batch)
+
+    def check_unused(self, file: StoredFile) -> None:
+        """Raises ApiError where a batch still reads the file."""
+        for one in self._batches.values():
+            if one.input_file_id == file.id and not one.over:
+                raise ApiError(400, f"the file {file.id} is the input of {one.id}: cancel that first", code="in_use")
+
+    def create(
+        self, owner: str, input: str, endpoint: str, window: str, hours: int, metadata: dict[str, str] | None
+    ) -> dict[str, Any]:
+        """A new batch, which begins when those before it are over. Raises ApiError."""
+        file = self.files.get(input, owner, "input_file_id")
+        if file.purpose != "batch":
+            raise ApiError(400, f"the file {input} has the purpose {file.purpose}: expected batch", "input_file_id")
+        self._forget_old()
+        now = int(time.time())
+        batch = StoredBatch(
+            id=f"batch_{uuid.uuid4().hex[:24]}",
+            endpoint=endpoint,
+            input_file_id=input,
+            completion_window=window,
+            created_at=now,
+            expires_at=now + 3600 * hours,
+            model=self._sessions.names[0],
+            metadata=metadata,
+            owner=owner,
+        )
+        self._save(batch)
+        self._batches[batch.id] = batch
+        self._more.set()
+        return batch.body()
+
+    def cancel(self, id: str, owner: str) -> dict[str, Any]:
+        """Stop a batch. Raises ApiError where it is over."""
+        batch = self.get(id, owner)
+        if batch.over or batch.status == "finalizing":
+            raise ApiError(400, f"the batch is {batch.status}: there is nothing to cancel", code="batch_over")
+        if batch.status != "cancelling":
+            batch.enter("cancelling")
+            self._save(batch)
+            self._more.set()
+            if self._now is not None and self._now[0] is batch:
+                self._now[1].stop()
+        return batch.body()
+
+    def _forget_old(self) -> None:
+        """Make room for one more."""
+        for batch in list(self._batches.values()):
+            if len(self._batches) < MOST_BATCHES:
+                return
+            if batch.over:
+                self._path(batch).unlink(missing_ok=True)
+                del self._batches[batch.id]
+        if len(self._batches) >= MOST_BATCHES:
+            raise ApiError(429, f"{MOST_BATCHES} batches are waiting already: try again later", code="queue_full")
+
+    def _path(self, batch: StoredBatch, kind: str = "json") -> Path:
+        return self.files.batches / f"{batch.id}.{kind}"
+
+    def _save(self, batch: StoredBatch) -> None:
+        with atomically(str(self._path(batch))) as out:
+            out.write(msgspec.json.encode(batch))
+
+    def _current(self, batch: StoredBatch) -> StoredBatch:
+        """With what is counted meanwhile."""
+        if self._now is not None and self._now[0] is batch:
+            counts = self._now[1].counts()
+            batch.completed, batch.failed = counts.answered, counts.failed
+            batch.prompt_tokens, batch.output_tokens = counts.prompt_tokens, counts.output_tokens
+        return batch
+
+    # The work.
+
+    async def _work(self) -> None:
+        while True:
+            self._more.clear()
+            waiting = [one for one in self._batches.values() if not one.over]
+            # One that is to be cancelled does not wait for its turn.
+            waiting.sort(key=lambda one: one.status != "cancelling")
+            if not waiting:
+                await self._more.wait()
+                continue
+            batch = waiting[0]
+            try:
+                await self._do(batch)
+            except ApiError as error:
+                if error.status == 503:
+                    return  # the ranks are gone for good: the next server goes on
+                self._give_up(batch, Mistake(error.code or "failed", error.message))
+            except Exception as error:  # one batch must not end the others
+                if not isinstance(error, FatalError | OSError):
+                    log.exception("batch %s failed", batch.id)
+                self._give_up(batch, Mistake("failed", str(error)))
+
+    async def _do(self, batch: StoredBatch) -> None:
+        """Bring one batch to its end."""
+        in_thread = asyncio.get_running_loop().run_in_executor
+        file = self.files.get(batch.input_file_id, batch.owner)
+        input = self.files.path(file)
+        fresh = batch.status == "validating"
+        if fresh:
+            batch.total, mistakes = await in_thread(None, validate, str(input), batch.endpoint)
+            if mistakes:
+                self._give_up(batch, *mistakes)
+                return
+            await self._sessions.link.wait_ready()
+            batch.setup = await in_thread(None, setup, self._sessions.config)
+            if batch.status == "validating":  # and not cancelled meanwhile
+                batch.enter("in_progress")
+            self._save(batch)
+        run = StoredRun(input, self._path(batch, "journal"), self._sessions, lambda one: self._count(batch, one))
+        self._now = batch, run
+        timer = asyncio.get_running_loop().call_later(max(0.0, batch.expires_at - time.time()), run.stop)
+        try:
+            if batch.status == "in_progress":
+                run.failure = "" if fresh else await self._changed(batch)
+                if not run.failure:
+                    await run.run()
+                if not run.stopped and not run.failure and run.counts().done < batch.total:
+                    raise self._sessions.link.unavailable()
+            await self._finish(batch, file.filename.removesuffix(".jsonl"), run)
+        finally:
+            timer.cancel()
+            self._now = None
+            run.close(remove=batch.over)
+
+    async def _changed(self, batch: StoredBatch) -> str:
+        """What answers depend on, and is not as it was when the batch was begun; "" where nothing is."""
+        await self._sessions.link.wait_ready()
+        now = await asyncio.get_running_loop().run_in_executor(None, setup, self._sessions.config)
+        for name, before in batch.setup.items():
+            if now.get(name) != before:
+                return f"{name} was {before!r} when the batch was begun and is {now.get(name)!r} now: create it again"
+        return ""
+
+    async def _finish(self, batch: StoredBatch, name: str, run: StoredRun) -> None:
+        """Write the files of a batch that is at its end."""
+        if run.failure:
+            end = "failed"
+            batch.errors = [Mistake("failed", run.failure).body()]
+        elif batch.status == "cancelling":
+            end = "cancelled"
+        else:
+            end = "completed" if run.counts().done >= batch.total else "expired"
+            batch.enter("finalizing")
+            self._save(batch)
+        made = [self.files.new(f"{name}_{kind}.jsonl", "batch_output", batch.owner) for kind in ("output", "errors")]
+        paths = [self.files.path(file) for file in made]
+        await asyncio.get_running_loop().run_in_executor(None, run.finish, end, paths[0], paths[1])
+        self._current(batch)
+        kept: list[str | None] = []
+        for file, path in zip(made, paths, strict=True):
+            if path.exists() and path.stat().st_size:
+                self.files.add(file)
+                kept.append(file.id)
+            else:
+                path.unlink(missing_ok=True)
+                kept.append(None)
+        batch.output_file_id, batch.error_file_id = kept
+        batch.enter(end)
+        self._save(batch)
+
+    def _give_up(self, batch: StoredBatch, *why: Mistake) -> None:
+        batch.errors = [one.body() for one in why]
+        batch.enter("failed")
+        try:
+            self._save(batch)
+        except OSError as error:
+            log.error("batch %s: %s", batch.id, error)
+
+    def _count(self, batch: StoredBatch, entry: Entry) -> None:
+        self._used(batch.owner, entry.prompt_tokens, entry.output_tokens)

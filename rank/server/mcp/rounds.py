@@ -1,0 +1,118 @@
+"""Generations with the calls of tool servers between them, as one session to whoever reads it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from ..conversation import Call, Function, Message
+from ..session import Session, Update
+from ..text.events import Answer, Event, ToolCall, ToolResult
+from .connection import Result
+from .request_tools import RequestTools
+from .tool_servers import call
+
+MOST_CALLS = 64  # of one response
+MOST_ROUNDS = 16  # generations of one response; the last is asked without tools
+
+Again = Callable[[list[Message], int, bool], Awaitable[Session]]
+
+
+class ToolSession(Session):
+    """Goes on after calls of tool servers: they are made, the model gets their results and is asked again.
+
+    `again` opens a session for the conversation with these messages after it, less so many tokens, with tools or
+    without. `begin` are events of calls that were made before the first generation.
+    """
+
+    def __init__(self, first: Session, tools: RequestTools, again: Again, most_calls: int | None, begin: list[Event]):
+        # Nothing of the base's constructor: what a reader asks for is the first session's, or the sum of all.
+        self.id, self.created, self.start = uuid.uuid4().hex[:24], first.created, first.start
+        self.model, self.fingerprint = first.model, first.fingerprint
+        self.first_token = self.last_token = 0.0
+        self.prompts, self.choices = [*first.prompts], [*first.choices]
+        self._session = first
+        self._tools = tools
+        self._again = again
+        self._calls_left = MOST_CALLS if most_calls is None else min(most_calls, MOST_CALLS)
+        self._rounds = 1
+        self._begin = begin
+        self._messages: list[Message] = []  # since the request's
+        self._answer = Answer()
+        self._waiting: deque[ToolCall] = deque()  # calls to make now
+        self._results: dict[str, Result] = {}  # of this round, by the calls' ids
+        self._state = "generates"  # or "calls", or "over"
+
+    async def __anext__(self) -> list[Update]:
+        if self._begin:
+            update = self._update(self._begin)
+            self._begin = []
+            return [update]
+        if self._state == "over":
+            raise StopAsyncIteration
+        if self._state == "calls":
+            if self._waiting:
+                return [self._update([await self._call(self._waiting.popleft())])]
+            if self._left_to_client():
+                self._state = "over"
+                update = self._update([])
+                update.finish = "tool_calls"
+                return [update]
+            await self._next_round()
+        updates = await self._session.__anext__()
+        for update in updates:
+            self._see(update)
+        self.first_token = self.first_token or self._session.first_token
+        return updates
+
+    def _update(self, events: list[Event]) -> Update:
+        update = Update(self.choices[-1])
+        update.events = events
+        return update
+
+    def _see(self, update: Update) -> None:
+        """A generation that ends with calls of ours is not the end."""
+        self._answer.add(update.events)
+        if not update.finish:
+            return
+        self.last_token = time.monotonic()
+        calls = self._answer.calls if update.finish == "tool_calls" else []
+        mine = [one for one in calls if one.name in self._tools.offered and not self._tools.asks(one.name, one.id)]
+        if not mine:
+            self._state = "over"
+            return
+        self._state = "calls"
+        self._waiting.extend(mine)
+        update.finish = ""
+
+    async def _call(self, one: ToolCall) -> ToolResult:
+        if self._calls_left > 0:
+            result = await call(self._tools.offered[one.name], one.arguments)
+        else:
+            result = Result("not called: this response has had all the calls it may have", failed=True)
+        self._calls_left -= 1
+        self._results[one.id] = result
+        return ToolResult(one.id, result.text, result.failed)
+
+    def _left_to_client(self) -> bool:
+        """Whether calls are left that somebody else has to make or to approve."""
+        return len(self._results) < len(self._answer.calls)
+
+    async def _next_round(self) -> None:
+        answer = self._answer
+        calls = [Call(Function(one.name, one.arguments), one.id) for one in answer.calls]
+        thoughts = answer.reasoning or None
+        self._messages.append(Message("assistant", answer.text, tool_calls=calls, reasoning_content=thoughts))
+        self._messages += [Message("tool", self._results[one.id].text, tool_call_id=one.id) for one in answer.calls]
+        self._answer, self._results, self._state = Answer(), {}, "generates"
+        self._rounds += 1
+        tools = self._calls_left > 0 and self._rounds < MOST_ROUNDS
+        self._session = await self._again(self._messages, self.completion_tokens, tools)
+        self.prompts += self._session.prompts
+        self.choices += self._session.choices
+
+    def close(self) -> None:
+        self._state, self._begin = "over", []
+        self._session.close()

@@ -1,0 +1,64 @@
+"""Writes the grammar of a whole answer, thoughts and tool calls included, in llguidance's variety of Lark.
+
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+class Lark:
+    """A grammar while it is being written. Its methods return expressions for the right side of a rule."""
+
+    def __init__(self, added: Mapping[str, int]):
+        """added: the ids of the tokenizer's added tokens, by their text."""
+        self.added = added
+        self._lines: list[str] = []
+        self._parts: list[dict[str, Any]] = []
+        self._texts: dict[str, str] = {}  # names of TEXT terminals, by the marker that they leave out
+
+    def literal(self, text: str) -> str:
+        return json.dumps(text) if text else '""'
+
+    def marker(self, text: str) -> str:
+        """A marker, as the token that it is or spelled out."""
+        return f"(<[{self.added[text]}]> | {self.literal(text)})" if text in self.added else self.literal(text)
+
+    def call(self, name: str, arguments: str, key: str = "arguments") -> str:
+        """{"name": …, "arguments": …}, with an expression for the arguments."""
+        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+        return f'{self.literal(head)} {arguments} "}}"'
+
+    def part(self, part: dict[str, Any]) -> str:
+        """Another grammar, {"json_schema": …} or {"lark_grammar": …}."""
+        self._parts.append({**part, "name": f"part_{len(self._parts)}"})
+        return f"@part_{len(self._parts) - 1}"
+
+    def rule(self, expression: str, attributes: str = "") -> str:
+        name = f"rule_{len(self._lines)}"
+        self._lines.append(f"{name}{attributes}: {expression}")
+        return name
+
+    def text(self, marker: str) -> str:
+        """Any text in which the marker does not occur."""
+        if marker not in self._texts:
+            name = self._texts[marker] = f"TEXT_{len(self._texts)}"
+            escaped = re.sub(r"[][.^$*+?(){}|\\/&~]", lambda found: "\\" + found[0], marker)
+            self._lines.append(f"{name}: /(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/")
+        return self._texts[marker]
+
+    def until(self, marker: str) -> str:
+        """Any text up to and with the first marker."""
+        spelled = self.rule("/(?s:.*)/", f"[suffix={self.literal(marker)}]")
+        if marker not in self.added:
+            return spelled
+        return f"({self.text(marker)} <[{self.added[marker]}]> | {spelled})"
+
+    def grammar(self, start: str) -> str:
+        """The whole, for llguidance."""
+        lines = "\n".join([f"start: {start}", *self._lines]) + "\n"
+        return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lines}, *self._parts]})

@@ -1,0 +1,42 @@
+"""OpenAI's tool_choice: whether the answer must be a call, and of which tools."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .api_error import bad
+from .conversation import tool_name
+from .decoding import show
+
+MODES = ("auto", "none", "required")
+
+
+class ToolChoice(NamedTuple):
+    mode: str = "auto"  # one of MODES
+    allowed: frozenset[str] | None = None  # the only tools that the model is told of; None: all
+    named: str = ""  # the tool that must be called
+
+
+def tool_choice(choice: str | dict[str, Any] | None) -> ToolChoice:
+    """Raises ApiError 400 for what is no tool_choice."""
+    if choice is None:
+        return ToolChoice()
+    if isinstance(choice, str) and choice in MODES:
+        return ToolChoice(choice)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function" and (name := tool_name(choice)):
+        return ToolChoice("required", named=name)
+    if isinstance(choice, dict) and kind == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"))
+    expected = "auto, none, required, or an object of type function (with a function's name) or allowed_tools"
+    raise bad("tool_choice", f"tool_choice is {show(choice)}: expected {expected}")
+
+
+def _allowed(inner: Any) -> ToolChoice:
+    at = "tool_choice.allowed_tools"
+    if not isinstance(inner, dict) or inner.get("mode") not in ("auto", "required"):
+        raise bad(at, f'{at} is {show(inner)}: expected an object with a mode, "auto" or "required", and tools')
+    tools = inner.get("tools") or []
+    if not isinstance(tools, list):
+        raise bad(f"{at}.tools", f"{at}.tools is {show(tools)}: expected a list of tools")
+    return ToolChoice(inner["mode"], frozenset(name for tool in tools if (name := tool_name(tool))))

@@ -1,0 +1,238 @@
+"""Writes GGUF files with gguf-py: of tiny checkpoints as llama.cpp's converter writes them, and tokenizers."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+PLAIN = (Type.F32, Type.F16, Type.BF16)
+# Types that gguf-py decodes only → where their blocks have scales of f16
+SCALES = {
+    Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.IQ4_NL: (0,),
+    Type.IQ4_XS: (0,),
+}  # fmt: skip
+PAIRED = ("llama", "mistral", "mixtral", "granite")  # whose queries and keys are written as interleaved pairs
+
+
+def write(
+    checkpoint: Path,
+    file: Path,
+    kind: str | Callable[[str], str] = "F32",
+    architecture: str = "",
+    tokenizer: dict[str, Any] | None = None,
+    shards: int = 1,
+    **extra: np.ndarray,
+) -> Path:
+    """kind: the type of matrices, one for all or by GGUF's name of the tensor. architecture: GGUF's name, where it is
+    not model_type. extra: tensors besides. Returns the first file."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
+    tensors = _stacked(load_file(checkpoint / "model.safetensors"))
+    count = len(tensors) + len(extra)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=-(-count // shards) if shards > 1 else 0)
+    _metadata(writer, config, architecture)
+    for key, value in (tokenizer or {}).items():
+        _add(writer, key, value)
+    for name, x in tensors.items():
+        theirs = _theirs(name, config, architecture)
+        if theirs == "output.weight" and config.get("tie_word_embeddings"):
+            continue
+        wanted = _wanted(kind, theirs) if x.dim() > 1 else Type.F32
+        blocks = torch.from_numpy(_encoded(theirs, x, wanted)) if wanted not in PLAIN else x
+        data = _converted(name, blocks, config).numpy()
+        writer.add_tensor(theirs, data if blocks is not x else gguf.quants.quantize(data, wanted), raw_dtype=wanted)
+    for name, data in extra.items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(file.parent.glob(f"{file.stem}-*.gguf"))[0] if shards > 1 else file
+
+
+# model_type → GGUF's name of the architecture
+ARCHITECTURES = {
+    "mixtral": "llama", "mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
+    "phi": "phi2", "glm4_moe": "glm4moe", "gpt_bigcode": "starcoder",
+}  # fmt: skip
+# Names that gguf-py does not have.
+NAMES = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+
+
+def _theirs(name: str, config: dict[str, Any], architecture: str = "") -> str:
+    """gguf-py's name of a checkpoint's tensor."""
+    architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
+    numbers = {arch: one for one, arch in gguf.MODEL_ARCH_NAMES.items()}
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    for ours, theirs in NAMES.items():
+        if name.endswith(ours):
+            return f"blk.{name.split('.')[2]}.{theirs}"
+    found = gguf.get_tensor_name_map(numbers[architecture], layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found, name
+    return found
+
+
+def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
+    """What llama.cpp's converter writes for these model types."""
+
+    def of(*keys: str, default: Any = None) -> Any:
+        return next((config[key] for key in keys if config.get(key) is not None), default)
+
+    hidden, heads = of("hidden_size", "n_embd"), of("num_attention_heads", "n_head")
+    dim = of("head_dim", default=hidden // heads)
+    writer.add_context_length(of("max_position_embeddings", "n_positions"))
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(of("num_hidden_layers", "n_layer"))
+    writer.add_feed_forward_length(of("intermediate_size", "n_inner", default=4 * hidden))
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(of("num_key_value_heads", default=1 if architecture == "starcoder" else heads))
+    if (eps := of("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")) is not None:
+        writer.add_layer_norm_eps(eps)
+    if (eps := of("rms_norm_eps")) is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    if config.get("head_dim"):
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
+    _rope(writer, config, dim)
+    if experts := of("num_experts", "num_local_experts", "n_routed_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if inner := of("moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(inner)
+    if shared := of("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if architecture == "glm4moe":
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if architecture in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if architecture == "stablelm":
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if architecture == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+
+
+def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if full.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(full["factor"])
+    partial = config.get("partial_rotary_factor") or full.get("partial_rotary_factor")
+    if partial is not None:
+        writer.add_rope_dimension_count(int(dim * partial))
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With one tensor of all experts, and of all heads' norms."""
+    found: dict[str, Any] = {}
+    number = re.compile(r"\.(experts|norms)\.(\d+)(?=\.)")
+    for name, x in tensors.items():
+        if one := number.search(name):
+            under = ".experts" if one[1] == "experts" else ""
+            found.setdefault(number.sub(under, name), {})[int(one[2])] = x
+        else:
+            found[name] = x
+    return {name: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for name, x in found.items()}
+
+
+def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
+    kind = config["model_type"]
+    if kind in PAIRED:
+        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if f".{part}." in name:
+                x = x.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        x = x + 1
+    return x.squeeze() if "shared_expert_gate" in name else x
+
+
+def _wanted(kind: str | Callable[[str], str], name: str) -> Type:
+    return Type[kind if isinstance(kind, str) else kind(name)]
+
+
+def _encoded(name: str, x: Tensor, wanted: Type) -> np.ndarray:
+    """x [rows, inputs] in blocks. Of types that gguf-py does not encode random ones, with about x's deviation."""
+    if wanted not in SCALES:
+        return gguf.quants.quantize(x.float().numpy(), wanted)
+    group, size = gguf.GGML_QUANT_SIZES[wanted]
+    draw = np.random.default_rng(zlib.crc32(name.encode()))
+    blocks = draw.integers(0, 256, (*x.shape[:-1], x.shape[-1] // group, size), dtype=np.uint8)
+
+    def scaled(factor: float) -> np.ndarray:
+        for at in SCALES[wanted]:
+            blocks[..., at : at + 2] = np.array([factor], np.float16).view(np.uint8)
+        return blocks.reshape(*x.shape[:-1], -1)
+
+    return scaled(float(x.std()) / gguf.quants.dequantize(scaled(1.0), wanted).std())
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) -> Path:
+    """The checkpoint with the values that gguf-py makes of its own codes: what transformers is to compute with."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    into.mkdir()
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, x in tensors.items():
+        if x.dim() > 1:
+            theirs = _theirs(name, config)
+            wanted = _wanted(kind, theirs)
+            data = gguf.quants.dequantize(_encoded(theirs, x, wanted), wanted)
+            tensors[name] = torch.from_numpy(np.ascontiguousarray(data))
+    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
+def tokenizer(directory: Path) -> dict[str, Any]:
+    """The keys of a GGUF file for a byte-level tokenizer.json of GPT-2's kind, and its template."""
+    data = json.loads((directory / "tokenizer.json").read_text())
+    vocab, special = data["model"]["vocab"], {one["id"]: one["content"] for one in data["added_tokens"]}
+    tokens = sorted(vocab | {text: id for id, text in special.items()}, key=(vocab | {}).get)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if i in special else 1 for i in range(len(tokens))],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in data["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": tokens.index(config["eos_token"]),
+        "tokenizer.chat_template": (directory / "chat_template.jinja").read_text(),
+    }

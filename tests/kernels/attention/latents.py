@@ -1,0 +1,157 @@
+"""Kernels of multi-head latent attention against the torch references, where only what may be read is not NaN.
+
+Without a GPU by Triton's interpreter: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.attention.latents
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from phalanx.kernels.attention import mla
+from phalanx.kernels.attention.backend import AttentionParams, Part
+from phalanx.kernels.attention.reference import paged_attention_reference
+from phalanx.kernels.rope.rope import CosSin
+from torch import Tensor
+
+from .decoding import mend_interpreter, part_of
+from .test_attention import make_caches, make_rows
+
+NAN = float("nan")
+
+
+class Sizes(NamedTuple):
+    heads: int = 4
+    nope: int = 16
+    rope: int = 8
+    value: int = 12
+    latent: int = 24
+    block_size: int = 16
+
+
+DEEPSEEK = Sizes(16, 128, 64, 128, 512)
+SIZES = (Sizes(), Sizes(5, 10, 6, 7, 40, 5), Sizes(20, 16, 16, 16, 32, 4), Sizes(2, block_size=1))
+LENGTHS = ([1], [0, 1, 16, 17, 31, 0], [70, 1, 33, 128, 200])
+# Tokens of this step and of the context, of each sequence; the first ones decode.
+STEPS = (([1, 1, 7], [30, 1, 7]), ([40, 9, 2], [40, 60, 33]))
+
+
+def latent_cache(rows, sizes: Sizes, blocks: int, dtype: torch.dtype) -> Tensor:
+    """NaN everywhere but in the slots that the sequences use."""
+    return make_caches(rows, sizes.block_size, blocks, 1, sizes.latent + sizes.rope, dtype)[0][:, :, 0].contiguous()
+
+
+def to(rows, device: str):
+    for name in ("block_tables", "lengths", "query_starts"):
+        setattr(rows, name, getattr(rows, name).to(device))
+    return rows
+
+
+def check_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
+    """The queries and latents are parts of a wider tensor; one slot is negative."""
+    from phalanx.kernels.attention import mla_triton
+
+    n, (heads, nope, rope, _, latent, _) = 5, sizes
+    wide = torch.randn(n, heads * (nope + rope) + latent + rope).to(dtype)
+    angles = torch.rand(n, 1, rope // 2) * 6
+    turn = CosSin(*(torch.cat(x, -1) for x in ((angles.cos(),) * 2, (-angles.sin(), angles.sin()))), interleaved)
+    weight, cache = torch.randn(latent).to(dtype), torch.full((3, 4, latent + rope), NAN, dtype=dtype)
+    slots = torch.tensor([9, 0, 4, 11, 2])
+
+    def both(store, x: Tensor, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        x, cache, slots = (a.to(device, copy=True) for a in (x, cache, slots))
+        q, latents = x.split([heads * (nope + rope), latent + rope], 1)
+        norm, there = mla.LatentNorm(weight.to(device), 1e-6), turn._replace(cos=turn.cos.to(device))
+        there = there._replace(sin=turn.sin.to(device))
+        store(q.view(len(x), heads, -1), latents, norm, there, cache, slots)
+        return q.cpu().clone(), cache.cpu()
+
+    want_q, want = both(mla.rope_and_store_latents_reference, wide, cache, slots)
+    got_q, got = both(mla_triton.rope_and_store_latents, wide, cache, torch.where(slots == 4, -1, slots))
+    want.view(-1, latent + rope)[4] = NAN
+    torch.testing.assert_close(got_q, want_q, atol=bound, rtol=bound)
+    torch.testing.assert_close(got, want, atol=bound, rtol=bound, equal_nan=True)
+
+
+def check_decode(
+    sizes: Sizes, lengths: list[int], most: int, dtype: torch.dtype, bound: float, device: str = "cpu"
+) -> None:
+    from phalanx.kernels.attention import mla_triton
+
+    blocks = sum(-(-n // sizes.block_size) for n in lengths) + 2
+    rows = make_rows([1] * len(lengths), lengths, sizes.block_size, blocks)
+    cache = latent_cache(rows, sizes, blocks, dtype)
+    q = torch.randn(len(lengths), sizes.heads, sizes.latent + sizes.rope).to(dtype)
+    keep = [i for i, n in enumerate(lengths) if n]
+    want = torch.zeros(len(lengths), sizes.heads, sizes.latent, dtype=dtype)
+    keys, params = cache[:, :, None], AttentionParams(0.2)
+    found = paged_attention_reference(q[keep], keys, keys[..., : sizes.latent], part_of(rows, keep), params)
+    want[keep] = found.view(-1, *want.shape[1:])
+    out = torch.full(want.shape, NAN, dtype=dtype, device=device)
+    rows = to(rows, device)
+    options = dict(tile=16, split=32) if device == "cpu" else {}
+    mla_triton.decode(
+        q.to(device), cache.to(device), sizes.latent, rows.block_tables, rows.lengths, out, 0.2, most, **options
+    )
+    torch.testing.assert_close(out.cpu(), want, atol=bound, rtol=bound)
+
+
+def check_prompts(sizes: Sizes, step: tuple[list[int], list[int]], dtype: torch.dtype, bound: float) -> None:
+    """Chunks of prompts, absorbed and expanded, in the interpreter."""
+    from phalanx.kernels.attention import mla_triton
+
+    (heads, nope, rope, value, latent, block_size), (query_lens, kv_lens) = sizes, step
+    blocks = sum(-(-n // block_size) for n in kv_lens) + 2
+    rows = make_rows(query_lens, kv_lens, block_size, blocks)
+    cache, params = latent_cache(rows, sizes, blocks, dtype), AttentionParams(0.2)
+    n, count, tokens = rows.num_decodes, len(query_lens), sum(query_lens)
+    keys = cache[:, :, None]
+    q = torch.randn(tokens, heads, latent + rope).to(dtype)
+    want = paged_attention_reference(q, keys, keys[..., :latent], rows, params).view(tokens, heads, latent)
+    out = torch.full(want.shape, NAN, dtype=dtype)
+    starts = rows.query_starts
+    mla_triton.prefill(
+        q, cache, latent, rows.block_tables, rows.lengths, starts, out, 0.2, n, count - n, max(query_lens), 16, 16
+    )
+    torch.testing.assert_close(out[n:], want[n:], atol=bound, rtol=bound)
+    (context,) = mla.contexts(rows, block_size)
+    kv = torch.randn(len(context.slots), heads, nope + value).to(dtype)
+    rotated = torch.randn(len(kv), latent + rope)[:, latent:].to(dtype)
+    q = torch.randn(tokens, heads, nope + rope).to(dtype)
+    want, out = torch.full((2, tokens, heads, value), NAN, dtype=dtype)
+    mla.expanded_reference(q, kv, rotated, context, params, want)
+    mla_triton.prefill_expanded(q, kv, rotated, context, params, out, 16, 16)
+    torch.testing.assert_close(out, want, atol=bound, rtol=bound, equal_nan=True)
+
+
+def check_supports() -> None:
+    """What is no latent is left to other backends."""
+    from phalanx.kernels.attention import mla_triton
+
+    rows, keys = SimpleNamespace(num_decodes=1), torch.zeros(3, 4, 1, 32)
+    q, out, params = torch.zeros(1, 2, 32), torch.zeros(1, 2, 24), AttentionParams(1.0)
+
+    def suits(keys=keys, values=None, params=params) -> bool:
+        return mla_triton.supports(Part(q, keys, keys[..., :24] if values is None else values, rows, params, 0, 1, out))
+
+    assert suits() and not suits(values=keys) and not suits(values=torch.zeros(3, 4, 1, 24))
+    assert not suits(keys=torch.zeros(3, 4, 2, 32)) and not suits(params=AttentionParams(1.0, window=5))
+    assert not suits(keys=keys.half())
+
+
+def main() -> None:
+    mend_interpreter()
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
+    check_supports()
+    for i, sizes in enumerate(SIZES):
+        dtype, bound = [(torch.float32, 3e-6), (torch.float16, 3e-3)][i % 2]
+        check_store(sizes, bool(i % 2), dtype, bound)
+        for most, lengths in zip((1, 1, 4), LENGTHS, strict=True):
+            check_decode(sizes, lengths, most, dtype, bound)
+        check_prompts(sizes, STEPS[i % 2], dtype, bound)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Multi-head latent attention on a GPU, by kernels that Triton has compiled, against the torch references."""
+
+import pytest
+import torch
+from phalanx.kernels.attention import mla
+from phalanx.kernels.attention.backend import AttentionParams
+
+from . import latents
+from .latents import DEEPSEEK, LENGTHS, SIZES, Sizes, latent_cache
+from .test_attention import make_rows
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+KINDS = [(torch.float32, 1e-5), (torch.bfloat16, 2.5e-2), (torch.float16, 4e-3)]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK])
+@pytest.mark.parametrize("dtype, bound", KINDS)
+def test_store(sizes, dtype, bound):
+    for interleaved in (False, True):
+        latents.check_store(sizes, interleaved, dtype, bound, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK, DEEPSEEK._replace(heads=128)])
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("most", [1, 4, 64])
+def test_decode(sizes, dtype, bound, most):
+    for lengths in (*LENGTHS, [5000, 0, 257, 1]):
+        latents.check_decode(sizes, lengths, most, dtype, bound, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK])
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_whole_steps(sizes, dtype, bound, expanded, monkeypatch):
+    """latent_attention of decoding sequences, prompts and chunks beside the same on a CPU in f32."""
+    monkeypatch.setattr(mla, "expands", lambda *_: expanded)
+    for query_lens, kv_lens in (([1, 1, 1], [9, 2, 700]), ([1, 1, 7, 200, 130], [300, 2, 7, 200, 333]), ([6], [1000])):
+        whole_step(sizes, query_lens, kv_lens, dtype, bound)
+
+
+def test_few_heads_at_once(monkeypatch):
+    monkeypatch.setattr(mla, "EXPANDED_BYTES", 1200 * 256 * 2 * 3)
+    monkeypatch.setattr(mla, "CONTEXT", 1000)
+    whole_step(DEEPSEEK, [1, 700, 500], [100, 700, 1200], torch.bfloat16, 2.5e-2)
+
+
+def whole_step(sizes: Sizes, query_lens, kv_lens, dtype, bound):
+    blocks = sum(-(-n // sizes.block_size) for n in kv_lens) + 2
+    rows = make_rows(query_lens, kv_lens, sizes.block_size, blocks)
+    cache, params = latent_cache(rows, sizes, blocks, dtype), AttentionParams(0.1)
+    up = (torch.randn(sizes.heads, sizes.nope + sizes.value, sizes.latent) * sizes.latent**-0.5).to(dtype)
+    q = torch.randn(sum(query_lens), sizes.heads, sizes.nope + sizes.rope).to(dtype)
+    want = mla.latent_attention(q.float(), cache.float(), up.float(), rows, params)
+    rows = latents.to(make_rows(query_lens, kv_lens, sizes.block_size, blocks), "cuda")
+    got = mla.latent_attention(q.cuda(), cache.cuda(), up.cuda(), rows, params)
+    torch.testing.assert_close(got.float().cpu(), want, atol=bound, rtol=bound)

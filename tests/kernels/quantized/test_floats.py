@@ -1,0 +1,60 @@
+"""FP8 and MXFP4 weights against their definitions."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from phalanx.kernels.activation.activation import gated_activation_reference
+from phalanx.kernels.quantized import floats, panels
+
+from .floats_cases import SIZES, make
+
+
+def e4m3(code):
+    """Sign, four bits of exponent, three of mantissa; the bias is 7, and the only NaNs are 0x7f and 0xff."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    value = (mantissa / 8) * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7)
+    return -value if code & 128 else value
+
+
+def test_each_code_of_e4m3():
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)[None]
+    (got,) = floats.dequantize(floats.pack(codes, torch.full((1, 1), 0.37)))
+    want = torch.tensor([e4m3(int(code)) for code in codes[0]]) * torch.tensor(0.37)
+    assert torch.equal(got, want)
+    assert floats.dequantize(floats.pack(torch.tensor([[127, 255]], dtype=torch.uint8), torch.ones(1, 1))).isnan().all()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("rows", [0, 1, 9])
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_linear(sizes, rows, gate, monkeypatch):
+    """Panels of a few outputs each."""
+    packed = make(*sizes)
+    if gate and packed.outputs % 2:
+        return
+    monkeypatch.setitem(panels.PANEL, "cpu", 17 * packed.inputs)
+    x, bias = torch.randn(rows, packed.inputs), torch.randn(packed.outputs)
+    want = x.double() @ floats.dequantize(packed).double().t() + bias
+    want = gated_activation_reference(want.float(), gate) if gate else want.float()
+    torch.testing.assert_close(floats.linear(x, packed, gate, bias), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_part_of_the_outputs_and_of_the_experts():
+    packed = make(48, 64, 32, pairs=True)
+    whole = floats.dequantize(packed)
+    assert torch.equal(floats.dequantize(packed, torch.float32, 16, 40), whole[16:40])
+    assert packed.shape == (48, 64) and packed.unit == 32
+    both = floats.Floats(*(torch.stack((one, one.flip(0))) for one in packed))
+    assert torch.equal(floats.dequantize(both.expert(1)), whole.flip(0)) and both.shape == (2, 48, 64)
+
+
+def test_triton_kernels_in_the_interpreter():
+    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "phalanx.tests.kernels.quantized.floats_cases"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr

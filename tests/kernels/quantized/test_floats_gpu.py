@@ -1,0 +1,34 @@
+"""Weights of 8 and 4 bits on a GPU, beside the reference."""
+
+import pytest
+import torch
+from phalanx.kernels.quantized import floats
+from phalanx.kernels.quantized.floats import Floats
+
+from .floats_cases import SIZES, make
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+WEIGHTS = [(*sizes, False) for sizes in SIZES] + [(4096, 4096, 128, False), (40, 96, 32, True), (2880, 2880, 32, True)]
+
+
+def on_gpu(packed):
+    return Floats(*(one.cuda() for one in packed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", WEIGHTS)
+def test_dequantize(sizes, dtype):
+    packed = make(*sizes)
+    assert torch.equal(floats.dequantize(on_gpu(packed), dtype).cpu(), floats.dequantize(packed, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [sizes for sizes in WEIGHTS if not sizes[3]])
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 64, 65, 300])
+def test_linear(sizes, rows, dtype):
+    packed = make(*sizes)
+    x, bias = torch.randn(rows, packed.inputs).to(dtype), torch.randn(packed.outputs).to(dtype)
+    y = floats.linear(x.cuda(), on_gpu(packed), bias=bias.cuda())
+    want = x.float() @ floats.dequantize(packed, dtype).float().t() + bias.float()
+    scale = max(1.0, float(want.std())) if rows else 1.0
+    torch.testing.assert_close(y.float().cpu() / scale, want / scale, atol=3e-2, rtol=3e-2)

@@ -1,0 +1,132 @@
+"""`phalanx convert`: what it writes is served as what it was rounded to, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.launcher.commands import convert
+from phalanx.rank.model.convert import calibrate, writer
+from phalanx.rank.model.convert.gptq import Scheme
+from phalanx.rank.model.load import load
+from safetensors import safe_open
+
+from ...checkpoints import CORPUS, make_checkpoint
+from ...rank.model.harness import run_steps
+
+SIZES = dict(hidden_size=64, head_dim=16, num_attention_heads=8, num_key_value_heads=4, intermediate_size=128,
+             num_hidden_layers=2)  # fmt: skip
+TEXT = CORPUS * 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", **SIZES)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    return str(file)
+
+
+def run(*words):
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx.launcher.cli", "convert", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, scheme, tp",
+    [
+        (("--to", "gptq", "--group", "32"), Scheme(4, 32, True), (1, 2)),
+        (("--to", "awq", "--group", "32"), Scheme(4, 32, False), (1,)),
+        (("--to", "gptq", "--bits", "8", "--group", "32", "--no-sym", "--desc-act"), Scheme(8, 32, False, True), (1,)),
+    ],
+)
+def test_what_is_written_is_what_was_rounded(checkpoint, text, tmp_path, options, scheme, tp):
+    target = tmp_path / "made"
+    code, said = run(checkpoint, target, *options, "--calibration", text, "--samples", "6", "--seqlen", "48")
+    assert code == 0, said
+    assert "layer 0: error of the outputs: q_proj 0." in said and "layer 1: " in said
+    assert "perplexity of text that it was not fitted to: " in said and f"phalanx serve {target}" in said
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["made", "text.txt"]
+    assert {one.name for one in target.iterdir()} == {one.name for one in checkpoint.iterdir()}
+    settings = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert (settings["quant_method"], settings["group_size"]) == (options[1], 32)
+
+    chosen = convert.ConvertOptions(calibration=text, samples=6, seqlen=48)
+    windows, held_out = convert.read_windows(chosen, checkpoint)
+    model = load(checkpoint, threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0])
+    for _ in calibrate.round_model(model, windows, scheme):
+        pass
+    rounded = calibrate.Shared(model)
+    ids = held_out[0][:20]
+    with torch.inference_mode():
+        expected = model.logits(model([rounded.batch([ids])]))[:, : model.vocab_size]
+    for degree in tp:
+        (found,) = run_steps(target, [ids], tp=degree)
+        assert (found - expected).abs().max() < 1e-4
+
+
+def test_linears_that_do_not_fit_stay_plain(tmp_path, text):
+    source = make_checkpoint(tmp_path / "model", **SIZES | dict(intermediate_size=80))
+    code, said = run(source, tmp_path / "made", "--group", "32", "--calibration", text, "--seqlen", "48")
+    assert code == 0 and "; plain: gate_proj, up_proj, down_proj" in said
+    with safe_open(tmp_path / "made" / "model.safetensors", "pt") as opened:
+        names = set(opened.keys())
+    assert {"model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.q_proj.qweight"} <= names
+    assert len(run_steps(tmp_path / "made", [[1, 2, 3]])) == 1
+
+
+def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "LARGEST", 100)
+    made = writer.Writer(tmp_path)
+    for name in "cab":
+        made.add(name, torch.zeros(20))
+    made.finish()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {
+        "a": "model-00002-of-00003.safetensors",
+        "b": "model-00003-of-00003.safetensors",
+        "c": "model-00001-of-00003.safetensors",
+    }
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        ((), 2, "a model and a directory are needed"),
+        (("{model}",), 2, "a model and a directory are needed"),
+        (("{model}", "{model}"), 2, "is there already"),
+        (("{model}", "{to}", "--group", "48"), 2, "--group 48: kernels take groups of a multiple of 32"),
+        (("{model}", "{to}", "--bits", "6"), 2, "--bits 6: codes have 4 or 8 bits"),
+        (("{model}", "{to}", "--to", "awq", "--bits", "8"), 2, "--bits 8: AWQ's layout has codes of 4 bits"),
+        (("{model}", "{to}", "--calibration", "/no/such/file"), 2, "--calibration /no/such/file: "),
+        (("{model}", "{to}", "--calibration", "{short}"), 2, "two pieces of 512 are needed"),
+        (("{model}", "{to}", "third"), 2, "unexpected argument 'third'"),
+        (("{to}/none", "{to}"), 2, "there is no such directory"),
+        (("{made}", "{to}", "--calibration", "{text}", "--seqlen", "48"), 3, "is quantised already"),
+    ],
+)
+def test_what_is_refused(checkpoint, tmp_path, text, words, code, message):
+    short = tmp_path / "short.txt"
+    short.write_text("too little")
+    made = tmp_path / "made"
+    made.mkdir()
+    for file in checkpoint.iterdir():
+        (made / file.name).write_bytes(file.read_bytes())
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    places = dict(model=checkpoint, to=tmp_path / "to", short=short, made=made, text=text)
+    found, said = run(*(word.format(**places) for word in words))
+    assert (found, message in said) == (code, True), said
+    assert not (tmp_path / "to").exists() and not list(tmp_path.glob("*.part"))

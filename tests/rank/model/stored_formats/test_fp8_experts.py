@@ -1,0 +1,79 @@
+"""Experts in FP8, each in tensors of its own: logits of the dequantised weights, however the model is cut."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from phalanx import errors
+from phalanx.comm import mesh, threads
+from phalanx.kernels.quantized import floats
+from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.load import load
+
+from ..harness import distance, run_steps, tokens
+from ..test_architectures import MODELS, write
+from . import packers
+from .test_stored import TOLERANCE, compressed_floats, compressed_ints, fp8, refused
+
+MIXED = dict(hidden_size=192, moe_intermediate_size=152, intermediate_size=200, num_hidden_layers=3, vocab_size=509)
+CASES = {
+    "blocks": (fp8(), MODELS["qwen3_moe"] | MIXED),
+    "blocks, with a shared expert": (
+        fp8((64, 64)), MODELS["qwen2_moe"] | MIXED | dict(shared_expert_intermediate_size=100),
+    ),
+    "one scale": (fp8(None), MODELS["mixtral"] | dict(hidden_size=96, intermediate_size=80, vocab_size=509)),
+    "channels": (compressed_floats((1, 0), strategy="channel"), MODELS["qwen3_moe"] | MIXED),
+}  # fmt: skip
+PLAIN = "mlp.gate.", "moe.gate.", "shared_expert_gate", "self_attn.v_proj"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    found = {}
+
+    def make(name):
+        if name not in found:
+            (pack, settings), options = CASES[name]
+            settings = settings | {"modules_to_not_convert": ["gate", "shared_expert_gate", "model.layers.*.v_proj"]}
+            folder = found[name] = tmp_path_factory.mktemp("fp8")
+            packers.quantise(write(folder / "source", **options), folder, pack, settings, PLAIN)
+        return found[name] / "quantised", found[name] / "plain"
+
+    return make
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_logits(made, expected, name, tp, pp):
+    (path, plain), ids = made(name), tokens(40, vocab=509)
+    (logits,) = run_steps(path, [ids], [[(0, 30)], *[[(0, 1)]] * 10], tp=tp, pp=pp, max_model_len=512)
+    assert distance(logits, expected(plain, ids)) < TOLERANCE
+
+
+def loaded(path, tp, **options):
+    return threads.run(lambda world: load(path, mesh.build(world, tp, 1), **options), tp)
+
+
+def stacks(model):
+    return [one for one in model.modules() if isinstance(one, StackedLinear)]
+
+
+def test_striped_loading_and_memory(made, caplog):
+    path = made("blocks")[0]
+    direct, striped = (stacks(loaded(path, 2, way=way)[1]) for way in ("direct", "striped"))
+    for one, other in zip(direct, striped, strict=True):
+        assert torch.equal(floats.dequantize(one.packed), floats.dequantize(other.packed))
+        held = sum(x.nbytes for x in one.buffers())
+        assert held == one.kept_bytes(torch.float32, torch.device("cpu")) and one.packed.codes.nbytes == one.num_weights
+    assert not any("not used" in record.message for record in caplog.records)
+    (logits,) = run_steps(path, [tokens(9, vocab=509)], load_format="dummy", max_model_len=64)
+    assert 0.1 < logits.std() < 10
+
+
+def test_experts_of_integers_are_refused(made, tmp_path):
+    """In words, before anything is read."""
+    path = shutil.copytree(made("one scale")[0], tmp_path / "changed")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": compressed_ints()[1]}))
+    refused(path, errors.MODEL, "experts that are quantised this way are not supported yet", load_format="dummy")

@@ -1,0 +1,124 @@
+"""GGUF files load as the checkpoints that they were made of, and quantised ones as gguf-py dequantises them."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.rank.model.load import load
+from phalanx.rank.model.weights import striped
+
+from ... import gguf_files
+from .harness import distance, run_steps, tokens
+from .test_architectures import MODELS, write
+
+# Files say less than config.json: of some nothing of windows, activations, and dense layers between those with experts.
+MODELS = {
+    "llama": dict(model_type="llama"),
+    "qwen3": dict(model_type="qwen3", head_dim=16),
+    "qwen2": dict(model_type="qwen2"),
+    "gemma2": MODELS["gemma2"] | dict(query_pre_attn_scalar=16),
+    "gemma3_text": MODELS["gemma3_text"] | dict(query_pre_attn_scalar=16),
+    "qwen2_moe": MODELS["qwen2_moe"] | dict(use_sliding_window=False, mlp_only_layers=[]),
+    "qwen3_moe": MODELS["qwen3_moe"] | dict(decoder_sparse_step=1),
+    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2),
+    "gpt_bigcode": MODELS["gpt_bigcode"] | dict(activation_function="gelu_pytorch_tanh"),
+    "starcoder2": dict(model_type="starcoder2", sliding_window=None),
+} | {
+    name: MODELS[name]
+    for name in ("gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm4", "glm4_moe",
+                 "glm4_moe plain", "granite", "olmo2")
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> its checkpoint, and the file of it."""
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        path = write(folder / "plain", **MODELS[name])
+        return path, gguf_files.write(path, folder / "x.gguf")
+
+    return make
+
+
+def held(path, tp=1, pp=1, **options):
+    models = threads.run(lambda comm: load(path, mesh.build(comm, tp, pp), **options), tp * pp)
+    return [dict(model.named_parameters()) | dict(model.named_buffers()) for model in models]
+
+
+@pytest.mark.parametrize("tp, pp, way", [(1, 1, "direct"), (1, 1, "striped"), (3, 1, "direct"), (2, 2, "striped")])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+def test_plain_files_make_the_same_bits(made, monkeypatch, name, tp, pp, way):
+    monkeypatch.setattr(striped, "CHUNK", 3001)
+    path, file = made(name)
+    for one, other in zip(held(file, tp, pp, way=way), held(path, tp, pp), strict=True):
+        assert one.keys() == other.keys()
+        for key, x in one.items():
+            far = 1e-6 if "norm" in key and name == "gemma2" else 0  # 1 was added and taken off again
+            assert x.dtype == other[key].dtype and (x - other[key]).abs().max() <= far, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, name):
+    (path, file), ids = made(name), tokens(40)
+    caplog.set_level("WARNING", "phalanx")
+    (logits,) = run_steps(file, [ids], tp=2, max_model_len=512)
+    assert distance(logits, expected(path, ids)) < 1e-4
+    assert not caplog.messages
+
+
+SIZES = dict(hidden_size=96, intermediate_size=320, head_dim=16, vocab_size=509)
+MIXED = {"attn_q.weight": "Q8_0", "attn_k.weight": "BF16", "ffn_up.weight": "F16", "token_embd.weight": "Q8_0"}
+SUPER = dict(hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
+EACH = itertools.cycle(
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+)
+KINDS = {
+    "q8_0": "Q8_0",
+    "mixed": lambda name: next((MIXED[end] for end in MIXED if name.endswith(end)), "Q8_0"),
+    "super": functools.cache(lambda name: next(EACH)),  # the same for a name that comes again
+}
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """Type of model, kind of tensors → the GGUF file, and the checkpoint that transformers is to compute with."""
+
+    @functools.cache
+    def make(model_type, kind):
+        folder = tmp_path_factory.mktemp("quantised")
+        sizes = SIZES | SUPER if kind == "super" else SIZES
+        path = write(folder / "plain", model_type=model_type, **sizes, tie_word_embeddings=kind == "mixed")
+        same = gguf_files.dequantised(path, folder / "same", KINDS[kind])
+        return gguf_files.write(path, folder / "x.gguf", KINDS[kind]), same
+
+    return make
+
+
+@pytest.mark.parametrize("name, kind, tp, pp", [
+    ("llama", "q8_0", 1, 1), ("llama", "q8_0", 3, 1), ("qwen3", "q8_0", 1, 2), ("llama", "mixed", 2, 1),
+    ("qwen3", "mixed", 3, 1), ("llama", "super", 2, 1),
+])  # fmt: skip
+def test_quantised_files_compute_with_what_they_hold(quantised, expected, name, kind, tp, pp):
+    (file, same), ids = quantised(name, kind), tokens(60, vocab=509)
+    (logits,) = run_steps(file, [ids], tp=tp, pp=pp)
+    assert distance(logits, expected(same, ids)) < (3e-4 if kind == "super" else 1e-4)  # of larger sums
+
+
+def test_types_without_kernels_are_dequantised(quantised, caplog):
+    caplog.set_level("INFO", "phalanx")
+    run_steps(quantised("llama", "super")[0], [[1]])
+    (told,) = [one for one in caplog.messages if one.startswith("dequantised while they are loaded, as there are no")]
+    assert "Q4_K" in told
+
+
+def test_quantised_linears_stay_so(quantised):
+    file, _ = quantised("llama", "mixed")
+    (model,) = threads.run(lambda comm: load(file, mesh.build(comm, 1, 1)), 1)
+    parts = model.model.layers["0"].self_attn.qkv_proj.parts
+    assert [part.matrix is None for part in parts] == [True, False, True]
+    assert model.lm_head.matrix is None and model.model.embed_tokens.weight.dtype == torch.float32

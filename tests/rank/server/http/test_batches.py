@@ -1,0 +1,337 @@
+"""Files and batches over HTTP, mostly through OpenAI's own client."""
+
+import json
+import socket
+import time
+
+import openai
+import pytest
+from phalanx.rank.server.batch import idle, stored_run
+from phalanx.rank.server.http import upload
+
+from ..conftest import Front
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def make_server(tmp_path, model_dir, tokenizer):
+    """Servers with the same directory, one after the other; they are stopped at the end."""
+    fronts = []
+
+    def make(connect=True, **options):
+        lead = options.pop("lead", {})
+        place = tmp_path / f"front{len(fronts)}"
+        place.mkdir()
+        options = {"served_model_name": "tiny", "file_store": str(tmp_path / "store"), **options}
+        fronts.append(Front(place, model_dir, tokenizer, connect, lead, **options))
+        front = fronts[-1]
+        front.call(front.state.batches.start)
+        return front
+
+    yield make
+    for front in fronts:
+        leave(front)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_dir, tokenizer):
+    place = tmp_path_factory.mktemp("front")
+    front = Front(place, model_dir, tokenizer, True, {}, served_model_name="tiny", file_store=str(place / "store"))
+    front.call(front.state.batches.start)
+    yield front
+    leave(front)
+
+
+def leave(front):
+    """As a server that is stopped: what it has begun stays on the disk."""
+    if front.state.batches is not None:
+        front.call(front.state.batches.close)
+        front.state.batches = None
+        front.stop()
+
+
+def client_of(front, key="x"):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{front.port}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server) as client:
+        yield client
+
+
+def line(name, body=None, url="/v1/chat/completions", **more):
+    body = body or {"messages": [{"role": "user", "content": f"hello {name}"}], "max_tokens": 8}
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body, **more})
+
+
+def put(client, *lines, name="in.jsonl"):
+    return client.files.create(file=(name, "\n".join(lines).encode()), purpose="batch")
+
+
+def begin(client, *lines, endpoint="/v1/chat/completions", **more):
+    more = {"completion_window": "24h", **more}
+    return client.batches.create(input_file_id=put(client, *lines).id, endpoint=endpoint, **more)
+
+
+def until(client, batch, *statuses):
+    deadline = time.monotonic() + 30
+    while batch.status not in statuses:
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+        batch = client.batches.retrieve(batch.id)
+    return batch
+
+
+def read(client, id):
+    return [json.loads(one) for one in client.files.content(id).text.splitlines()]
+
+
+def test_a_file_comes_back_as_it_was(server, client, tmp_path):
+    data = bytes(range(256)) * (3 << 12)  # some megabytes: it is written in pieces
+    (tmp_path / "naïve .jsonl").write_bytes(data)
+    with open(tmp_path / "naïve .jsonl", "rb") as source:
+        file = client.files.create(file=source, purpose="batch")
+    assert (file.bytes, file.filename, file.purpose, file.status) == (len(data), "naïve .jsonl", "batch", "processed")
+    assert client.files.retrieve(file.id) == file
+    assert client.files.content(file.id).content == data
+    assert client.files.list().data[0] == file and not client.files.list(purpose="batch_output").data
+    where = server.state.batches.files.path(server.state.batches.files.get(file.id, ""))
+    assert where.stat().st_mode & 0o777 == 0o600 and where.parent.stat().st_mode & 0o777 == 0o700
+    assert client.files.delete(file.id).deleted and not where.exists()
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        client.files.content(file.id)
+
+
+def test_lists_come_in_pages(client):
+    files = [put(client, line("a"), name=f"{i}.jsonl") for i in range(3)]
+    assert [one.id for one in client.files.list(order="asc", limit=2)][-3:] == [one.id for one in files]
+    page = client.files.list(limit=1, after=files[2].id)
+    assert [one.id for one in page.data] == [files[1].id] and page.has_more
+
+
+def test_a_batch(server, client):
+    batch = begin(client, line("a"), line("b"), line("c", {"messages": "hi", "n": 0}), metadata={"k": "v"})
+    assert (batch.status, batch.metadata, batch.expires_at - batch.created_at) == ("validating", {"k": "v"}, 86400)
+    done = until(client, batch, "completed", "failed")
+    counts = done.request_counts
+    assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 3, 2, 1)
+    assert done.in_progress_at and done.finalizing_at and done.completed_at and not done.errors
+    answers = read(client, done.output_file_id)
+    assert [one["custom_id"] for one in answers] == ["a", "b"]
+    assert answers[0]["response"]["body"]["choices"][0]["message"]["content"].startswith("hello world")
+    (error,) = read(client, done.error_file_id)
+    assert (
+        error["custom_id"] == "c" and error["response"]["status_code"] == 400 and "n is 0" in error["error"]["message"]
+    )
+    assert done.usage.output_tokens > 0 and done.usage.total_tokens > done.usage.output_tokens
+    assert client.batches.list(limit=1).data[0].id == batch.id
+    file = client.files.retrieve(done.output_file_id)
+    assert (file.purpose, file.filename) == ("batch_output", "in_output.jsonl")
+    assert not list(server.state.batches.files.batches.glob("*.journal"))
+    assert server.lead.requests[-1].priority == stored_run.LAST
+    with pytest.raises(openai.BadRequestError, match="completed: there is nothing to cancel"):
+        client.batches.cancel(batch.id)
+    used = server.request("GET", "/v1/usage").body
+    assert used["completion_tokens"] >= done.usage.output_tokens
+
+
+def test_embeddings_and_names_twice_in_a_file(client):
+    body = {"input": "hello"}
+    batch = begin(client, line("a", body, "/v1/embeddings"), endpoint="/v1/embeddings", completion_window="2h")
+    done = until(client, batch, "completed", "failed")
+    assert read(client, done.output_file_id)[0]["response"]["body"]["data"][0]["embedding"]
+    assert done.error_file_id is None
+
+
+def test_a_file_that_is_no_batch_fails_with_its_lines(client):
+    batch = begin(client, line("a"), "{", line("a"), line("b", url="/v1/embeddings", body={"input": "x"}))
+    done = until(client, batch, "completed", "failed")
+    assert done.status == "failed" and done.failed_at and done.output_file_id is None
+    assert [(one.line, one.code) for one in done.errors.data] == [
+        (2, "invalid_json"), (3, "duplicate"), (4, "mismatched_endpoint"),
+    ]  # fmt: skip
+    empty = until(client, begin(client, ""), "completed", "failed")
+    assert [one.code for one in empty.errors.data] == ["empty_file"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"endpoint": "/v1/responses"}, "endpoint is"),
+        ({"completion_window": "1y"}, "expected 24h"),
+        ({"completion_window": "999d"}, "expected 24h"),
+        ({"metadata": {"k": "v" * 600}}, "metadata may have"),
+        ({"extra_body": {"output_expires_after": {"anchor": "created_at", "seconds": 3600}}}, "output_expires_after"),
+    ],
+)
+def test_batches_that_are_refused(client, change, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        begin(client, line("a"), **{"endpoint": "/v1/chat/completions", **change})
+
+
+def test_unknown_files_and_batches(client):
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        client.batches.create(input_file_id="file-x", endpoint="/v1/chat/completions", completion_window="24h")
+    with pytest.raises(openai.NotFoundError, match="no batch"):
+        client.batches.retrieve("batch_x")
+    with pytest.raises(openai.NotFoundError, match="no batch"):
+        client.batches.cancel("batch_x")
+
+
+def form(*parts, end=b"--x--\r\n"):
+    return b"".join(b"--x\r\nContent-Disposition: form-data; %s\r\n\r\n%s\r\n" % one for one in parts) + end
+
+
+PURPOSE, FILE = (b'name="purpose"', b"batch"), (b'name="file"; filename="a.jsonl"', b"{}")
+MULTIPART = {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "words"),
+    [
+        (form(PURPOSE, FILE), {"Content-Type": "application/json"}, 415, "multipart/form-data"),
+        (b"nothing", MULTIPART, 400, "no multipart form"),
+        (form(PURPOSE, FILE, end=b""), MULTIPART, 400, "cut off"),
+        (form(PURPOSE), MULTIPART, 400, "file is missing"),
+        (form(FILE), MULTIPART, 400, "purpose is missing"),
+        (form((b'name="purpose"', b"vision"), FILE), MULTIPART, 400, 'purpose is "vision"'),
+        (form((b'name="expires_after[seconds]"', b"3600"), PURPOSE, FILE), MULTIPART, 400, "expires_after"),
+        (form((b'name="purpose"', b"x" * 2000), FILE), MULTIPART, 400, "longer than 1024"),
+        (form(PURPOSE, FILE, FILE), MULTIPART, 400, "twice"),
+    ],
+)
+def test_forms_that_are_refused_leave_nothing(server, body, headers, status, words):
+    before = set(server.state.batches.files._place.iterdir())
+    answer = server.request("POST", "/v1/files", body, headers)
+    assert answer.status == status and words in answer.body["error"]["message"]
+    assert set(server.state.batches.files._place.iterdir()) == before
+
+
+def test_too_large_and_given_up(server, monkeypatch):
+    monkeypatch.setattr(upload, "MAX_FILE", 1 << 20)
+    before = set(server.state.batches.files._place.iterdir())
+    big = (FILE[0], b"x" * (3 << 20))
+    answer = server.request("POST", "/v1/files", form(PURPOSE, big), MULTIPART)
+    assert answer.status == 413 and "larger than the limit of 1 MiB" in answer.body["error"]["message"]
+
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: {MULTIPART['Content-Type']}\r\n"
+        sock.sendall(f"{head}Content-Length: 9000000\r\n\r\n".encode() + form(PURPOSE, big)[:1000000])
+    server.wait(lambda: set(server.state.batches.files._place.iterdir()) == before)
+
+
+def test_a_full_store(server, client, monkeypatch):
+    monkeypatch.setattr("phalanx.rank.server.file_store.MOST_FILES", 0)
+    with pytest.raises(openai.InternalServerError, match="delete some") as error:
+        put(client, line("a"))
+    assert error.value.status_code == 507
+
+
+def test_off_unless_a_directory_is_named(front):
+    for method, path in (("GET", "files"), ("POST", "files"), ("GET", "batches/x"), ("GET", "files/x/content")):
+        answer = front.request(method, f"/v1/{path}", b"" if method == "POST" else None)
+        assert answer.status == 404 and "--file-store DIR" in answer.body["error"]["message"]
+
+
+def test_keys_see_their_own(make_server):
+    front = make_server(api_keys=["one", "two"])
+    with client_of(front, "one") as one, client_of(front, "two") as two:
+        batch = begin(one, line("a"))
+        assert not two.files.list().data and not two.batches.list().data
+        for call in (two.files.retrieve, two.files.content, two.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(batch.input_file_id)
+        with pytest.raises(openai.NotFoundError):
+            two.batches.retrieve(batch.id)
+        assert until(one, batch, "completed").output_file_id
+    with client_of(front, "three") as nobody, pytest.raises(openai.AuthenticationError):
+        put(nobody, line("a"))
+
+
+def test_cancelled_while_it_runs(make_server):
+    front = make_server(lead={"most": 1})
+    with client_of(front) as client:
+        batch = begin(client, *[line(f"r{i}") for i in range(8)])
+        batch = until(client, batch, "in_progress")
+        front.wait(lambda: len(front.lead.requests) > 1)
+        with pytest.raises(openai.BadRequestError, match="is the input of"):
+            client.files.delete(batch.input_file_id)
+        waiting = begin(client, line("z"))
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        done = until(client, batch, "cancelled")
+        assert done.cancelling_at and done.cancelled_at and done.request_counts.total == 8
+        errors = read(client, done.error_file_id)
+        answers = read(client, done.output_file_id) if done.output_file_id else []
+        assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+        assert sorted(one["custom_id"] for one in errors + answers) == [f"r{i}" for i in range(8)]
+        front.wait(lambda: front.link.open_sequences <= 1)
+        front.lead.most = 1 << 30
+        assert until(client, waiting, "completed")
+
+
+def test_expired(make_server):
+    front = make_server(lead={"hold": True})
+    with client_of(front) as client:
+        batch = begin(client, line("a"), line("b"))
+        until(client, batch, "in_progress")
+        front.wait(lambda: front.lead.requests)
+        stored, run = front.state.batches._now
+        front.call(run.stop)  # as its timer does
+        done = until(client, batch, "expired")
+        assert done.expired_at and done.request_counts.failed == 2
+        assert {one["error"]["code"] for one in read(client, done.error_file_id)} == {"batch_expired"}
+
+
+def test_another_server_goes_on_where_one_was_stopped(make_server):
+    front = make_server(lead={"most": 2})
+    with client_of(front) as client:
+        batch = begin(client, *[line(f"r{i}") for i in range(6)])
+        deadline = time.monotonic() + 20
+        while client.batches.retrieve(batch.id).request_counts.completed < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    leave(front)
+    again = make_server()
+    with client_of(again) as client:
+        done = until(client, batch, "completed", "failed")
+        assert done.status == "completed" and done.request_counts.completed == 6
+        assert [one["custom_id"] for one in read(client, done.output_file_id)] == [f"r{i}" for i in range(6)]
+    assert len(again.lead.requests) == 4
+
+
+def test_another_model_does_not_go_on(make_server):
+    front = make_server(lead={"hold": True})
+    with client_of(front) as client:
+        batch = begin(client, line("a"))
+        until(client, batch, "in_progress")
+    leave(front)
+    again = make_server(served_model_name="other")
+    with client_of(again) as client:
+        done = until(client, batch, "completed", "failed")
+        assert done.status == "failed" and "the model was 'tiny'" in done.errors.data[0].message
+        assert read(client, done.error_file_id)[0]["error"]["code"] == "batch_failed"
+
+
+def test_live_requests_go_first(make_server, monkeypatch):
+    monkeypatch.setattr(idle, "LOOK_EVERY", 0.01)
+    front = make_server(lead={"hold": True})  # of four places three are for batches
+    with client_of(front) as client:
+        begin(client, *[line(f"r{i}") for i in range(8)])
+        front.wait(lambda: len(front.lead.requests) == 3)
+        time.sleep(0.1)  # a fourth would have come: it is looked for every 10 ms
+        assert len(front.lead.requests) == 3
+
+
+def test_no_directory(tmp_path, model_dir, tokenizer, make_server):
+    from phalanx.errors import FatalError
+    from phalanx.rank.server import file_store
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FatalError, match="--file-store .*: Not a directory"):
+        file_store.FileStore(str(tmp_path / "file" / "x"))
+    make_server()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FatalError, match="another server uses it"):
+        patch.setattr(file_store, "LOCK_PATIENCE", 0)
+        file_store.FileStore(str(tmp_path / "store"))

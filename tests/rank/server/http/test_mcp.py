@@ -1,0 +1,200 @@
+"""Tool servers for clients: chats that are offered tools, responses whose calls are made here."""
+
+import json
+
+import openai
+import pytest
+from phalanx.rank import protocol
+
+from ...mcp_servers import STDIO, free_port, written
+from ..conftest import Front, parse_events
+
+pytestmark = pytest.mark.timeout(30)
+MCP = {"type": "mcp", "server_label": "local", "require_approval": "never"}
+WEATHER = {"type": "function", "name": "get_weather", "description": "d", "parameters": {"type": "object"}}
+
+
+def calls(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+ADD = calls("local_add", a=2, b=3)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_dir, tokenizer):
+    directory = tmp_path_factory.mktemp("front")
+    dead = {"url": f"http://127.0.0.1:{free_port()}/mcp"}
+    config = written(directory, {"mcpServers": {"local": STDIO, "dead": dead}})
+    ready = protocol.Ready(max_model_len=8192, vocab_size=400, kv_tokens=8192, block_size=16, max_num_seqs=4, ranks=1)
+    lead = {"per_delta": 3, "ready": ready}
+    front = Front(directory, model_dir, tokenizer, True, lead, served_model_name="tiny", mcp_config=config)
+    front.call(front.state.tools.settled(30))
+    yield front
+    front.stop()
+
+
+@pytest.fixture
+def says(server, monkeypatch):
+    """Answers, one after the other; the last one again and again."""
+
+    def say(*texts):
+        left = list(texts)
+        tokenizer = server.sessions.text.tokenizer
+        following = lambda _: tokenizer.encode(left.pop(0) if left[1:] else left[0], False)  # noqa: E731
+        monkeypatch.setattr(server.lead, "encode", following)
+
+    return say
+
+
+@pytest.fixture
+def responses(server):
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0) as client:
+        yield client.responses
+
+
+def asked(server, back=1):
+    request = server.lead.requests[-back]
+    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
+
+
+def test_chats_without_tools_are_offered_those_of_the_servers(server, says):
+    says(ADD)
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    answer = server.post("chat/completions", **body).body["choices"][0]
+    assert "local_add" in asked(server) and "Add two numbers." in asked(server)
+    (call,) = answer["message"]["tool_calls"]
+    assert (call["function"]["name"], answer["finish_reason"]) == ("local_add", "tool_calls")
+    for more in ({"tools": []}, {"tool_choice": "none"}):
+        server.post("chat/completions", **body, **more)
+        assert "local_add" not in asked(server)
+    server.post("messages", max_tokens=5, **body)
+    assert "local_add" not in asked(server)
+
+
+def test_the_servers_are_listed_and_a_dead_one_is_named(server):
+    listed = server.request("GET", "/v1/mcp/tools").body
+    assert {"name": "local_add", "server": "local"}.items() <= listed["data"][0].items()
+    health = server.request("GET", "/health")
+    assert (health.status, health.body["status"]) == (200, "ready")
+    servers = health.body["tool_servers"]
+    assert servers["local"]["status"] == "ready" and servers["dead"]["status"] == "failed"
+    assert servers["dead"]["message"]
+
+
+def test_calls_are_made_and_the_model_goes_on(server, responses, says):
+    says(f"Let me see.{ADD}", "It is 5.")
+    response = responses.create(model="m", input="hi", tools=[MCP], store=True)
+    listed, message, call, last = response.output
+    assert [one.type for one in response.output] == ["mcp_list_tools", "message", "mcp_call", "message"]
+    assert {"add", "fail"} <= {tool.name for tool in listed.tools} and listed.error is None
+    assert (call.name, call.server_label, call.output, call.error) == ("add", "local", "5", None)
+    assert json.loads(call.arguments) == {"a": 2, "b": 3} and call.status == "completed"
+    assert (last.content[0].text, response.status) == ("It is 5.", "completed")
+    assert "<|turn|>tool\n5<|end|>" in asked(server)
+    first, second = (len(server.lead.requests[-n].tokens) // 4 for n in (2, 1))
+    assert response.usage.input_tokens == first + second
+    says("Yes.")
+    responses.create(model="m", input="sure?", tools=[MCP], previous_response_id=response.id)
+    assert "<|turn|>tool\n5<|end|>" in asked(server)
+
+
+def test_the_events_of_a_stream(server, says):
+    says(ADD, "It is 5.")
+    answer = server.post("responses", input="hi", tools=[MCP], stream=True)
+    events = parse_events(b"\n\n".join(part.partition(b"\n")[2] for part in answer.body.split(b"\n\n")))
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]] == [
+        "created", "in_progress",
+        "output_item.added", "mcp_list_tools.in_progress", "mcp_list_tools.completed", "output_item.done",
+        "output_item.added", "mcp_call.in_progress", "mcp_call_arguments.delta", "mcp_call_arguments.done",
+        "mcp_call.completed", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.done", "completed",
+    ]  # fmt: skip
+    assert events[0]["response"]["output"] == []
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_a_call_that_fails_is_told_to_the_model(server, responses, says):
+    says(calls("local_fail", why="no luck"), "Sorry.")
+    response = responses.create(model="m", input="hi", tools=[MCP])
+    call = response.output[1]
+    assert call.status == "failed" and "no luck" in call.error and call.output is None
+    assert "no luck" in asked(server) and response.output_text == "Sorry."
+
+
+@pytest.mark.parametrize("approve", [True, False])
+def test_a_person_is_asked(server, responses, says, approve):
+    says(ADD)
+    first = responses.create(model="m", input="hi", tools=[{**MCP, "require_approval": "always"}])
+    request = first.output[-1]
+    assert (request.type, request.name, first.status) == ("mcp_approval_request", "add", "completed")
+    says("Well.")
+    word = {"type": "mcp_approval_response", "approval_request_id": request.id, "approve": approve}
+    second = responses.create(
+        model="m", input=[word], previous_response_id=first.id, tools=[{**MCP, "require_approval": "always"}]
+    )
+    kinds = [one.type for one in second.output]
+    assert kinds == ["mcp_list_tools", *(["mcp_call"] if approve else []), "message"]
+    assert ("tool\n5<|end|>" if approve else "does not allow this call") in asked(server)
+    if approve:
+        assert (second.output[1].output, second.output[1].approval_request_id) == ("5", request.id)
+        responses.create(model="m", input="and?", previous_response_id=second.id, tools=[MCP])
+        assert asked(server).count("tool\n5<|end|>") == 1
+
+
+def test_only_allowed_tools_and_some_without_a_person(server, responses, says):
+    says(calls("local_secret"), "ok")
+    tool = {**MCP, "allowed_tools": ["secret", "add"], "require_approval": {"never": {"tool_names": ["secret"]}}}
+    response = responses.create(model="m", input="hi", tools=[tool])
+    assert [tool.name for tool in response.output[0].tools] == ["add", "secret"]
+    assert response.output[1].output == "none" and "local_fail" not in asked(server)
+
+
+def test_calls_of_the_client_are_left_to_it(server, responses, says):
+    says(ADD + calls("get_weather", city="Paris"))
+    response = responses.create(model="m", input="hi", tools=[MCP, WEATHER], store=False)
+    assert [one.type for one in response.output] == ["mcp_list_tools", "mcp_call", "function_call"]
+    assert response.output[1].output == "5"
+
+
+def test_the_number_of_calls_is_limited(server, responses, says):
+    says(ADD)
+    response = responses.create(model="m", input="hi", tools=[MCP], max_tool_calls=2)
+    assert [one.type for one in response.output].count("mcp_call") == 2
+    assert "local_add" not in asked(server)  # the last generation has no tools
+    assert "local_add" in asked(server, back=2)
+
+
+def test_a_server_that_is_not_there(server, responses, says):
+    says("hello")
+    response = responses.create(model="m", input="hi", tools=[{**MCP, "server_label": "dead"}])
+    assert response.output[0].error and response.output[0].tools == [] and response.output_text == "hello"
+
+
+@pytest.mark.parametrize(
+    ("tool", "param", "message"),
+    [
+        ({"server_label": "none"}, "tools[0]", "does not speak to; it has local, dead"),
+        ({"server_label": "x", "server_url": "http://a/mcp"}, "tools[0]", "http://a/mcp"),
+        ({"server_label": ""}, "tools[0].server_label", "missing"),
+        ({"server_label": "local", "headers": {"a": "b"}}, "tools[0].headers", "own file"),
+        ({"server_label": "local", "require_approval": "maybe"}, "tools[0].require_approval", "maybe"),
+        ({"server_label": "local", "allowed_tools": {"read_only": True}}, "tools[0]", "read_only"),
+    ],
+)
+def test_what_is_wrong_is_said(server, tool, param, message):
+    answer = server.post("responses", input="hi", tools=[{"type": "mcp", **tool}])
+    assert answer.status == 400 and message in answer.body["error"]["message"]
+    assert answer.body["error"]["param"] == param
+
+
+def test_a_word_on_no_request(server):
+    word = {"type": "mcp_approval_response", "approval_request_id": "mcpr_x", "approve": True}
+    answer = server.post("responses", input=[word], tools=[MCP])
+    assert answer.status == 400 and "mcpr_x" in answer.body["error"]["message"]
+    answer = server.post("responses", input=[{"type": "mcp_approval_response", "approve": True}], tools=[MCP])
+    assert answer.status == 400 and "approval_request_id is missing" in answer.body["error"]["message"]

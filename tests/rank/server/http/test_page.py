@@ -1,0 +1,351 @@
+"""The page that people chat on: served with a strict policy, and used in a headless Chromium."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from phalanx.rank.server.http import page
+
+from .... import browser
+from ..conftest import Front
+
+pytestmark = pytest.mark.timeout(120)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object"}}}
+RICH = """\
+# A title
+
+Some **bold** and *thin* text with `code`, a [link](https://example.org/x) and $e^{i\\pi} + 1 = 0$.
+
+- one
+  - inside
+- two
+
+1. first
+2. second
+
+| name | value |
+|---|---:|
+| a | 1 |
+| b | 22 |
+
+```python
+def f(x):  # a comment
+    return "text", x + 1
+```
+
+> quoted
+
+$$\\sum_{k=1}^{n} k = \\frac{n(n+1)}{2}$$
+
+<script>alert(1)</script> ![pixel](https://example.org/p.png) [bad](javascript:alert(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_dir, tokenizer):
+    place, options = tmp_path_factory.mktemp("front"), {"served_model_name": "tiny,other", "ui_server": True}
+    front = Front(place, model_dir, tokenizer, True, {"per_delta": 3}, **options)
+    yield front
+    front.stop()
+
+
+@pytest.fixture
+def says(server, monkeypatch):
+    def says(text, **more):
+        for name, value in {"answer": text, "pause": 0.0, "per_delta": 3, **more}.items():
+            monkeypatch.setattr(server.lead, name, value)
+
+    return says
+
+
+def test_each_file_with_its_kind_and_policy(server):
+    index = server.request("GET", "/")
+    assert index.status == 200 and b"<title>Phalanx" in index.body
+    policy = index.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+    named = set(re.findall(rb'(?:src|href)="(ui/[^"]+)"', index.body))
+    scripts = b"".join(content for name, (content, _) in page.files().items() if name.endswith(".js"))
+    named |= {b"ui/" + name for name in re.findall(rb'from "\./([\w.]+)"', scripts)}
+    assert len(named) >= 8
+    for path in named:
+        answer = server.request("GET", f"/{path.decode()}")
+        assert answer.status == 200 and answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Content-Security-Policy"] == policy
+        assert ("javascript" in answer.headers["Content-Type"]) == path.endswith(b".js")
+
+
+def test_nothing_inline_and_nothing_from_elsewhere():
+    text = b"".join(content for content, _ in page.files().values()).decode()
+    assert not re.search(r'<script(?! type="module" src="ui/)', text) and "style=" not in text and "<style" not in text
+    assert not re.search(r"\binnerHTML\b|\beval\(|new Function|document\.write", text)
+    elsewhere = set(re.findall(r"https?://[\w./]+", text))
+    assert elsewhere == {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}  # names, not addresses
+
+
+def test_files_stay_small():
+    assert all(content.count(b"\n") < 400 for content, _ in page.files().values())
+
+
+def test_off_unless_asked_for_and_no_other_file(server, make_front):
+    front = make_front()
+    for path in ("/", "/ui/app.js"):
+        answer = front.request("GET", path)
+        assert answer.status == 404 and "--ui-server" in answer.body["error"]["message"]
+    for path in ("/ui/..%2Fpage.py", "/ui/none.js"):
+        assert server.request("GET", path).status == 404
+
+
+def test_reached_without_a_key_which_its_requests_need(make_front):
+    front = make_front(ui_server=True, api_keys=["secret"])
+    assert front.request("GET", "/").status == 200 and front.request("GET", "/v1/models").status == 401
+
+
+# In a browser.
+
+needs_browser = [pytest.mark.long, pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "-")]
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with browser.Browser(tmp_path_factory.mktemp("chromium")) as one:
+        yield one
+
+
+@pytest.fixture
+def window(chromium, server):
+    """A page without conversations. PHALANX_SHOTS names a directory that keeps what it looked like at the end."""
+    url = f"http://127.0.0.1:{server.port}/"
+    chromium.size(1280, 860)
+    chromium.scheme("light")
+    chromium.open(url)
+    chromium.js("localStorage.clear(); sessionStorage.clear(); indexedDB.deleteDatabase('phalanx')")
+    chromium.open(url)
+    chromium.wait("return document.querySelector('.dot.ready') && document.querySelector('#model option')")
+    chromium.log()
+    yield chromium
+    if place := os.environ.get("PHALANX_SHOTS"):
+        name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
+        chromium.shot(Path(place) / f"{name}.png")
+
+
+def send(window, text):
+    window.type("#input", text + browser.KEYS["enter"])
+
+
+def finished(window, count):
+    """Wait for so many answers; their texts."""
+    script = (
+        "return document.querySelectorAll('.assistant').length >= arguments[0] && !document.querySelector('.running')"
+    )
+    window.wait(script, count)
+    return window.texts(".assistant .body")
+
+
+def asked(server):
+    request = server.lead.requests[-1]
+    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
+
+
+def browsed(test):
+    for mark in needs_browser:
+        test = mark(test)
+    return test
+
+
+@browsed
+def test_markdown_math_and_code(window, says):
+    says(RICH)
+    send(window, "hi")
+    finished(window, 1)
+    count = lambda css: window.js("return document.querySelectorAll(arguments[0]).length", f".assistant .prose {css}")  # noqa: E731
+    assert (count("h1"), count("strong"), count("em"), count("ul ul li"), count("ol li"), count("td.right")) == (
+        1,
+        1,
+        1,
+        1,
+        2,
+        2,
+    )
+    assert (count("math"), count("math[display=block] munderover"), count("mfrac"), count("blockquote")) == (2, 1, 1, 1)
+    assert (count(".hl-word"), count(".hl-comment"), count(".hl-string")) == (2, 1, 1)
+    assert (count("script"), count("img")) == (0, 0)
+    links = window.js("return [...document.querySelectorAll('.prose a')].map((one) => one.href)")
+    assert links == ["https://example.org/x", "https://example.org/p.png"]
+    assert "<script>alert(1)</script>" in window.texts(".prose")[0]
+    window.click(".copy")
+    window.wait("return document.querySelector('.copy').textContent === 'Copied'")
+    assert re.search(r"\d+ tokens", window.texts(".figures")[-1]) and "/ 512" in window.texts("#gauge")[0]
+    assert not [line for line in window.log() if "mcp/tools" not in line]
+
+
+@browsed
+def test_stop_go_on_and_again(window, server, says):
+    says("hello world " * 50, pause=0.02, per_delta=1)
+    send(window, "count")
+    window.wait("return document.querySelector('.running .prose')?.innerText.length > 10")
+    window.keys("escape")
+    (text,) = finished(window, 1)
+    server.wait(lambda: not server.link.open_sequences)
+    assert "stopped" in window.texts(".assistant .figures")[0]
+    says("and the rest")
+    window.click(".do-goOn")
+    window.wait("return document.querySelector('.assistant .body').innerText.includes('and the rest')")
+    (longer,) = finished(window, 1)
+    assert longer.startswith(text.strip()) and asked(server).rstrip().endswith(text.strip())
+    says("another answer")
+    window.click(".do-again")
+    window.wait("return document.querySelector('.branches')")
+    assert "another answer" in finished(window, 1)[0] and window.texts(".branches") == ["2 / 2"]
+    window.click(".branches .do-left")
+    assert window.texts(".branches") == ["1 / 2"] and "and the rest" in window.texts(".assistant .body")[0]
+
+
+@browsed
+def test_an_edit_makes_a_branch_and_both_are_kept(window, server, says):
+    says("fine")
+    send(window, "how are you?")
+    finished(window, 1)
+    says("good morning")
+    window.keys("up")
+    window.js("document.querySelector('textarea.edit').value = 'good morning?'")
+    window.type("textarea.edit", browser.KEYS["enter"])
+    window.wait("return document.querySelector('.user .branches')")
+    assert "good morning" in finished(window, 1)[0] and window.texts(".user .plain") == ["good morning?"]
+    assert "how are you" not in asked(server)
+    window.open(f"http://127.0.0.1:{server.port}/")
+    window.click(".item .open")
+    assert window.texts(".user .branches") == ["2 / 2"]
+    window.click(".user .branches .do-left")
+    assert window.texts(".user .plain") == ["how are you?"] and "fine" in window.texts(".assistant .body")[0]
+
+
+@browsed
+def test_a_tool_call_and_its_result(window, server, says):
+    says(f"<think>\nI look.\n</think>\n\n{CALL}")
+    window.click("#open-settings")
+    window.js("document.getElementById('set-tools').value = arguments[0]", json.dumps([TOOL]))
+    window.type("#set-tools", " ")
+    window.type("#set-system", "be brief")
+    window.type("#set-temperature", "0.5")
+    window.click("#open-settings")
+    send(window, "weather?")
+    finished(window, 1)
+    assert window.texts(".reasoning .title") == ["Thoughts"] and "get_weather" in window.texts(".call .title")[0]
+    assert "waits for a result" in window.texts(".call .mark")[0]
+    assert asked(server).startswith("<|turn|>tools") and "be brief" in asked(server)
+    assert server.lead.requests[-1].sampling.temperature == 0.5
+    says("it rains in Paris")
+    window.click(".call summary")
+    window.type(".result textarea", '{"sky": "rain"}')
+    window.click(".result .primary")
+    window.wait("return document.querySelectorAll('.assistant').length === 2")
+    assert "it rains in Paris" in finished(window, 2)[1] and '"sky": "rain"' in asked(server)
+
+
+@browsed
+def test_dark_by_the_system_and_by_choice(window, says):
+    says(RICH)
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    light = window.js(colour)
+    window.scheme("dark")
+    dark = window.js(colour)
+    assert sum(map(int, re.findall(r"\d+", light))) > 600 > 150 > sum(map(int, re.findall(r"\d+", dark)))
+    window.scheme("light")
+    window.click("#theme")
+    assert window.js(colour) == dark
+    send(window, "hi")
+    finished(window, 1)
+
+
+@browsed
+def test_a_phone(window, says):
+    window.size(390, 780)
+    says(RICH)
+    send(window, "hi")
+    finished(window, 1)
+    assert window.js("return document.documentElement.scrollWidth <= 390")
+    assert window.js("return document.querySelector('#side').getBoundingClientRect().right <= 0")
+    window.click("#open-side")
+    window.wait("return document.querySelector('#side').getBoundingClientRect().left === 0")
+    window.click(".item .open")
+    window.wait("return document.querySelector('#side').getBoundingClientRect().right <= 0")
+
+
+@browsed
+def test_search_export_and_import(window, says):
+    says("fine")
+    for text in ("about apples", "about pears"):
+        send(window, text)
+        finished(window, 1)
+        window.click("#new")
+    window.keys("control", "k")
+    window.type("#search", "PEARS")
+    assert window.texts(".item .open") == ["about pears"]
+    exported = window.js(
+        "return new Promise((resolve) => { URL.createObjectURL = (blob) => { blob.text().then(resolve); return ''; };"
+        "document.getElementById('export').click(); })"
+    )
+    kept = json.loads(exported)
+    assert [one["title"] for one in kept["chats"]] == ["about pears", "about apples"]
+    kept["chats"][0] |= {"id": "imported", "title": "from a file"}
+    put = """const files = new DataTransfer(); files.items.add(new File([arguments[0]], "a.json"));
+        const pick = document.getElementById("pick-import"); pick.files = files.files;
+        pick.dispatchEvent(new Event("change"));"""
+    window.js(put, json.dumps(kept))
+    window.wait("return document.getElementById('toast').innerText.includes('2 conversations were added')")
+    window.js(
+        "const field = document.getElementById('search'); field.value = ''; field.dispatchEvent(new Event('input'))"
+    )
+    assert sorted(window.texts(".item .open")) == ["about apples", "about pears", "from a file"]
+    window.js(put, "{}")
+    window.wait("return document.getElementById('toast').innerText.includes('no file of exported conversations')")
+
+
+@browsed
+def test_a_dropped_file_goes_along(window, server, says):
+    says("read")
+    window.js(
+        """const data = new DataTransfer(); data.items.add(new File(["secret words"], "notes.txt"));
+        dispatchEvent(new DragEvent("drop", {dataTransfer: data, bubbles: true, cancelable: true}));"""
+    )
+    window.wait("return document.querySelector('#files .file')")
+    send(window, "what is in it?")
+    finished(window, 1)
+    assert "notes.txt" in asked(server) and "secret words" in asked(server)
+    assert "notes.txt" in window.texts(".user .file")[0]
+
+
+@browsed
+def test_errors_are_told(window, server, says, monkeypatch):
+    says("x")
+    monkeypatch.setattr(server.lead, "error", (500, "the engine stumbled"))
+    send(window, "hi")
+    window.wait("return document.querySelector('.error')")
+    assert "the engine stumbled" in window.texts(".error")[0]
+
+
+@browsed
+def test_the_key_is_asked_for(chromium, make_front):
+    front = make_front(ui_server=True, api_keys=["secret"])
+    chromium.size(1280, 860)
+    chromium.open(f"http://127.0.0.1:{front.port}/")
+    chromium.wait("return document.querySelector('#key[open]')")
+    chromium.type("#key-input", "secret")
+    chromium.click("#key .primary")
+    chromium.wait("return document.querySelector('#model option')")
+    chromium.click("#input")
+    send(chromium, "hi")
+    assert "hello world" in finished(chromium, 1)[0]
+
+
+@browsed
+def test_a_fast_answer_is_shown_whole(window, server, says):
+    says("hello world. " * 60, per_delta=50)
+    began = time.monotonic()
+    send(window, "much")
+    (text,) = finished(window, 1)
+    assert len(text) > 500 and time.monotonic() - began < 20
