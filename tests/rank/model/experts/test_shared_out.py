@@ -12,7 +12,7 @@ from ..harness import distance, reference, reference_logits, run_steps, tokens
 from ..test_architectures import MODELS, write
 
 TOLERANCE = 1e-4
-NAMES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe")
+NAMES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
