@@ -5,6 +5,7 @@
 (a) decode: B prompts of 128 tokens; ms per token step = (t(256 new) - t(32 new)) / 224
 (b) prefill: one prompt of max_model_len - 1 tokens, 16 of 1024; 1 new token
 (c) mixed: 512 requests, prompt U[64, 1024], output U[64, 512], seed 0
+(g) decode as in (a), without and with a grammar (a JSON schema) for all sequences: what masks cost; needs llguidance
 (p) on a GPU, beside these: the time of a decode step of (a), kernel by kernel
 (q) the same of the one prompt of (b)
 (t) the same of all of (c), with prompt steps apart
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from phalanx.benchmarks import budget
+from phalanx.benchmarks import budget, constrained
 from phalanx.benchmarks import step as bench
 from phalanx.launcher import builtin_model
 from phalanx.launcher.job import mpirun
@@ -36,6 +37,7 @@ from phalanx.rank import __main__ as program
 from phalanx.rank import protocol
 from phalanx.rank.model.base import Model
 from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
+from phalanx.rank.scheduler.grammar import Compiled
 from phalanx.rank.scheduler.replica import Replica
 
 ASK = "PHALANX_BENCH_OFFLINE"  # what to measure, as JSON, for the ranks
@@ -112,6 +114,7 @@ class Offline:
         self._random = random.Random(0)
         self._vocab = vocab_size
         self._names = 0
+        self._compiled: Compiled | None = None
 
     def run(self, max_num_seqs: int) -> None:
         ask = self.ask
@@ -129,6 +132,10 @@ class Offline:
                     self.prefill(batch, length)
         if "c" in ask.parts:
             self.mixed()
+        if "g" in ask.parts:
+            self._compiled = constrained.compiled(self._vocab)
+            for batch in ask.batches:
+                self.constrained(batch)
         if "p" in ask.parts:
             for batch in ask.batches:
                 self.budget(batch)
@@ -144,33 +151,42 @@ class Offline:
     def prompt(self, length: int) -> bytes:
         return protocol.pack_u32([self._random.randrange(1000, self._vocab - 1000) for _ in range(length)])
 
-    def generate(self, prompts: list[bytes], outs: list[int]) -> float:
-        """Seconds for the whole list; outs: how many tokens each gets."""
+    def generate(self, prompts: list[bytes], outs: list[int], text: str = "") -> float:
+        """Seconds for the whole list; outs: how many tokens each gets; text: a grammar for all."""
         before = self.scheduler.counters.output_tokens
         start = time.perf_counter()
         for ids, new in zip(prompts, outs, strict=True):
             self._names += 1
-            self.scheduler.add(
-                protocol.Request(str(self._names), ids, protocol.SamplingParams(max_tokens=new, temperature=0.0))
-            )
+            sampling = protocol.SamplingParams(max_tokens=new, temperature=0.0)
+            grammar = self._compiled.grammar(text) if self._compiled and text else None
+            self.scheduler.add(protocol.Request(str(self._names), ids, sampling, grammar=text), grammar=grammar)
         self._bench.steps()
         seconds = time.perf_counter() - start
         assert self.scheduler.counters.output_tokens - before == sum(outs)
         return seconds
 
-    def decode(self, batch: int) -> None:
+    def constrained(self, batch: int) -> None:
+        free = self.decode(batch)
+        held = self.decode(batch, constrained.grammar())
+        self.say(what="constrained", batch=batch, loss_percent=round((held / free - 1) * 100, 2))
+
+    def decode(self, batch: int, grammar: str = "") -> float:
+        """Milliseconds of a step."""
         short, long, length = 32, 256, 128
 
         def times(new: int, count: int) -> list[float]:
-            return [self.generate([self.prompt(length) for _ in range(batch)], [new] * batch) for _ in range(count)]
+            made = ([self.prompt(length) for _ in range(batch)] for _ in range(count))
+            return [self.generate(prompts, [new] * batch, grammar) for prompts in made]
 
         times(8, 1)
         shorts, longs = times(short, self.ask.reps), times(long, self.ask.reps)
         ms = (min(longs) - min(shorts)) / (long - short) * 1e3
         median = (statistics.median(longs) - statistics.median(shorts)) / (long - short) * 1e3
-        self.say(what="decode", batch=batch, prompt=length, new=long, ms_per_token=round(ms, 4),
+        what = "constrained decode" if grammar else "decode"
+        self.say(what=what, batch=batch, prompt=length, new=long, ms_per_token=round(ms, 4),
                  ms_per_token_median=round(median, 4), tokens_per_s=round(batch / ms * 1e3, 1),
                  total_s=round(min(longs), 4), short_s=round(min(shorts), 4))  # fmt: skip
+        return ms
 
     def budget(self, batch: int) -> None:
         """The step of part (a) in the middle of its 256 tokens."""
@@ -231,7 +247,7 @@ def main() -> None:
     parser.add_argument("--config", default="llama3-8b", help=f"{', '.join(sorted(CONFIGS))}, or a config.json")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1, help="ranks of tp that share experts out")
-    parser.add_argument("--parts", default="abc", help="which of a, b, c, p, q, t to run")
+    parser.add_argument("--parts", default="abc", help="which of a, b, c, g, p, q, t to run")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=8192)

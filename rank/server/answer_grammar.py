@@ -9,7 +9,7 @@ from .api_error import bad
 from .constraint import Constraint, checked, json_schema
 from .text.lark import Lark
 from .text.load import Text
-from .text.output_parser import ReasoningFormat
+from .text.reasoning import ReasoningFormat
 from .text.tool_formats import CallableTool, ToolCallFormat
 
 NEWLINES = r"/\n{0,3}/"  # between thoughts and answer
@@ -50,6 +50,9 @@ def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | Non
         calls = None
     if calls is None and constraint is None:
         return ""
+    if text.reasoning is not None and text.reasoning.dropped:
+        field = constraint.field if constraint is not None else "tools"
+        raise bad(field, f"{field}: what this model writes in several messages cannot be constrained yet, leave it out")
     if calls is None and thoughts is None:
         return json.dumps({"grammars": [wanted]})
     lark = Lark(text.tokenizer.added)
@@ -59,7 +62,7 @@ def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | Non
         answers += _answers_with_calls(lark, calls, form, constraint is None and not calls.required)
     start = f"({' | '.join(answers)})"
     if thoughts is not None:
-        opens, closes = thoughts.format
+        opens, closes = thoughts.format.open, thoughts.format.close
         rest = f"{lark.until(closes)} {NEWLINES}"
         start = f"{rest if thoughts.begun else f'({lark.marker(opens)} {rest})?'} {start}"
     return lark.grammar(start)

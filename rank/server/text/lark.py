@@ -25,8 +25,8 @@ class Lark:
         return json.dumps(text) if text else '""'
 
     def marker(self, text: str) -> str:
-        """A marker, as the token that it is or spelled out."""
-        return f"(<[{self.added[text]}]> | {self.literal(text)})" if text in self.added else self.literal(text)
+        """A marker: the token that it is, or spelled out where there is none. Spelled beside a token it is text."""
+        return f"<[{self.added[text]}]>" if text in self.added else self.literal(text)
 
     def call(self, name: str, arguments: str, key: str = "arguments") -> str:
         """{"name": …, "arguments": …}, with an expression for the arguments."""
@@ -53,10 +53,9 @@ class Lark:
 
     def until(self, marker: str) -> str:
         """Any text up to and with the first marker."""
-        spelled = self.rule("/(?s:.*)/", f"[suffix={self.literal(marker)}]")
-        if marker not in self.added:
-            return spelled
-        return f"({self.text(marker)} <[{self.added[marker]}]> | {spelled})"
+        if marker in self.added:
+            return f"({self.text(marker)} <[{self.added[marker]}]>)"
+        return self.rule("/(?s:.*)/", f"[suffix={self.literal(marker)}]")
 
     def grammar(self, start: str) -> str:
         """The whole, for llguidance."""

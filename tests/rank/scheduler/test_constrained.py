@@ -43,7 +43,7 @@ def regex(compiled, pattern):
     return grammar(compiled, {"lark_grammar": f"start: /{pattern}/"})
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_every_text_that_is_complete_is_valid(text, compiled, engine, stages):
     one = engine(seed=stages, stages=stages)
     schemas = {}
