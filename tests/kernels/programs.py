@@ -171,6 +171,7 @@ PROGRAMS = [
     ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
     ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
+    ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu", part=True))),
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(8, 64)))),
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(8, 128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(32, 128)))),

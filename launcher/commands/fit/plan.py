@@ -53,8 +53,10 @@ class Answer:
     command: list[str]
 
 
-def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: int = 0) -> list[Layout]:
-    """All that use every rank: tensor groups inside a node unless --tp says otherwise, whole key heads per rank."""
+def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: int = 0, ep: int = 0) -> list[Layout]:
+    """All that use every rank: tensor groups inside a node unless --tp says otherwise, whole key heads per rank.
+
+    Experts are cut, or whole over a tensor group or over all copies, unless ep says otherwise."""
     found = []
     for t in shape.ranks:
         if (t != tp) if tp else (cluster.per_node % t != 0):
@@ -67,12 +69,17 @@ def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: i
             d = cluster.ranks // t // p
             if dp and d != dp:
                 continue
-            found.append(Layout(t, p, d))
-            if shape.experts > 1:
-                if t * d > 1 and shape.experts % (t * d) == 0:
-                    found.append(Layout(t, p, d, ep=t * d))
-                found.append(Layout(t, p, d, offload=True))
+            found += _placements(shape.experts, t, p, d, ep)
     return found
+
+
+def _placements(experts: int, tp: int, pp: int, dp: int, ep: int) -> list[Layout]:
+    """The ways to share experts out. ep: only this degree, of those that divide tp or span copies."""
+    degrees = {1} | ({tp, tp * dp} if experts > 1 else set())
+    if ep:
+        degrees = {ep} if ep in degrees or (experts > 1 and tp % ep == 0) else set()
+    found = [Layout(tp, pp, dp, ep=degree) for degree in sorted(degrees) if degree <= experts]
+    return found + ([Layout(tp, pp, dp, offload=True)] if experts > 1 and ep <= 1 else [])
 
 
 def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workload) -> LayoutEstimate:
@@ -109,7 +116,7 @@ def _lacking(layout: Layout) -> str:
     for wanted, name in ((layout.dp > 1, "dp"), (layout.ep > 1, "ep"), (layout.offload, "offload")):
         if wanted and name not in specs(Options):
             return f"{name} is not served yet"
-    return ""
+    return "ep over several copies is not served yet" if layout.ep > layout.tp else ""
 
 
 def best(figures: list[LayoutEstimate]) -> LayoutEstimate | None:

@@ -69,11 +69,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def live(path, tp, pp, dtype, isq):
+def live(path, tp, pp, dtype, isq, ep=1):
     """What each rank of a job reports and allocates: weights, rope table, KV cache for TOKENS; by rank."""
 
     def rank(world):
-        model = load(path, mesh.build(world, tp, pp), "cpu", dtype, max_model_len=CONTEXT, load_format="dummy", isq=isq)
+        grid = mesh.build(world, tp, pp, ep=ep)
+        model = load(path, grid, "cpu", dtype, max_model_len=CONTEXT, load_format="dummy", isq=isq)
         blocks, cpu = TOKENS // engine.BLOCK_SIZE, torch.device("cpu")
         caches = kv_cache.allocate(model.cache_specs(), blocks, engine.BLOCK_SIZE, model.dtype, cpu)
         return model.weight_bytes, model.rope.nbytes, sum(x.nbytes for layer in caches for x in layer)
@@ -96,6 +97,14 @@ def compare(path, dtype, isq="none", exact=True):
 @pytest.mark.parametrize("model_type, variant", CASES)
 def test_bytes_of_live_ranks(tmp_path, model_type, variant, dtype):
     compare(write(tmp_path, config_of(model_type, **VARIANTS[variant])), dtype)
+
+
+@pytest.mark.parametrize("tp, ep", [(2, 2), (6, 3), (6, 2)])
+def test_bytes_where_experts_are_shared_out(tmp_path, tp, ep):
+    """Of 7 experts, so that the first ranks have most."""
+    path = write(tmp_path, config_of("qwen2_moe"))
+    (stage,) = memory.stages(read(path, "f32", "cpu", most=tp), Layout(tp, ep=ep), CONTEXT)
+    assert stage.loaded == max(weights for weights, *_ in live(path, tp, 1, "f32", "none", ep))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

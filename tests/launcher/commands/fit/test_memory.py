@@ -144,6 +144,8 @@ def test_qwen3_30b_a3b(shape):
     router = 2 * 48 * 262_144
     assert weights(model, Layout(4))["experts"] == 2 * 48 * 603_979_776 // 4 + router
     assert weights(model, Layout(4, ep=4))["experts"] == 2 * 48 * 603_979_776 // 4 + router
+    # two groups of 64 experts, each cut over two ranks
+    assert weights(model, Layout(4, ep=2))["experts"] == 2 * 48 * 603_979_776 // 4 + router
     # dp 4 with an expert group over all: attention whole on each, a quarter of the experts
     held = weights(model, Layout(1, dp=4, ep=4))
     assert held["attention"] == 2 * 48 * 18_874_368
@@ -315,6 +317,19 @@ def test_layouts(shape):
     mixture = plan.layouts(shape("Qwen3-30B-A3B"), cluster())
     assert {Layout(8), Layout(8, ep=8), Layout(1, 1, 8, ep=8), Layout(8, offload=True)} <= set(mixture)
     assert Layout(1, 8, 1, ep=1) in mixture and Layout(1, 8, 1, ep=8) not in mixture
+    two = plan.layouts(shape("Qwen3-30B-A3B"), cluster(), ep=2)
+    assert {one.ep for one in two} == {2} and not [one for one in two if one.tp == 1 and one.dp != 2]
+    assert plan.layouts(shape("Llama-3.1-70B"), cluster(), ep=2) == []
+    assert plan.layouts(shape("Qwen3-30B-A3B"), cluster(), tp=2, ep=3) == []
+
+
+def test_experts_of_several_copies_are_not_shared_out_yet(shape):
+    model = shape("Qwen3-30B-A3B")
+    within, over = (
+        plan.estimate(model, one, cluster(), ASKED) for one in (Layout(2, dp=4, ep=2), Layout(2, dp=4, ep=8))
+    )
+    assert within.unserved == "" and over.unserved == "ep over several copies is not served yet"
+    assert within.room.activations > plan.estimate(model, Layout(2, dp=4), cluster(), ASKED).room.activations
 
 
 def figures(model, where, asked=ASKED):
