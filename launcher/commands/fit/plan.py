@@ -35,8 +35,7 @@ class LayoutEstimate:
     together: int  # sequences of the full context that the caches hold at once, over all copies
     verdict: str  # "" when everything asked for fits
     runs: bool
-    unserved: str  # "" when Phalanx runs this model in this layout today; else what is missing
-    lacking: str  # what is missing for the layout
+    unserved: str  # "" when Phalanx runs this layout today; else what is missing
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,8 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
     speed = predict(shape, layout, cluster.device, asked, running, budget, cluster.per_node, cluster.network)
     lacks = _host_lacks(held, layout, cluster)
     verdict = _verdict(held, asked, lacks, together)
-    lacking = _lacking(layout)
     runs = not held.problem and not lacks
-    return LayoutEstimate(layout, held, speed, together, verdict, runs, shape.unserved or lacking, lacking)
+    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout))
 
 
 def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:

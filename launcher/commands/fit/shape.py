@@ -94,9 +94,7 @@ class ModelShape:
     degrees: tuple[int, ...]  # tensor degrees that its heads allow
     stages: tuple[tuple[int, ...], ...]  # by the number of stages less 1: the layers of each stage
     ranks: dict[int, RankShape]  # by tensor degree, those that were asked for
-    unserved: str = ""  # "" when Phalanx serves it; else why not
     chosen: int = 0  # experts that a token visits
-    notes: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:

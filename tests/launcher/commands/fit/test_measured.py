@@ -16,7 +16,7 @@ from phalanx.rank.worker import engine, kv_cache
 
 from .... import gguf_files
 from ....checkpoints import make_checkpoint
-from .configs import CONFIGS, read, write
+from .configs import read, write
 
 TOKENS = 4096
 CONTEXT = 512
@@ -151,12 +151,6 @@ def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path)
     assert read(path).degrees == (1, 2, 3, 6, 12) and read(path, isq="q8_0").degrees == (1, 3, 6)
 
 
-def test_what_isq_makes_of_a_model_that_is_not_served(tmp_path):
-    with pytest.raises(FatalError, match="--isq q8_0: .* is not known") as stop:
-        read(write(tmp_path, CONFIGS["DeepSeek-V3"]), isq="q8_0")
-    assert stop.value.code == USAGE
-
-
 @pytest.mark.parametrize("variant", ["plain", "tied"])
 def test_bytes_where_matrices_are_packed(tmp_path, monkeypatch, variant):
     """Without a compiler. A tied head has bytes of its own then."""
@@ -184,7 +178,6 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     shape, config = read(path), rank_config.read_config(path)
     assert list(shape.degrees) == rank_config.tensor_degrees(config.num_heads, config.num_kv_heads)
     assert shape.max_positions == config.max_positions
-    assert shape.unserved == ""
     # Gate and up, and what they make of each other, of one layer or of two experts; or, without a gate, attention's
     # queries, keys, values and outputs.
     times = 2 if model_type in ("gpt_oss", "minimax_m2", "mixtral") else 1
