@@ -16,6 +16,7 @@ from ..mcp.tool_servers import call as call_tool
 from ..responses_request import ResponsesRequest
 from ..session import Session
 from ..text.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart, ToolResult
+from ..tool_choice import relaxed
 from .chat import answer
 from .routes import Call, Route
 
@@ -48,7 +49,9 @@ async def respond(
     chat = request.chat([*items, *made], given.functions())
 
     async def again(messages: list[Message], used: int, tools: bool) -> Session:
-        more: dict[str, Any] = {} if tools else {"tools": None, "tool_choice": None}
+        more: dict[str, Any] = {"tool_choice": relaxed(chat.tool_choice)}
+        if not tools:
+            more = {"tools": None, "tool_choice": None}
         if chat.max_tokens is not None:
             more["max_tokens"] = max(1, chat.max_tokens - used)
         return await answer(call, msgspec.structs.replace(chat, messages=[*chat.messages, *messages], **more))

@@ -48,7 +48,7 @@ COMMON = {
     **dict.fromkeys(("lora", "lora_path"), "adapters are not supported yet"),
     "repeat_last_n": "repetition_penalty counts the whole prompt and output, leave it out",
     # fields of the other endpoints
-    **dict.fromkeys(("background", "previous_response_id", "text"), "this is for /v1/responses"),
+    **dict.fromkeys(("background", "previous_response_id", "max_tool_calls", "text"), "this is for /v1/responses"),
     "truncation": LENGTH,
     "stop_sequences": "use stop",
     "max_output_tokens": "use max_tokens",
