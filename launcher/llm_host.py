@@ -60,6 +60,8 @@ class JobHost:
             sampling=SamplingDefaults(**defaults),
             generation_config="auto" if options.generation_config else "none",
             chat_template=options.chat_template,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
             thinking=options.thinking,
         )
         self._config = config

@@ -52,6 +52,21 @@ STORED_SPELLINGS = {  # other engines', of which some name the kernel as well
     "gptq_marlin": "gptq", "awq_marlin": "awq", "marlin": "gptq", "compressed_tensors": "compressed-tensors",
 }  # fmt: skip
 
+# How models write tool calls and mark their thoughts: a file each.
+_TEXT = Path(__file__).parent / "server" / "text"
+TOOL_FORMATS = tuple(sorted(path.stem for path in (_TEXT / "tool_formats").glob("[a-z]*.py")))
+REASONING = tuple(sorted(path.stem for path in (_TEXT / "reasoning").glob("[a-z]*.py")))
+TOOL_SPELLINGS = {  # vLLM's
+    "llama3_json": "llama3", "llama4_json": "llama3", "llama": "llama3", "llama4_pythonic": "pythonic",
+    "olmo3": "pythonic", "qwen": "hermes", "granite4": "hermes", "ernie45": "hermes", "qwen3_xml": "qwen3_coder",
+    "glm47": "glm45", "minimax": "minimax_m2", "phi4_mini_json": "phi4", "openai": "harmony", "seed_oss": "seed",
+    "functiongemma": "gemma", "gemma4": "gemma", "hunyuan_a13b": "jamba",
+}  # fmt: skip
+REASONING_SPELLINGS = {
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2", "step3", "ernie45"), "think"),
+    "openai_gptoss": "harmony", "seed_oss": "seed",
+}  # fmt: skip
+
 _MODEL, _SERVER, _RANKS, _MEMORY, _SAMPLING, _RUNNING = GROUPS
 
 
@@ -176,6 +191,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str, flag("--chat-template", group=_SERVER, metavar="FILE", help="a template that replaces the model's")
     ] = ""
+    tool_call_parser: Annotated[
+        str,
+        flag("--tool-call-parser", group=_SERVER, choices=("auto", "none", *TOOL_FORMATS), spellings=TOOL_SPELLINGS,
+             help="how the model writes tool calls; auto: as its template shows"),
+    ] = "auto"  # fmt: skip
+    reasoning_parser: Annotated[
+        str,
+        flag("--reasoning-parser", group=_SERVER, choices=("auto", "none", *REASONING), spellings=REASONING_SPELLINGS,
+             help="how the model marks its thoughts; auto: as its template shows"),
+    ] = "auto"  # fmt: skip
     thinking: Annotated[
         bool | None,
         flag(

@@ -54,6 +54,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0  # always set: the server process draws one where the request has none
     logprobs: int = -1  # -1 none, 0 the sampled token's only, n > 0 also the n most likely tokens'
+    prompt_logprobs: int = -1  # the same of the prompt's tokens
+    logprob_token_ids: tuple[int, ...] = ()  # given: of these instead of the most likely ones
+    allowed_token_ids: tuple[int, ...] = ()  # given: no others are sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never has
+    thinking_budget: int = -1  # most tokens of thoughts, which are closed then; -1: any number
+    thinking_tokens: tuple[int, int] = (-1, -1)  # that open and close thoughts
+    thinking: bool = False  # the prompt has opened them
     stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included unless ignore_eos
     min_tokens: int = 0  # stop_token_ids cannot be sampled before this many tokens
     pooling: str = ""  # "mean" or "last": its embedding is wanted; max_tokens is 1, and the token means nothing
@@ -116,6 +123,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token: int = -1  # the stop token id that ended it; it is not among `tokens`
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; in the first delta
     embedding: bytes = b""  # f32, little-endian
+    prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens but the first; in the first delta
     error: str = ""  # for finish == "error": what to tell the client
     status: int = 0  # and its HTTP status
 
@@ -241,6 +249,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes  # u32: one row's tokens behind the other's
     logprobs: dict[int, TokenLogprob] = {}  # by index into ids, of those that want them
     embeddings: dict[int, bytes] = {}  # f32, by index among the rows that sample
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by the same index, of prompts that the step has completed
     counts: bytes = b""  # u8: tokens of each row, at least one; empty: one each
 
     def tokens(self) -> list[list[int]]:

@@ -277,7 +277,7 @@ def supports(part: Part) -> bool:
     """Values are the first part of the keys, of one head; q and the cache are whole."""
     q, keys, values, params = part.q, part.keys, part.values, part.params
     shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr() and values.shape[3] < keys.shape[3]
-    plain = part.newest is None and not params.window and not params.softcap and q.dtype == keys.dtype
+    plain = part.newest is None and q.dtype == keys.dtype and params == AttentionParams(params.scale)
     return shared and plain and keys.is_contiguous() and q.stride()[1:] == (q.shape[2], 1)
 
 

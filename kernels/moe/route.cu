@@ -10,6 +10,49 @@ constexpr float LOWEST = -3.0e38f;  // below any logit that counts; a NaN is tha
 
 enum { SOFTMAX, SIGMOID };
 
+// A warp: which of a lane's experts, as bits, are in none of the TOP_GROUPS best of GROUPS groups. A group is as good as
+// its best GROUP_TOP experts together, one or two.
+__device__ inline unsigned outside_groups(const float* rank) {
+    constexpr int SIZE = EXPERTS / GROUPS;
+    const int lane = threadIdx.x % 32;
+    float value[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        float first = LOWEST, second = LOWEST;
+#pragma unroll
+        for (int i = 0; i < PER; i++) {
+            const int e = lane + i * 32;
+            if (e >= EXPERTS || e / SIZE != g) continue;
+            second = fmaxf(second, fminf(first, rank[i]));
+            first = fmaxf(first, rank[i]);
+        }
+#pragma unroll
+        for (int step = 16; step; step >>= 1) {
+            float other = __shfl_xor_sync(0xffffffffu, first, step);
+            float next = __shfl_xor_sync(0xffffffffu, second, step);
+            second = fmaxf(fmaxf(second, next), fminf(first, other));
+            first = fmaxf(first, other);
+        }
+        value[g] = GROUP_TOP == 1 ? first : first / 2 + second / 2;  // a sum of two could overflow
+    }
+    unsigned kept = 0, outside = 0;
+#pragma unroll
+    for (int k = 0; k < TOP_GROUPS; k++) {
+        int at = -1;
+        float best = 0;
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++)
+            if (!(kept >> g & 1) && (at < 0 || value[g] > best)) best = value[g], at = g;
+        kept |= 1u << at;
+    }
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = lane + i * 32;
+        if (e < EXPERTS && !(kept >> e / SIZE & 1)) outside |= 1u << i;
+    }
+    return outside;
+}
+
 // A warp: `logits` [EXPERTS] of one token → its ids and weights [TOP]. bias: of softmax's logits, or of sigmoid's scores, for
 // the choice alone.
 __device__ inline void choose_experts(const float* logits, const float* bias, int* ids, float* weights, float scale) {
@@ -43,7 +86,7 @@ __device__ inline void choose_experts(const float* logits, const float* bias, in
     sum = warp_sum(sum);
     float mine = 0, chosen = 0;  // lane k has the k-th
     int id = 0;
-    unsigned taken = 0;
+    unsigned taken = GROUPS > 1 ? outside_groups(rank) : 0;
 #pragma unroll 1
     for (int k = 0; k < TOP; k++) {
         float best = __int_as_float(0xff800000), value = 0;

@@ -65,8 +65,14 @@ def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: Rout
 def supports(weight: Tensor, params: RouterParams) -> bool:
     """Whether `route_cuda` takes this router."""
     experts, hidden = weight.shape
-    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts) and params.groups == 1
-    return weight.is_cuda and weight.element_size() == 2 and sizes and jit.plain(weight)
+    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts)
+    return weight.is_cuda and weight.element_size() == 2 and sizes and supports_groups(params) and jit.plain(weight)
+
+
+def supports_groups(params: RouterParams) -> bool:
+    """Whether route.cu chooses among them. It ranks a softmax's experts by their logits, which are not to be added."""
+    best = (1, 2) if params.scoring == "sigmoid" else (1,)
+    return params.groups == 1 or (params.groups <= 32 and params.group_top in best)
 
 
 def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
@@ -101,6 +107,9 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         NORMALISE=int(params.normalise),
         BIAS=int(bias),
         WARPS=WARPS,
+        GROUPS=params.groups,
+        TOP_GROUPS=params.top_groups,
+        GROUP_TOP=params.group_top,
     )
 
 

@@ -244,6 +244,8 @@ def config(
         sampling=SamplingDefaults(**defaults),
         generation_config="auto" if options.generation_config else "none",
         chat_template=options.chat_template,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         thinking=options.thinking,
         models=models.configs(options) if models is not None else [],
         idle_unload=models.idle_unload if models is not None else 0.0,

@@ -181,7 +181,8 @@ class Scheduler:
             sequence.extend_hashes(self.blocks.size)
             # The last token is always computed: its logits are needed.
             usable = (len(sequence.tokens) - 1) // self.blocks.size
-            if sequence.sampling.pooling == "mean":  # the mean needs all hidden states, and the cache keeps none
+            scored = sequence.sampling.prompt_logprobs >= 0 and not sequence.reported
+            if scored or sequence.sampling.pooling == "mean":  # they need all hidden states, and the cache keeps none
                 usable = 0
             hits = self.blocks.match(sequence.hashes[:usable])
             computed = len(hits) * self.blocks.size
@@ -288,6 +289,7 @@ class Scheduler:
                     stop_token=stop,
                     cached_tokens=0 if sequence.reported else sequence.cached_tokens,
                     embedding=output.embeddings.get(i, b""),
+                    prompt_logprobs=output.prompt_logprobs.get(i, []),
                     error=sequence.grammar.error if sequence.grammar is not None else "",
                     status=400 if finish == "error" else 0,
                 )

@@ -60,6 +60,8 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
     generation_config: str = "auto"  # "auto": the model directory's file; "none": ignore it; else a file's path
     chat_template: str = ""  # path of a template that replaces the model's
+    tool_call_parser: str = "auto"  # a file of text/tool_formats; "auto": the model's; "none": calls stay text
+    reasoning_parser: str = "auto"  # a file of text/reasoning; "auto", "none": the same
     thinking: bool | None = None  # enable_thinking of requests that do not say
     keep_alive_interval: float = 10.0  # seconds of silence on a stream before a comment is sent
     models: list[ModelConfig] = []  # of several models; the first is loaded at the start. []: there is one

@@ -11,9 +11,9 @@ from typing import Any
 
 from .. import protocol
 from .api_error import ApiError, bad
+from .embedding_request import POOLINGS, EmbeddingRequest
 from .generation import LoadedModel
 from .prompts import embedding_inputs
-from .schema import POOLINGS, EmbeddingRequest
 from .text_engine import TextEngine
 
 

@@ -14,8 +14,10 @@ from .prompts import Prompt, chat_prompt, completion_prompts, context_of
 from .sampling_params import max_tokens, sampling_params
 from .schema import ChatRequest, Common, CompletionRequest
 from .text.load import Text
-from .text.output_parser import OutputParser, ReasoningFormat
-from .text.tool_formats import ToolCallFormat
+from .text.output_parser import OutputParser
+from .text.reasoning import ReasoningFormat
+from .text.tool_formats import ToolCallFormat, Tools
+from .token_fields import token_limits
 from .tool_choice import tool_choice
 
 
@@ -36,6 +38,7 @@ class Generation(msgspec.Struct, kw_only=True):
     parser: Callable[[Prompt], OutputParser]  # a new one for each choice
     n: int = 1  # choices of each prompt
     skip: frozenset[int] = frozenset()  # tokens that have no text
+    markers: dict[int, str] = {}  # tokens that the parser looks for; what others spell is text
     keep_stop: bool = False  # the text ends after a stop token's text instead of before it
     priority: int = 0
     cache_salt: str = ""
@@ -49,11 +52,12 @@ Make = Callable[[LoadedModel, Any], Generation]  # from a request of its kind
 def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation:
     """The next message of a conversation. Takes as long as its texts are; raises ApiError."""
     prompt = chat_prompt(model.text, request, model.ready, model.thinking)
-    tool_format = model.text.tool_format if request.offered() else None
+    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.offered() or ()}
+    tool_format = model.text.tool_format if tools else None
     grammar = answer_grammar(
         model.text, request.constraint(), _calls(request), _thoughts(model, request, prompt.thinking)
     )
-    return _generation(model, request, [prompt], model.text.reasoning, tool_format, grammar)
+    return _generation(model, request, [prompt], model.text.reasoning, tool_format, tools, grammar)
 
 
 def _calls(request: ChatRequest) -> Calls | None:
@@ -87,6 +91,7 @@ def _generation(
     prompts: list[Prompt],
     reasoning: ReasoningFormat | None = None,
     tool_format: ToolCallFormat | None = None,
+    tools: Tools | None = None,
     grammar: str = "",
 ) -> Generation:
     text, ready = model.text, model.ready
@@ -97,19 +102,22 @@ def _generation(
     sampling = []
     for prompt in prompts:
         limit = max_tokens(request, model.defaults["max_tokens"], len(prompt.tokens), context_of(ready))
-        sampling.append(sampling_params(request, model.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit))
-    skip: frozenset[int] = frozenset()
-    if request.skip_special_tokens is not False:
-        markers = (*(reasoning or ()), *((*tool_format.opens, *tool_format.markers) if tool_format else ()))
-        # The parser has to see the markers that the model was given as special tokens.
-        skip = tokenizer.special - {tokenizer.added[text] for text in markers if text in tokenizer.added}
+        one = sampling_params(request, model.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit)
+        limits = token_limits(request, text, ready.vocab_size, prompt.thinking)
+        sampling.append(msgspec.structs.replace(one, **limits))
+    markers = [*(reasoning.markers if reasoning else ())]
+    markers += [*tool_format.opens, *tool_format.markers] if tool_format else []
+    # The parser has to see the markers that the model was given as special tokens, and those within longer markers.
+    seen = {id for token, id in tokenizer.added.items() if len(token) > 1 and any(token in one for one in markers)}
+    skip = tokenizer.special - seen if request.skip_special_tokens is not False else frozenset()
     keep_stop, parallel = bool(request.include_stop_str_in_output), request.parallel_calls()
     return Generation(
         prompts=prompts,
         sampling=sampling,
-        parser=lambda prompt: OutputParser(stops, keep_stop, reasoning, prompt.thinking, tool_format, parallel),
+        parser=lambda prompt: OutputParser(stops, keep_stop, reasoning, prompt.thinking, tool_format, parallel, tools),
         n=request.n or 1,
         skip=skip,
+        markers={id: token for token, id in tokenizer.added.items() if id in seen} if tokenizer.bytewise else {},
         keep_stop=keep_stop,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",

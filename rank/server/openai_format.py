@@ -6,6 +6,7 @@ server process's work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,8 +23,9 @@ encode = msgspec.json.encode
 LOWEST = -9999.0  # in place of -inf, which JSON does not have
 
 
-def _logprob(value: float) -> float:
-    return max(value, LOWEST)
+def _logprob(value: float) -> float | None:
+    """None of a prompt's first token, which nothing precedes."""
+    return None if math.isnan(value) else max(value, LOWEST)
 
 
 def tool_call(call: ToolCall) -> dict[str, Any]:
@@ -170,6 +172,8 @@ class OpenAiRenderer(Renderer):
             if self.token_ids:
                 entry["token_ids"] = got.tokens
                 entry["prompt_token_ids"] = choice.prompt.tokens
+            if self.request.prompt_logprobs is not None:
+                entry["prompt_logprobs"] = self._prompt_logprobs(choice)
             choices.append(entry)
         return {
             "id": self.id,
@@ -180,6 +184,25 @@ class OpenAiRenderer(Renderer):
             "choices": choices,
             "usage": session.usage(),
         }
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """As vLLM has them: of each token of the prompt an object, by the ids of tokens; none of the first."""
+        found: list[dict[str, Any] | None] = [None]
+        for entry in choice.prompt_logprobs:
+            likely = entry.top[: self.request.prompt_logprobs]
+            ranks = {token: rank for rank, (token, _) in enumerate(likely, 1)}
+            values = dict([*likely, (entry.token, entry.logprob)])
+            found.append(
+                {
+                    str(token): {
+                        "logprob": _logprob(value),
+                        "rank": ranks.get(token),
+                        "decoded_token": self._token_text(token)[0],
+                    }
+                    for token, value in values.items()
+                }
+            )
+        return found
 
     def _token_text(self, token: int) -> tuple[str, bytes]:
         piece = self.tokenizer.piece(token)
@@ -288,12 +311,13 @@ class TextRenderer(OpenAiRenderer):
         return {
             "tokens": [self._token_text(entry.token)[0] for entry, _ in entries],
             "token_logprobs": [_logprob(entry.logprob) for entry, _ in entries],
-            "top_logprobs": [self._top(entry) for entry, _ in entries],
+            "top_logprobs": [None if math.isnan(entry.logprob) else self._top(entry) for entry, _ in entries],
             "text_offset": [offset for _, offset in entries],
         }
 
-    def _top(self, entry: protocol.TokenLogprob) -> dict[str, float]:
+    def _top(self, entry: protocol.TokenLogprob) -> dict[str, float | None]:
         # The sampled token is always among them, as OpenAI documents it.
-        top = {self._token_text(token)[0]: _logprob(value) for token, value in entry.top}
+        limit = None if self.request.logprob_token_ids else self.request.logprobs
+        top = {self._token_text(token)[0]: _logprob(value) for token, value in entry.top[:limit]}
         top.setdefault(self._token_text(entry.token)[0], _logprob(entry.logprob))
         return top

@@ -11,8 +11,10 @@ import msgspec
 from .. import protocol
 from .api_error import ApiError, PromptTooLong, bad
 from .conversation import Message
-from .schema import MAX_SEQUENCES, ChatRequest, CompletionRequest, EmbeddingRequest
+from .embedding_request import EmbeddingRequest
+from .schema import MAX_SEQUENCES, ChatRequest, Common, CompletionRequest
 from .text.load import Text
+from .text.tokenizer import detokenizer
 
 MAX_IDS = 1 << 20  # token ids of all prompts of a request, and some more where the context is long
 LARGEST = 8 << 20  # characters of one text: tokenising takes up to 200 bytes of memory and 1 µs for each
@@ -24,6 +26,8 @@ class Prompt(msgspec.Struct):
     tokens: list[int]
     thinking: bool = False  # it ends within an opened reasoning block
     echo: str = ""  # its text, where the request wants it back
+    offsets: list[int] = []  # where each token's text begins in `echo`, where log probabilities are wanted too
+    answer: bool = True  # false: nothing but the prompt is wanted
 
 
 def context_of(ready: protocol.Ready) -> int:
@@ -77,10 +81,11 @@ def check_number(messages: int, context: int) -> None:
         raise _too_long("messages", f"it has {messages} messages", messages, context)
 
 
-def check_length(text: Text, one: str, context: int, param: str) -> None:
-    """Refuse a text that cannot fit before it is tokenised, which would take seconds and gigabytes."""
+def check_length(text: Text, one: str, context: int, param: str, cut: bool = False) -> None:
+    """Refuse a text that cannot fit before it is tokenised, which would take seconds and gigabytes. cut: it is made to
+    fit."""
     bound = text.tokenizer.bound
-    if bound is not None and len(one) >= context:
+    if bound is not None and len(one) >= context and not cut:
         fewest = bound.fewest(one, context)
         if fewest >= context:
             raise _too_long(param, f"it has {len(one)} characters", fewest, context)
@@ -105,21 +110,42 @@ def completion_prompts(text: Text, request: CompletionRequest, ready: protocol.R
     """Each prompt as it is, control tokens included: who completes a text writes all of it."""
     context = context_of(ready)
     asked = request.prompts()
+    cut = _kept_tokens(request, context)
     for prompt in asked:
         if isinstance(prompt, str):
-            check_length(text, prompt, context, "prompt")
+            check_length(text, prompt, context, "prompt", cut > 0)
     prompts = []
     for prompt in asked:
         if isinstance(prompt, str):
             tokens = text.tokenizer.encode(prompt, request.add_special_tokens is not False)
         else:
             tokens = prompt
+        tokens = tokens[-cut:]
         _check_tokens(tokens, ready.vocab_size, "prompt")
-        echo = ""
+        echo, offsets = "", []
         if request.echo:
-            echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(tokens)
-        prompts.append(Prompt(tokens, echo=echo))
+            # Of a text, the tokenizer's own tokens (such as one that begins it) are no part.
+            whole = isinstance(prompt, str) and not cut
+            skip = text.tokenizer.special if whole else frozenset()
+            echo = str(prompt) if whole else text.tokenizer.decode(tokens)
+            offsets = _offsets(text, tokens, skip, len(echo)) if request.likeliest() >= 0 else []
+        prompts.append(Prompt(tokens, echo=echo, offsets=offsets, answer=request.limit() != 0))
     return prompts
+
+
+def _kept_tokens(request: Common, context: int) -> int:
+    """How many tokens of a prompt are kept, its last ones; 0: all of them."""
+    asked = request.truncate_prompt_tokens or 0
+    return max(1, context - max(request.limit() or 1, 1)) if asked < 0 else asked
+
+
+def _offsets(text: Text, tokens: list[int], skip: frozenset[int], length: int) -> list[int]:
+    detok = detokenizer(text.tokenizer, skip, ())
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(min(at, length))
+        at += len(detok.feed(token))
+    return offsets
 
 
 def embedding_inputs(text: Text, request: EmbeddingRequest, ready: protocol.Ready) -> list[list[int]]:
@@ -150,10 +176,11 @@ def embedding_inputs(text: Text, request: EmbeddingRequest, ready: protocol.Read
 def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default_thinking: bool | None) -> Prompt:
     """The conversation as the model's template writes it; default_thinking is for requests that do not say."""
     rendered, thinking = render_chat(text, request, ready, default_thinking)
-    check_length(text, rendered, context_of(ready), "messages")
-    tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))
+    cut = _kept_tokens(request, context_of(ready))
+    check_length(text, rendered, context_of(ready), "messages", cut > 0)
+    tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))[-cut:]
     _check_tokens(tokens, ready.vocab_size, "messages")
-    return Prompt(tokens, thinking=thinking)
+    return Prompt(tokens, thinking=thinking, answer=request.limit() != 0)
 
 
 def render_chat(
@@ -172,7 +199,8 @@ def render_chat(
     knows_developer = "developer" in text.template.source
     messages = [_mark(text, message) for message in template_messages(request.conversation(), knows_developer)]
     tools, variables = text.marker.mark(tools), text.marker.mark(_variables(request, default_thinking))
-    rest = (tools, generate, continued, variables, _stop_at(text, context_of(ready)))
+    check = None if request.truncate_prompt_tokens else _stop_at(text, context_of(ready))
+    rest = (tools, generate, continued, variables, check)
     try:
         rendered = text.template.render(messages, *rest)
     except ApiError as error:
@@ -186,9 +214,7 @@ def render_chat(
     thinking = False
     if text.reasoning is not None:
         last = (messages[-1]["content"] or "") if continued else ""  # a message of calls may have none
-        thinking = rendered.rstrip().endswith(text.reasoning.open) or last.rfind(text.reasoning.open) > last.rfind(
-            text.reasoning.close
-        )
+        thinking = rendered.rstrip().endswith(text.reasoning.opens) or text.reasoning.opened(last)
     return rendered, thinking
 
 

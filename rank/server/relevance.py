@@ -15,10 +15,11 @@ from typing import Protocol
 
 from .. import protocol
 from .api_error import ApiError
+from .embedding_request import EmbeddingRequest
 from .embeddings import embed
 from .generation import Generation, LoadedModel
 from .prompts import Prompt, check_length, context_of
-from .schema import MAX_LOGPROBS, EmbeddingRequest
+from .schema import MAX_LOGPROBS
 from .session import Session
 from .text.output_parser import OutputParser
 from .text_engine import TextEngine

@@ -84,7 +84,8 @@ def sampling_params(
         values["top_p"], values["top_k"] = 1.0, 1
     values["top_k"] = max(values["top_k"], 0)
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    for name, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids or ())):
+    named = ("stop_token_ids", request.stop_token_ids or ()), ("logprob_token_ids", request.logprob_token_ids or ())
+    for name, tokens in (("logit_bias", bias), *named):
         if tokens and max(tokens) >= vocab_size:
             raise bad(name, f"{name} names token {show(max(tokens))}: this model's tokens are 0 to {vocab_size - 1}")
     ends = (*(request.stop_token_ids or ()), *stop_tokens, *(() if request.ignore_eos else end_tokens))
@@ -92,10 +93,12 @@ def sampling_params(
     # which a batch job is taken up again, must not decide what is drawn.
     seed = _or(request.seed, defaults["seed"])
     return protocol.SamplingParams(
-        max_tokens=limit,
+        max_tokens=max(limit, 1),  # a prompt's log probabilities come with a token, which nobody sees
         logit_bias=bias,
         seed=random.getrandbits(63) if seed is None else seed & SEED_MASK,
         logprobs=request.likeliest(),
+        prompt_logprobs=request.prompt_likeliest(),
+        logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
         stop_token_ids=tuple(token for token in dict.fromkeys(ends) if token < vocab_size),
         min_tokens=min(request.min_tokens or 0, limit),
         **values,

@@ -16,6 +16,7 @@ from .api_error import bad
 from .constraint import Constraint, StructuredOutputs, guided, need_llguidance, response_format, structured_outputs
 from .conversation import Message, Tool, tool_name
 from .decoding import Body, explain, show
+from .token_fields import TokenFields
 from .tool_choice import tool_choice
 
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
@@ -24,7 +25,7 @@ MAX_SEQUENCES = 4096
 MAX_STOPS = 64
 MAX_BIASES = 1 << 16
 MAX_LOGPROBS = 20
-POOLINGS = ("mean", "last")
+MAX_NAMED = 256
 
 # Field: lowest and highest value.
 RANGES: dict[str, tuple[float, float]] = {
@@ -38,12 +39,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "seed": (-(1 << 63), (1 << 64) - 1),
     "n": (1, MAX_CHOICES),
     "min_tokens": (0, 1 << 31),
-    "max_tokens": (1, 1 << 31),
+    "max_tokens": (0, 1 << 31),
     "max_completion_tokens": (1, 1 << 31),
     "max_output_tokens": (1, 1 << 31),
     "priority": (-(1 << 31), 1 << 31),
     "top_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
     "dimensions": (1, 1 << 31),
+    "thinking_token_budget": (0, 1 << 31),
+    "truncate_prompt_tokens": (-1, 1 << 31),
 }
 
 
@@ -62,7 +66,7 @@ class ReasoningOptions(msgspec.Struct):
     max_tokens: int | None = None
 
 
-class Sampled(Body, kw_only=True):
+class Sampled(TokenFields, kw_only=True):
     """What all that generates takes, whosever API it is."""
 
     model: str | None = None
@@ -103,6 +107,7 @@ class Sampled(Body, kw_only=True):
         return stop
 
     def check(self) -> None:
+        super().check()
         check_ranges(self)
         self.stops()
         if (count := len(self.logit_bias or ())) > MAX_BIASES:
@@ -130,6 +135,9 @@ class Common(Sampled, kw_only=True):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -155,6 +163,10 @@ class Common(Sampled, kw_only=True):
         """The most tokens that a choice may have, where the request says so."""
         return self.max_tokens
 
+    def prompt_likeliest(self) -> int:
+        """As `likeliest`, beside each token of the prompt."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
     def likeliest(self) -> int:
         """How many of the likeliest tokens are wanted beside each token; -1: no log probabilities at all."""
         return -1
@@ -179,6 +191,20 @@ class Common(Sampled, kw_only=True):
             raise bad("use_beam_search", "use_beam_search is true: beam search is not supported, leave it out")
         self.constraint()
         limit = self.limit()
+        if limit == 0 and not (self.echo or self.prompt_likeliest() >= 0):
+            raise bad("max_tokens", "max_tokens is 0: it must be at least 1, unless the prompt is asked back (echo)")
+        if self.prompt_likeliest() >= 0 and n > 1:
+            raise bad("n", f"n is {n} with log probabilities of the prompt: they are given with n 1 only")
+        if self.truncate_prompt_tokens == 0:
+            raise bad("truncate_prompt_tokens", "truncate_prompt_tokens is 0: it must be at least 1, or -1")
+        if len(self.logprob_token_ids or ()) > MAX_NAMED:
+            count = len(self.logprob_token_ids or ())
+            raise bad("logprob_token_ids", f"logprob_token_ids names {count} tokens: at most {MAX_NAMED} are allowed")
+        if self.logprob_token_ids and (self.likeliest() < 0 or min(self.logprob_token_ids) < 0):
+            shown = show(self.logprob_token_ids)
+            raise bad("logprob_token_ids", f"logprob_token_ids is {shown}: it needs logprobs, and ids are not negative")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad("prompt_logprobs", "prompt_logprobs come with whole answers only: leave out stream")
         if self.min_tokens and limit and self.min_tokens > limit:
             raise bad("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens {limit}")
 
@@ -229,6 +255,13 @@ class ChatRequest(Common, kw_only=True):
             return self.reasoning.enabled
         return False if self.effort() == "none" else None  # few templates know this effort; most have a switch
 
+    def thinking_budget(self) -> int | None:
+        """Anthropic and OpenRouter have names of their own for it."""
+        if self.thinking_token_budget is None and isinstance(self.thinking, dict):
+            return self.thinking.get("budget_tokens")
+        limit = self.reasoning.max_tokens if self.reasoning is not None else None
+        return limit if self.thinking_token_budget is None else self.thinking_token_budget
+
     def shows_reasoning(self) -> bool:
         return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
 
@@ -256,14 +289,9 @@ class ChatRequest(Common, kw_only=True):
             raise bad("top_logprobs", f'top_logprobs is {self.top_logprobs}, which needs "logprobs": true')
         if self.continue_final_message and self.add_generation_prompt:
             raise bad("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
-        if isinstance(self.thinking, dict) and self.thinking.get("budget_tokens") is not None:
-            raise bad(
-                "thinking.budget_tokens",
-                f"thinking.budget_tokens is {show(self.thinking['budget_tokens'])}: {unsupported.THINKING}",
-            )
-        if self.reasoning is not None and self.reasoning.max_tokens is not None:
-            shown = show(self.reasoning.max_tokens)
-            raise bad("reasoning.max_tokens", f"reasoning.max_tokens is {shown}: {unsupported.THINKING}")
+        budget = self.thinking_budget()
+        if budget is not None and (not isinstance(budget, int) or budget < 0):
+            raise bad("thinking_token_budget", f"the limit of the reasoning is {show(budget)}: it must be at least 0")
         self._check_messages()
         self.check_tools()
 
@@ -309,10 +337,13 @@ class CompletionRequest(Common, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt as text or token ids."""
-        return _texts_or_tokens("prompt", self.prompt)
+        return texts_or_tokens("prompt", self.prompt)
 
     def likeliest(self) -> int:
         return -1 if self.logprobs is None else self.logprobs
+
+    def prompt_likeliest(self) -> int:
+        return max(super().prompt_likeliest(), self.likeliest() if self.echo else -1)
 
     def characters(self) -> int:
         return sum(len(one) for one in self.prompts() if isinstance(one, str))
@@ -332,51 +363,10 @@ class CompletionRequest(Common, kw_only=True):
             raise bad("suffix", "suffix is not supported: it needs a model trained to fill in the middle")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise bad("logprobs", f"logprobs is {show(self.logprobs)}: it must be between 0 and {MAX_LOGPROBS}")
-        if self.echo and self.logprobs is not None:
-            raise bad("logprobs", "logprobs with echo: log probabilities of the prompt are not supported")
 
 
-class EmbeddingRequest(Body, kw_only=True):
-    """POST /v1/embeddings."""
-
-    refused: ClassVar[dict[str, unsupported.Field]] = unsupported.EMBEDDING
-
-    input: str | list[str | int | list[int]]
-    model: str | None = None
-    encoding_format: str | None = None  # float or base64
-    embedding_type: str | None = None  # mean or last
-    normalize: bool | None = None  # to length 1, unless false
-    dimensions: int | None = None
-    user: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    add_special_tokens: bool | None = None
-
-    def prompts(self) -> list[str | list[int]]:
-        """Each input as text or token ids."""
-        return _texts_or_tokens("input", self.input)
-
-    def limit(self) -> int | None:
-        return 1
-
-    def characters(self) -> int:
-        return sum(len(one) for one in self.prompts() if isinstance(one, str))
-
-    def sequences(self) -> int:
-        return len(self.prompts())
-
-    def check(self) -> None:
-        check_ranges(self)
-        count = len(self.prompts())
-        if count > MAX_SEQUENCES:
-            raise bad("input", f"input has {count} texts: at most {MAX_SEQUENCES} are allowed in a request")
-        for name, allowed in (("encoding_format", ("float", "base64")), ("embedding_type", POOLINGS)):
-            value = getattr(self, name)
-            if value is not None and value not in allowed:
-                raise bad(name, f"{name} is {show(value)}: expected {' or '.join(allowed)}")
-
-
-def _texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Each as text or token ids."""
     if isinstance(value, str):
         return [value]
     if not value:

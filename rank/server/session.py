@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class Choice:
         "prompt",
         "completion_tokens",
         "reasoning_tokens",
+        "prompt_logprobs",
         "cached_tokens",
         "finish",
         "stop_reason",
@@ -63,6 +65,7 @@ class Choice:
         self.prompt = prompt
         self.completion_tokens = 0
         self.reasoning_tokens = 0
+        self.prompt_logprobs: list[protocol.TokenLogprob] = []  # of all tokens but the first
         self.cached_tokens = 0
         self.finish = ""
         self.stop_reason: str | int | None = None  # the stop string, or a stop token that the request named
@@ -77,6 +80,14 @@ class Choice:
         """Add a delta. Nothing after a stop string is shown or counted."""
         parser, feed, events = self._parser, self._detokenizer.feed, update.events
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if update.first and self.prompt.offsets:
+            first = protocol.TokenLogprob(self.prompt.tokens[0], math.nan, [])
+            update.logprobs += zip([first, *delta.prompt_logprobs], self.prompt.offsets, strict=True)
+        if not self.prompt.answer:
+            self._end("length", update)
+            return
         for i, token in enumerate(delta.tokens):
             text = feed(token)
             self.completion_tokens += 1

@@ -24,7 +24,9 @@ from .generation import Generation, LoadedModel, Make
 from .prompts import Prompt, check_values, context_of
 from .sampling_params import SEED_MASK, resolve_defaults
 from .session import Choice, Session
+from .text import tool_formats
 from .text.load import Text
+from .text.spelled import SpelledMarkers
 from .text.tokenizer import detokenizer
 from .version import version
 
@@ -71,7 +73,13 @@ class TextEngine:
         config = self.config
         loop = asyncio.get_running_loop()
         self.text = await loop.run_in_executor(
-            self._pool, Text, config.model_dir, config.generation_config, config.chat_template
+            self._pool,
+            Text,
+            config.model_dir,
+            config.generation_config,
+            config.chat_template,
+            config.tool_call_parser,
+            config.reasoning_parser,
         )
         self.defaults = resolve_defaults(config.sampling, self.text.generation)
         if self.text.template is not None and self.text.template.family is not None:
@@ -79,8 +87,11 @@ class TextEngine:
                 "the model has no chat template: chats are written as the %s family does; --chat-template sets another",
                 self.text.template.family.family,
             )
-        if self.text.template is not None and self.text.template.takes_tools and self.text.tool_format is None:
-            log.warning("the model writes tool calls in a way that is not known here: they stay in the answer's text")
+        if self.text.tool_format is tool_formats.find("json") and config.tool_call_parser == "auto":
+            log.warning(
+                "how the model writes tool calls is not known: objects in JSON that name a tool are read as calls; "
+                "--tool-call-parser sets the format"
+            )
 
     @property
     def takes_tools(self) -> bool:
@@ -203,11 +214,12 @@ class TextEngine:
 
 def _choice(index: int, prompt: Prompt, generation: Generation, text: Text) -> Choice:
     tokenizer, keep_stop = text.tokenizer, generation.keep_stop
+    detok = detokenizer(tokenizer, generation.skip, prompt.tokens[-16:])
     return Choice(
         index,
         prompt,
         generation.parser(prompt),
-        detokenizer(tokenizer, generation.skip, prompt.tokens[-16:]),
+        SpelledMarkers(detok, generation.markers) if generation.markers else detok,
         text.end_tokens,
         lambda token: tokenizer.piece(token).decode(errors="replace") if keep_stop else "",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 OUTPUT = "use structured_outputs, or response_format"
-THINKING = "the length of the reasoning cannot be limited yet, leave it out"
+THINKING = "use thinking_token_budget"
 _FUNCTIONS = 'it is deprecated and not supported, use "tools" and "tool_choice"'
 PROMPT_LENGTH = "prompts are not cut, shorten the prompt"
 _TOKENS = "it is not supported, leave it out or use logit_bias"
@@ -35,21 +35,19 @@ def _all(why: str, *names: str) -> dict[str, Field]:
 
 _PROMPTS: dict[str, Field] = {
     **_all(_INPUT, "prompt_embeds"),
-    **_all(PROMPT_LENGTH, "truncate_prompt_tokens"),
     "extra_body": Field(_BODY, ({},)),
 }
 
 _COMMON: dict[str, Field] = {
     **_PROMPTS,
     **_all(OUTPUT, "structural_tag", "grammar", "json_schema", "regex", "ebnf", "stop_regex"),
-    **_all(_TOKENS, "allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor"),
+    **_all(_TOKENS, "logits_processors", "custom_logit_processor"),
     **_all(_TOKENS, "banned_tokens", "banned_strings"),
-    **_all("log probabilities of the prompt are not supported", "prompt_logprobs"),
     "n_probs": Field("use logprobs", (0,)),
     **_all("use return_token_ids", "return_tokens_as_token_ids"),
     **_all(_FUNCTIONS, "functions"),
     "function_call": Field(_FUNCTIONS, ("none", "auto")),
-    **_all(THINKING, "thinking_token_budget", "thinking_budget", "max_thinking_tokens"),
+    **_all(THINKING, "thinking_budget", "max_thinking_tokens"),
     "thinking_budget_tokens": Field(THINKING, (-1,)),
     "reasoning_budget": Field(THINKING, (-1,)),
     "n_predict": Field("use max_tokens", (-1,)),
@@ -112,6 +110,7 @@ COMPLETION: dict[str, Field] = {
 
 EMBEDDING: dict[str, Field] = {
     **_PROMPTS,
+    **_all(PROMPT_LENGTH, "truncate_prompt_tokens"),
     "truncate": Field(PROMPT_LENGTH, ("NONE",)),
     **_all("write the conversation as a text", "messages"),
     **_all("write it into the input as the model's card says", "input_type", "prompt_name", "instruction"),
@@ -125,7 +124,10 @@ _ELSEWHERE = "it is not supported here, use /v1/chat/completions"
 _NOT_CHAT: dict[str, Field] = {
     **_all(_ELSEWHERE, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     "structured_outputs": Field(_ELSEWHERE, ({},)),
-    **_all(_ELSEWHERE, "logprobs", "echo", "return_token_ids", "add_special_tokens", "use_beam_search"),
+    **_all(_ELSEWHERE, "logprob_token_ids", "truncate_prompt_tokens"),
+    **_all(
+        _ELSEWHERE, "logprobs", "prompt_logprobs", "echo", "return_token_ids", "add_special_tokens", "use_beam_search"
+    ),
     "n": Field(_ELSEWHERE, (1,)),
     "best_of": Field(_ELSEWHERE, (1,)),
     "top_logprobs": Field(_ELSEWHERE, (0,)),
@@ -141,7 +143,7 @@ MESSAGES: dict[str, Field] = {
     **_NOT_CHAT,
     **_all(_ELSEWHERE, "min_p", "seed", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos"),
     **_all(_ELSEWHERE, "min_tokens", "presence_penalty", "frequency_penalty", "cache_salt"),
-    **_all(_ELSEWHERE, "include_stop_str_in_output"),
+    **_all(_ELSEWHERE, "include_stop_str_in_output", "allowed_token_ids", "bad_words", "thinking_token_budget"),
     "priority": Field(_ELSEWHERE, (0,)),
     "chat_template_kwargs": Field(_ELSEWHERE, ({},)),
     "skip_special_tokens": Field(_ELSEWHERE, (True,), default=True),

@@ -23,7 +23,7 @@ from ..model.base import Model
 from ..model.cache_spec import Caches
 from ..model.formats import Part
 from ..model.layers.linear import Linear, QKVParallel, RowParallel
-from ..model.layers.mla import LatentProjection
+from ..model.layers.mla import LatentProjection, LatentUp
 from .decode_batch import DeviceDecodeBatch
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
@@ -42,8 +42,8 @@ def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
     """The GEMMs of captured steps that are tuned: those of more than MOST_ROWS rows, without a bias."""
     captured = [size for size in capture_sizes(max_num_seqs) if size > MOST_ROWS]
     peers = symmetric_memory_of(model.tensor)
-    for module in model.modules():
-        matrix = module.matrix if isinstance(module, Linear) and module.added_bias is None else None
+    for module in _linears(model):
+        matrix = module.matrix if module.added_bias is None else None
         if matrix is not None:
             yield TuneRequest(matrix, captured)
         if matrix is not None and peers and isinstance(module, RowParallel):
@@ -54,9 +54,7 @@ def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iter
     """The kernels to compile ahead for the small GEMMs of captured steps: each batch size has its own variants."""
     sizes, found = capture_sizes(max_num_seqs), device_caps(device)
     few = [size for size in sizes if size <= MOST_ROWS]
-    for module in model.modules():
-        if not isinstance(module, Linear):
-            continue
+    for module in _linears(model):
         gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
         if (matrix := module.matrix) is not None:
             # Without tensor parallelism a GEMM fuses the norm before it, except in a pipeline stage's first sublayer.
@@ -65,6 +63,11 @@ def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iter
                 yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, found)
         elif len(module.parts) == 1:
             yield from cast(Part, module.parts[0]).variants(sizes, gate, model.dtype, found)
+
+
+def _linears(model: Model) -> Iterator[Linear]:
+    """Those of captured steps. Weights that latent attention absorbs are multiplied otherwise (mla.py)."""
+    return (one for one in model.modules() if isinstance(one, Linear) and not isinstance(one, LatentUp))
 
 
 class DecodeGraphs:

@@ -35,6 +35,7 @@ from .batch_builder import build_batches
 from .cpu_graphs import CpuDecodeGraphs, Head
 from .graphs import DecodeGraphs, gemms
 from .pooler import Pooler
+from .prompt_scorer import PromptLogprobs, PromptScorer
 from .sampler import Logprobs, Sampler, is_plain_greedy, tp_argmax
 from .state import BatchState, ScheduledBatch
 from .token_masks import RowMasks, TokenMasks
@@ -50,6 +51,7 @@ class DeviceOutput(NamedTuple):
     ids: Tensor | None = None  # [S] int64, sampled; None: the step samples nothing, or another rank does
     logprobs: Logprobs | None = None
     pooled: dict[int, Tensor] = {}  # embeddings [hidden] f32, by index into ids
+    scored: dict[int, PromptLogprobs] = {}  # by the same index
 
 
 class StepFuture:
@@ -61,12 +63,14 @@ class StepFuture:
         self._copied: torch.cuda.Event | None = None
 
     def set(self, computed: DeviceOutput) -> None:
-        ids, logprobs, pooled = computed
+        ids, logprobs, pooled, scored = computed
         if ids is not None and ids.is_cuda:
             if logprobs is not None:
                 tensors = map(_to_host, (logprobs.chosen, logprobs.values, logprobs.ids))
                 logprobs = Logprobs(logprobs.rows, logprobs.counts, *tensors)
-            computed = DeviceOutput(_to_host(ids), logprobs, {i: _to_host(vector) for i, vector in pooled.items()})
+            pooled = {i: _to_host(vector) for i, vector in pooled.items()}
+            scored = {i: PromptLogprobs(*map(_to_host, one)) for i, one in scored.items()}
+            computed = DeviceOutput(_to_host(ids), logprobs, pooled, scored)
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
         self._output = computed
@@ -96,7 +100,8 @@ class StepFuture:
                     ids[row], chosen, list(zip(top[:count], values[:count], strict=True))
                 )
         embeddings = {i: vector.numpy().tobytes() for i, vector in self._output.pooled.items()}
-        return protocol.StepOutput(protocol.pack_u32(ids), logprobs, embeddings)
+        scored = {i: one.listed() for i, one in self._output.scored.items()}
+        return protocol.StepOutput(protocol.pack_u32(ids), logprobs, embeddings, scored)
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -145,6 +150,7 @@ class ModelRunner:
         # First pipeline stage: the rows of each step whose ids have not come from the last stage; on host and device.
         self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
         self._pooler = Pooler(model)
+        self._scorer = PromptScorer(model, state, mesh.tensor, self._samples_here)
         self._greedy = np.zeros(len(state.length), bool)  # rows whose next token is the argmax of the unchanged logits
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
@@ -229,12 +235,15 @@ class ModelRunner:
                 log.info("captured CUDA graphs of %d batch sizes in %.1f s", count, seconds)
 
     def _enter(self, plan: protocol.Plan) -> None:
-        """Apply freed rows and new sequences to pooler and sampler. All ranks must know the pooled and the greedy rows:
-        the choice of collectives depends on them."""
+        """Apply freed rows and new sequences to pooler, scorer and sampler. All ranks must know the pooled, the scored
+        and the greedy rows: the choice of collectives depends on them."""
         for row in protocol.unpack_u16(plan.freed):
             self._pooler.leave(row)
+            self._scorer.leave(row)
         for new in plan.new:
             self._pooler.enter(new)
+            if self.mesh.last:
+                self._scorer.enter(new)
             self._greedy[new.row] = is_plain_greedy(new.sampling)
             self._token_masks.enter(new)
         if self._samples_here:
@@ -247,10 +256,11 @@ class ModelRunner:
         scheduled = self.state.apply(plan)
         self._enter(plan)
         self._receive_ids(self._owed(scheduled.rows))
-        if self._graphs is not None and self._graphs.supports(scheduled) and self._pooler.empty:
+        every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
+        if self._graphs is not None and self._graphs.supports(scheduled) and not every:
             return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, plan.step, self._graphs.head))
         last_token_only, min_tokens = self.mesh.last, self._min_microbatch_tokens
-        if not self._pooler.empty:  # pooling needs all rows, in order
+        if every:
             last_token_only, min_tokens = False, 0
         batches, sampled_rows = build_batches(
             self.state, scheduled, self._last, self.caches, self._upload, last_token_only, min_tokens
@@ -268,10 +278,11 @@ class ModelRunner:
                 self._awaited.append((scheduled.sampled_rows, sampled_rows))
             return DeviceOutput()
         pooled = self._pooler.pool(hidden, scheduled) if self._samples_here and not self._pooler.empty else {}
+        scored = self._scorer.score(hidden, scheduled) if not self._scorer.empty else {}
         if not scheduled.samples.any():
             return DeviceOutput()
         sampled = hidden if last_token_only else hidden[batches[0].sample_at]
-        return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled, plan.step), pooled)
+        return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled, plan.step), pooled, scored)
 
     @property
     def _samples_here(self) -> bool:

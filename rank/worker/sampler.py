@@ -17,6 +17,7 @@ from torch import Tensor
 from ...comm.base import Comm
 from ...kernels.sampling.argmax import argmax, candidates, elect
 from .. import protocol
+from .token_limits import TokenLimits, limits_tokens
 from .token_masks import RowMasks
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the increment of SplitMix64 (Steele et al. 2014)
@@ -57,6 +58,8 @@ def is_plain_greedy(s: protocol.SamplingParams) -> bool:
     """Whether the token is the argmax of the unchanged logits, and no log-probabilities are requested."""
     edited = s.logit_bias or (s.min_tokens and s.stop_token_ids)
     penalised = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+    if limits_tokens(s):
+        return False
     return s.temperature < _GREEDY and s.logprobs < 0 and not edited and not penalised
 
 
@@ -88,6 +91,7 @@ class Sampler:
         self._logprobs = np.full(max_num_seqs, -1, np.int64)
         self._edits = np.zeros(max_num_seqs, bool)  # logit bias, or stop tokens that min_tokens forbids for now
         self._penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, frequency, presence
+        self._limits = TokenLimits(max_num_seqs, device)
         self._slot = np.full(max_num_seqs, -1, np.int64)  # the row's index in the tables below; -1: it has no penalties
         self._free_slots: list[int] = []
         self._counts = torch.zeros(0, vocab_size, device=device)  # [slots, vocab] f32: occurrences in the output
@@ -103,6 +107,7 @@ class Sampler:
         self._top_p[row] = s.top_p
         self._min_p[row] = s.min_p
         self._logprobs[row] = s.logprobs
+        self._limits.enter(new)
         self._edits[row] = bool(s.logit_bias) or bool(s.min_tokens and s.stop_token_ids)
         if s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             self._penalties[row] = s.repetition_penalty, s.frequency_penalty, s.presence_penalty
@@ -148,11 +153,13 @@ class Sampler:
         edited = np.flatnonzero(self._edits[rows])
         if len(edited):
             self._edit(logits, edited, rows, outputs)
+        limited = self._limits.mask(logits, rows)
         drawn = np.flatnonzero(self._temperature[rows] > 0)
         ids = logits.argmax(-1) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
         if len(drawn):
             at = torch.from_numpy(drawn).to(self.device, non_blocking=True)
             ids[at] = self._draw(logits[at] if len(drawn) < len(rows) else logits, rows[drawn], outputs[drawn])
+        self._limits.close_thoughts(ids, rows, limited)
         if len(penalised):
             slots = self._column(self._slot, rows[penalised])
             self._counts[slots, ids[torch.from_numpy(penalised).to(self.device, non_blocking=True)]] += 1
@@ -252,5 +259,11 @@ class Sampler:
         logprobs = raw.log_softmax(-1)
         counts = self._logprobs[rows[shown]].tolist()
         at = torch.from_numpy(shown).to(self.device, non_blocking=True)
-        top = logprobs.topk(max(1, *counts), dim=-1)
-        return Logprobs(shown.tolist(), counts, logprobs.gather(-1, ids[at][:, None])[:, 0], top.values, top.indices)
+        asked = [self._parameters[row].logprob_token_ids for row in rows[shown]]
+        counts = [len(listed) or count for listed, count in zip(asked, counts, strict=True)]
+        values, indices = logprobs.topk(max(1, *counts), dim=-1)
+        for i, listed in enumerate(asked):
+            if listed:
+                own = torch.tensor(listed, device=self.device)
+                indices[i, : len(own)], values[i, : len(own)] = own, logprobs[i, own]
+        return Logprobs(shown.tolist(), counts, logprobs.gather(-1, ids[at][:, None])[:, 0], values, indices)

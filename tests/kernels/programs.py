@@ -37,6 +37,8 @@ def quantized_wgmma(inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
 INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 
 
+V2_ROUTER = RouterParams(6, normalise=False, scale=16.0, groups=8, top_groups=3, group_top=1)
+V3_ROUTER = RouterParams(8, "sigmoid", corrected=True, scale=2.5, groups=8, top_groups=4)
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
     ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
@@ -157,6 +159,8 @@ PROGRAMS = [
     ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), TURN=1, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
     ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
+    ("route", dict(T=torch.bfloat16, **router.sizes(4, 256, 7168, V3_ROUTER, True))),
+    ("route", dict(T=torch.bfloat16, **router.sizes(1, 160, 5120, V2_ROUTER, False))),
     ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
     ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),

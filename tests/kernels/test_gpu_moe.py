@@ -9,6 +9,7 @@ from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.router import RouterParams
 
 from .moe.cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized
+from .programs import V2_ROUTER, V3_ROUTER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_tma = pytest.mark.skipif(
@@ -139,14 +140,15 @@ def test_a_graph_with_other_choices():
 ROUTERS = [
     RouterParams(8), RouterParams(3, normalise=False), RouterParams(1), RouterParams(4, biased=True),
     RouterParams(6, "sigmoid", corrected=True, scale=2.5),
-    RouterParams(4, "sigmoid", corrected=True, normalise=False),
+    RouterParams(4, "sigmoid", corrected=True, normalise=False), V3_ROUTER._replace(groups=4, top_groups=2),
+    V2_ROUTER._replace(groups=4, top_groups=3),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("params", ROUTERS)
 @pytest.mark.parametrize("experts, hidden", [(128, 2048), (60, 2880), (8, 4096), (257, 64), (13, 8)])
 def test_router(params, experts, hidden):
-    if params.top_k > experts:
+    if params.top_k > experts or experts % params.groups or params.top_k > experts // params.groups * params.top_groups:
         return
     for tokens in (0, 1, 2, 3, 7, 64, 256, 257, 1000):
         x, weight = (torch.randn(n, hidden, device="cuda").bfloat16() for n in (tokens, experts))
@@ -160,7 +162,7 @@ def test_router(params, experts, hidden):
         # Of scores that are as good as equal either may be chosen: nearly all choices agree, and all weights fit them.
         agree = (ids.sort().values == want_ids.sort().values).all(-1).float().mean() if tokens else 1
         assert agree > 0.97
-        every = params._replace(top_k=experts, normalise=False, scale=1.0, corrected=False)
+        every = params._replace(top_k=experts, normalise=False, scale=1.0, corrected=False, groups=1)
         all_ids, scores = router.route_reference(x, weight, bias, every)
         chosen = torch.zeros_like(scores).scatter_(1, all_ids.long(), scores).gather(1, ids.long())
         chosen = chosen / chosen.sum(-1, keepdim=True) if params.normalise else chosen

@@ -29,15 +29,22 @@ class Display(Protocol):
 
 
 class Plain:
-    """As it comes. Reasoning is faint on a terminal."""
+    """As it comes. Reasoning is faint on a terminal, and the answer begins a line of its own."""
+
+    _thinking = False
 
     def thought(self, text: str) -> None:
+        self._thinking = True
         self._write(text, faint=True)
 
     def text(self, text: str) -> None:
+        if self._thinking:
+            self._write("\n")
+            self._thinking = False
         self._write(text)
 
     def end(self) -> None:
+        self._thinking = False
         self._write("\n")
 
     def note(self, text: str) -> None:
@@ -59,6 +66,7 @@ class Whole(Plain):
         self._held.append((text, faint))
 
     def end(self) -> None:
+        self._thinking = False
         held, self._held = [*self._held, ("\n", False)], []
         for text, faint in held:
             super()._write(text, faint)

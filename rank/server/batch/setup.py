@@ -26,5 +26,7 @@ def setup(config: ServerConfig) -> dict[str, Any]:
         "the sampling": sampling,
         "--generation-config": config.generation_config,
         "--chat-template": config.chat_template,
+        "--tool-call-parser": config.tool_call_parser,
+        "--reasoning-parser": config.reasoning_parser,
         "--thinking": config.thinking,
     }

@@ -6,8 +6,8 @@ import time
 from functools import partial
 from typing import Any
 
+from ..embedding_request import EmbeddingRequest
 from ..embeddings import embed
-from ..schema import EmbeddingRequest
 from .routes import Call, Route
 
 

@@ -177,6 +177,8 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     def check(self) -> None:
         super().check()
+        if self.max_tokens == 0:
+            raise bad("max_tokens", "max_tokens is 0: it must be at least 1")
         stops = self.stop_sequences or []
         if not all(stops) or len(stops) > MAX_STOPS:
             what = show(stops) if not all(stops) else f"{len(stops)} texts"

@@ -8,33 +8,48 @@ thoughts, and they are held back until that is known.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .events import Event, Text, ToolCallEnd, ToolCallStart, add_event
 from .stop_strings import partial_suffix
-from .tool_formats import ToolCallFormat, ToolCallParser
+from .tool_formats import ToolCallFormat, ToolCallParser, Tools
 
 
 class Draft:
     """What may be the calls that a model ends its output with, from the first marker on."""
 
-    def __init__(self, tool_format: ToolCallFormat, marker: str, index: int, close: str, close_stops: bool):
-        """`close` is the marker that ends the thoughts; before it, everything is a thought. It may stop the output."""
+    def __init__(
+        self,
+        tool_format: ToolCallFormat,
+        tools: Tools,
+        marker: str,
+        index: int,
+        closes: tuple[str, ...],
+        stops: Sequence[str],
+    ):
+        """`closes` are the markers that end the thoughts; before one of them, everything is a thought. One that is a
+        stop string ends the output."""
         self.text = marker  # all of it, should it be a thought
         self._format = tool_format
+        self._tools = tools
         self._calls = index  # so far, with those before
-        self._close = close
-        self._close_stops = close_stops
+        self._closes = closes
+        self._close = ""  # the one that came
+        self._stops = stops
         self._events: list[Event] = []
         self._held = ""  # may become a marker
         self._closed = ""  # the end of the thoughts and the white space behind it
-        self._parser: ToolCallParser | None = tool_format.parser(marker, index)
+        self._parser: ToolCallParser | None = tool_format.parser(marker, index, tools)
 
     def feed(self, text: str) -> str | None:
         """None as long as these may be calls. Else `text` is a thought, and what follows it is returned."""
         if self._closed:
             return self._wait(text)
         text, self._held = self._held + text, ""
-        at = text.find(self._close)
-        end = at if at >= 0 else len(text) - partial_suffix(text, (self._close,))
+        at, self._close = min(
+            ((at, close) for close in self._closes if (at := text.find(close)) >= 0), default=(-1, "")
+        )
+        end = at if at >= 0 else len(text) - partial_suffix(text, self._closes)
         rest = self._read(text[:end])
         if rest is None and at < 0:
             self._held += text[end:]
@@ -45,7 +60,7 @@ class Draft:
 
     def _complete(self) -> bool:
         ended = bool(self._events) and isinstance(self._events[-1], ToolCallEnd) and not self._held.strip()
-        return ended and not self._close_stops
+        return ended and self._close not in self._stops
 
     def _wait(self, text: str) -> str | None:
         """The thoughts have ended behind the calls: what comes now makes them drafts."""
@@ -77,7 +92,7 @@ class Draft:
             self.text += text[: len(text) - len(head)] + marker
             text = head[len(marker) :]
             if marker:
-                self._parser = self._format.parser(marker, self._calls)
+                self._parser = self._format.parser(marker, self._calls, self._tools)
         return None
 
     def finish(self) -> list[Event]:

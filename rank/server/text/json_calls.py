@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .events import Event, Text, ToolCallArguments, ToolCallEnd, ToolCallStart, add_event
 from .tool_formats import call_id
@@ -80,11 +80,13 @@ class JsonCalls:
         close: str = "",
         others: tuple[str, ...] = (),
         make_id: Callable[[], str] = call_id,
+        known: Collection[str] = (),
     ):
         """`marker` was read already; without one an object needs arguments to be a call.
 
         `close` ends the calls, `others` do so too and are left in the text. Both begin with characters that JSON does
-        not have outside strings, so that they are found where a model forgets a bracket.
+        not have outside strings, so that they are found where a model forgets a bracket. Only `known` functions are
+        called, if there are any.
         """
         self._index = index
         self._bare = not marker
@@ -92,6 +94,7 @@ class JsonCalls:
         self._ends = (close, *others) if close else others
         self._watch = "".join({end[0] for end in self._ends})
         self._make_id = make_id
+        self._known = known
         self._events: list[Event] = []
         self._kept = marker  # what is text again if no call comes of it
         self._keep_from = 0  # the same of the text at hand begins here
@@ -283,6 +286,8 @@ class JsonCalls:
         else:
             if self._key in NAMES and not self._name:
                 self._name = _unquote(self._quoted)
+                if self._known and self._name not in self._known:
+                    return self._give_up(text, end + 1)
             self._end_scalar()
         return end + 1
 

@@ -19,14 +19,14 @@ class Lark:
         self.added = added
         self._lines: list[str] = []
         self._parts: list[dict[str, Any]] = []
-        self._texts: dict[str, str] = {}  # names of TEXT terminals, by the marker that they leave out
+        self._texts: dict[tuple[str, ...], str] = {}  # names of TEXT terminals, by the markers that they leave out
 
     def literal(self, text: str) -> str:
         return json.dumps(text) if text else '""'
 
     def marker(self, text: str) -> str:
-        """A marker, as the token that it is or spelled out."""
-        return f"(<[{self.added[text]}]> | {self.literal(text)})" if text in self.added else self.literal(text)
+        """A marker: the token that it is, or spelled out where there is none. Spelled beside a token it is text."""
+        return f"<[{self.added[text]}]>" if text in self.added else self.literal(text)
 
     def call(self, name: str, arguments: str, key: str = "arguments") -> str:
         """{"name": …, "arguments": …}, with an expression for the arguments."""
@@ -43,22 +43,27 @@ class Lark:
         self._lines.append(f"{name}{attributes}: {expression}")
         return name
 
-    def text(self, marker: str) -> str:
-        """Any text in which the marker does not occur."""
-        if marker not in self._texts:
-            name = self._texts[marker] = f"TEXT_{len(self._texts)}"
-            escaped = re.sub(r"[][.^$*+?(){}|\\/&~]", lambda found: "\\" + found[0], marker)
-            self._lines.append(f"{name}: /(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/")
-        return self._texts[marker]
+    def text(self, markers: tuple[str, ...]) -> str:
+        """Any text in which none of the markers occurs."""
+        if not markers:
+            return "/(?s:.*)/"
+        if markers not in self._texts:
+            name = self._texts[markers] = f"TEXT_{len(self._texts)}"
+            self._lines.append(f"{name}: /(?s:.*)/ & ~/(?s:.*)({_any_of(markers)})(?s:.*)/")
+        return self._texts[markers]
 
-    def until(self, marker: str) -> str:
-        """Any text up to and with the first marker."""
-        spelled = self.rule("/(?s:.*)/", f"[suffix={self.literal(marker)}]")
-        if marker not in self.added:
-            return spelled
-        return f"({self.text(marker)} <[{self.added[marker]}]> | {spelled})"
+    def until(self, markers: tuple[str, ...], without: tuple[str, ...] = ()) -> str:
+        """Any text up to and with the first of these markers, and without others."""
+        ways = [self.rule(self.text(without), f"[suffix=/{_any_of(markers)}/]")]
+        ways += [f"{self.text((*markers, *without))} <[{self.added[one]}]>" for one in markers if one in self.added]
+        return f"({' | '.join(ways)})"
 
     def grammar(self, start: str) -> str:
         """The whole, for llguidance."""
         lines = "\n".join([f"start: {start}", *self._lines]) + "\n"
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lines}, *self._parts]})
+
+
+def _any_of(markers: tuple[str, ...]) -> str:
+    """A regular expression of texts."""
+    return "|".join(re.sub(r"[][.^$*+?(){}|\\/&~]", lambda found: "\\" + found[0], one) for one in markers)

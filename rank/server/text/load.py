@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
 from ... import protocol
 from ..api_error import ApiError
-from . import tekken, tokenizer_file
+from . import reasoning, tekken, tokenizer_file, tool_formats
 from .control import Marker
-from .output_parser import KNOWN_REASONING, ReasoningFormat
+from .reasoning import ReasoningFormat
 from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer
 from .tokenizer_file import read_json
-from .tool_formats import ToolCallFormat, choose
+from .tool_formats import ToolCallFormat
 
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
@@ -22,7 +21,15 @@ POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"
 class Text:
     """Read once, in a thread of its own: a large tokenizer takes a second."""
 
-    def __init__(self, model_dir: str, generation_config: str = "auto", chat_template: str = ""):
+    def __init__(
+        self,
+        model_dir: str,
+        generation_config: str = "auto",
+        chat_template: str = "",
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ):
+        """The parsers are names of formats; "auto": what template, tokenizer and model type tell; "none": no format."""
         self._vocabulary: protocol.Vocabulary | None = None
         directory = Path(model_dir)
         tokenizer = tokenizer_file.find(directory)
@@ -30,9 +37,10 @@ class Text:
         tokenizer_config = ends | read_json(directory, "tokenizer_config.json")
         self.template: ChatTemplate | None = load_template(directory, tokenizer_config, chat_template)
         source = self.template.source if self.template else ""
-        self.tool_format: ToolCallFormat | None = choose(source)
+        self.tool_format = self._find_tool_format(tool_call_parser, source, read_json(directory, "config.json"))
         calls = (*self.tool_format.opens, *self.tool_format.markers) if self.tool_format else ()
-        self.tokenizer = Tokenizer(tokenizer, source, {*calls, *itertools.chain(*KNOWN_REASONING)})
+        known = [marker for name in reasoning.names() for marker in reasoning.find(name).markers]
+        self.tokenizer = Tokenizer(tokenizer, source, {*calls, *known})
         if generation_config == "auto":
             self.generation = read_json(directory, "generation_config.json")
         elif generation_config == "none":
@@ -41,9 +49,11 @@ class Text:
             self.generation = json.loads(Path(generation_config).read_text(encoding="utf-8"))
         self.end_tokens = self._find_end_tokens(directory, tokenizer_config)
         self.pooling = _pooling(directory)
-        self.reasoning = self._find_reasoning(source)
+        self.reasoning = self._find_reasoning(reasoning_parser, source)
         self.marker = Marker(self.tokenizer.control)
-        self.answer_marker = Marker(self.tokenizer.control - {*(self.reasoning or ()), *calls})
+        self.answer_marker = Marker(
+            self.tokenizer.control - {*(self.reasoning.markers if self.reasoning else ()), *calls}
+        )
 
     def vocabulary(self, size: int) -> protocol.Vocabulary:
         """What rank 0 needs to know of the tokenizer; made once. Raises ApiError 400 where grammars cannot have it."""
@@ -67,11 +77,19 @@ class Text:
         own = [self.tokenizer.token_id(one) for one in (token, family.end if family else None) if one]
         return tuple(dict.fromkeys([*ids, *(id for id in own if id is not None)]))
 
-    def _find_reasoning(self, source: str) -> ReasoningFormat | None:
-        for markers in KNOWN_REASONING:
-            if markers.close in source or {*markers} <= self.tokenizer.added.keys():
-                return markers
-        return None
+    def _find_tool_format(self, name: str, source: str, config: dict) -> ToolCallFormat | None:
+        """A model that takes tools and whose format is not known may write JSON as most do."""
+        if name != "auto":
+            return None if name == "none" else tool_formats.find(name)
+        found = tool_formats.choose(source, config.get("model_type") or "")
+        if found is None and self.template is not None and self.template.takes_tools:
+            return tool_formats.find("json")
+        return found
+
+    def _find_reasoning(self, name: str, source: str) -> ReasoningFormat | None:
+        if name != "auto":
+            return None if name == "none" else reasoning.find(name)
+        return reasoning.choose(source, self.tokenizer.added.keys())
 
 
 def _pooling(directory: Path) -> str:

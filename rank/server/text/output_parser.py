@@ -8,6 +8,8 @@ is not searched, or a thinking model's answer would be empty. Tool calls are not
 no JSON. The newlines around both are not shown and not searched. One exception: a stop string that is exactly a marker,
 such as </think>, stops at that marker.
 
+Text that spells a marker without being one has MARK in it (spelled.py), which is not passed on.
+
 Reasoning may come more than once. An opening marker behind a quotation mark is one that the model speaks of.
 """
 
@@ -15,28 +17,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from .control import MARK
 from .draft import Draft
-from .events import Event, Reasoning, Text, ToolCallEnd, ToolCallStart, ToolResult, add_event
+from .events import Event, Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart, ToolResult, add_event
+from .reasoning import ReasoningFormat
 from .stop_strings import StopFinder, partial_suffix
-from .tool_formats import ToolCallFormat, ToolCallParser
+from .tool_formats import ToolCallFormat, ToolCallParser, Tools
 
 QUOTES = frozenset("`'\"‘“")  # before a marker: the model speaks of it
 
 
-class ReasoningFormat(NamedTuple):
-    """The markers around a model's thoughts."""
-
-    open: str
-    close: str
-
-
-KNOWN_REASONING = (
-    ReasoningFormat("<think>", "</think>"),
-    ReasoningFormat("[THINK]", "[/THINK]"),
-    ReasoningFormat("<thought>", "</thought>"),
-)
+def _unmarked(text: str) -> str:
+    return text.replace(MARK, "") if MARK in text else text
 
 
 class Channel:
@@ -61,6 +54,7 @@ class Channel:
         return self._lead is not None
 
     def write(self, text: str, events: list[Event]) -> None:
+        text = _unmarked(text)
         if self._lead is not None:
             if not text or text.isspace():
                 self._lead += text
@@ -114,29 +108,35 @@ class OutputParser:
         thinking: bool = False,
         tool_format: ToolCallFormat | None = None,
         parallel_calls: bool = True,
+        tools: Tools | None = None,
     ):
-        """`thinking`: the prompt has opened the reasoning already. No tool_format leaves tool calls in the text."""
+        """`thinking`: the prompt has opened the reasoning already. No tool_format leaves tool calls in the text.
+        `tools` are those that the model was offered."""
         self.calls = 0
         self.thinking = reasoning is not None and thinking
         self._stop = StopFinder(stops, keep_stop) if stops else None
         self._reasoning = reasoning
         self._format = tool_format
         self._parallel = parallel_calls
+        self._tools = tools or {}
         self._call_ended = False  # the one call of parallel_tool_calls=false is complete
         self._plain = reasoning is None and tool_format is None
         self._content = Channel(Text, self._stop)
         self._thoughts = Channel(Reasoning, marked=self.thinking)
         opens = tool_format.opens if tool_format is not None else ()
-        self._content_markers = (*opens, reasoning.open) if reasoning is not None else opens
-        self._thought_markers = (*opens, *reasoning) if reasoning is not None else ()
+        self._content_markers = opens
+        self._thought_markers: tuple[str, ...] = ()
+        if reasoning is not None:
+            self._content_markers = (*opens, *reasoning.opens, *reasoning.dropped)
+            self._thought_markers = (*opens, *reasoning.markers)
         firsts = {marker[0] for marker in (*self._content_markers, *self._thought_markers)}
         self._firsts = re.compile("|".join(map(re.escape, sorted(firsts))))
         self._held = ""  # may become a marker
         self._last = ""  # the text before what is looked at now, since the last marker
         self._parser: ToolCallParser | None = None  # of the call that is being read
         self._draft: Draft | None = None  # calls within the thoughts
-        self._bare = tool_format is not None and tool_format.bare  # a brace would begin a call, as no text came yet
-        self._busy = self._bare  # the next text cannot be passed on as it is, whatever it is
+        self._bare = tool_format.bare if tool_format is not None else ""  # what begins a call, as no text came yet
+        self._busy = bool(self._bare)  # the next text cannot be passed on as it is, whatever it is
 
     @property
     def stopped(self) -> bool:
@@ -155,7 +155,7 @@ class OutputParser:
                 add_event(events, Text(text))
         elif self._busy or self._firsts.search(text):
             self._route(text, events)
-            self._bare = self._bare and self._content.blank and not self.calls
+            self._bare = self._bare if self._content.blank and not self.calls else ""
             self._busy = bool(self._held or self._parser or self._draft or self._bare)
         elif text:
             self._last = text
@@ -202,12 +202,11 @@ class OutputParser:
     def _read_text(self, text: str, events: list[Event]) -> str:
         """Content or reasoning up to the next marker; returns what follows that."""
         channel = self._channel
-        if self._bare and channel is self._content and channel.blank and text.lstrip().startswith("{"):
-            assert self._format is not None
-            at = text.index("{")
-            channel.write(text[:at], events)
-            self._parser = self._format.parser("", self.calls)
-            return text[at:]
+        if self._bare and channel is self._content and channel.blank and (head := text.lstrip())[:1] in self._bare:
+            channel.write(text[: len(text) - len(head)], events)
+            if head:
+                self._parser = self._make_parser("")
+            return head
         markers = self._thought_markers if self.thinking else self._content_markers
         found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
         if not found:
@@ -216,7 +215,7 @@ class OutputParser:
             self._last = body or self._last
             channel.write(body, events)
             return ""
-        at, marker = min(found)
+        at, marker = min(found, key=lambda one: (one[0], -len(one[1])))
         before, rest = text[:at], text[at + len(marker) :]
         if self._is_text(marker, before):
             self._last = marker
@@ -232,8 +231,10 @@ class OutputParser:
         """Whether a marker is only spoken of, or is a stop string, which the content's channel finds by itself."""
         if not self.thinking and self._stop is not None and marker in self._stop.stops:
             return True
-        if self._reasoning is None or marker != self._reasoning.open:
+        if self._reasoning is None or marker not in self._reasoning.opens:
             return False
+        if self._reasoning.first and not (self._content.blank and not before.strip()):
+            return True
         if self.thinking:  # models begin with the marker that the prompt ends with
             return not self._thoughts.resting or bool(before.strip())
         return (before or self._last)[-1:] in QUOTES
@@ -241,20 +242,24 @@ class OutputParser:
     def _meet(self, marker: str, events: list[Event]) -> None:
         """Change the state."""
         reasoning = self._reasoning
-        if reasoning is None or marker not in reasoning:
-            assert self._format is not None
+        if reasoning is None or marker not in reasoning.markers:
             if reasoning is not None and self.thinking:
-                close_stops = self._stop is not None and reasoning.close in self._stop.stops
-                self._draft = Draft(self._format, marker, self.calls, reasoning.close, close_stops)
+                stops = self._stop.stops if self._stop is not None else ()
+                assert self._format is not None
+                self._draft = Draft(self._format, self._tools, marker, self.calls, reasoning.closes, stops)
             else:
-                self._parser = self._format.parser(marker, self.calls)
+                self._parser = self._make_parser(marker)
         elif self.thinking and self._stop is not None and marker in self._stop.stops:
             self._stop.found = marker
             if self._stop.keep:
                 self._thoughts.write(marker, events)
             self._thoughts.mark(events)
         else:
-            self._switch(marker == reasoning.open, events)
+            self._switch(marker in reasoning.opens, events)
+
+    def _make_parser(self, marker: str) -> ToolCallParser:
+        assert self._format is not None
+        return self._format.parser(marker, self.calls, self._tools)
 
     def _switch(self, thinking: bool, events: list[Event]) -> None:
         self._thoughts.mark(events)
@@ -267,8 +272,11 @@ class OutputParser:
             if isinstance(event, Text | Reasoning):
                 self._content.write(event.text, events)
             elif not isinstance(event, ToolResult) and (self._parallel or event.index == 0):
+                if isinstance(event, ToolCallArguments):
+                    event.text = _unmarked(event.text)
                 if isinstance(event, ToolCallStart):
                     self.calls += 1
+                    event.name = _unmarked(event.name)
                     self._content.mark(events)
                 add_event(events, event)
                 if isinstance(event, ToolCallEnd) and not self._parallel:

@@ -67,7 +67,7 @@ def chat(server, monkeypatch, text, *argv):
 
 def test_a_conversation(server, monkeypatch, capsys):
     assert chat(server, monkeypatch, "one\ntwo\n/new\nthree\n", "--system", "be brief", "--temperature", "0") == 0
-    assert capsys.readouterr().out == "hm answer 2\nhm answer 4\nhm answer 2\n"
+    assert capsys.readouterr().out == "hm \nanswer 2\nhm \nanswer 4\nhm \nanswer 2\n"
     bodies = [body for body, _ in server.seen]
     assert [message["content"] for message in bodies[1]["messages"]] == ["be brief", "one", "answer 2", "two"]
     assert bodies[0]["temperature"] == 0 and bodies[0]["stream"] is True and "top_p" not in bodies[0]

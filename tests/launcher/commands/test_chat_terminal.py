@@ -86,7 +86,7 @@ def test_a_text_of_several_lines(server, monkeypatch):  # noqa: F811
 
 def test_whole_answers(server, monkeypatch, capsys):  # noqa: F811
     assert chat(server, monkeypatch, "one\n", "--no-stream", "--live") == 0  # no terminal: nothing to draw on
-    assert capsys.readouterr().out == "hm answer 1\n"
+    assert capsys.readouterr().out == "hm \nanswer 1\n"
 
 
 @pytest.mark.parametrize(

@@ -174,11 +174,22 @@ class FakeLead:
                             finish if last else "",
                             self.end_token if last and finish == "stop" else -1,
                             3 if at == 0 else 0,
+                            prompt_logprobs=scored(request) if at == 0 else [],
                         )
                     ]
                 )
             )
             await asyncio.sleep(self.pause)  # as a model that takes so long a step
+
+
+def scored(request):
+    """The second token of a prompt has -1, the third -2; likelier than it is token 10."""
+    count = request.sampling.prompt_logprobs
+    tokens = protocol.unpack_u32(request.tokens)[1:] if count >= 0 else []
+    return [
+        protocol.TokenLogprob(token, -1.0 * i, [(10, -0.5), (token, -1.0 * i)][:count])
+        for i, token in enumerate(tokens, 1)
+    ]
 
 
 class Front:

@@ -9,6 +9,7 @@ from phalanx.rank.server import prompts
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.conversation import Call, Function, Message
 from phalanx.rank.server.decoding import convert
+from phalanx.rank.server.embedding_request import EmbeddingRequest
 from phalanx.rank.server.prompts import (
     chat_prompt,
     check_values,
@@ -16,7 +17,7 @@ from phalanx.rank.server.prompts import (
     embedding_inputs,
     template_messages,
 )
-from phalanx.rank.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest
+from phalanx.rank.server.schema import ChatRequest, CompletionRequest
 from phalanx.rank.server.text.load import Text
 
 from .conftest import make_model

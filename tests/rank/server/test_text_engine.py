@@ -12,6 +12,7 @@ from phalanx.rank.server.generation import completion_generation
 from phalanx.rank.server.openai_format import TextRenderer
 from phalanx.rank.server.sampling_params import resolve_defaults
 from phalanx.rank.server.schema import CompletionRequest
+from phalanx.rank.server.text import reasoning, tool_formats
 from phalanx.rank.server.text.events import Text
 from phalanx.rank.server.text_engine import TextEngine
 
@@ -87,15 +88,24 @@ def test_a_special_token_as_stop_string_is_matched_by_its_id(front):
     assert front.lead.requests[0].sampling.stop_token_ids == (front.sessions.text.tokenizer.token_id("<|turn|>"),)
 
 
-def test_a_syntax_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
+def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
     (tmp_path / "template").write_text("{{ tools }}{{ messages }}")
-    config = ServerConfig(str(model_dir), "", -1, chat_template=str(tmp_path / "template"))
-    sessions = TextEngine(EngineClient(str(tmp_path / "lead")), config)
-    asyncio.run(sessions.load())
-    sessions.close()
-    assert caplog.messages == [
-        "the model writes tool calls in a way that is not known here: they stay in the answer's text"
-    ]
+
+    def loaded(**options):
+        config = ServerConfig(str(model_dir), "", -1, chat_template=str(tmp_path / "template"), **options)
+        sessions = TextEngine(EngineClient(str(tmp_path / "lead")), config)
+        asyncio.run(sessions.load())
+        sessions.close()
+        return sessions.text
+
+    assert loaded().tool_format is tool_formats.find("json")
+    (message,) = caplog.messages
+    assert "--tool-call-parser" in message and "JSON" in message
+    caplog.clear()
+    text = loaded(tool_call_parser="glm45", reasoning_parser="seed")
+    assert (text.tool_format, text.reasoning) == (tool_formats.find("glm45"), reasoning.find("seed"))
+    text = loaded(tool_call_parser="none", reasoning_parser="none")
+    assert text.tool_format is None and text.reasoning is None and not caplog.messages
 
 
 def test_the_template_of_a_family(tmp_path, caplog):

@@ -11,6 +11,7 @@ from phalanx.rank import protocol
 from phalanx.rank.worker import model_runner as module
 from phalanx.rank.worker.model_runner import ModelRunner, min_microbatch_tokens
 from phalanx.rank.worker.pooler import Pooler
+from phalanx.rank.worker.prompt_scorer import PromptScorer
 from phalanx.rank.worker.token_masks import TokenMasks
 from phalanx.rank.worker.upload import Upload
 
@@ -35,18 +36,20 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     runner.mesh = SimpleNamespace(last=True, tensor=SimpleNamespace(rank=rank, size=2))
     runner.sampler = Samples()
     runner._pooler = Pooler(SimpleNamespace(rope=SimpleNamespace(device=torch.device("cpu")), hidden_size=3))
+    runner._scorer = PromptScorer(None, None, None, rank == 0)
     runner._greedy = np.zeros(4, bool)
     runner._token_masks = TokenMasks(4, Upload(torch.device("cpu")))
-    kinds = [dict(temperature=0.0), dict(), dict(temperature=0.0, pooling="mean")]
+    kinds = [dict(temperature=0.0, prompt_logprobs=0), dict(), dict(temperature=0.0, pooling="mean")]
     new = [
         protocol.NewSequence(row, protocol.pack_u32([5]), 1, 0, b"", protocol.SamplingParams(max_tokens=1, **kind))
         for row, kind in enumerate(kinds, 1)
     ]
     runner._enter(protocol.Plan(step=0, new=new))
     assert runner._greedy.tolist() == [False, True, False, True] and not runner._pooler.empty
-    runner._enter(protocol.Plan(step=1, freed=protocol.pack_u16([3])))
-    assert runner._pooler.empty
-    assert runner.sampler.calls == ([] if rank else [1, 2, 3, -3])
+    assert not runner._scorer.empty
+    runner._enter(protocol.Plan(step=1, freed=protocol.pack_u16([1, 3])))
+    assert runner._pooler.empty and runner._scorer.empty
+    assert runner.sampler.calls == ([] if rank else [1, 2, 3, -1, -3])
 
 
 @pytest.mark.parametrize(

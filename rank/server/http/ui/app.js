@@ -4,7 +4,7 @@ import * as api from "./api.js";
 import * as chats from "./chats.js";
 import { copyText, el } from "./markdown.js";
 import { defaults, showSettings } from "./settings.js";
-import { edit, fileChip, messageView, updateAnswer } from "./view.js";
+import { edit, fileChip, messageView, updateAnswer, welcome } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_FILE = 1 << 20; // characters
@@ -42,7 +42,7 @@ function show(which) {
 
 function showAll() {
   const shown = chats.path(chat);
-  $("messages").replaceChildren(...(shown.length ? shown.map((node) => messageView(chat, node, actions, running?.node === node)) : [welcome()]));
+  $("messages").replaceChildren(...(shown.length ? shown.map((node) => messageView(chat, node, actions, running?.node === node)) : [welcome(suggest)]));
   document.title = chat.title ? `${chat.title} · Phalanx` : "Phalanx";
   showChats();
   showGauge();
@@ -51,10 +51,10 @@ function showAll() {
   if (!$("settings").hidden) openSettings();
 }
 
-function welcome() {
-  const ideas = ["Explain MPI in three sentences", "Write a Python function that merges sorted lists", "Compare TCP and UDP in a table"];
-  return el("div", { class: "welcome" }, el("img", { src: "ui/icon.svg", alt: "", width: 56, height: 56 }), el("h1", {}, "How can I help?"),
-    el("div", { class: "ideas" }, ideas.map((text) => el("button", { type: "button", onclick: () => { $("input").value = text; grow(); $("input").focus(); } }, text))));
+function suggest(text) {
+  $("input").value = text;
+  grow();
+  $("input").focus();
 }
 
 function showComposer() {
@@ -77,7 +77,8 @@ function showComposer() {
 }
 
 function showGauge() {
-  const usage = chats.path(chat).filter((node) => node.usage).at(-1)?.usage;
+  // The usage of an answer with calls of tool servers is that of several prompts together.
+  const usage = chats.path(chat).filter((node) => node.usage && !node.items.some((item) => item.server)).at(-1)?.usage;
   const most = models.find((one) => one.id === $("model").value)?.max_model_len ?? models[0]?.max_model_len;
   $("gauge").hidden = !usage || !most;
   if (!usage || !most) return;

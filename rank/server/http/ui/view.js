@@ -22,6 +22,13 @@ function icon(name) {
   return svg;
 }
 
+const IDEAS = ["Explain MPI in three sentences", "Write a Python function that merges sorted lists", "Compare TCP and UDP in a table"];
+
+// What an empty conversation shows; `suggest` gets the idea that is chosen.
+export const welcome = (suggest) => el("div", { class: "welcome" },
+  el("img", { src: "ui/icon.svg", alt: "", width: 56, height: 56 }), el("h1", {}, "How can I help?"),
+  el("div", { class: "ideas" }, IDEAS.map((text) => el("button", { type: "button", onclick: () => suggest(text) }, text))));
+
 const button = (name, title, action) => el("button", { class: `icon small do-${name}`, type: "button", title, "aria-label": title, onclick: action }, icon(name));
 
 // The message's element. `actions`: what its buttons do, of app.js.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import uuid
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from ..events import Event
 from ..lark import Lark
+
+Tools = Mapping[str, Mapping[str, Any]]  # the functions that the model was offered, with their parameters' JSON schemas
 
 
 class ToolCallParser(Protocol):
@@ -37,9 +39,11 @@ class ToolCallFormat(NamedTuple):
 
     matches: Callable[[str], bool]  # whether a chat template teaches this format; no two formats match one template
     opens: tuple[str, ...]  # markers, each of which begins one call or several
-    parser: Callable[[str, int], ToolCallParser]  # made of the marker that was met and the index of the next call
+    # Made of the marker that was met, the index of the next call and the tools.
+    parser: Callable[[str, int, Tools], ToolCallParser]
     markers: tuple[str, ...] = ()  # what else the parser looks for: it is shown to it even as a special token
-    bare: bool = False  # a call may also be the answer's first text, beginning with a brace: its marker is ""
+    bare: str = ""  # a call may also be the answer's first text, beginning with one of these: its marker is ""
+    models: tuple[str, ...] = ()  # model types that write so, whatever their template says
     # One call or, where the last argument is true, also several, as an expression: what follows the first marker of
     # `opens`, or the whole where calls are bare. None: calls cannot be enforced.
     grammar: Callable[[Lark, Sequence[CallableTool], bool], str] | None = None
@@ -59,6 +63,11 @@ def find(name: str) -> ToolCallFormat:
     return importlib.import_module(f".{name}", __name__).FORMAT
 
 
-def choose(template: str) -> ToolCallFormat | None:
-    """The format that a chat template teaches its model."""
-    return next((one for one in map(find, names()) if one.matches(template)), None)
+def choose(template: str, model_type: str = "") -> ToolCallFormat | None:
+    """The format that a chat template teaches its model, else the one that such models write. None where neither is
+    known, or the template takes no tools."""
+    formats = [find(name) for name in names()]
+    found = next((one for one in formats if one.matches(template)), None)
+    if found is None and "tools" in template:
+        found = next((one for one in formats if model_type in one.models), None)
+    return found

@@ -16,10 +16,10 @@ def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
 
 
 FORMAT = ToolCallFormat(
-    # Qwen3-Coder uses the same markers around XML: `<function=`.
-    matches=lambda template: OPEN in template and "<function=" not in template,
+    # Qwen3-Coder and GLM 4.5 use the same markers around XML.
+    matches=lambda template: OPEN in template and "<function=" not in template and "<arg_key>" not in template,
     opens=(OPEN,),
-    parser=lambda marker, index: JsonCalls(marker, index, CLOSE, (OPEN,)),
+    parser=lambda marker, index, tools: JsonCalls(marker, index, CLOSE, (OPEN,)),
     markers=(CLOSE,),
     grammar=grammar,
 )

@@ -13,9 +13,11 @@ def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
 
 
 FORMAT = ToolCallFormat(
-    matches=lambda template: "<|python_tag|>" in template or '"parameters": dictionary' in template,
+    matches=lambda template: (
+        ("<|python_tag|>" in template or '"parameters": dictionary' in template) and "<function=" not in template
+    ),
     opens=("<|python_tag|>",),
-    parser=JsonCalls,
-    bare=True,
+    parser=lambda marker, index, tools: JsonCalls(marker, index),
+    bare="{",
     grammar=grammar,
 )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import write
+from .test_stored import check_greedy
 
 TOLERANCE = 1e-4
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -74,6 +75,11 @@ def test_logits(made, expected, tp, pp):
     (path, plain), ids = made, tokens(60, vocab=509)
     (logits,) = run_steps(path, [ids], [[(0, 50)], *[[(0, 1)]] * 10], tp=tp, pp=pp, max_model_len=512)
     assert distance(logits, expected(plain, ids)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_greedy_tokens(made):
+    check_greedy(*made)
 
 
 def loaded(path, tp, **options):

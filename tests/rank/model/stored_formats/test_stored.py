@@ -11,6 +11,7 @@ from phalanx.kernels.quantized import affine
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
+from ...reference import Reference
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import write
 from . import packers
@@ -147,6 +148,62 @@ def test_settings_that_do_not_fit(made, tmp_path, change, code, words):
     config["quantization_config"] |= change
     (path / "config.json").write_text(json.dumps(config))
     refused(path, code, words)
+
+
+WHOLE = dict(num_bits=8, type="int", symmetric=True, strategy="channel")
+
+
+def of_group(kind="int-quantized", **weights):
+    return dict(
+        quant_method="compressed-tensors", format=kind, config_groups={"a": {"targets": ["Linear"], "weights": weights}}
+    )
+
+
+@pytest.mark.parametrize("settings, words", [
+    (fp8()[1] | dict(weight_block_size=[128]), "weight_block_size [128], expected two numbers"),
+    (fp8()[1] | dict(weight_block_size=[128, 0]), "weight_block_size [128, 0], expected two numbers"),
+    (fp8()[1] | dict(fmt="e5m2"), "quantization_config has fmt 'e5m2'; supported are None, 'e4m3'"),
+    (dict(quant_method="compressed-tensors"), "config_groups None, expected objects"),
+    (of_group("marlin-24", **WHOLE), "has format 'marlin-24'; supported are 'pack-quantized', 'int-quantized'"),
+    (of_group(**WHOLE | dict(num_bits=4)), "has num_bits 4; supported are 8"),
+    (of_group("pack-quantized", **WHOLE | dict(num_bits=3)), "has num_bits 3; supported are 4, 8"),
+    (of_group("pack-quantized", **WHOLE | dict(actorder="group")), "has actorder 'group'; supported are None,"),
+    (of_group(**WHOLE | dict(strategy="tensor")), "has strategy 'tensor'; supported are 'group', 'channel'"),
+    (of_group("float-quantized", num_bits=4, type="float"), "has num_bits 4; supported are 8"),
+    (of_group("float-quantized", num_bits=8, type="float", strategy="token"), "has strategy 'token'; supported are"),
+    (of_group("float-quantized", num_bits=8, type="float", strategy="block"), "block_structure None, expected two"),
+])  # fmt: skip
+def test_what_is_refused(made, tmp_path, settings, words):
+    config = json.loads((made("fp8")[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    refused(tmp_path, errors.MODEL, words, load_format="dummy")
+
+
+@pytest.mark.parametrize("targets, quantised", [
+    (["re:.*_proj$"], True), (["model.layers.0.mlp", "model.layers.1"], True), (["lm_head"], False),
+])  # fmt: skip
+def test_linears_that_a_group_does_not_name_are_plain(made, tmp_path, targets, quantised):
+    config = json.loads((made("fp8")[0] / "config.json").read_text())
+    settings = of_group(**WHOLE)
+    settings["config_groups"]["a"]["targets"] = targets
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    (model,) = loaded(tmp_path, 1, load_format="dummy")
+    assert (model.get_submodule("model.layers.1.mlp.down_proj").matrix is None) == quantised
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fp8", "fp8, merged", "w4a16", "w8a16", "int8", "floats in channels"])
+def test_greedy_tokens(made, name):
+    check_greedy(*made(name))
+
+
+def check_greedy(path, plain):
+    """200 tokens of transformers with the dequantised weights are each the likeliest after those before."""
+    prompt = tokens(40, vocab=509)
+    want, gap = Reference(plain).greedy(prompt, 200)
+    (logits,) = run_steps(path, [prompt + want], [[(0, 40)], *[[(0, 1)]] * 200], tp=2, max_model_len=512)
+    chosen, best = logits[39:-1].gather(1, torch.tensor(want)[:, None])[:, 0], logits[39:-1].max(1).values
+    assert (best - chosen).max() <= (0 if gap > TOLERANCE else TOLERANCE) and len(set(want)) >= 8
 
 
 def refused(path, code, words, **options):

@@ -79,3 +79,59 @@ def test_priority_and_salt_are_passed_on(front):
     request = front.lead.requests[0]
     assert (request.priority, request.cache_salt) == (-3, "me")
     assert request.sampling.logit_bias == {5: -100.0} and request.sampling.min_tokens == 2
+
+
+def test_the_prompt_s_log_probabilities(front, tokenizer):
+    """What lm-eval's loglikelihood reads: those of the prompt before those of the answer."""
+    ids = tokenizer.encode("hi, you", add_special_tokens=False).ids
+    asked = {"prompt": ids, "echo": True, "logprobs": 1, "temperature": 0}
+    choice = front.post("completions", **asked, max_tokens=1).body["choices"][0]
+    found = choice["logprobs"]
+    assert choice["text"].startswith("hi, you") and "".join(found["tokens"]) == choice["text"]
+    assert found["token_logprobs"] == [None, *(-1.0 * i for i in range(1, len(ids))), -0.5]
+    assert found["top_logprobs"][0] is None and all(len(top) == 2 for top in found["top_logprobs"][1:-1])
+    assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(len(ids) + 1)]
+    (request,) = front.lead.requests
+    assert (request.sampling.prompt_logprobs, request.sampling.max_tokens) == (1, 1)
+
+    answer = front.post("completions", **asked, max_tokens=0).body
+    assert answer["choices"][0]["text"] == "hi, you" and answer["choices"][0]["finish_reason"] == "length"
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == found["token_logprobs"][:-1]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert front.lead.requests[-1].sampling.max_tokens == 1
+    first, *_ = front.events("completions", **asked, max_tokens=0)
+    assert first["choices"][0]["logprobs"] == answer["choices"][0]["logprobs"]
+
+
+def test_prompt_logprobs_as_vllm_has_them(front, tokenizer):
+    ids = tokenizer.encode("hi, you", add_special_tokens=False).ids
+    answer = front.post("completions", prompt=ids, prompt_logprobs=1, max_tokens=1).body
+    first, second, *rest = answer["choices"][0]["prompt_logprobs"]
+    assert first is None and len(rest) == len(ids) - 2
+    assert second[str(ids[1])] == {"logprob": -1.0, "rank": None, "decoded_token": tokenizer.decode([ids[1]])}
+    assert second["10"]["rank"] == 1 and answer["choices"][0]["text"] and answer["choices"][0]["logprobs"] is None
+    chat = {"messages": "hi", "prompt_logprobs": 0, "max_tokens": 0}
+    answer = front.post("chat/completions", **chat).body["choices"][0]
+    assert len(answer["prompt_logprobs"]) == len(front.lead.requests[-1].tokens) // 4
+    assert answer["message"]["content"] == ""
+
+
+def test_the_text_of_a_prompt_has_no_tokens_of_the_tokenizer_s(front, tokenizer):
+    choice = front.post("completions", prompt="hi, you", echo=True, logprobs=0, max_tokens=0).body["choices"][0]
+    assert choice["text"] == "hi, you" and choice["logprobs"]["text_offset"][-1] < len("hi, you")
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "n": 2}, "n"),
+        ({"echo": True, "logprobs": 1, "n": 2}, "n"),
+    ],
+)
+def test_log_probabilities_of_prompts_that_are_refused(front, fields, param):
+    answer = front.post("completions", prompt="x", **fields)
+    assert answer.status == 400 and answer.body["error"]["param"] == param

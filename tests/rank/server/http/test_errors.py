@@ -42,7 +42,7 @@ CHAT = [
     ),
     ({"messages": [{"role": "bad", "content": "x"}]}, "messages[0].role", None),
     ({"max_tokens": "ten"}, "max_tokens", 'max_tokens is "ten": expected `int | null`, got `str`'),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0: it must be between 1 and 2147483648"),
+    ({"max_tokens": 0}, "max_tokens", None),
     (
         {"max_completion_tokens": -1},
         "max_completion_tokens",
@@ -162,11 +162,6 @@ TEXT = [
         "suffix is not supported: it needs a model trained to fill in the middle",
     ),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21: it must be between 0 and 20"),
-    (
-        {"prompt": "x", "logprobs": 1, "echo": True},
-        "logprobs",
-        "logprobs with echo: log probabilities of the prompt are not supported",
-    ),
 ]
 
 

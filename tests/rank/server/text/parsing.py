@@ -55,15 +55,3 @@ def check(text, expected, stop=None, **options):
     for _ in range(100):
         pieces = cut(text, rng)
         assert parse(pieces, **options) == (expected, stop), pieces
-
-
-def check_random(parts, seed, count=400, **options):
-    """Texts of random parts, with what comes of each wherever it is cut."""
-    rng = random.Random(seed)
-    for _ in range(count):
-        text = "".join(rng.choices(parts, k=rng.randint(1, 9)))
-        whole = parse([text], **options)
-        assert parse(list(text), **options) == whole, text
-        pieces = cut(text, rng)
-        assert parse(pieces, **options) == whole, pieces
-        yield text, whole[0]

@@ -1,18 +1,17 @@
 """Tool calls of every format: what is a call, what is text, in which order, wherever the text is cut."""
 
-import json
-import random
-
 import pytest
+from phalanx.rank.server.text import reasoning
 from phalanx.rank.server.text.events import ToolCallArguments, ToolCallEnd, ToolCallStart
-from phalanx.rank.server.text.output_parser import OutputParser, ReasoningFormat
+from phalanx.rank.server.text.output_parser import OutputParser
 from phalanx.rank.server.text.tool_formats import choose, find, names
 
-from .parsing import check, check_random, cut, parse
+from .parsing import check
+from .written import TEMPLATES
 
 pytestmark = pytest.mark.timeout(60)
 HERMES, LLAMA, MISTRAL = find("hermes"), find("llama3"), find("mistral")
-THINK = ReasoningFormat("<think>", "</think>")
+THINK = reasoning.find("think")
 ARGUMENTS = '{"a": "}{\\"</tool_call>", "b": [1, {"c": null}]}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
@@ -226,55 +225,6 @@ def test_one_call_only():
     assert parser.stopped and isinstance(events[-1], ToolCallEnd)  # nothing is generated after it
 
 
-PARTS = {
-    "hermes": [CALL, "<tool_call>", "</tool_call>", '{"name": "g", ', '"arguments": {', "}", '"', "<"],
-    "llama3": ["<|python_tag|>", '{"name": "g", ', '{"name": "g", "parameters": {', "}}", '"', "<|py", ";"],
-    "mistral": ["[TOOL_CALLS]g", "[TOOL_CALLS]g{", '[TOOL_CALLS][{"name": "g", ', '"arguments": {', "[ARGS]", "{", "}"],
-}
-
-
-def test_there_are_random_texts_for_every_format():
-    assert sorted(PARTS) == names()
-
-
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("more", [{}, {"reasoning": THINK}, {"parallel_calls": False}, {"stops": ["STOP", "\n"]}])
-def test_random_texts(name, more):
-    """No cut changes the outcome. Where nothing is a call, all of the text is content or reasoning."""
-    parts = [*PARTS[name], "a", "\n", " ", "[", "]", "\\", "<think>", "</think>", "STOP"]
-    called = 0
-    for words, found in check_random(parts, 2, tool_format=find(name), **more):
-        calls = [event for event in found if event[0] == "call"]
-        called += bool(calls)
-        if not calls and not more:
-            assert "".join(event[1] for event in found) == words
-    assert called > 3
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_random_arguments(name):
-    """Real calls with all that JSON can hold, between texts: they are found as they were written."""
-    write = {
-        "hermes": lambda f, a: f'<tool_call>\n{{"name": "{f}", "arguments": {a}}}\n</tool_call>',
-        "llama3": lambda f, a: f'<|python_tag|>{{"name": "{f}", "parameters": {a}}}',
-        "mistral": lambda f, a: f"[TOOL_CALLS]{f}[ARGS]{a}",
-    }[name]
-    rng = random.Random(3)
-    words = [*'"\\}{\n', "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "</think>", "é🙂"]
-    for _ in range(200):
-        expected, output = [], ""
-        for i in range(rng.randint(1, 4)):
-            arguments = json.dumps(
-                {"".join(rng.choices(words, k=2)): ["".join(rng.choices(words, k=3)), i, None, {"x": {}}]},
-                ensure_ascii=rng.random() < 0.5,
-                indent=rng.choice([None, 1]),
-            )
-            expected += [call(f"f{i}", arguments), text(f"t{i}")]
-            output += write(f"f{i}", arguments) + f"t{i}"
-        for pieces in ([output], list(output), cut(output, rng)):
-            assert parse(pieces, tool_format=find(name), reasoning=THINK)[0] == expected, pieces
-
-
 def test_call_fragments_come_early():
     """The name is out before the arguments are complete, and the arguments as they are written."""
     parser, events = OutputParser(tool_format=HERMES), []
@@ -291,9 +241,19 @@ def test_ids_that_mistral_s_templates_take():
         assert len(events[0].id) == 9 and events[0].id.isalnum() and expected in ("", events[0].id)
 
 
-def test_the_format_is_chosen_by_the_template():
-    assert choose("... <tool_call> ...") is HERMES
-    assert choose("<tool_call><function=f>") is None
-    assert choose("[TOOL_CALLS]") is MISTRAL
-    assert choose("<|python_tag|>") is LLAMA
-    assert choose("nothing") is None
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_format_is_chosen_by_the_template(name):
+    """No other format takes the template for its own."""
+    assert [one for one in names() if find(one).matches(TEMPLATES[name])] == [name]
+    assert choose(TEMPLATES[name]) is find(name)
+
+
+def test_every_format_but_the_general_one_is_chosen_by_some_template():
+    assert sorted(TEMPLATES) == sorted({*names()} - {"json"})
+
+
+def test_model_types_say_what_a_template_does_not():
+    assert choose("nothing") is None and choose("tools") is None and choose("nothing", "glm4_moe") is None
+    assert choose("tools", "glm4_moe") is find("glm45") and choose("tools [TOOL_CALLS]", "glm4_moe") is MISTRAL
+    types = [one for name in names() for one in find(name).models]
+    assert len(types) == len({*types})

@@ -1,0 +1,16 @@
+"""<think>…</think>: DeepSeek R1, Qwen3, GLM 4.5, MiniMax M2 and most others.
+
+Granite 3.3 writes its answer between <response> and </response> besides.
+"""
+
+from . import ReasoningFormat
+
+OPEN, CLOSE = "<think>", "</think>"
+
+FORMAT = ReasoningFormat(
+    (OPEN,),
+    (CLOSE,),
+    matches=lambda template, added: (
+        "[THINK]" not in template and (CLOSE in template or ({OPEN, CLOSE} <= {*added} and "[THINK]" not in added))
+    ),
+)

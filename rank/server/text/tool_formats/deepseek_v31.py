@@ -1,0 +1,22 @@
+"""DeepSeek V3.1: V3's markers with nothing but name and arguments between them.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from ..heads import NAME, Head
+from . import ToolCallFormat, ToolCallParser, Tools, deepseek_v3
+
+CALL, SEPARATOR = deepseek_v3.CALL, deepseek_v3.SEPARATOR
+HEAD = Head(rf"\s{{0,8}}{CALL}\s{{0,8}}{NAME}\s{{0,8}}{SEPARATOR}\s{{0,8}}(?=\{{)", f"{CALL}f{SEPARATOR}{{")
+
+
+def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
+    return deepseek_v3.parser(marker, index, tools, HEAD)
+
+
+FORMAT = ToolCallFormat(
+    matches=lambda template: deepseek_v3.OPEN in template and deepseek_v3.FENCE not in template,
+    opens=(deepseek_v3.OPEN, CALL),
+    parser=parser,
+    markers=deepseek_v3.FORMAT.markers,
+)

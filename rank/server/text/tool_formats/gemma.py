@@ -1,0 +1,94 @@
+"""Gemma: JSON-like arguments with keys as bare words, and texts between tokens instead of quotation marks.
+
+FunctionGemma: <start_function_call>call:NAME{KEY:<escape>TEXT<escape>,KEY:5}<end_function_call>
+Gemma 4:       <|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:5}<tool_call|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..headed_calls import HeadedCalls
+from ..heads import NAME, Head
+from ..schema_values import quote, to_json, types_of
+from ..stop_strings import partial_suffix
+from . import ToolCallFormat, ToolCallParser, Tools
+
+# How a call begins: how it ends, and the token around texts.
+FORMS = {
+    "<start_function_call>": ("<end_function_call>", "<escape>"),
+    "<|tool_call>": ("<tool_call|>", '<|"|>'),
+}
+HEAD = Head(rf"\s{{0,8}}call:\s{{0,8}}{NAME}\s{{0,8}}(?=\{{)", "call:f{")
+STRUCTURE = re.compile(r"[{}\[\],:]")
+OPEN, CLOSE = "{[", "}]"
+
+
+class GemmaArguments:
+    """Reads such an object as JSON: brackets, commas and colons are JSON's, words between them become values."""
+
+    def __init__(self, end: str, mark: str):
+        self._end = end
+        self._mark = mark  # around texts
+        self._held = ""
+        self._within = False  # a text
+        self._depth = 0
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        text, self._held = self._held + text, ""
+        written, at = "", 0
+        while at < len(text):
+            mark = text.find(self._mark, at)
+            if self._within:
+                end = mark if mark >= 0 else len(text) - partial_suffix(text[at:], (self._mark,))
+                written += quote(text[at:end])[1:-1]
+                if mark < 0:
+                    self._held = text[end:]
+                    return written, None
+                at, self._within = mark + len(self._mark), False
+                written += '"'
+                continue
+            found = STRUCTURE.search(text, at)
+            end = text.find(self._end, at)
+            at_end = found.start() if found else len(text)
+            if 0 <= end < at_end and not 0 <= mark < end:  # brackets are missing
+                return written + self._word(text[at:end]), text[end:]
+            if 0 <= mark < at_end:
+                at, self._within = mark + len(self._mark), True
+                written += '"'
+                continue
+            if found is None:
+                self._held = text[at:]
+                return written, None
+            written += self._word(text[at:at_end], key=found[0] == ":") + self._space(found[0])
+            at = at_end + 1
+            self._depth += (found[0] in OPEN) - (found[0] in CLOSE)
+            if self._depth == 0:
+                return written, text[at:]
+        return written, None
+
+    def _word(self, text: str, key: bool = False) -> str:
+        text = text.strip()
+        if not text:
+            return ""
+        return quote(text) if key else to_json(text, types_of(None))
+
+    def _space(self, char: str) -> str:
+        return f"{char} " if char in ",:" else char
+
+    def finish(self) -> str:
+        return quote(self._held)[1:-1] if self._within else self._word(self._held)
+
+
+def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
+    end, mark = FORMS[marker]
+    return HeadedCalls(marker, index, HEAD, lambda name: GemmaArguments(end, mark), close=(end,), one=True)
+
+
+FORMAT = ToolCallFormat(
+    matches=lambda template: any(marker in template for marker in FORMS),
+    opens=tuple(FORMS),
+    parser=parser,
+    markers=tuple(marker for form in FORMS.values() for marker in form),
+    models=("gemma4",),
+)

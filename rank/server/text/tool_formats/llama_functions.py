@@ -1,0 +1,23 @@
+"""<function=NAME>{…}</function>: Llama 3.1 and others whose template teaches calls so."""
+
+from ..headed_calls import HeadedCalls, JsonArguments
+from ..heads import NAME, Head
+from . import ToolCallFormat, ToolCallParser, Tools
+
+OPEN, CLOSE = "<function=", "</function>"
+HEAD = Head(rf"{OPEN}{NAME}>\s{{0,8}}(?=\{{)", OPEN + "f>{")
+
+
+def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
+    ends = (CLOSE, OPEN)
+    return HeadedCalls(
+        marker, index, HEAD, lambda name: JsonArguments(ends), close=(CLOSE,), prefix=marker, one=True
+    )  # fmt: skip
+
+
+FORMAT = ToolCallFormat(
+    matches=lambda template: OPEN in template and "tool_call>" not in template,
+    opens=(OPEN,),
+    parser=parser,
+    markers=(CLOSE,),
+)

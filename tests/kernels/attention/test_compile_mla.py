@@ -1,0 +1,41 @@
+"""The kernels of latent attention compile for every supported generation, in DeepSeek's sizes."""
+
+import pytest
+import torch
+from phalanx.kernels.attention.backend import AttentionParams
+from phalanx.kernels.attention.mla import Context, LatentNorm
+from phalanx.kernels.rope.rope import CosSin
+
+from ..test_compile import Recorder, compile_launch
+
+KERNELS = "store_kernel", "decode_kernel", "combine_kernel", "prefill_kernel", "expanded_kernel"
+CASES = [(torch.bfloat16, 16, 90), (torch.float16, 128, 80), (torch.bfloat16, 5, 100), (torch.float32, 16, 90)]
+
+
+@pytest.mark.parametrize(
+    "dtype, heads, arch", [CASES[0], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[1:])]
+)
+def test_compiles(dtype, heads, arch, monkeypatch):
+    pytest.importorskip("triton")
+    from phalanx.kernels.attention import mla_triton
+
+    kernels = {name: getattr(mla_triton, name) for name in KERNELS}
+    launches = {name: Recorder() for name in KERNELS}
+    for name, recorder in launches.items():
+        monkeypatch.setattr(mla_triton, name, recorder)
+    monkeypatch.setattr(mla_triton, "_roomy", lambda x: x.element_size() == 2 and arch >= 90)
+    q, latents, cache = (torch.zeros(*shape, dtype=dtype) for shape in ((6, heads, 192), (6, 576), (3, 16, 576)))
+    numbers, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
+    turn, norm = CosSin(*torch.zeros(2, 6, 1, 64), True), LatentNorm(latents[0, :512], 1e-6)
+    mla_triton.rope_and_store_latents(q, latents, norm, turn, cache, torch.zeros(6, dtype=torch.int64))
+    absorbed, mixed = (torch.zeros(6, heads, width, dtype=dtype) for width in (576, 512))
+    mla_triton.decode(absorbed, cache, 512, tables, numbers, mixed, 0.1, 4)
+    mla_triton.prefill(absorbed, cache, 512, tables, numbers, numbers, mixed, 0.1, 0, 2, 3)
+    context = Context(0, [3, 3], [30, 10], torch.zeros(40, dtype=torch.int64), numbers, numbers)
+    kv, rotated = torch.zeros(40, heads, 256, dtype=dtype), torch.zeros(40, 576, dtype=dtype)[:, 512:]
+    out = torch.zeros(6, heads, 128, dtype=dtype)
+    mla_triton.prefill_expanded(q, kv, rotated, context, AttentionParams(0.1), out)
+    for name, recorder in launches.items():
+        ((args, options),) = recorder.found
+        compiled = compile_launch(kernels[name], args, options, arch)
+        assert compiled.metadata.shared <= (227 if arch >= 90 else 99) << 10, name

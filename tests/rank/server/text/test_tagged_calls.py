@@ -1,0 +1,123 @@
+"""Formats with a tag for each argument: the tools' schemas say what a value is."""
+
+import json
+
+import pytest
+from phalanx.rank.server.text.events import ToolCallArguments
+from phalanx.rank.server.text.output_parser import OutputParser
+from phalanx.rank.server.text.schema_values import types_of
+from phalanx.rank.server.text.tool_formats import find
+
+from .parsing import check, parse
+
+pytestmark = pytest.mark.timeout(60)
+SCHEMA = {
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "ratio": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "items": {"type": "array"},
+        "maybe": {"type": ["string", "null"]},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "one_of": {"enum": ["1", "2"]},
+    }
+}
+TOOLS = {"f": SCHEMA}
+VALUES = [
+    ("text", "5", '"5"'),
+    ("text", '{"a": "b"}', '"{\\"a\\": \\"b\\"}"'),
+    ("count", "5", "5"),
+    ("count", "five", '"five"'),
+    ("count", "5.5", '"5.5"'),
+    ("ratio", "1e3", "1e3"),
+    ("ratio", "NaN", '"NaN"'),
+    ("flag", "true", "true"),
+    ("flag", "True", "true"),
+    ("flag", "1", '"1"'),
+    ("items", '["a", 1]', '["a", 1]'),
+    ("items", "['a', None]", '["a", null]'),
+    ("items", "[" * 10_000, json.dumps("[" * 10_000)),
+    ("maybe", "null", "null"),
+    ("maybe", "nothing", '"nothing"'),
+    ("either", "7", "7"),
+    ("either", "seven", '"seven"'),
+    ("one_of", "1", '"1"'),
+    ("unknown", "7", "7"),
+    ("unknown", "seven\nor é", '"seven\\nor é"'),
+]
+
+
+def text(words):
+    return ("text", words)
+
+
+def call(name, arguments):
+    return ("call", name, arguments)
+
+
+def qwen(name, *arguments):
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), VALUES, ids=range(len(VALUES)))
+def test_types(key, value, expected):
+    json.loads(expected)
+    glm = f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+    for name, written in (("qwen3_coder", qwen("f", (key, value))), ("glm45", glm)):
+        for pieces in ([written], list(written)):
+            found, _ = parse(pieces, tool_format=find(name), tools=TOOLS)
+            assert found == [call("f", f'{{"{key}": {expected}}}')]
+
+
+def test_schemas_that_do_not_say():
+    for schema in (None, {}, True, {"type": 5}, {"type": [1]}, {"anyOf": "x"}):
+        assert types_of(schema) == types_of(None) or types_of(schema) == frozenset()
+    check(
+        qwen("g", ("k", "5")), [call("g", '{"k": 5}')], tool_format=find("qwen3_coder"), tools={"g": {"properties": 1}}
+    )
+
+
+CASES = [
+    ("no arguments", qwen("f"), [call("f", "{}")]),
+    ("text around", f"So:\n{qwen('f')}\n{qwen('f')}\nDone", [text("So:"), *[call("f", "{}")] * 2, text("\nDone")]),
+    ("newlines are the value's", qwen("f", ("text", "\n a\n\n")), [call("f", '{"text": "\\n a\\n\\n"}')]),
+    ("an empty value", "<tool_call><function=f><parameter=text>\n</parameter></function></tool_call>",
+     [call("f", '{"text": ""}')]),
+    ("two values", qwen("f", ("text", "a"), ("count", 5)), [call("f", '{"text": "a", "count": 5}')]),
+    ("without its marker", "<function=f><parameter=text>a</parameter></function></tool_call>.",
+     [call("f", '{"text": "a"}'), text(".")]),
+    ("cut off in a value", qwen("f", ("text", "ab")).partition("\n</p")[0], [call("f", '{"text": "ab')]),
+    ("cut off behind a value", qwen("f", ("text", "ab"))[:-25], [call("f", '{"text": "ab"}')]),
+    ("cut off in the head", "a <tool_call>\n<function=", [text("a <tool_call>\n<function=")]),
+    ("no call", "<tool_call> is a <function=>", [text("<tool_call> is a <function=>")]),
+    ("the end of the function is missing", qwen("f", ("count", 1)).replace("</function>\n", ""),
+     [call("f", '{"count": 1}')]),
+    ("text in a call", "<tool_call>\n<function=f>\nor so</function>", [call("f", "{}"), text("or so</function>")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_qwen3_coder(case):
+    check(*case[1:], tool_format=find("qwen3_coder"), tools=TOOLS)
+
+
+def test_glm_forgets_the_end():
+    call_ = "<tool_call>f\n<arg_key>count</arg_key><arg_value>1</arg_value>\n"
+    check(call_ + call_, [call("f", '{"count": 1}')] * 2, tool_format=find("glm45"), tools=TOOLS)
+    check("<tool_call>What?", [text("<tool_call>What?")], tool_format=find("glm45"))
+
+
+def test_minimax_has_several_calls_between_its_markers():
+    one = '<invoke name="f">\n<parameter name="count">1</parameter>\n</invoke>\n'
+    block = f"<minimax:tool_call>\n{one}{one}</minimax:tool_call>"
+    check(block + "\nb", [*[call("f", '{"count": 1}')] * 2, text("b")], tool_format=find("minimax_m2"), tools=TOOLS)
+
+
+def test_texts_are_passed_on_as_they_come():
+    parser, events = OutputParser(tool_format=find("qwen3_coder"), tools=TOOLS), []
+    parser.feed('<tool_call>\n<function=f>\n<parameter=text>\nOnce "upon', events)
+    assert events[-1] == ToolCallArguments(0, '{"text": "Once \\"upon')
+    parser.feed("\n</par", events)
+    assert events[-1].text.endswith("upon")  # what may be the value's end is held back

@@ -1,0 +1,176 @@
+"""Clients that people bring, each with a chat, a stream and a tool call, on one server of two ranks.
+
+And fields that only a model that has something to say can show.
+"""
+
+import asyncio
+import json
+import math
+
+import anthropic
+import openai
+import pytest
+from phalanx.launcher import builtin_model
+
+from .server import Server
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
+MODEL = builtin_model.SERVED_NAME
+SUM, WEATHER = "What is 47 + 38?", "What is the weather in Paris?"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "get_weather", "description": "Get the weather of a city.", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--np", "2", "--device", "cpu", "--mem", "64", "--temperature", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def base(server):
+    return server.url + "/v1"
+
+
+def said(text):
+    return [{"role": "user", "content": text}]
+
+
+def check_call(name, arguments):
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert (name, arguments) == ("get_weather", {"city": "Paris"})
+
+
+def test_openai(base):
+    client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
+    ask = client.chat.completions.create
+    answer = ask(model=MODEL, messages=said(SUM)).choices[0].message
+    assert answer.content.rstrip(".").endswith("85") and answer.reasoning_content
+    parts = [chunk.choices[0].delta for chunk in ask(model=MODEL, messages=said(SUM), stream=True)]
+    assert "".join(part.content or "" for part in parts) == answer.content
+    (call,) = ask(model=MODEL, messages=said(WEATHER), tools=[TOOL]).choices[0].message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+    with client.chat.completions.stream(model=MODEL, messages=said(WEATHER), tools=[TOOL]) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+
+
+def test_openai_asynchronously(base):
+    async def run():
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
+            ask = client.chat.completions.create
+            whole, stream, called = await asyncio.gather(
+                ask(model=MODEL, messages=said(SUM)),
+                ask(model=MODEL, messages=said(SUM), stream=True),
+                ask(model=MODEL, messages=said(WEATHER), tools=[TOOL]),
+            )
+            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return whole.choices[0].message.content, "".join(parts), called.choices[0].message.tool_calls
+
+    whole, streamed, (call,) = asyncio.run(run())
+    assert whole == streamed and "85" in whole
+    check_call(call.function.name, call.function.arguments)
+
+
+def test_anthropic(server):
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    ask = dict(model=MODEL, max_tokens=500)
+    answer = client.messages.create(**ask, messages=said(SUM))
+    assert "85" in next(block.text for block in answer.content if block.type == "text")
+    with client.messages.stream(**ask, messages=said(SUM)) as stream:
+        assert "85" in "".join(stream.text_stream)
+    tool = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": PARAMETERS}
+    answer = client.messages.create(**ask, messages=said(WEATHER), tools=[tool])
+    call = next(block for block in answer.content if block.type == "tool_use")
+    assert answer.stop_reason == "tool_use"
+    check_call(call.name, call.input)
+
+
+def test_langchain(base):
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    model = langchain.ChatOpenAI(model=MODEL, base_url=base, api_key="none", max_retries=0)
+    answer = model.invoke(SUM)
+    assert "85" in answer.content and answer.usage_metadata["output_tokens"] > 0
+    assert "".join(chunk.content for chunk in model.stream(SUM)) == answer.content
+    called = model.bind_tools([TOOL])
+    (call,) = called.invoke(WEATHER).tool_calls
+    check_call(call["name"], call["args"])
+    whole = None
+    for chunk in called.stream(WEATHER):
+        whole = chunk if whole is None else whole + chunk
+    (call,) = whole.tool_calls
+    check_call(call["name"], call["args"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # pydantic's, of litellm's own types
+def test_litellm(base, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network when it is imported
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
+    ask = dict(model=f"openai/{MODEL}", api_base=base, api_key="none", num_retries=0)
+    answer = litellm.completion(**ask, messages=said(SUM)).choices[0].message
+    assert "85" in answer.content and answer.reasoning_content
+    chunks = list(litellm.completion(**ask, messages=said(SUM), stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer.content
+    (call,) = litellm.completion(**ask, messages=said(WEATHER), tools=[TOOL]).choices[0].message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+
+
+def test_llama_index(base):
+    """Its package needs an older transformers than the other tests: where both are wanted, there is none of it."""
+    llama_index = pytest.importorskip(
+        "llama_index.llms.openai_like", reason="llama-index-llms-openai-like is not installed"
+    )
+    model = llama_index.OpenAILike(
+        model=MODEL, api_base=base, api_key="none", is_chat_model=True, is_function_calling_model=True, max_retries=0
+    )
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+
+    def get_weather(city: str) -> str:
+        """Get the weather of a city."""
+        return city
+
+    asked = [ChatMessage(role="user", content=SUM)]
+    answer = model.chat(asked).message.content
+    assert "85" in answer
+    assert "".join(part.delta or "" for part in model.stream_chat(asked)) == answer
+    response = model.chat_with_tools([FunctionTool.from_defaults(get_weather)], user_msg=WEATHER)
+    (call,) = model.get_tool_calls_from_response(response)
+    check_call(call.tool_name, call.tool_kwargs)
+
+
+def test_what_lm_eval_s_loglikelihood_asks(server, base):
+    """Token ids of context and continuation together; the log probabilities of the continuation are summed up."""
+    client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
+
+    def tokens(text):
+        return client.post("/tokenize", body={"prompt": text, "add_special_tokens": False}, cast_to=object)["tokens"]
+
+    context, totals, greedy = tokens("What is 2 + 2? 2 + 2 is"), [], []
+    for ending in (" 4", " purple"):
+        ids = context + tokens(ending)
+        choice = client.completions.create(
+            model=MODEL, prompt=[ids], max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1
+        ).choices[0]
+        found, top = choice.logprobs.token_logprobs[len(context) : -1], choice.logprobs.top_logprobs[len(context) : -1]
+        assert len(choice.logprobs.token_logprobs) == len(ids) + 1 and choice.logprobs.token_logprobs[0] is None
+        assert all(math.isfinite(value) and value <= 0 for value in found)
+        totals.append(sum(found) / len(found))
+        greedy.append(all(value == max(best.values()) for value, best in zip(found, top, strict=True)))
+    assert totals[0] > totals[1] and not greedy[1]
+
+
+def test_limits_on_tokens(base):
+    client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
+
+    def say(text, **extra):
+        choice = client.chat.completions.create(model=MODEL, messages=said(text), extra_body=extra).choices[0]
+        return choice.message, getattr(choice.message, "reasoning_content", None) or ""
+
+    message, thought = say(SUM)
+    assert len(thought) > 10
+    limited, less = say(SUM, thinking_token_budget=2, return_token_ids=True)
+    assert 0 < len(less) < len(thought) and thought.startswith(less) and limited.content
+    assert say(SUM, thinking_token_budget=0)[1] == ""
+    assert "85" not in say(SUM, bad_words=["85", "5"])[0].content
