@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -33,6 +33,11 @@ class Lark:
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
         return f'{self.literal(head)} {arguments} "}}"'
 
+    def calls(self, tools: Iterable[tuple[str, str]], several: bool) -> str:
+        """A list of calls as JSON. tools: names, each with an expression for its arguments."""
+        one = self.rule(" | ".join(self.call(*tool) for tool in tools))
+        return f'"[" {one} (", " {one})* "]"' if several else f'"[" {one} "]"'
+
     def part(self, part: dict[str, Any]) -> str:
         """Another grammar, {"json_schema": …} or {"lark_grammar": …}."""
         self._parts.append({**part, "name": f"part_{len(self._parts)}"})
@@ -54,8 +59,9 @@ class Lark:
 
     def until(self, markers: tuple[str, ...], without: tuple[str, ...] = ()) -> str:
         """Any text up to and with the first of these markers, and without others."""
-        ways = [self.rule(self.text(without), f"[suffix=/{_any_of(markers)}/]")]
-        ways += [f"{self.text((*markers, *without))} <[{self.added[one]}]>" for one in markers if one in self.added]
+        ways = [f"{self.text((*markers, *without))} {self.marker(one)}" for one in markers if one in self.added]
+        if spelled := tuple(one for one in markers if one not in self.added):
+            ways.append(self.rule(self.text(without), f"[suffix=/{_any_of(spelled)}/]"))
         return f"({' | '.join(ways)})"
 
     def grammar(self, start: str) -> str:

@@ -135,7 +135,7 @@ def test_each_format_reads_the_calls_that_it_is_held_to(text, compiled, name, re
                 continue
             calls += 1
             jsonschema.validate(json.loads(rest[1]), SCHEMAS[rest[0]])
-    assert calls > 3 or not required
+    assert calls or not required
 
 
 def test_a_tool_that_is_not_strict_may_have_keywords_that_cannot_be_enforced(text, takes):
@@ -162,5 +162,5 @@ def test_a_mistral_of_either_generation(text, takes):
     assert takes(old, '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]') == "all"
     form.tokenizer = SimpleNamespace(added={"[ARGS]": 3, "[TOOL_CALLS]": 5})
     new = answer_grammar(form, None, Calls(TOOLS, True, False), None)
-    assert takes(new, '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}') == "all"
     assert takes(new, "<tool_call>clock<think>{}") == "all", "the tokens 5 and 3"
+    assert takes(new, "[TOOL_CALLS]clock[ARGS]{}") == "no", "spelled out they are text"
