@@ -117,6 +117,30 @@ def test_logprobs(client):
         assert entry.token == entry.top_logprobs[0].token
 
 
+def test_answers_of_a_random_model_keep_to_what_is_asked(client, server):
+    """Whole and streamed, two choices, a client that leaves in the middle, and wrong input."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    options = dict(**ask(), max_tokens=60, temperature=1.0, seed=3)
+    both = client.chat.completions.create(**options, n=2, response_format=form, logprobs=True)
+    for choice in both.choices:
+        assert choice.finish_reason == "length" or json.loads(choice.message.content)["a"] in (1, 2)
+        assert choice.logprobs.content
+    picked = dict(extra_body={"guided_choice": ["yes", "no"]})
+    whole = client.chat.completions.create(**options, **picked).choices[0]
+    parts = [chunk.choices[0] for chunk in client.chat.completions.create(**options, **picked, stream=True)]
+    assert "".join(part.delta.content or "" for part in parts) == whole.message.content in ("yes", "no")
+    assert parts[-1].finish_reason == whole.finish_reason == "stop"
+    endless = client.completions.create(
+        model="x", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"guided_regex": "[a-z ]*[0-9]{3}", "n": 3}
+    )
+    next(iter(endless))
+    endless.close()
+    assert not wait(lambda: server.request("/health")[1]["running"], 10)
+    with pytest.raises(openai.BadRequestError, match="guided_regex cannot be enforced"):
+        client.completions.create(model="x", prompt=PROMPT, extra_body={"guided_regex": "("})
+
+
 def test_stop_strings(client):
     whole = client.chat.completions.create(**ask(), max_tokens=40, temperature=0, extra_body={"ignore_eos": True})
     text = whole.choices[0].message.content

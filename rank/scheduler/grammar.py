@@ -134,7 +134,7 @@ class Grammars:
     """Compiles the grammars of requests in a thread of its own, in order, so that no step waits for it."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[Vocabulary | Request] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Vocabulary | Request | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, Grammar | str]] = queue.SimpleQueue()
         self._open: set[str] = set()  # ids of requests that are being compiled and were not aborted
         self._thread: threading.Thread | None = None
@@ -154,6 +154,10 @@ class Grammars:
             self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
             self._thread.start()
 
+    def close(self) -> None:
+        """End the thread, and with it what is kept of the model."""
+        self._todo.put(None)
+
     def abort(self, ids: Iterable[str]) -> None:
         self._open.difference_update(ids)
 
@@ -169,8 +173,7 @@ class Grammars:
 
     def _work(self) -> None:
         compiled: Any = None
-        while True:
-            one = self._todo.get()
+        while (one := self._todo.get()) is not None:
             try:
                 if isinstance(one, Vocabulary):
                     compiled = Compiled(one)

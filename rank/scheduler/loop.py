@@ -44,6 +44,12 @@ class StepLoop:
 
     def run(self) -> int:
         """Serve until drained or switched; the exit code. Raises FatalError when the server process goes away."""
+        try:
+            return self._run()
+        finally:
+            self._grammars.close()
+
+    def _run(self) -> int:
         while True:
             self._receive_requests()
             blocked = [replica for replica in self.replicas if not replica.plan() and replica.busy]

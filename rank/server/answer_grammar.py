@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 from .api_error import bad
@@ -62,9 +63,9 @@ def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | Non
         answers += _answers_with_calls(lark, calls, form, constraint is None and not calls.required)
     start = f"({' | '.join(answers)})"
     if thoughts is not None:
-        opens, closes = thoughts.format.open, thoughts.format.close
-        rest = f"{lark.until(closes)} {NEWLINES}"
-        start = f"{rest if thoughts.begun else f'({lark.marker(opens)} {rest})?'} {start}"
+        rest = f"{lark.until(thoughts.format.closes)} {NEWLINES}"
+        opens = " | ".join(map(lark.marker, thoughts.format.opens))
+        start = f"{rest if thoughts.begun else f'(({opens}) {rest})?'} {start}"
     return lark.grammar(start)
 
 
@@ -72,12 +73,11 @@ def _answers_with_calls(lark: Lark, calls: Calls, form: ToolCallFormat, free: bo
     """The alternatives that are calls; `free`: and those in which text stands before them or alone."""
     assert form.grammar is not None
     written = form.grammar(lark, _callable(lark, calls.tools), calls.parallel)
-    opens = form.opens[0]
     if form.bare:
-        return [written, r"/([^\s{](?s:.*))?/"] if free else [written]
+        return [written, rf"/([^\s{re.escape(form.bare)}](?s:.*))?/"] if free else [written]
     if free:
-        return [f"{lark.until(opens)} {written}", lark.text(opens)]
-    return [f"{lark.marker(opens)} {written}"]
+        return [f"{lark.until(form.opens[:1], form.opens[1:])} {written}", lark.text(form.opens)]
+    return [f"{lark.marker(form.opens[0])} {written}"]
 
 
 def _callable(lark: Lark, tools: list[dict[str, Any]]) -> list[CallableTool]:

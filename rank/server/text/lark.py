@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -19,7 +19,7 @@ class Lark:
         self.added = added
         self._lines: list[str] = []
         self._parts: list[dict[str, Any]] = []
-        self._texts: dict[str, str] = {}  # names of TEXT terminals, by the marker that they leave out
+        self._texts: dict[tuple[str, ...], str] = {}  # names of TEXT terminals, by the markers that they leave out
 
     def literal(self, text: str) -> str:
         return json.dumps(text) if text else '""'
@@ -33,6 +33,11 @@ class Lark:
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
         return f'{self.literal(head)} {arguments} "}}"'
 
+    def calls(self, tools: Iterable[tuple[str, str]], several: bool) -> str:
+        """A list of calls as JSON. tools: names, each with an expression for its arguments."""
+        one = self.rule(" | ".join(self.call(*tool) for tool in tools))
+        return f'"[" {one} (", " {one})* "]"' if several else f'"[" {one} "]"'
+
     def part(self, part: dict[str, Any]) -> str:
         """Another grammar, {"json_schema": …} or {"lark_grammar": …}."""
         self._parts.append({**part, "name": f"part_{len(self._parts)}"})
@@ -43,21 +48,28 @@ class Lark:
         self._lines.append(f"{name}{attributes}: {expression}")
         return name
 
-    def text(self, marker: str) -> str:
-        """Any text in which the marker does not occur."""
-        if marker not in self._texts:
-            name = self._texts[marker] = f"TEXT_{len(self._texts)}"
-            escaped = re.sub(r"[][.^$*+?(){}|\\/&~]", lambda found: "\\" + found[0], marker)
-            self._lines.append(f"{name}: /(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/")
-        return self._texts[marker]
+    def text(self, markers: tuple[str, ...]) -> str:
+        """Any text in which none of the markers occurs."""
+        if not markers:
+            return "/(?s:.*)/"
+        if markers not in self._texts:
+            name = self._texts[markers] = f"TEXT_{len(self._texts)}"
+            self._lines.append(f"{name}: /(?s:.*)/ & ~/(?s:.*)({_any_of(markers)})(?s:.*)/")
+        return self._texts[markers]
 
-    def until(self, marker: str) -> str:
-        """Any text up to and with the first marker."""
-        if marker in self.added:
-            return f"({self.text(marker)} <[{self.added[marker]}]>)"
-        return self.rule("/(?s:.*)/", f"[suffix={self.literal(marker)}]")
+    def until(self, markers: tuple[str, ...], without: tuple[str, ...] = ()) -> str:
+        """Any text up to and with the first of these markers, and without others."""
+        ways = [f"{self.text((*markers, *without))} {self.marker(one)}" for one in markers if one in self.added]
+        if spelled := tuple(one for one in markers if one not in self.added):
+            ways.append(self.rule(self.text(without), f"[suffix=/{_any_of(spelled)}/]"))
+        return f"({' | '.join(ways)})"
 
     def grammar(self, start: str) -> str:
         """The whole, for llguidance."""
         lines = "\n".join([f"start: {start}", *self._lines]) + "\n"
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lines}, *self._parts]})
+
+
+def _any_of(markers: tuple[str, ...]) -> str:
+    """A regular expression of texts."""
+    return "|".join(re.sub(r"[][.^$*+?(){}|\\/&~]", lambda found: "\\" + found[0], one) for one in markers)

@@ -47,8 +47,12 @@ class Tokenizer:
         self._pieces: list[bytes | None] = [None] * (max([self.size - 1, *added]) + 1)
 
     def to_json(self) -> str:
-        """A tokenizer.json's text."""
-        return self._tokenizer.to_str()
+        """A tokenizer.json's text, with a decoder that llguidance knows. Of tokenizers that are `bytewise`."""
+        data = json.loads(self._tokenizer.to_str())
+        if self._kind == "spaces":
+            replace = {"type": "Replace", "pattern": {"String": self._space}, "content": " "}
+            data["decoder"] = {"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+        return json.dumps(data)
 
     @property
     def bytewise(self) -> bool:

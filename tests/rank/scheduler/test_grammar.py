@@ -135,6 +135,10 @@ def test_compiling_beside_the_loop():
     found = take(grammars, 2)
     assert not isinstance(found["good"], str) and "the output cannot be constrained" in found["wrong"]
     assert not grammars.pending and take(grammars, 0) == {}
+    thread = grammars._thread
+    grammars.close()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_tokenizer_that_cannot_be_read():

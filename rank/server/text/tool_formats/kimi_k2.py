@@ -5,10 +5,12 @@
 """
 
 import re
+from collections.abc import Sequence
 
 from ..headed_calls import HeadedCalls, JsonArguments
 from ..heads import Head
-from . import ToolCallFormat, ToolCallParser, Tools
+from ..lark import Lark
+from . import CallableTool, ToolCallFormat, ToolCallParser, Tools
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END, ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
@@ -32,10 +34,20 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
     )
 
 
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+    heads = (
+        f"{lark.literal(f'functions.{tool.name}:')} /[0-9]{{1,3}}/ {lark.marker(ARGUMENTS)} {tool.arguments}"
+        for tool in tools
+    )
+    one = lark.rule(f"{lark.marker(CALL)} ({' | '.join(heads)}) {lark.marker(CALL_END)}")
+    return f"{one}{f' {one}*' if several else ''} {lark.marker(CLOSE)}"
+
+
 FORMAT = ToolCallFormat(
     matches=lambda template: OPEN in template,
     opens=(OPEN, CALL),
     parser=parser,
     markers=(CLOSE, CALL_END, ARGUMENTS),
     models=("kimi_k2",),
+    grammar=grammar,
 )

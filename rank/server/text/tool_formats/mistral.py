@@ -68,8 +68,7 @@ def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
         calls = " | ".join(f"{lark.literal(tool.name)} {lark.marker('[ARGS]')} {tool.arguments}" for tool in tools)
         one = lark.rule(calls)
         return f"{one} ({lark.marker(OPEN)} {one})*" if several else one
-    one = lark.rule(" | ".join(lark.call(tool.name, tool.arguments) for tool in tools))
-    return f'"[" {one} (", " {one})* "]"' if several else f'"[" {one} "]"'
+    return lark.calls(tools, several)
 
 
 FORMAT = ToolCallFormat(

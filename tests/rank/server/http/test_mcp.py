@@ -208,3 +208,16 @@ def test_a_word_on_no_request(server):
     assert answer.status == 400 and "mcpr_x" in answer.body["error"]["message"]
     answer = server.post("responses", input=[{"type": "mcp_approval_response", "approve": True}], tools=[MCP])
     assert answer.status == 400 and "approval_request_id is missing" in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp", "server_label": "local"}]}],
+)
+def test_a_call_that_is_required_is_enforced_in_the_first_round(server, responses, says, choice):
+    says(ADD, "five")
+    before = len(server.lead.requests)
+    response = responses.create(model="m", input="2 + 3?", tools=[MCP], tool_choice=choice)
+    assert response.output_text == "five"
+    first, second = server.lead.requests[before:]
+    assert "local_add" in first.grammar and second.grammar == ""

@@ -226,3 +226,24 @@ def test_tekken_alone(tmp_path, model_dir):
     (tmp_path / "tekken.json").write_text("[]")
     with pytest.raises(ValueError, match="tekken.json is not a tekken tokenizer, or it is damaged"):
         Text(str(tmp_path))
+
+
+@pytest.mark.parametrize("decoder", ["as it is", "Metaspace"])
+def test_grammars_see_the_same_bytes(tmp_path, decoder):
+    """What llguidance makes of the tokenizer that rank 0 is sent."""
+    llguidance = pytest.importorskip("llguidance")
+    train(tmp_path, **KINDS["llama"])
+    made = configure(tmp_path)
+    if decoder == "Metaspace":
+        data = json.loads(made.to_json()) | {"decoder": {"type": "Metaspace", "replacement": "▁", "split": True}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+        made = configure(tmp_path)
+    seen = llguidance.LLTokenizer(made.to_json(), n_vocab=made.size, eos_token=[2])
+    for id in range(made.size):
+        # No UTF-8 has a byte 255. A Metaspace decoder knows no tokens of bytes.
+        if id not in made.added.values() and made.piece(id) != b"\xff" and not made.piece(id).startswith(b"<0x"):
+            assert seen.decode_bytes([id]) == made.piece(id), made.piece(id)
+    text = " The fox and the hounds, " + TEXTS[5]
+    matcher = llguidance.LLMatcher(seen, llguidance.LLMatcher.grammar_from_lark("start: /(?s:.*)/"))
+    tokens = made.encode(text, False)
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
