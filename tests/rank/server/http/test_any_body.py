@@ -40,6 +40,9 @@ GOOD = {
     "documents": (["a", {"text": "b"}],),
     "text_1": ("a",),
     "text_2": ("b", ["c", "d"]),
+    "input_file_id": ("file-1",),
+    "endpoint": ("/v1/completions",),
+    "completion_window": ("24h",),
 }
 
 
@@ -90,7 +93,8 @@ def test_no_body_breaks_it(server, route):
         assert answer.status == 200 or answer.body["error"]["message"], sent
         assert not isinstance(answer.body, bytes) or b"internal error" not in answer.body, sent
         statuses.add(answer.status)
-    assert {200, 400} <= statuses
+    # This server has one model and keeps no files, so good bodies for others are answered with 404.
+    assert {400, 404 if route.path in ("/v1/batches", "/v1/models/select") else 200} <= statuses
 
 
 @pytest.mark.parametrize(
