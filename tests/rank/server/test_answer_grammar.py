@@ -11,14 +11,14 @@ from phalanx.rank.scheduler.grammar import Compiled
 from phalanx.rank.server.answer_grammar import Calls, Thoughts, answer_grammar
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.constraint import choice, json_schema, regex
+from phalanx.rank.server.text import reasoning
 from phalanx.rank.server.text.load import Text
-from phalanx.rank.server.text.output_parser import KNOWN_REASONING
 from phalanx.rank.server.text.tool_formats import find, names
 
 from ..scheduler.uniform import Uniform
 from .text.parsing import parse
 
-THINK, BRACKETS, _ = KNOWN_REASONING
+THINK, BRACKETS = reasoning.find("think"), reasoning.find("mistral")
 VOCAB = 4040
 CITY = {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
 WEATHER = {
@@ -59,7 +59,7 @@ def takes(text, compiled):
 
 
 def of_format(text, name):
-    return SimpleNamespace(tool_format=find(name), tokenizer=text.tokenizer)
+    return SimpleNamespace(tool_format=find(name), tokenizer=text.tokenizer, reasoning=None)
 
 
 def test_nothing_is_asked(text):
@@ -75,7 +75,7 @@ def test_the_constraint_begins_after_the_thoughts(text, takes, thoughts):
     if thoughts is None:
         assert takes(grammar, "<think>") == "no"
         return
-    opens, closes = thoughts.format
+    opens, closes = thoughts.format.open, thoughts.format.close
     head = "" if begun else opens
     assert takes(grammar, f"{head}\nWell, yes. <b> {{\n") == "beginning"
     assert takes(grammar, f"{head}\nWell, yes.\n{closes}\n\nno") == "all"
@@ -143,7 +143,7 @@ def test_a_tool_that_is_not_strict_may_have_keywords_that_cannot_be_enforced(tex
 
 
 def test_a_format_without_a_grammar(text):
-    form = SimpleNamespace(tool_format=find("hermes")._replace(grammar=None), tokenizer=text.tokenizer)
+    form = SimpleNamespace(tool_format=find("hermes")._replace(grammar=None), tokenizer=text.tokenizer, reasoning=None)
     with pytest.raises(ApiError, match='cannot be enforced, use tool_choice "auto"') as error:
         answer_grammar(form, None, Calls(TOOLS, True, True), None)
     assert error.value.param == "tool_choice"
@@ -158,5 +158,21 @@ def test_a_mistral_of_either_generation(text, takes):
     assert takes(old, '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]') == "all"
     form.tokenizer = SimpleNamespace(added={"[ARGS]": 3, "[TOOL_CALLS]": 5})
     new = answer_grammar(form, None, Calls(TOOLS, True, False), None)
-    assert takes(new, '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}') == "all"
+    assert takes(new, '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}') == "no", (
+        "spelled, which the parser takes for text"
+    )
     assert takes(new, "<tool_call>clock<think>{}") == "all", "the tokens 5 and 3"
+
+
+@pytest.mark.parametrize("name", ["harmony", "granite33"])
+def test_marks_around_the_answer_itself(text, name):
+    form = SimpleNamespace(tool_format=None, tokenizer=text.tokenizer, reasoning=reasoning.find(name))
+    with pytest.raises(ApiError, match="cannot be constrained yet") as error:
+        answer_grammar(form, choice("guided_choice", ["yes"]), None, None)
+    assert error.value.param == "guided_choice"
+
+
+def test_a_spelled_marker_is_no_marker(text, compiled):
+    """The parser takes it for text, so that a call would be none."""
+    matcher = LLMatcher(compiled.tokenizer, answer_grammar(text, None, Calls(TOOLS, True, True), None))
+    assert matcher.try_consume_tokens([text.tokenizer.encode("<", False)[0]]) == 0
