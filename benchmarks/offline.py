@@ -91,6 +91,7 @@ class Ask(msgspec.Struct):
     reps: int
     n_mixed: int
     started: float  # time.time() when the program began
+    ep: int = 1
 
 
 class OfflineRank(program.Rank):
@@ -144,7 +145,7 @@ class Offline:
             self.trace()
 
     def say(self, **line: Any) -> None:
-        about = dict(engine="phalanx", version=VERSION, config=self.ask.config, tp=self.ask.tp)
+        about = dict(engine="phalanx", version=VERSION, config=self.ask.config, tp=self.ask.tp, ep=self.ask.ep)
         print(json.dumps(about | line), flush=True)
 
     def prompt(self, length: int) -> bytes:
@@ -245,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama3-8b", help=f"{', '.join(sorted(CONFIGS))}, or a config.json")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1, help="ranks of tp that share experts out")
     parser.add_argument("--parts", default="abc", help="which of a, b, c, g, p, q, t to run")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--reps", type=int, default=3)
@@ -264,12 +266,12 @@ def main() -> None:
             config |= {"quantization_config": QUANTISED[asked.quantized]}
         Path(made, "config.json").write_text(json.dumps(config))
         options = Options(
-            model=made, ranks=asked.tp, tp=asked.tp, dtype=asked.dtype, isq=asked.isq, device=asked.device,
+            model=made, ranks=asked.tp, tp=asked.tp, ep=asked.ep, dtype=asked.dtype, isq=asked.isq, device=asked.device,
             prefix_cache=False, load_format=asked.load_format, max_num_seqs=asked.max_num_seqs,
             max_model_len=asked.max_model_len, max_num_batched_tokens=asked.max_num_batched_tokens,
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]
-        ask = Ask(asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started)
+        ask = Ask(asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started, asked.ep)
         raise SystemExit(start(options, ask))
 
 

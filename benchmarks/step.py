@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--tp", type=int, default=0)
     parser.add_argument("--pp", type=int, default=0)
+    parser.add_argument("--ep", type=int, default=1, help="ranks of tp that share experts out")
     parser.add_argument("--multithread", action="store_true", help="ranks as threads")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto")
@@ -228,6 +229,7 @@ def main() -> None:
             ranks=asked.np,
             tp=asked.tp,
             pp=asked.pp,
+            ep=asked.ep,
             multithread=asked.multithread,
             dtype=asked.dtype,
             isq=asked.isq,
@@ -242,7 +244,7 @@ def main() -> None:
         about = {
             "engine": "phalanx",
             "model": asked.shape or asked.model or "built-in",
-            **{key: getattr(asked, key) for key in ("np", "tp", "pp", "dtype", "isq")},
+            **{key: getattr(asked, key) for key in ("np", "tp", "pp", "ep", "dtype", "isq")},
             "cores": os.cpu_count(),
             "machine": platform.machine(),
             "torch": torch.__version__,

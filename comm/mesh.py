@@ -22,7 +22,7 @@ class Mesh:
     tensor: Comm  # tensor-parallel group: the ranks that share this stage's layers
     pipe: Comm  # pipeline group: one rank of each stage; its rank is the stage. Activations go forward on it
     feedback: Comm  # the same ranks as pipe: sampled ids go back from the last stage to the first
-    experts: Comm  # expert group: the ranks that share this stage's experts; it may span replicas
+    ep: int = 1  # neighbours of the tensor group that hold different experts; it divides the group's size
 
     @property
     def stage(self) -> int:
@@ -49,26 +49,23 @@ def build(
     tp_backend_factory: BackendFactory | None = None,
     ep: int = 1,
 ) -> Mesh:
-    """Collective over world, whose size is a multiple of tp * pp; ep divides the ranks that hold the same stage.
+    """Collective over world, whose size is a multiple of tp * pp; ep divides tp.
 
-    An expert group is ep neighbours among the ranks of one stage, replica by replica: with tp 2 and ep 4 it spans two
-    replicas. backend_factory: makes the backend for a group's tensors from a host group; NcclComm on GPUs.
-    tp_backend_factory: the same for the tensor group, where it differs.
+    backend_factory: makes the backend for a group's tensors from a host group; NcclComm on GPUs. tp_backend_factory:
+    the same for the tensor group, where it differs.
     """
     replica, place = divmod(world.rank, tp * pp)
     stage = pp - 1 - place // tp
     index = place % tp
     tensor = world.split(replica * pp + stage, index)
     pipe, feedback = world.split(replica * tp + index, stage), world.split(replica * tp + index, stage)
-    alike = replica * tp + index  # this rank's index among the ranks of its stage
-    experts = world.split(stage * world.size + alike // ep, alike)
     return Mesh(
         world,
         replica,
         (tp_backend_factory or backend_factory)(tensor),
         backend_factory(pipe),
         backend_factory(feedback),
-        backend_factory(experts),
+        ep,
     )
 
 

@@ -219,19 +219,19 @@ class Rank:
         """The number of replicas, and this rank's place among them."""
         options = self.options
         try:
-            tp, pp, replicas = degrees(self.world.size, options.tp, options.pp, options.dp)
+            tp, pp, replicas = degrees(self.world.size, options.tp, options.pp, options.dp, options.ep)
         except ValueError as error:
             raise errors.FatalError(str(error), errors.USAGE) from None
         if device.type == "cpu":
             if isinstance(self.world, threads.ThreadComm):
-                return replicas, mesh.build(self.world, tp, pp)
+                return replicas, mesh.build(self.world, tp, pp, ep=options.ep)
             from ..comm.shm import ShmComm
 
-            return replicas, mesh.build(self.world, tp, pp, tp_backend_factory=ShmComm)
+            return replicas, mesh.build(self.world, tp, pp, tp_backend_factory=ShmComm, ep=options.ep)
         from ..comm.custom_allreduce import CustomAllReduceComm
         from ..comm.nccl import NcclComm
 
-        grid = mesh.build(self.world, tp, pp, NcclComm, CustomAllReduceComm)
+        grid = mesh.build(self.world, tp, pp, NcclComm, CustomAllReduceComm, options.ep)
         if isinstance(grid.tensor, CustomAllReduceComm):
             if grid.tensor.why:
                 self._say(f"all-reduces go over NCCL alone: {grid.tensor.why}")

@@ -245,6 +245,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--dp", "--data-parallel-size", group=_RANKS, metavar="N", low=0,
              help="copies of the model, each on tp * pp ranks"),
     ] = 0  # fmt: skip
+    ep: Annotated[
+        int,
+        flag("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=1,
+             help="ranks of tp that share experts out, for large batches; 1 splits each"),
+    ] = 1  # fmt: skip
     multithread: Annotated[
         bool,
         flag("--multithread", group=_RANKS, off=("--no-multithread",),
@@ -330,10 +335,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
 
 
-def degrees(size: int, tp: int, pp: int, dp: int) -> tuple[int, int, int]:
+def degrees(size: int, tp: int, pp: int, dp: int, ep: int = 1) -> tuple[int, int, int]:
     """The tensor, pipeline and data degrees of `size` ranks; 0 means not given. Raises ValueError in words for users.
 
     One copy of the model, unless more are asked for; tp takes the ranks that are left, or pp does where tp is given.
+    ep: the expert degree, which must divide tp.
     """
     given = [(name, n) for name, n in (("--tp", tp), ("--pp", pp), ("--dp", dp)) if n]
     for name, degree in given:
@@ -345,7 +351,13 @@ def degrees(size: int, tp: int, pp: int, dp: int) -> tuple[int, int, int]:
         more = f"; --dp {size // product} serves as many copies" if not dp and size % product == 0 else ""
         raise ValueError(f"{words} is {product}, but there are {size} ranks{more}")
     left = size // product
-    return tp or left, pp or (left if tp else 1), dp or 1
+    tensor = tp or left
+    if tensor % ep:
+        raise ValueError(
+            f"--ep {ep} does not divide --tp {tensor}: the ranks of a tensor group share out its experts; those of "
+            "several copies (--dp) cannot yet"
+        )
+    return tensor, pp or (left if tp else 1), dp or 1
 
 
 class Spec(msgspec.Struct, frozen=True):

@@ -49,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019, CTRL)
+    repeat_last_n: int = 0  # given: the repetition penalty looks at the last so many tokens only
     presence_penalty: float = 0.0  # over output only, as OpenAI documents them
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}

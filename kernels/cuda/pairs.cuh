@@ -8,9 +8,15 @@ __device__ inline unsigned and_xor(unsigned x, unsigned mask, unsigned with) {
 }
 
 // The product of both, rounded once.
-__device__ inline unsigned multiply_pairs(unsigned a, unsigned b) {
+template <class E> __device__ inline unsigned multiply_pairs(unsigned a, unsigned b);
+template <> __device__ inline unsigned multiply_pairs<f16>(unsigned a, unsigned b) {
     unsigned y;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+template <> __device__ inline unsigned multiply_pairs<bf16>(unsigned a, unsigned b) {
+    unsigned y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0x80008000));  // sm_80 has no product; - 0
     return y;
 }
 

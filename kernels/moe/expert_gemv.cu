@@ -2,6 +2,9 @@
 // fast as memory gives them. w13 [experts, 2 INNER, HIDDEN] is gate over up, w2 [experts, HIDDEN, INNER]. Pairs go
 // along the grid's first axis, so that tokens with the same expert read the same rows at about the same time, and all
 // but one from the second-level cache.
+//
+// With PART this rank has `experts` of the router's experts, from `first` on: pairs of others read no weights and count
+// as 0.
 
 constexpr int V = 8;  // elements of one access
 #include "stream.cuh"
@@ -20,12 +23,17 @@ __device__ inline float dot(const Access& w, const uint4& x, float sum) {
 // h [pairs, INNER] = weight of the pair * act(gate) * up; a warp makes one element of it. The router's ids are what the
 // kernel before has written, so that no weight can be asked for ahead of it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h) {
+expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h, int first, int experts) {
     constexpr int STEPS = (HIDDEN / V + 31) / 32, AHEAD = STEPS < 4 ? STEPS : 4;
     const int lane = threadIdx.x % 32, pair = blockIdx.x, o = blockIdx.y * WARPS + threadIdx.x / 32;
     grid_wait();
     launch_dependents();
-    const T* gate = w13 + ((long long)ids[pair] * 2 * INNER + o) * HIDDEN + lane * V;
+    const int expert = ids[pair] - (PART ? first : 0);
+    if (PART && (unsigned)expert >= (unsigned)experts) {
+        if (lane == 0) h[(long long)pair * INNER + o] = from_float<T>(0.0f);
+        return;
+    }
+    const T* gate = w13 + ((long long)expert * 2 * INNER + o) * HIDDEN + lane * V;
     const T* up = gate + (long long)INNER * HIDDEN;
     const T* token = x + (long long)(pair / TOP) * HIDDEN + lane * V;
     Access ring[AHEAD][2];
@@ -53,16 +61,16 @@ expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h) 
 // y [tokens, HIDDEN], the sum over each token's experts; a warp makes one element of it. The ids are older than the
 // kernel before, which lets this one start when it has waited itself: the first weights are asked for ahead of it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-expert_down(const T* h, const int* ids, const T* w2, T* y) {
+expert_down(const T* h, const int* ids, const T* w2, T* y, int first, int experts) {
     constexpr int ROW = INNER / V, STEPS = (TOP * ROW + 31) / 32, AHEAD = STEPS < 8 ? STEPS : 8;
     const int lane = threadIdx.x % 32, token = blockIdx.x, o = blockIdx.y * WARPS + threadIdx.x / 32;
-    const int id = lane < TOP ? ids[token * TOP + lane] : 0;
+    const int id = lane < TOP ? ids[token * TOP + lane] - (PART ? first : 0) : 0;
     // Access `at` of the TOP rows that this warp reads, one after the other.
     auto weight = [&](int at) {
         const int k = at / ROW;  // of all lanes, as shuffles need them
         const int expert = __shfl_sync(0xffffffffu, id, k < TOP ? k : 0);
         Access w{};
-        if (at < TOP * ROW) w = stream(w2 + ((long long)expert * HIDDEN + o) * INNER + (at - k * ROW) * V);
+        if (at < TOP * ROW && (!PART || (unsigned)expert < (unsigned)experts)) w = stream(w2 + ((long long)expert * HIDDEN + o) * INNER + (at - k * ROW) * V);
         return w;
     };
     Access ring[AHEAD];

@@ -2,10 +2,11 @@
 //
 // ids [pairs] → order [pairs]: pairs, expert by expert; ends [EXPERTS + 1]: where each expert's begin; tile_expert and
 // tile_start [tiles]: a tile's expert and its first place in `order`. Tiles that are not needed have expert -1. Pairs
-// of one expert come in any order: every one of them is computed for itself.
+// of one expert come in any order: every one of them is computed for itself. Of more experts than EXPERTS, those from
+// `first` on are sorted; pairs of the others are in no tile.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, int pairs, int tiles) {
+group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, int pairs, int tiles, int first) {
     __shared__ int counts[EXPERTS], starts[EXPERTS], first_tile[EXPERTS], total_tiles;
     const int lane = threadIdx.x % 32;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
@@ -13,7 +14,10 @@ group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, 
     grid_wait();
     launch_dependents();
 #pragma unroll 8
-    for (int p = threadIdx.x; p < pairs; p += THREADS) atomicAdd(counts + ids[p], 1);
+    for (int p = threadIdx.x; p < pairs; p += THREADS) {
+        const int e = ids[p] - first;
+        if ((unsigned)e < EXPERTS) atomicAdd(counts + e, 1);
+    }
     __syncthreads();
     if (threadIdx.x < 32) {  // running sums of pairs and of tiles, 32 experts at a time
         int before = 0, tiles_before = 0;
@@ -40,5 +44,8 @@ group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, 
     for (int i = total_tiles + threadIdx.x; i < tiles; i += THREADS) tile_expert[i] = -1;
     __syncthreads();  // `starts` counts on from here
 #pragma unroll 8
-    for (int p = threadIdx.x; p < pairs; p += THREADS) order[atomicAdd(starts + ids[p], 1)] = p;
+    for (int p = threadIdx.x; p < pairs; p += THREADS) {
+        const int e = ids[p] - first;
+        if ((unsigned)e < EXPERTS) order[atomicAdd(starts + e, 1)] = p;
+    }
 }

@@ -69,6 +69,18 @@ class Biases(NamedTuple):
 UNBIASED = Biases()
 
 
+class Held(NamedTuple):
+    """The experts that a rank has, of a layer that is shared out. Pairs of others are left out of the sums."""
+
+    first: int  # the router's number of w13[0] and w2[0]
+    size: int  # E
+    total: int  # that the router chooses from
+
+    @property
+    def ids(self) -> range:
+        return range(self.first, self.first + self.size)
+
+
 def fused_experts(
     x: Tensor,
     ids: Tensor,
@@ -77,37 +89,50 @@ def fused_experts(
     w2: Matrices,
     act: str = "silu",
     biases: Biases = UNBIASED,
+    held: Held | None = None,
 ) -> Tensor:
     """The sum over j of weights[t, j] * w2[e] (act(w13's gate[e] x[t]) * w13's up[e] x[t]), e = ids[t, j]: [T, H].
 
     x [T, H], ids [T, k] int32 below E, weights [T, k] f32, w13 [E, 2 I, H] and w2 [E, H, I] of x's dtype, contiguous,
-    or quantised. biases: added to what either matrix makes.
+    or quantised. biases: added to what either matrix makes. held: which experts w13 and w2 are, where they are not all;
+    then ids are below held.total, e = ids[t, j] - held.first, and the sum is over j with 0 <= e < E.
     """
     if not x.is_cuda:
-        return experts_cpu(x, ids, weights, w13, w2, act, biases)
+        return experts_cpu(x, ids, weights, w13, w2, act, biases, held)
     x = x.contiguous()
     if len(x) == 0:
         return torch.empty_like(x)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in biases):
-        return grouped(x, ids, weights, w13, w2, act, biases)
-    pairs, experts = ids.numel(), len(w13)
+        return grouped(x, ids, weights, w13, w2, act, biases, held=held)
+    # A rank with a part of the experts has about as large a part of the pairs, so that its pairs per expert are these.
+    pairs, experts = ids.numel(), held.total if held else len(w13)
     if pairs <= min(GEMV_PAIRS, experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
-        return expert_gemv(x, ids, weights, w13, w2, act)
+        return expert_gemv(x, ids, weights, w13, w2, act, held)
     if pairs <= expert_gemm.MOST_PAIRS * experts and expert_gemm.supports(x, w13, w2):
-        return pipelined(x, ids, weights, w13, w2, act)
-    return grouped(x, ids, weights, w13, w2, act)
+        return pipelined(x, ids, weights, w13, w2, act, held=held)
+    return grouped(x, ids, weights, w13, w2, act, held=held)
 
 
 def fused_experts_reference(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu", biases: Biases = UNBIASED
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    act: str = "silu",
+    biases: Biases = UNBIASED,
+    held: Held | None = None,
 ) -> Tensor:
     """Pair by pair, in f32."""
     up, down = (None if bias is None else bias.float().cpu() for bias in biases)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    here = held.ids if held else range(len(w13))
     for t in range(len(x)):
-        for e, weight in zip(ids[t].tolist(), weights[t], strict=True):
-            inner = gated_linear(x[t : t + 1].float().cpu(), w13[e].float().cpu(), act, of_expert(up, e))
-            y[t] += weight * linear(inner, w2[e].float().cpu(), of_expert(down, e))[0].to(y.device)
+        for number, weight in zip(ids[t].tolist(), weights[t], strict=True):
+            if number in here:
+                e = number - here.start
+                inner = gated_linear(x[t : t + 1].float().cpu(), w13[e].float().cpu(), act, of_expert(up, e))
+                y[t] += weight * linear(inner, w2[e].float().cpu(), of_expert(down, e))[0].to(y.device)
     return y.to(x.dtype)
 
 
@@ -120,15 +145,32 @@ def matrix(stack: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
     return floats.dequantize(stack.expert(expert), dtype) if isinstance(stack, Floats) else stack[expert]
 
 
+def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
+    """[pairs]: each pair's index in w13 and w2; `experts`, which is past their end, where they lack its expert."""
+    local = ids.flatten().long()
+    if held:
+        local = local - held.first
+        local = torch.where((local >= 0) & (local < experts), local, experts)
+    return local
+
+
 def experts_cpu(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Matrices, w2: Matrices, act: str, biases: Biases = UNBIASED
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Matrices,
+    w2: Matrices,
+    act: str,
+    biases: Biases = UNBIASED,
+    held: Held | None = None,
 ) -> Tensor:
     """Expert by expert, each with all of its tokens."""
-    k = ids.shape[1]
-    order = ids.flatten().argsort(stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=w13.shape[0]).tolist()
+    k, experts = ids.shape[1], w13.shape[0]
+    local = _local(ids, experts, held)
+    order = local.argsort(stable=True)
+    counts = torch.bincount(local, minlength=experts + 1).tolist()
     y = torch.zeros(x.shape, dtype=torch.float32)
-    for e, pairs in enumerate(order.split(counts)):
+    for e, pairs in enumerate(order.split(counts)[:-1]):
         if len(pairs):
             tokens = pairs // k
             inner = gated_linear(x[tokens], matrix(w13, e, x.dtype), act, of_expert(biases.up, e))
@@ -144,22 +186,25 @@ def supports_gemv(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> bool:
     return sizes and x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype and jit.plain(x, w13, w2)
 
 
-def expert_gemv(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu") -> Tensor:
+def expert_gemv(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu", held: Held | None = None
+) -> Tensor:
     """Two kernels that read weights pair by pair."""
     (tokens, hidden), k, inner = x.shape, ids.shape[1], w2.shape[2]
+    here = (held.first, held.size) if held else (0, 0)
     h = x.new_empty(tokens * k, inner)
     y = torch.empty_like(x)
-    consts = gemv_sizes(hidden, inner, k, act)
+    consts = gemv_sizes(hidden, inner, k, act, held is not None)
     up = jit.kernel("expert_gemv", "expert_up", x.dtype, **consts)
-    up((tokens * k, inner // GEMV_WARPS, 1), GEMV_WARPS * 32, x, ids, weights, w13, h)
+    up((tokens * k, inner // GEMV_WARPS, 1), GEMV_WARPS * 32, x, ids, weights, w13, h, *here)
     down = jit.kernel("expert_gemv", "expert_down", x.dtype, **consts)
-    down((tokens, hidden // GEMV_WARPS, 1), GEMV_WARPS * 32, h, ids, w2, y)
+    down((tokens, hidden // GEMV_WARPS, 1), GEMV_WARPS * 32, h, ids, w2, y, *here)
     return y
 
 
-def gemv_sizes(hidden: int, inner: int, k: int, act: str) -> dict[str, int]:
-    """What expert_gemv.cu is compiled for."""
-    return dict(HIDDEN=hidden, INNER=inner, TOP=k, ACT=ACTIVATIONS.index(act), WARPS=GEMV_WARPS)
+def gemv_sizes(hidden: int, inner: int, k: int, act: str, part: bool = False) -> dict[str, int]:
+    """What expert_gemv.cu is compiled for. part: experts are shared out."""
+    return dict(HIDDEN=hidden, INNER=inner, TOP=k, ACT=ACTIVATIONS.index(act), WARPS=GEMV_WARPS, PART=int(part))
 
 
 def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
@@ -184,29 +229,29 @@ def most_tiles(pairs: int, experts: int, rows: int) -> int:
 class Groups(NamedTuple):
     """Pairs sorted by expert, as group.cu makes them."""
 
-    order: Tensor  # [P] int32: pairs, expert by expert
+    order: Tensor  # [P] int32: pairs, expert by expert; what is past the last expert's end is undefined
     ends: Tensor  # [E + 1] int32: where each expert's begin in `order`
     tile_expert: Tensor  # [tiles] int32; -1: not needed
     tile_start: Tensor  # [tiles] int32: first place in `order`
 
 
-def group(ids: Tensor, experts: int, rows: int) -> Groups:
-    """Sort pairs [T, k] by expert and cut them into tiles of so many rows."""
+def group(ids: Tensor, experts: int, rows: int, held: Held | None = None) -> Groups:
+    """Sort pairs [T, k] by expert and cut them into tiles of so many rows. Of pairs whose experts are not held none
+    is there."""
     tiles = most_tiles(ids.numel(), experts, rows)
     of = [torch.empty(n, dtype=torch.int32, device=ids.device) for n in (ids.numel(), experts + 1, tiles, tiles)]
     found = Groups(*of)
     if not ids.is_cuda:
-        return _group_reference(ids, experts, rows, found)
+        return _group_reference(_local(ids, experts, held), experts, rows, found)
     assert experts <= MOST_EXPERTS
     kernel = jit.kernel("group", "group", torch.int64, EXPERTS=experts, ROWS=rows, THREADS=GROUP_THREADS)
-    kernel((1, 1, 1), GROUP_THREADS, ids, *found, ids.numel(), tiles)
+    kernel((1, 1, 1), GROUP_THREADS, ids, *found, ids.numel(), tiles, held.first if held else 0)
     return found
 
 
-def _group_reference(ids: Tensor, experts: int, rows: int, found: Groups) -> Groups:
-    flat = ids.flatten().long()
-    found.order.copy_(flat.argsort(stable=True))
-    counts = torch.bincount(flat, minlength=experts)
+def _group_reference(local: Tensor, experts: int, rows: int, found: Groups) -> Groups:
+    found.order.copy_(local.argsort(stable=True))
+    counts = torch.bincount(local, minlength=experts)[:experts]
     found.ends.copy_(torch.cat((counts[:0].new_zeros(1), counts.cumsum(0))))
     found.tile_expert.fill_(-1)
     cut = [(e, at) for e in range(experts) for at in range(int(found.ends[e]), int(found.ends[e + 1]), rows)]
@@ -223,16 +268,18 @@ def pipelined(
     w2: Tensor,
     act: str = "silu",
     outputs: tuple[int, int] | None = None,
+    held: Held | None = None,
 ) -> Tensor:
     """Grouped GEMMs of few pairs per expert, where `expert_gemm` takes them. outputs: of an item of both GEMMs; chosen
     unless given."""
     from . import moe_triton
 
     outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
-    rows = expert_gemm.choose_rows(ids.numel(), len(w13))
-    groups = group(ids, len(w13), rows)
+    rows = expert_gemm.choose_rows(ids.numel(), held.total if held else len(w13))
+    groups = group(ids, len(w13), rows, held)
     h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(rows, outputs[0]))
-    return moe_triton.combine(expert_gemm.expert_down(h, w2, groups, ItemConfig(rows, outputs[1])), ids.shape[1])
+    y = expert_gemm.expert_down(h, w2, groups, ItemConfig(rows, outputs[1]))
+    return moe_triton.combine(y, ids, held.ids if held else None)
 
 
 def grouped(
@@ -244,13 +291,14 @@ def grouped(
     act: str = "silu",
     biases: Biases = UNBIASED,
     tiles: Tiling | None = None,
+    held: Held | None = None,
 ) -> Tensor:
     """Grouped GEMMs over pairs sorted by expert. tiles: chosen unless given."""
     from . import moe_triton
 
     experts = w13.shape[0]
-    tiles = tiles or tiling(ids.numel(), experts, x.dtype)
-    groups = group(ids, experts, tiles.up.rows)
+    tiles = tiles or tiling(ids.numel(), held.total if held else experts, x.dtype)
+    groups = group(ids, experts, tiles.up.rows, held)
     h = moe_triton.expert_up(x, ids, weights, w13, groups, ACTIVATIONS.index(act), tiles.up, biases.up)
     y = moe_triton.expert_down(h, w2, groups, tiles.down, weights, biases.down)
-    return moe_triton.combine(y, ids.shape[1])
+    return moe_triton.combine(y, ids, held.ids if held else None)

@@ -125,19 +125,23 @@ def expert_down_kernel(
 
 @triton.jit
 def combine_kernel(
-    pairs, y, HIDDEN: tl.constexpr, TOP: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    pairs, ids, y, first, experts, HIDDEN: tl.constexpr, TOP: tl.constexpr, PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens, HIDDEN]: the sums of TOP rows each, added up in f32."""
+    """y [tokens, HIDDEN]: the sums of TOP rows each, added up in f32. With PART those of `experts` from `first` on."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     j = tl.arange(0, PADDED)
     there = columns < HIDDEN
+    added = j < TOP
+    if PART:
+        expert = tl.load(ids + token * TOP + j, mask=added, other=-1) - first
+        added = added & (expert >= 0) & (expert < experts)
     x = tl.load(
         pairs + (token * TOP + j)[:, None] * HIDDEN + columns[None, :],
-        mask=(j < TOP)[:, None] & there[None, :], other=0.0,
+        mask=added[:, None] & there[None, :], other=0.0,
     )  # fmt: skip
     tl.store(y + token * HIDDEN + columns, tl.sum(x.to(tl.float32), 0).to(y.dtype.element_ty), mask=there)
 
@@ -186,14 +190,17 @@ def expert_down(
     return y
 
 
-def combine(pairs: Tensor, top: int) -> Tensor:
-    """[T, H]: the sums of `top` rows each of pairs [T * top, H]."""
-    tokens, hidden, overlap = len(pairs) // top, pairs.shape[1], _overlaps(pairs)
+def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:
+    """[T, H]: the sums of k rows each of pairs [T * k, H], whose experts are ids [T, k]. held: those whose rows count;
+    None: all."""
+    (tokens, top), hidden, overlap = ids.shape, pairs.shape[1], _overlaps(pairs)
+    first, experts = (held.start, len(held)) if held else (0, 0)
     y = pairs.new_empty(tokens, hidden)
     columns = min(COLUMNS, triton.next_power_of_2(hidden))
     combine_kernel[tokens, triton.cdiv(hidden, columns)](
-        pairs, y, hidden, top, triton.next_power_of_2(top), columns, overlap, num_warps=4, launch_pdl=overlap
-    )
+        pairs, ids, y, first, experts, hidden, top, triton.next_power_of_2(top), columns, held is not None, overlap,
+        num_warps=4, launch_pdl=overlap,
+    )  # fmt: skip
     return y
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gated_activation
 from ..device import DeviceCaps
-from . import panels
+from . import e4m3_cuda, panels, pieces_cuda
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -53,14 +53,44 @@ class Floats(NamedTuple):
         return Floats(self.codes[index], self.scales[index])
 
 
+Packed = Floats | pieces_cuda.Packed
+
+
 def pack(codes: Tensor, scales: Tensor) -> Floats:
     """codes: uint8 or e4m3."""
     return Floats(codes.view(torch.uint8).contiguous(), scales.contiguous())
 
 
-def dequantize(packed: Floats, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
-    """Outputs first to last of the weight, [..., last - first, I]: computed in f32, rounded once in 16 bits."""
+def pack_linear(plain: Floats) -> Packed:
+    """A weight [O, I] of e4m3 as `linear` likes it best on its device."""
+    if not plain.codes.is_cuda or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
+        return plain
+    return e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // e4m3_cuda.GROUP, 1))
+
+
+def in_pieces(inputs: int, unit: int) -> bool:
+    """Whether GPUs have weights of so many inputs, of which `unit` share a scale, in pieces."""
+    return inputs % e4m3_cuda.GROUP == 0 and unit % e4m3_cuda.GROUP == 0
+
+
+def kept_bits(inputs: int, unit: int, device: torch.device) -> float:
+    """What `pack_linear` keeps of a weight with its share of its scale."""
+    if device.type == "cuda" and in_pieces(inputs, unit):
+        return e4m3_cuda.PIECE * 8 / (16 * e4m3_cuda.GROUP)
+    return 8 + 32 / unit
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+    """Outputs first to last of the weight, [..., last - first, I]: computed in f32, rounded once in 16 bits.
+
+    first: a multiple of 16.
+    """
     last = packed.outputs if last is None else min(last, packed.outputs)
+    if isinstance(packed, pieces_cuda.Packed):
+        part = packed.part(first, last)
+        if dtype != torch.float32:
+            return pieces_cuda.dequantize(part, dtype)
+        packed, first, last = Floats(*e4m3_cuda.unpack(part)), 0, last - first
     if packed.codes.is_cuda and packed.codes.dim() == 2:
         from . import floats_triton
 
@@ -81,12 +111,15 @@ def dequantize_reference(packed: Floats, dtype: torch.dtype, first: int, last: i
     return (values.unflatten(-1, (-1, packed.unit)) * by.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def linear(x: Tensor, packed: Floats, gate: str = "", bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
 
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
-    if x.is_cuda:
+    if isinstance(packed, pieces_cuda.Packed):
+        if pieces_cuda.supports(x, packed, bias):
+            return pieces_cuda.linear(x, packed, gate, bias)
+    elif x.is_cuda:
         from . import floats_triton
 
         if floats_triton.supports(x, packed, bias):
@@ -96,7 +129,8 @@ def linear(x: Tensor, packed: Floats, gate: str = "", bias: Tensor | None = None
 
 
 def variants(
-    rows: Iterable[int], packed: Floats, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
-    """None: Triton compiles its own."""
-    yield from ()
+    """What `linear` of so many rows, each, is compiled as on this GPU, but for Triton's."""
+    if isinstance(packed, pieces_cuda.Packed):
+        yield from pieces_cuda.variants(rows, packed, dtype, gate, bias, found)

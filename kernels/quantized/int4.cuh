@@ -88,7 +88,7 @@ template <> __device__ inline void weights<f16>(const Piece& piece, int step, un
     codes<f16>(piece, step, a);
     const unsigned both = piece.scales[step * 16 / SCALED];
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = multiply_pairs(a[i], __byte_perm(both, 0, i % 2 ? 0x3232 : 0x1010));
+    for (int i = 0; i < 4; i++) a[i] = multiply_pairs<f16>(a[i], __byte_perm(both, 0, i % 2 ? 0x3232 : 0x1010));
 }
 template <> __device__ inline void weights<bf16>(const Piece& piece, int step, unsigned (&a)[4]) {
     const float2 by = scales(piece, step);

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 
 from ...errors import MODEL, STOPPED, USAGE, FatalError
+from ...rank.gguf.checkpoint import is_gguf
 from ...rank.options import flag
 from ..job.linux import say
 from ..options import option_sources
@@ -90,6 +91,8 @@ def main(argv: Sequence[str]) -> int:
     options = chosen.options
     _check(options)
     source = directory.find(options.source).path
+    if is_gguf(source):
+        raise FatalError(f"{source} is a GGUF file: convert the directory with safetensors that it was made of", USAGE)
     target = Path(options.target).expanduser()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FatalError(f"{target} is there already: name a directory that is to be made", USAGE)

@@ -90,7 +90,8 @@ def serve(options: Options, models: models_file.Models | None = None) -> int:
 def _announce(options: Options, url: str) -> None:
     what = "the built-in model" if options.model == str(DEMO) else options.model
     ranks = "one rank" if options.ranks == 1 else f"{options.ranks} ranks"
-    how = f" (tp {options.tp}, pp {options.pp})" if options.ranks > 1 else ""
+    shared = f", ep {options.ep}" if options.ep > 1 else ""
+    how = f" (tp {options.tp}, pp {options.pp}{shared})" if options.ranks > 1 else ""
     supervisor.say(f"serving {what} on {ranks}{how} at {url}; loading")
 
 

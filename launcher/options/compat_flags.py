@@ -27,7 +27,6 @@ _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx
 _KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
-_EXPERTS = _refuse("expert parallelism is not supported yet; --tp splits each expert over the ranks of a group")
 
 FOREIGN: dict[str, CompatFlag] = {
     # candle-vLLM, both generations
@@ -68,8 +67,7 @@ FOREIGN: dict[str, CompatFlag] = {
     "--swap-space": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
     "--distributed-executor-backend": _note("ranks are MPI processes", takes_value=True),
     "--tokenizer": _refuse("the tokenizer is read from the model's directory"),
-    "--enable-expert-parallel": _EXPERTS,
-    "--ep": _EXPERTS,
+    "--enable-expert-parallel": _refuse("say over how many ranks: --ep N, as many as --tp or a divisor of it"),
     "--nnodes": _NODES,
     "--allowed-methods": _note("pages of --allowed-origins may use every method that an endpoint has", True),
     "--allowed-headers": _note("pages of --allowed-origins may send every header", True),

@@ -104,6 +104,8 @@ def read(options: Options) -> Models:
     for name in ("model", "served_model_name"):
         if getattr(options, name):
             raise FatalError(f"--models-config: {path} names the models: leave --{name.replace('_', '-')} out", USAGE)
+    if options.file_store:
+        raise FatalError("--models-config: batches over HTTP are for one model: leave --file-store out", USAGE)
     names = [entry.name for entry in file.models]
     if wrong := [name for name in names if not name.strip() or "," in name or names.count(name) > 1]:
         raise _wrong(path, f"the name {wrong[0]!r} is there twice, is empty or has a comma")

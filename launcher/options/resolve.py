@@ -53,7 +53,7 @@ def in_force(options: Options, place: RankPlace | None) -> dict[str, int]:
         _check_under_mpi(options, place)
     ranks = place.size if place is not None else ranks_of(options)
     try:
-        tp, pp, dp = degrees(ranks, options.tp, options.pp, options.dp)
+        tp, pp, dp = degrees(ranks, options.tp, options.pp, options.dp, options.ep)
     except ValueError as error:
         raise FatalError(str(error), USAGE) from None
     return {"ranks": ranks, "tp": tp, "pp": pp, "dp": dp}

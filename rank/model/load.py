@@ -81,6 +81,8 @@ def load(
     names = names_of(config, module.Model, index)
     format_of = choose_format(config, isq, quantization, names)
     model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, format_of)
+    if mesh.ep > 1 and not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
+        raise _no_experts(mesh)  # of no stage
     parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
     if index is not None:
@@ -103,6 +105,15 @@ def load(
     return model.eval()
 
 
+def _experts_of(model: Model) -> int:
+    """Layers of this stage that have experts."""
+    return sum(isinstance(one, FusedExperts) for one in model.modules())
+
+
+def _no_experts(mesh: Mesh) -> FatalError:
+    return FatalError(f"--ep {mesh.ep}: the model has no experts: leave --ep out", USAGE)
+
+
 def check(
     path: str | Path,
     mesh: Mesh,
@@ -122,6 +133,8 @@ def check(
     names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
     format_of = choose_format(config, isq, quantization, names)
     model = module.Model(module.Args.from_config(config), mesh, model_length(max_model_len, config), names, format_of)
+    if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
+        raise _no_experts(mesh)
     if index is not None:
         _open(model, list(model.slices()), config, index, "direct", mesh.world, speaks=False)
 

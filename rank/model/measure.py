@@ -100,7 +100,7 @@ def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = de
     """A rank's Model as `load` builds it, without memory."""
     module = architectures.find(config.model_type)
     alone = cast(HostComm, Seat(0, 1))
-    mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe), alone)
+    mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe))
     args, names = module.Args.from_config(config), names_of(config, module.Model)
     return module.Model(args, mesh, POSITIONS, names, format_of)
 

@@ -35,6 +35,12 @@ def even(size: int, rank: int, ranks: int) -> Shard:
     return Shard(size, min(rank * width, size), width)
 
 
+def spread(size: int, rank: int, ranks: int) -> Shard:
+    """Widths as even as possible, without padding: the first ranks have one more where it does not divide."""
+    each, more = divmod(size, ranks)
+    return Shard(size, rank * each + min(rank, more), each + (rank < more))
+
+
 def in_groups(size: int, rank: int, ranks: int) -> Shard:
     """As `even`, but groups stay whole wherever the size is a multiple of them: the last ranks have less to do."""
     unit = GROUP if size % GROUP == 0 and size >= GROUP * ranks else 1
@@ -56,6 +62,5 @@ def scaled(shard: Shard, factor: int) -> Shard:
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
     """The layers of a pipeline stage, as even as possible. Later stages get fewer: the last one has the head too."""
-    each, more = divmod(layers, stages)
-    start = stage * each + min(stage, more)
-    return range(start, start + each + (stage < more))
+    shard = spread(layers, stage, stages)
+    return range(shard.start, shard.stop)

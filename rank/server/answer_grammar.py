@@ -53,7 +53,7 @@ def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | Non
         return ""
     if text.reasoning is not None and text.reasoning.dropped:
         field = constraint.field if constraint is not None else "tools"
-        raise bad(field, f"{field}: what this model writes in several messages cannot be constrained yet, leave it out")
+        raise bad(field, f"{field}: this model marks its answers in a way that cannot be constrained yet, leave it out")
     if calls is None and thoughts is None:
         return json.dumps({"grammars": [wanted]})
     lark = Lark(text.tokenizer.added)

@@ -17,6 +17,7 @@ MEANINGS = {
     "top_p": "nucleus; 0 is greedy, 1 keeps all",
     "min_p": "relative to the likeliest token",
     "repetition_penalty": "1 is none; prompt and output count",
+    "repeat_last_n": "`repetition_penalty` looks at the last so many tokens; -1: at all; 0: at none",
     "presence_penalty": "0 is none",
     "frequency_penalty": "0 is none",
     "logit_bias": "token ids, as texts, with values from -100 to 100",
@@ -92,6 +93,9 @@ MEANINGS = {
     "output_format": "the beta's name for `output_config.format`",
     "MessagesRequest.max_tokens": "longest answer; at most what the context leaves",
     "stop_sequences": "as `stop`",
+    # /v1/models/select
+    "SelectRequest.model": "the name of the model to load",
+    "SelectRequest.model_id": "the same under candle-vLLM's name",
     # /v1/responses
     "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning, "
     "those of tool servers",

@@ -146,11 +146,9 @@ class ResponsesRequest(Sampled, kw_only=True):
                 raise bad("include", f"include names {show(name)}: it is not supported, leave it out")
         if self.truncation not in (None, "disabled"):
             raise bad("truncation", f"truncation is {show(self.truncation)}: {unsupported.PROMPT_LENGTH}")
-        chat = self.chat([])
-        if self.mcp_tools():  # whose tools are not known yet
-            chat.tool_choice = None
+        unknown = [{"type": "function", "function": {"name": one.server_label}} for one in self.mcp_tools()]
         try:
-            chat.check()
+            self.chat([], unknown).check()  # with something for the tools of servers, which are known later
         except ApiError as error:
             raise renamed(error) from None
 

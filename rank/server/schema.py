@@ -48,6 +48,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "dimensions": (1, 1 << 31),
     "thinking_token_budget": (0, 1 << 31),
     "truncate_prompt_tokens": (-1, 1 << 31),
+    "repeat_last_n": (-1, 1 << 16),
 }
 
 
@@ -190,6 +191,9 @@ class Common(Sampled, kw_only=True):
         if self.use_beam_search:
             raise bad("use_beam_search", "use_beam_search is true: beam search is not supported, leave it out")
         self.constraint()
+        if (self.allowed_token_ids or self.bad_words) and self.constraint() is not None:
+            name = "allowed_token_ids" if self.allowed_token_ids else "bad_words"
+            raise bad(name, f"{name} and an output's format exclude each other: leave one of them out")
         limit = self.limit()
         if limit == 0 and not (self.echo or self.prompt_likeliest() >= 0):
             raise bad("max_tokens", "max_tokens is 0: it must be at least 1, unless the prompt is asked back (echo)")

@@ -17,6 +17,7 @@ class TokenFields(Body, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     thinking_token_budget: int | None = None
+    repeat_last_n: int | None = None
 
     def check(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -43,6 +44,8 @@ def token_limits(request: TokenFields, text: Text, vocab_size: int, thinking: bo
             f"allowed_token_ids names token {max(allowed)}: this model's tokens are 0 to {vocab_size - 1}",
         )
     limits: dict[str, Any] = {"allowed_token_ids": allowed, "bad_words": _words(request.bad_words or [], text)}
+    window = -1 if request.repeat_last_n is None else request.repeat_last_n
+    limits |= {"repeat_last_n": max(window, 0)} if window else {"repetition_penalty": 1.0}
     if (budget := request.thinking_budget()) is not None:
         limits |= {"thinking_budget": budget, "thinking_tokens": _thinking_tokens(text), "thinking": thinking}
     return limits

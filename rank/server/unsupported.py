@@ -67,8 +67,6 @@ _COMMON: dict[str, Field] = {
     "vllm_xargs": Field("arguments of vLLM's plugins are not supported", ({},)),
     "nvext": Field("extensions of NVIDIA's servers are not supported, use the fields of vLLM", ({},)),
     **_all(_ADAPTER, "lora", "lora_path"),
-    # 64 is what llama.cpp's page sends, whatever the penalty.
-    "repeat_last_n": Field("repetition_penalty counts the whole prompt and output, leave it out", (-1, 64)),
 }
 
 _RESPONSES: dict[str, Field] = {
@@ -145,6 +143,7 @@ MESSAGES: dict[str, Field] = {
     **_all(_ELSEWHERE, "min_tokens", "presence_penalty", "frequency_penalty", "cache_salt"),
     **_all(_ELSEWHERE, "include_stop_str_in_output", "allowed_token_ids", "bad_words", "thinking_token_budget"),
     "priority": Field(_ELSEWHERE, (0,)),
+    "repeat_last_n": Field(_ELSEWHERE, (-1, 64)),
     "chat_template_kwargs": Field(_ELSEWHERE, ({},)),
     "skip_special_tokens": Field(_ELSEWHERE, (True,), default=True),
     "parallel_tool_calls": Field("use disable_parallel_tool_use of tool_choice", (True,), default=True),

@@ -94,6 +94,7 @@ class Sampler:
         self._limits = TokenLimits(max_num_seqs, device)
         self._slot = np.full(max_num_seqs, -1, np.int64)  # the row's index in the tables below; -1: it has no penalties
         self._free_slots: list[int] = []
+        self._windows: dict[int, Tensor] = {}  # by row: the newest tokens [n] int64, where only these are penalised
         self._counts = torch.zeros(0, vocab_size, device=device)  # [slots, vocab] f32: occurrences in the output
         self._prompts = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # [slots, vocab]: in the prompt
 
@@ -130,11 +131,15 @@ class Sampler:
         self._counts[slot].index_add_(0, output, torch.ones(len(output), device=self.device))
         self._prompts[slot] = False
         self._prompts[slot, tokens[: new.prompt_len]] = True
+        if (n := new.sampling.repeat_last_n) > 0:
+            none = tokens.new_full((n,), self.vocab_size)  # before the first token
+            self._windows[row] = torch.cat((none, tokens))[-n:]
 
     def leave(self, row: int) -> None:
         if self._slot[row] >= 0:
             self._free_slots.append(int(self._slot[row]))
             self._slot[row] = -1
+            self._windows.pop(row, None)
 
     def sample(
         self, logits: Tensor, rows: np.ndarray, outputs: np.ndarray, masks: RowMasks | None = None
@@ -163,6 +168,9 @@ class Sampler:
         if len(penalised):
             slots = self._column(self._slot, rows[penalised])
             self._counts[slots, ids[torch.from_numpy(penalised).to(self.device, non_blocking=True)]] += 1
+            for i in penalised.tolist():
+                if (window := self._windows.get(int(rows[i]))) is not None:
+                    self._windows[int(rows[i])] = torch.cat((window[1:], ids[i : i + 1]))
         return ids, self._gather_logprobs(raw, shown, rows, ids)
 
     def _penalise(self, logits: Tensor, at: np.ndarray, rows: np.ndarray) -> None:
@@ -174,7 +182,11 @@ class Sampler:
         x, counts = logits[index], self._counts[slots]
         sampled = counts > 0
         scaled = torch.where(x > 0, x / repetition, x * repetition)
-        x = torch.where(self._prompts[slots] | sampled, scaled, x)
+        seen = self._prompts[slots] | sampled
+        for i, row in enumerate(rows[at].tolist()):
+            if (window := self._windows.get(row)) is not None:
+                seen[i] = seen.new_zeros(self.vocab_size + 1).index_fill_(0, window, True)[:-1]
+        x = torch.where(seen, scaled, x)
         logits[index] = x - frequency * counts - presence * sampled
 
     def _edit(self, logits: Tensor, at: np.ndarray, rows: np.ndarray, outputs: np.ndarray) -> None:

@@ -266,9 +266,9 @@ template <class E> static unsigned add_pairs(unsigned a, unsigned b) {
     const float2 x = unpack<E>(a), y = unpack<E>(b);
     return pack<E>(x.x + y.x, x.y + y.y);
 }
-static unsigned multiply_pairs(unsigned a, unsigned b) {
-    const float2 x = unpack<f16>(a), y = unpack<f16>(b);
-    return pack<f16>(x.x * y.x, x.y * y.y);
+template <class E> static unsigned multiply_pairs(unsigned a, unsigned b) {
+    const float2 x = unpack<E>(a), y = unpack<E>(b);
+    return pack<E>(x.x * y.x, x.y * y.y);
 }
 static void ldmatrix(unsigned (&y)[4], unsigned from) {
     auto slots = model::together(&from, 1);

@@ -6,7 +6,7 @@ from phalanx.kernels.collective import allreduce
 from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
-from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q8_0_cuda
+from phalanx.kernels.quantized import e4m3_cuda, int4_cuda, pieces_cuda, q8_0_cuda
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0)
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1)
@@ -34,6 +34,7 @@ def quantized_wgmma(inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
     return pieces_cuda._wgmma_sizes(inputs, pieces_cuda.WgmmaConfig(*cut), gate, bias, layout)
 
 
+E4M3 = e4m3_cuda.LAYOUT
 INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 
 
@@ -145,6 +146,12 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(192, (128, 256, 64, 1), "silu", False, INT4_ZEROS))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, INT4_ZEROS))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(192, INT4))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "silu", False, E4M3))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "", True, E4M3))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
+    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, E4M3))),
+    ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, E4M3))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),
@@ -164,6 +171,7 @@ PROGRAMS = [
     ("route", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
     ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
+    ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu", part=True))),
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(8, 64)))),
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(8, 128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(32, 128)))),

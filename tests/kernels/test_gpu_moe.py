@@ -8,7 +8,7 @@ from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.router import RouterParams
 
-from .moe.cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized
+from .moe.cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares
 from .programs import V2_ROUTER, V3_ROUTER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -112,6 +112,34 @@ def test_groups(sizes, rows):
     assert torch.equal(found.order.cpu().sort().values, torch.arange(ids.numel(), dtype=torch.int32))
     chosen = ids.flatten()[found.order.long()]
     assert torch.equal(chosen, chosen.sort().values)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300])
+@pytest.mark.parametrize("spread", ["any", "few", "one"])
+def test_experts_of_one_rank(tokens, spread):
+    """By every kernel: pairs of experts that the rank lacks are left out, and what they would be is not read."""
+    sizes = Sizes(tokens, 4, 20, 512, 384, spread)
+    for dtype, bound in KINDS:
+        whole = make(sizes, dtype, "cuda")
+        for held in shares(sizes.experts):
+            given = share_of(whole, held)
+            want = moe.fused_experts_reference(*given, held=held)
+            near(moe.fused_experts(*given, held=held), want, bound)
+            near(moe.grouped(*given, held=held), want, bound)
+            if dtype != torch.float32:
+                assert moe.supports_gemv(given.x, given.ids, given.w13, given.w2)
+                near(moe.expert_gemv(*given, held=held), want, bound)
+                if expert_gemm.supports(given.x, given.w13, given.w2):
+                    near(moe.pipelined(*given, held=held), want, bound)
+
+
+def test_groups_of_one_rank():
+    ids = make(Sizes(700, 8, 24, 8, 8), torch.float32, "cuda").ids
+    for held in shares(24):
+        found, want = moe.group(ids, held.size, 16, held), moe.group(ids.cpu(), held.size, 16, held)
+        assert torch.equal(found.ends.cpu(), want.ends) and torch.equal(found.tile_expert.cpu(), want.tile_expert)
+        count = int(want.ends[-1])
+        assert torch.equal(found.order[:count].cpu().sort().values, want.order[:count].sort().values)
 
 
 def test_a_graph_with_other_choices():

@@ -306,6 +306,14 @@ def test_a_job_survives_the_environment():
 )
 def test_degrees(size, tp, pp, dp, want):
     assert degrees(size, tp, pp, dp) == want
+    assert degrees(size, tp, pp, dp, ep=want[0]) == want
+
+
+def test_experts_are_shared_out_within_a_tensor_group():
+    assert degrees(8, 4, 0, 2, ep=2) == (4, 1, 2)
+    for ep in (3, 8):
+        with pytest.raises(ValueError, match=f"--ep {ep} does not divide --tp 4: .* several copies"):
+            degrees(8, 4, 0, 2, ep=ep)
 
 
 @pytest.mark.parametrize(
@@ -329,14 +337,7 @@ def test_degrees_that_do_not_fit(size, tp, pp, dp, message):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (
-            ["--ep", "2"],
-            "--ep: expert parallelism is not supported yet; --tp splits each expert over the ranks of a group",
-        ),
-        (
-            ["--enable-expert-parallel"],
-            "--enable-expert-parallel: expert parallelism is not supported yet; --tp splits",
-        ),
+        (["--enable-expert-parallel"], "--enable-expert-parallel: say over how many ranks: --ep N, as many as --tp"),
         (
             ["--num-experts-offload-per-rank", "8"],
             "--num-experts-offload-per-rank: experts in the host's memory are not",

@@ -84,6 +84,9 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     tp: Annotated[int, flag("--tp", group=_GROUP, metavar="N", low=0, help="only this tensor degree")] = 0
     pp: Annotated[int, flag("--pp", group=_GROUP, metavar="N", low=0, help="only this many stages")] = 0
     dp: Annotated[int, flag("--dp", group=_GROUP, metavar="N", low=0, help="only this many copies")] = 0
+    ep: Annotated[
+        int, flag("--ep", group=_GROUP, metavar="N", low=0, help="only this expert degree; 1: each expert is split")
+    ] = 0
     json: Annotated[bool, flag("--json", group=_GROUP, off=("--no-json",), help="print JSON")] = False
 
 
@@ -105,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     )
     asked = _asked(options, shape)
     checkpoint = headers.compare(shape, headers.by_class(found.path))
-    possible = plan.layouts(shape, cluster, options.tp, options.pp, options.dp)
+    possible = plan.layouts(shape, cluster, options.tp, options.pp, options.dp, options.ep)
     figures = [plan.estimate(shape, one, cluster, asked) for one in possible]
     if not figures:
         raise errors.FatalError(_no_layout(options, shape, cluster), errors.USAGE)
@@ -168,9 +171,14 @@ def _no_layout(options: FitOptions, shape: ModelShape, cluster: plan.Cluster) ->
     except ValueError as error:
         return str(error)  # as serving says it
     allowed = ", ".join(map(str, shape.degrees))
-    given = {"tp": options.tp, "pp": options.pp, "dp": options.dp}
+    if options.ep > 1 and shape.experts == 1:
+        return f"--ep {options.ep}: {shape.name} has no experts"
+    if options.ep > shape.experts:
+        return f"--ep {options.ep} is more than the {shape.experts} experts of {shape.name}"
+    given = {"tp": options.tp, "pp": options.pp, "dp": options.dp, "ep": options.ep}
     asked = "".join(f" --{name} {value}" for name, value in given.items() if value)
     return (
         f"{cluster.ranks} ranks cannot share {shape.name}{' with' + asked if asked else ''}: tensor degrees that its "
         f"heads allow are {allowed}, stages at most {shape.layers}, and all together must divide the ranks"
+        + ("; --ep divides --tp" if options.ep else "")
     )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 
-from ....errors import USAGE, FatalError
-from . import unserved
+from ....errors import FatalError
 from .shape import ModelShape, RankShape
 
 MEASURE = ("-m", "phalanx.rank.model.measure")
@@ -47,11 +45,6 @@ class Answer(msgspec.Struct, frozen=True):
 
 def read(question: Question, name: str) -> ModelShape:
     """name: what the user knows the model by. Raises FatalError in the words of serving where it would be refused."""
-    path = Path(question.model)
-    if unserved.knows(path):
-        if question.isq != "none":
-            raise FatalError(f"--isq {question.isq}: what it makes of {name} is not known before it is served", USAGE)
-        return unserved.read(path, name, question.dtype, question.device, max(question.most, question.tp))
     answer = msgspec.json.decode(ask(question), type=Answer)
     return ModelShape(name=name, **msgspec.structs.asdict(answer))
 

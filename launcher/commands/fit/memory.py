@@ -16,7 +16,7 @@ PER_LOGIT = 51  # bytes of the sampler's sort, probabilities and noise; 1601 MiB
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How ranks share the model: dp copies of pp stages of tp ranks; experts whole over ep ranks, or cut (ep 1)."""
+    """How ranks share the model: dp copies of pp stages of tp ranks; experts shared out over ep of them."""
 
     tp: int
     pp: int = 1
@@ -94,7 +94,7 @@ def stages(shape: ModelShape, layout: Layout, context: int) -> tuple[Stage, ...]
 
 def activations(shape: ModelShape, layout: Layout, asked: Workload, budget: int) -> float:
     """Bytes that a step of `budget` tokens needs at its widest: between two linears of a layer, or the logits."""
-    inner = max((layer.inner for layer in shape.ranks[layout.tp].kinds), default=0)
+    inner = max((layer.inner for layer in shape.kinds(layout.tp, layout.ep)), default=0)
     stream = budget * WIDTHS[asked.dtype] * (4 * shape.hidden + inner)
     logits = split(asked.concurrency, layout.dp) * shape.vocab * PER_LOGIT
     return max(stream, logits)

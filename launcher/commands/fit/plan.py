@@ -35,8 +35,7 @@ class LayoutEstimate:
     together: int  # sequences of the full context that the caches hold at once, over all copies
     verdict: str  # "" when everything asked for fits
     runs: bool
-    unserved: str  # "" when Phalanx runs this model in this layout today; else what is missing
-    lacking: str  # what is missing for the layout
+    unserved: str  # "" when Phalanx runs this layout today; else what is missing
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,10 @@ class Answer:
     command: list[str]
 
 
-def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: int = 0) -> list[Layout]:
-    """All that use every rank: tensor groups inside a node unless --tp says otherwise, whole key heads per rank."""
+def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: int = 0, ep: int = 0) -> list[Layout]:
+    """All that use every rank: tensor groups inside a node unless --tp says otherwise, whole key heads per rank.
+
+    Experts are cut, or whole over a tensor group or over all copies, unless ep says otherwise."""
     found = []
     for t in shape.ranks:
         if (t != tp) if tp else (cluster.per_node % t != 0):
@@ -67,12 +68,17 @@ def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: i
             d = cluster.ranks // t // p
             if dp and d != dp:
                 continue
-            found.append(Layout(t, p, d))
-            if shape.experts > 1:
-                if t * d > 1 and shape.experts % (t * d) == 0:
-                    found.append(Layout(t, p, d, ep=t * d))
-                found.append(Layout(t, p, d, offload=True))
+            found += _placements(shape.experts, t, p, d, ep)
     return found
+
+
+def _placements(experts: int, tp: int, pp: int, dp: int, ep: int) -> list[Layout]:
+    """The ways to share experts out. ep: only this degree, of those that divide tp or span copies."""
+    degrees = {1} | ({tp, tp * dp} if experts > 1 else set())
+    if ep:
+        degrees = {ep} if ep in degrees or (experts > 1 and tp % ep == 0) else set()
+    found = [Layout(tp, pp, dp, ep=degree) for degree in sorted(degrees) if degree <= experts]
+    return found + ([Layout(tp, pp, dp, offload=True)] if experts > 1 and ep <= 1 else [])
 
 
 def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workload) -> LayoutEstimate:
@@ -83,9 +89,8 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
     speed = predict(shape, layout, cluster.device, asked, running, budget, cluster.per_node, cluster.network)
     lacks = _host_lacks(held, layout, cluster)
     verdict = _verdict(held, asked, lacks, together)
-    lacking = _lacking(layout)
     runs = not held.problem and not lacks
-    return LayoutEstimate(layout, held, speed, together, verdict, runs, shape.unserved or lacking, lacking)
+    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout))
 
 
 def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:
@@ -109,7 +114,7 @@ def _lacking(layout: Layout) -> str:
     for wanted, name in ((layout.dp > 1, "dp"), (layout.ep > 1, "ep"), (layout.offload, "offload")):
         if wanted and name not in specs(Options):
             return f"{name} is not served yet"
-    return ""
+    return "ep over several copies is not served yet" if layout.ep > layout.tp else ""
 
 
 def best(figures: list[LayoutEstimate]) -> LayoutEstimate | None:

@@ -21,17 +21,13 @@ def heading(answer: Answer) -> list[str]:
     active = "" if shape.chosen == 0 else f", {shape.active / 1e9:.2f} billion at work for a token"
     kind = "ranks on CPUs" if device.cpu else device.name
     place = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
-    lines = [
+    return [
         f"{shape.name}: {shape.model_type}, {shape.parameters / 1e9:.2f} billion parameters{active}; "
         f"{answer.checkpoint}",
         f"on {place} with {cluster.per_node} {kind}, {device.memory / GIB:.1f} GiB for each rank "
         f"(speeds: {device.source}); computing in {asked.dtype}",
         f"for {asked.concurrency} sequences of up to {asked.context} tokens, {asked.length} on average",
     ]
-    lines += list(shape.notes)
-    if shape.unserved:
-        lines.append(f"NOT SERVED YET: {shape.unserved}; the figures tell what it would take")
-    return lines
 
 
 COLUMNS = (
@@ -55,7 +51,7 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
         if layout.offload:
             host = max(stage.host for stage in held.stages)
             words += f"  experts in the host's memory ({gb(host)} GB a rank)"
-        remarks = "; ".join(remark for remark in (one.verdict, one.lacking) if remark)
+        remarks = "; ".join(remark for remark in (one.verdict, one.unserved) if remark)
         lines.append(f"{'>' if one is chosen else ' '} {words}  {remarks}".rstrip())
     return lines
 
@@ -101,8 +97,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     return {
         "model": {
             "name": shape.name, "type": shape.model_type, "parameters": shape.parameters, "active": shape.active,
-            "layers": shape.layers, "checkpoint": answer.checkpoint, "served": not shape.unserved,
-            "notes": list(shape.notes),
+            "layers": shape.layers, "checkpoint": answer.checkpoint,
         },
         "cluster": {
             "nodes": cluster.nodes, "ranks_per_node": cluster.per_node, "device": device.name,

@@ -94,9 +94,7 @@ class ModelShape:
     degrees: tuple[int, ...]  # tensor degrees that its heads allow
     stages: tuple[tuple[int, ...], ...]  # by the number of stages less 1: the layers of each stage
     ranks: dict[int, RankShape]  # by tensor degree, those that were asked for
-    unserved: str = ""  # "" when Phalanx serves it; else why not
     chosen: int = 0  # experts that a token visits
-    notes: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -113,12 +111,20 @@ class ModelShape:
         each = (one.elements * min(one.copies, self.chosen or 1) for one in whole.weights if one.kind != "embedding")
         return sum(each)
 
+    def kinds(self, tp: int, ep: int) -> tuple[Layer, ...]:
+        """Its kinds of layers on a rank. ep > 1: experts are shared out over ep ranks, each whole, or cut over the
+        tp / ep ranks that are left."""
+        kinds = self.ranks[tp].kinds
+        if ep == 1:
+            return kinds
+        parts = max(1, tp // ep)
+        # A degree that heads do not allow is not measured: experts of another are divided, without padding.
+        of, parts = (self.ranks[parts], 1) if parts in self.ranks else (self.ranks[1], parts)
+        return tuple(_with_shared_out(cut, one, ep, parts) for cut, one in zip(kinds, of.kinds, strict=True))
+
     def stage_shapes(self, tp: int, pp: int, ep: int) -> list[StageShape]:
-        """The stages, the first one with the embedding first. ep > 1: experts are whole, each on one rank of ep."""
-        rank, kinds = self.ranks[tp], self.ranks[tp].kinds
-        if ep > 1:
-            pairs = zip(kinds, self.ranks[1].kinds, strict=True)
-            kinds = tuple(_with_whole_experts(cut, whole, ep) for cut, whole in pairs)
+        """The stages, the first one with the embedding first."""
+        rank, kinds = self.ranks[tp], self.kinds(tp, ep)
         made, start = [], 0
         for number, count in enumerate(self.stages[pp - 1]):
             place = "whole" if pp == 1 else "first" if number == 0 else "last" if number == pp - 1 else "middle"
@@ -128,10 +134,17 @@ class ModelShape:
         return made
 
 
-def _with_whole_experts(cut: Layer, whole: Layer, ep: int) -> Layer:
-    pairs = zip(cut.weights, whole.weights, strict=True)
+def _with_shared_out(cut: Layer, other: Layer, ep: int, parts: int) -> Layer:
+    """`cut` with 1 / ep of the experts of `other`, and 1 / parts of each."""
+    if not any(one.expert for one in other.weights):
+        return cut
     weights = tuple(
-        msgspec.structs.replace(entire, copies=split(entire.copies, ep)) if entire.expert else part
-        for part, entire in pairs
+        _share_of(theirs, ep, parts) if theirs.expert else own
+        for own, theirs in zip(cut.weights, other.weights, strict=True)
     )
-    return msgspec.structs.replace(cut, weights=weights)
+    return msgspec.structs.replace(cut, weights=weights, inner=max(cut.inner, split(other.inner, parts)))
+
+
+def _share_of(experts: Weights, ep: int, parts: int) -> Weights:
+    elements, copies = split(experts.elements, parts), split(experts.copies, ep)
+    return msgspec.structs.replace(experts, elements=elements, bytes=experts.bytes / parts, copies=copies)

@@ -8,6 +8,7 @@ tests/launcher/commands/fit/test_speed.py has them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .devices import Device
@@ -95,7 +96,7 @@ class StepModel:
         if self.layout.tp > 1:
             total += 2 * self._all_reduce(tokens)
         experts = any(one.expert for one in layer.weights)
-        if self.layout.ep > 1 and experts:
+        if self.layout.ep > self.layout.tp and experts:  # within a tensor group all ranks have all tokens
             moved = tokens * self.shape.chosen * self.shape.hidden * self.width * 2  # there and back
             total += 2 * self.links.scatter + moved / self.layout.tp / self.links.expert
         if experts:
@@ -107,8 +108,10 @@ class StepModel:
             return self._roof(one.bytes, 2.0 * one.elements * tokens) + self.device.ramp
         ep, all_experts = self.layout.ep, self.shape.experts
         chosen = max(1, self.shape.chosen)
-        rows = tokens * (self.layout.dp if ep > 1 else 1)  # an expert group serves all copies' tokens
-        touched = one.bytes * one.copies * (1 - (1 - chosen / all_experts) ** rows)
+        rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all copies that the expert group spans
+        visited = one.copies * (1 - (1 - chosen / all_experts) ** rows)  # of a rank's experts, on average
+        spread = math.sqrt(2 * math.log(ep) * visited * (1 - visited / one.copies))  # all wait for the busiest rank
+        touched = one.bytes * min(one.copies, visited + spread)
         work = 2.0 * one.elements * rows * chosen / ep
         if not self.layout.offload:
             return self._roof(touched, work / GROUPED) + self.device.ramp

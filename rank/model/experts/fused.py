@@ -1,4 +1,9 @@
-"""Experts on this rank's device, each split over the tensor group along its inner size."""
+"""Experts on this rank's device: each split over the tensor group along its inner size, or shared out over it.
+
+With `--ep N`, N neighbours of a tensor group hold different experts, and what is left of its degree splits each. All
+ranks of the group have all tokens. So each computes its own experts for those that chose them, and the all-reduce that
+follows anyway adds up the rest: no token is sent to where its experts are.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....kernels.moe.moe import Biases, fused_experts, tiling_rows
+from ....errors import USAGE, FatalError
+from ....kernels.moe.moe import Biases, Held, fused_experts, tiling_rows
 from ....kernels.quantized.floats import Floats, pack
 from ..layers.residual import Partial
-from ..shard import Shard, even, in_groups, scaled, whole
+from ..shard import Shard, even, in_groups, scaled, spread, whole
 from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
 
 
@@ -157,15 +163,19 @@ class FusedExperts(nn.Module):
         activation: str = "silu",
         layout: ExpertLayout = APART,
     ):
-        """top_k: experts of a token. activation: the kernels' name."""
+        """top_k: experts of a token. activation: the kernels' name. Raises FatalError where a rank would have none."""
         super().__init__()
-        group = mesh.tensor
-        part = even(inner, group.rank, group.size) if layout == APART else in_groups(inner, group.rank, group.size)
+        if mesh.ep > experts:
+            raise FatalError(f"--ep {mesh.ep} is more than the model's {experts} experts", USAGE)
+        index, place = divmod(mesh.tensor.rank, mesh.ep)
+        here, cut = spread(experts, place, mesh.ep), even if layout == APART else in_groups
+        part = cut(inner, index, mesh.tensor.size // mesh.ep)
         both = (scaled(part, 2),) if layout.interleaved else (part, part)
-        self.gate_up_proj = StackedLinear(whole(experts), whole(hidden), both, layout)
-        self.down_proj = StackedLinear(whole(experts), part, (whole(hidden),), layout._replace(interleaved=False))
-        self.down_proj.adds_bias = group.rank == 0
-        self.top_k, self.activation, self.group = top_k, activation, group
+        self.gate_up_proj = StackedLinear(here, whole(hidden), both, layout)
+        self.down_proj = StackedLinear(here, part, (whole(hidden),), layout._replace(interleaved=False))
+        self.down_proj.adds_bias = index == 0
+        self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
+        self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
         """x [T, H], ids [T, k] int32, weights [T, k] f32. Nothing is multiplied before somebody reads it."""
@@ -175,14 +185,15 @@ class FusedExperts(nn.Module):
         """This rank's part of the experts' weighted sums, [T, H]."""
         up, down = self.gate_up_proj, self.down_proj
         biases = Biases(up.added_bias, down.added_bias)
-        return fused_experts(*routed.parts, up.matrices, down.matrices, self.activation, biases)
+        return fused_experts(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held)
 
     @property
     def num_weights(self) -> int:
-        """Elements of this rank's slices of the experts that one token visits."""
+        """Elements of this rank's slices of the experts that one token visits; of experts shared out, on average."""
         one = sum(w.inputs.width * sum(shard.width for shard in w.outputs) for w in (self.gate_up_proj, self.down_proj))
-        return self.top_k * one
+        here = self.down_proj.experts
+        return self.top_k * one * here.width // here.size
 
     def kernel_rows(self) -> list[int]:
         """Numbers of tokens that together use every kernel there is for these experts."""
-        return tiling_rows(self.down_proj.experts.width, self.top_k)
+        return tiling_rows(self.down_proj.experts.size, self.top_k)

@@ -90,12 +90,12 @@ class Part(StoredPart):
         self.scheme = scheme
 
     def kept_bits(self, device: torch.device) -> float:
-        return self.scheme.kept_bits(self)
+        return floats.kept_bits(self.inputs.width, self.scheme.unit(self.inputs), device)
 
     def finish(self) -> None:
         made = self.scheme.decode(self)
         self.drop()
-        self.hold(made)
+        self.hold(floats.pack_linear(made))
 
 
 def block_of(size: object, key: str) -> tuple[int, int]:

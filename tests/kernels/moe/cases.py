@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import moe
-from phalanx.kernels.moe.moe import Biases, TileConfig, Tiling
+from phalanx.kernels.moe.moe import Biases, Held, TileConfig, Tiling
 from phalanx.kernels.quantized import floats
 from phalanx.kernels.quantized.floats import Floats
 from torch import Tensor
@@ -72,6 +72,18 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     return Inputs(*(one.to(device) for one in found))
 
 
+def share_of(given: Inputs, held: Held) -> Inputs:
+    """What a rank with some of the experts gets."""
+    here = slice(held.first, held.first + held.size)
+    return given._replace(w13=given.w13[here].contiguous(), w2=given.w2[here].contiguous())
+
+
+def shares(experts: int) -> list[Held]:
+    """Of the first expert alone, of the last third, and of two in the middle."""
+    third, middle = max(1, experts // 3), experts // 2
+    return [Held(0, 1, experts), Held(experts - third, third, experts), Held(middle - 1, 2, experts)]
+
+
 def biases(given: Inputs) -> Biases:
     """Random ones, with NaN where the matrices have it."""
     found = []
@@ -105,6 +117,13 @@ def main() -> None:
             added = added._replace(down=None) if i == 2 else added
             got = moe.grouped(*given, act, added, tilings[i % 2])
             near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
+            held = shares(sizes.experts)[i % 3]
+            own, of_own = (
+                share_of(given, held),
+                moe.Biases(*(None if one is None else one[held.first :][: held.size] for one in added)),
+            )
+            got = moe.grouped(*own, act, of_own, tilings[i % 2], held)
+            near(got, moe.fused_experts_reference(*own, act, of_own, held), bound * 4)
     check_quantized(tilings)
 
 

@@ -53,7 +53,8 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, unit, arch
             "expert_down_kernel",
             lambda: moe_triton.expert_down(x.new_empty(k, inner), w2, groups, tiles.down, weights, down),
         ),
-        ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), k)),
+        ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids)),
+        ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids, range(2, 5))),
     ):
         launches = Recorder()
         with monkeypatch.context() as patch:

@@ -9,7 +9,7 @@ import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.moe import moe
 
-from .cases import CASES, Sizes, biases, make, near
+from .cases import CASES, Sizes, biases, make, near, share_of, shares
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,33 @@ def test_strided_input():
     wide = torch.randn(5, 40)
     wide[:, 3:19] = given.x
     near(moe.fused_experts(wide[:, 3:19], *given[1:]), moe.fused_experts_reference(*given), 3e-6)
+
+
+@pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8)])
+def test_the_parts_of_several_ranks_add_up(sizes):
+    given, middle = make(sizes, torch.float32), sizes.experts // 2
+    halves = moe.Held(0, middle, sizes.experts), moe.Held(middle, sizes.experts - middle, sizes.experts)
+    sums = [moe.fused_experts(*share_of(given, held), held=held) for held in halves]
+    near(sums[0] + sums[1], moe.fused_experts_reference(*given), 3e-6)
+    for held in shares(sizes.experts):
+        want = moe.fused_experts_reference(*share_of(given, held), held=held)
+        near(moe.fused_experts(*share_of(given, held), held=held), want, 3e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 128])
+@pytest.mark.parametrize("sizes", [one for one in CASES if one.tokens])
+def test_groups_of_some_experts_have_their_pairs_alone(sizes, rows):
+    ids = make(sizes, torch.float32).ids
+    for held in shares(sizes.experts):
+        found = moe.group(ids, held.size, rows, held)
+        assert len(found.ends) == held.size + 1
+        sorted_pairs = found.order[: int(found.ends[-1])].long()
+        chosen = ids.flatten()[sorted_pairs]
+        assert torch.equal(chosen, chosen.sort().values)
+        assert sorted(sorted_pairs.tolist()) == [i for i, e in enumerate(ids.flatten().tolist()) if e in held.ids]
+        needed = found.tile_expert >= 0
+        starts = [at for e in range(held.size) for at in range(int(found.ends[e]), int(found.ends[e + 1]), rows)]
+        assert found.tile_start[needed].tolist() == starts and not needed[len(starts) :].any()
 
 
 @pytest.mark.parametrize("rows", [1, 16, 128])

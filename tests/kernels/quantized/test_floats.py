@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation_reference
-from phalanx.kernels.quantized import floats, panels
+from phalanx.kernels.quantized import e4m3_cuda, floats, panels
 
 from .floats_cases import SIZES, make
 
@@ -40,6 +40,38 @@ def test_linear(sizes, rows, gate, monkeypatch):
     want = x.double() @ floats.dequantize(packed).double().t() + bias
     want = gated_activation_reference(want.float(), gate) if gate else want.float()
     torch.testing.assert_close(floats.linear(x, packed, gate, bias), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("outputs, inputs, unit", [(16, 32, 32), (37, 384, 128), (40, 192, 64), (1, 96, 96)])
+def test_pieces_of_gpus_and_back(outputs, inputs, unit):
+    """Also where a lane finds its codes and scales, as the head of e4m3.cuh says."""
+    plain = make(outputs, inputs, unit)
+    by = plain.scales.repeat_interleave(unit // 32, 1)
+    packed = e4m3_cuda.pack(plain.codes, by)
+    assert packed.pieces.shape == (-(-outputs // 16), inputs // 32, 576) and packed.inputs == inputs
+    codes, scales = e4m3_cuda.unpack(packed)
+    assert torch.equal(codes, plain.codes) and torch.equal(scales, by)
+    assert torch.equal(floats.dequantize(packed), floats.dequantize(plain))
+    piece, last = packed.pieces[0, -1], plain.codes[:, -32:]
+    for lane in range(32 if outputs >= 16 else 0):
+        g, t = divmod(lane, 4)
+        for s in range(2):
+            for h in range(2):
+                at = [16 * s + 2 * t + more for more in (0, 8, 1, 9)]
+                begin = lane * 16 + (2 * s + h) * 4
+                assert torch.equal(piece[begin : begin + 4], last[g + 8 * h, at])
+        begin = 512 + 8 * g
+        assert torch.equal(piece[begin : begin + 8].clone().view(torch.float32), by[[g, g + 8], -1])
+
+
+def test_what_stays_as_it_is_stored():
+    with pytest.raises(ValueError, match="one scale for each 32 inputs"):
+        e4m3_cuda.pack(*make(16, 96, 96))
+    plain = make(16, 96, 96)
+    assert floats.pack_linear(plain) is plain, "on CPUs"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert floats.kept_bits(256, 128, cpu) == 8.25 and floats.kept_bits(256, 128, cuda) == 9
+    assert floats.kept_bits(100, 4, cuda) == 16, "no pieces of so few inputs"
 
 
 def test_a_part_of_the_outputs_and_of_the_experts():

@@ -4,11 +4,12 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q8_0_cuda
+from phalanx.kernels.quantized import e4m3_cuda, floats, int4_cuda, pieces_cuda, q8_0_cuda
 from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig
 
 from .. import cuda_model
 from ..cuda_model import Box
+from . import floats_cases
 
 H200 = DeviceCaps(132, "sm_90a", True, True, True)
 
@@ -20,6 +21,9 @@ def make(outputs, inputs, form="q8_0", seed=0):
         codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=draw)
         scales = (torch.rand(outputs, inputs // 32, generator=draw) / 64 - 1 / 128).half()
         return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
+    if form == "e4m3":
+        plain = floats_cases.make(outputs, inputs, 32)
+        return e4m3_cuda.pack(*plain), floats.dequantize(plain).double()
     group = int(form.split()[1])
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=draw)
     scales = (torch.rand(outputs, inputs // group, generator=draw) / 8 - 1 / 16).half()
@@ -85,6 +89,7 @@ GEMVS = [
     (1, 48, 512, GemvConfig(1, 8, 2), "int4 128"),
     (7, 40, 2368, GemvConfig(2, 4, 2), "int4 32 zeros"),
     (4, 33, 1088, GemvConfig(1, 4, 3), "int4 64 zeros"),
+    (3, 33, 1056, GemvConfig(2, 4, 2), "e4m3"),
 ]
 
 
@@ -114,6 +119,7 @@ TILES = [
     (17, 176, 384, TileConfig(48, 128), "q8_0"),
     (8, 80, 1024, TileConfig(48, 128), "int4 128"),
     (17, 100, 384, TileConfig(64, 64), "int4 32 zeros"),
+    (8, 200, 1024, TileConfig(48, 128), "e4m3"),
     pytest.param(64, 64, 512, TileConfig(32, 128), "int4 64 zeros", marks=pytest.mark.long),
     pytest.param(13, 96, 1024, TileConfig(64, 256), "q8_0", marks=pytest.mark.long),
     pytest.param(32, 130, 512, TileConfig(64, 64), "q8_0", marks=pytest.mark.long),
@@ -152,6 +158,7 @@ def test_gated_gemm(rows, outputs, inputs, cut, form, launched):
         (131, 288, 256, "silu", WgmmaConfig(192, 128, 64, 1), torch.float16, "q8_0"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "int4 32 zeros"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.float16, "int4 128"),
+        (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "e4m3"),
     ],
 )
 def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
@@ -170,6 +177,7 @@ def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
         (40, 1184, "q8_0"),
         (40, 1152, "int4 32 zeros"),
         (33, 64, "int4 64"),
+        (40, 1184, "e4m3"),
     ],
 )
 def test_dequantize(outputs, inputs, form, dtype, launched):
@@ -182,7 +190,7 @@ def test_dequantize(outputs, inputs, form, dtype, launched):
     "found", [H200, DeviceCaps(148, "sm_100", True, True, False), DeviceCaps(108, "sm_80", *[False] * 3)]
 )
 @pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 192), (40, 14336)])
-@pytest.mark.parametrize("layout", [q8_0_cuda.LAYOUT, int4_cuda.layout(64, False)])
+@pytest.mark.parametrize("layout", [q8_0_cuda.LAYOUT, int4_cuda.layout(64, False), e4m3_cuda.LAYOUT])
 def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
     """What a product asks for, for every number of rows that is supported."""
     asked = []

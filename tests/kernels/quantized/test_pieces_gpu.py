@@ -6,9 +6,11 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
-from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q8_0_cuda
+from phalanx.kernels.quantized import e4m3_cuda, floats, int4_cuda, pieces_cuda, q8_0_cuda
 from phalanx.kernels.quantized.pieces_cuda import GemvConfig, WgmmaConfig
 from torch.nn.functional import gelu, silu
+
+from . import floats_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_tma = pytest.mark.skipif(
@@ -44,6 +46,10 @@ def make(outputs, inputs, form="q8_0"):
         codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
         scales = (torch.rand(outputs, inputs // 32, device="cuda") / 64 - 1 / 128).half()
         return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
+    if form == "e4m3":
+        plain = floats_cases.make(outputs, inputs, 32)
+        packed = e4m3_cuda.pack(*(one.cuda() for one in plain))
+        return packed, floats.dequantize(plain).double().cuda()
     group = int(form.split()[1])
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
     scales = (torch.rand(outputs, inputs // group, device="cuda") / 4 - 1 / 8).half()
@@ -86,6 +92,7 @@ def check(found, want, about, most):
         (16, 64, "q8_0"), (37, 96, "q8_0"), (37, 192, "q8_0"), (64, 512, "q8_0"), (192, 4096, "q8_0"),
         (130, 1056, "q8_0"), (128, 14336, "q8_0"), (16, 64, "int4 64"),
         (37, 192, "int4 32 zeros"), (192, 4096, "int4 128 zeros"), (128, 14336, "int4 128"),
+        (16, 64, "e4m3"), (37, 96, "e4m3"), (192, 4096, "e4m3"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257])
@@ -107,7 +114,8 @@ def test_linear(rows, outputs, inputs, form, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "outputs, inputs, form", [(6144, 4096, "q8_0"), (1344, 2080, "q8_0"), (4096, 14336, "int4 128 zeros")]
+    "outputs, inputs, form",
+    [(6144, 4096, "q8_0"), (1344, 2080, "q8_0"), (4096, 14336, "int4 128 zeros"), (1344, 2080, "e4m3")],
 )
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 8])
 def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
@@ -229,6 +237,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
     [
         *((*sizes, "q8_0") for sizes in ((1, 32), (16, 64), (37, 4096), (4096, 14336), (130, 1184))),
         (1, 64, "int4 64"), (37, 4096, "int4 32 zeros"), (4096, 14336, "int4 128 zeros"), (130, 1088, "int4 32"),
+        (37, 4096, "e4m3"), (130, 1184, "e4m3"),
     ],
 )  # fmt: skip
 def test_dequantize(outputs, inputs, form, dtype):

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.errors import FatalError
 from phalanx.launcher.commands import convert
 from phalanx.rank.model.convert import calibrate, writer
 from phalanx.rank.model.convert.gptq import Scheme
@@ -112,21 +113,26 @@ def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
         (("{model}", "{to}", "--to", "awq", "--bits", "8"), 2, "--bits 8: AWQ's layout has codes of 4 bits"),
         (("{model}", "{to}", "--calibration", "/no/such/file"), 2, "--calibration /no/such/file: "),
         (("{model}", "{to}", "--calibration", "{short}"), 2, "two pieces of 512 are needed"),
+        (("{gguf}", "{to}"), 2, "is a GGUF file"),
         (("{model}", "{to}", "third"), 2, "unexpected argument 'third'"),
         (("{to}/none", "{to}"), 2, "there is no such directory"),
         (("{made}", "{to}", "--calibration", "{text}", "--seqlen", "48"), 3, "is quantised already"),
     ],
 )
-def test_what_is_refused(checkpoint, tmp_path, text, words, code, message):
+def test_what_is_refused(checkpoint, tmp_path, text, words, code, message, capfd):
     short = tmp_path / "short.txt"
     short.write_text("too little")
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
     made = tmp_path / "made"
     made.mkdir()
     for file in checkpoint.iterdir():
         (made / file.name).write_bytes(file.read_bytes())
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    places = dict(model=checkpoint, to=tmp_path / "to", short=short, made=made, text=text)
-    found, said = run(*(word.format(**places) for word in words))
-    assert (found, message in said) == (code, True), said
+    places = dict(model=checkpoint, to=tmp_path / "to", short=short, made=made, text=text, gguf=gguf)
+    with pytest.raises(FatalError) as stopped:
+        convert.main([word.format(**places) for word in words])
+    assert stopped.value.code == code
+    assert message in str(stopped.value) + capfd.readouterr().err
     assert not (tmp_path / "to").exists() and not list(tmp_path.glob("*.part"))

@@ -104,6 +104,8 @@ def test_other_ways_to_name_the_model(directory):
         read(directory, text, model="x")
     with pytest.raises(FatalError, match="leave --served-model-name out"):
         read(directory, text, served_model_name="x")
+    with pytest.raises(FatalError, match="leave --file-store out"):
+        read(directory, text, file_store="x")
     with pytest.raises(FatalError, match="No such file"):
         models_file.read(Options(models_config=str(directory / "none")))
 

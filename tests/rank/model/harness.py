@@ -55,20 +55,28 @@ def run_steps(
     steps: Sequence[Step] | None = None,
     tp: int = 1,
     pp: int = 1,
+    ep: int = 1,
     **options: Any,
 ) -> list[Tensor]:
     """Logits [tokens, vocab] of each sequence, computed step by step on threads; by default all in one step."""
     if steps is None:
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]) > 1)
         steps = [[(i, len(sequences[i])) for i in order]]
-    results = threads.run(lambda comm: compute(comm, path, sequences, steps, tp, pp, **options), tp * pp)
+    results = threads.run(lambda comm: compute(comm, path, sequences, steps, tp, pp, ep, **options), tp * pp)
     for other in results[1:tp]:  # the last stage's tensor group agrees bit for bit
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     return results[0]
 
 
 def compute(
-    comm: Comm, path: Path, sequences: Sequence[Sequence[int]], steps: Sequence[Step], tp: int, pp: int, **options: Any
+    comm: Comm,
+    path: Path,
+    sequences: Sequence[Sequence[int]],
+    steps: Sequence[Step],
+    tp: int,
+    pp: int,
+    ep: int = 1,
+    **options: Any,
 ) -> list[Tensor]:
     """One rank's part of run_steps; the logits on the last stage, which has the first ranks.
 
@@ -79,7 +87,7 @@ def compute(
     free = list(range(blocks))
     random.Random(0).shuffle(free)
     tables = [[free.pop() for _ in range(n)] for n in needed]
-    grid = mesh.build(comm, tp, pp)
+    grid = mesh.build(comm, tp, pp, ep=ep)
     model = load(path, grid, **options)
     caches = nan_caches(model, blocks)
     done = [0] * len(sequences)

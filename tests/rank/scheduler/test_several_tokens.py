@@ -109,7 +109,7 @@ def test_what_does_not_fit_the_plan_is_refused():
 def test_the_wire():
     """One token a row takes four bytes and no list of counts."""
     output = step_output([[i] for i in range(256)])
-    assert len(protocol.encode_step_output(output)) == 1024 + 8
+    assert len(protocol.encode_step_output(output)) == 1024 + 9
     for tokens in ([], [[1], [2]], [[1, 2, 3], [4], [5, 6]]):
         assert protocol.decode_step_output(protocol.encode_step_output(step_output(tokens))).tokens() == tokens
 

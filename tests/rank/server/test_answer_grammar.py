@@ -162,5 +162,21 @@ def test_a_mistral_of_either_generation(text, takes):
     assert takes(old, '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]') == "all"
     form.tokenizer = SimpleNamespace(added={"[ARGS]": 3, "[TOOL_CALLS]": 5})
     new = answer_grammar(form, None, Calls(TOOLS, True, False), None)
+    assert takes(new, '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}') == "no", (
+        "spelled, which the parser takes for text"
+    )
     assert takes(new, "<tool_call>clock<think>{}") == "all", "the tokens 5 and 3"
-    assert takes(new, "[TOOL_CALLS]clock[ARGS]{}") == "no", "spelled out they are text"
+
+
+@pytest.mark.parametrize("name", ["harmony", "granite33"])
+def test_marks_around_the_answer_itself(text, name):
+    form = SimpleNamespace(tool_format=None, tokenizer=text.tokenizer, reasoning=reasoning.find(name))
+    with pytest.raises(ApiError, match="cannot be constrained yet") as error:
+        answer_grammar(form, choice("guided_choice", ["yes"]), None, None)
+    assert error.value.param == "guided_choice"
+
+
+def test_a_spelled_marker_is_no_marker(text, compiled):
+    """The parser takes it for text, so that a call would be none."""
+    matcher = LLMatcher(compiled.tokenizer, answer_grammar(text, None, Calls(TOOLS, True, True), None))
+    assert matcher.try_consume_tokens([text.tokenizer.encode("<", False)[0]]) == 0

@@ -22,6 +22,14 @@ def test_tokens_and_words(front, tokenizer):
     assert (plain.allowed_token_ids, plain.bad_words, plain.thinking_budget) == ((), (), -1)
 
 
+def test_how_far_the_repetition_penalty_looks_back(front):
+    found = sampling(front, repetition_penalty=1.5, repeat_last_n=64)
+    assert (found.repetition_penalty, found.repeat_last_n) == (1.5, 64)
+    found = sampling(front, repetition_penalty=1.5, repeat_last_n=-1)
+    assert (found.repetition_penalty, found.repeat_last_n) == (1.5, 0)
+    assert sampling(front, repetition_penalty=1.5, repeat_last_n=0).repetition_penalty == 1.0
+
+
 def test_log_probabilities_of_named_tokens(front):
     found = sampling(front, logprobs=True, logprob_token_ids=[3, 9, 3])
     assert found.logprob_token_ids == (3, 9)
@@ -83,6 +91,9 @@ def test_only_the_last_tokens_of_a_prompt(front, tokenizer):
         ({"logprob_token_ids": [400], "logprobs": True}, "logprob_token_ids"),
         ({"logprob_token_ids": [1] * 300, "logprobs": True}, "logprob_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"repeat_last_n": -2}, "repeat_last_n"),
+        ({"bad_words": ["a"], "guided_regex": "a+"}, "bad_words"),
+        ({"allowed_token_ids": [1], "response_format": {"type": "json_object"}}, "allowed_token_ids"),
     ],
 )
 def test_refused(front, fields, param):

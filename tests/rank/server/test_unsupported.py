@@ -45,7 +45,6 @@ COMMON = {
     "vllm_xargs": "arguments of vLLM's plugins are not supported",
     "nvext": "extensions of NVIDIA's servers are not supported, use the fields of vLLM",
     **dict.fromkeys(("lora", "lora_path"), "adapters are not supported yet"),
-    "repeat_last_n": "repetition_penalty counts the whole prompt and output, leave it out",
     # fields of the other endpoints
     **dict.fromkeys(("background", "previous_response_id", "text", "max_tool_calls"), "this is for /v1/responses"),
     "truncation": LENGTH,

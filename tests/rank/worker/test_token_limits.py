@@ -71,6 +71,26 @@ def test_thoughts_are_closed_when_their_budget_is_spent():
     assert run(s, [5, 5, 5]) == [5, CLOSE, 5]
 
 
+def test_a_repetition_penalty_that_looks_back_only_so_far():
+    s = sampler()
+
+    def penalised(output=(), **more):
+        sampling = protocol.SamplingParams(9, temperature=0.0, repetition_penalty=3.0, **more)
+        tokens = protocol.pack_u32((3, 20, *output))
+        s.enter(protocol.NewSequence(0, tokens, 2, 0, b"", sampling))
+
+    penalised()
+    assert run(s, [3]) == [4]
+    penalised(repeat_last_n=1)
+    assert run(s, [3, 3, 3]) == [3, 4, 3]
+    penalised((7, 30), repeat_last_n=2)  # preempted
+    assert run(s, [7, 3]) == [8, 3]
+    penalised(repeat_last_n=100)  # more than there are
+    assert run(s, [3]) == [4]
+    s.leave(0)
+    assert not s._windows
+
+
 def test_rows_have_rules_of_their_own():
     s = sampler()
     enter(s, 0, bad_words=((7,),))

@@ -51,11 +51,7 @@ function showAll() {
   if (!$("settings").hidden) openSettings();
 }
 
-function suggest(text) {
-  $("input").value = text;
-  grow();
-  $("input").focus();
-}
+const suggest = (text) => { $("input").value = text; grow(); $("input").focus(); };
 
 function showComposer() {
   const busy = running?.chat === chat;
@@ -187,6 +183,7 @@ async function answer(node, goOn = false) {
     await keep(from);
     if (from === chat) showAll();
     else showChats();
+    if (models.some((one) => one.status)) readModels(); // another one of several may be loaded now
     toEnd();
   }
 }
@@ -296,7 +293,7 @@ async function readModels() {
     if (error.status === 401) askKey();
     return;
   }
-  $("model").replaceChildren(...models.map((one) => el("option", { value: one.id }, one.id)));
+  $("model").replaceChildren(...models.map((one) => el("option", { value: one.id }, (one.status ?? "loaded") === "loaded" ? one.id : `${one.id} (${one.status})`)));
   $("model").value = chat.settings.model || models[0]?.id;
   if ($("model").selectedIndex < 0) $("model").selectedIndex = 0;
   showComposer();

@@ -1,7 +1,4 @@
-"""<think>…</think>: DeepSeek R1, Qwen3, GLM 4.5, MiniMax M2 and most others.
-
-Granite 3.3 writes its answer between <response> and </response> besides.
-"""
+"""<think>…</think>: DeepSeek R1, Qwen3, GLM 4.5, MiniMax M2 and most others."""
 
 from . import ReasoningFormat
 
@@ -11,6 +8,8 @@ FORMAT = ReasoningFormat(
     (OPEN,),
     (CLOSE,),
     matches=lambda template, added: (
-        "[THINK]" not in template and (CLOSE in template or ({OPEN, CLOSE} <= {*added} and "[THINK]" not in added))
+        "[THINK]" not in template
+        and "<response>" not in template
+        and (CLOSE in template or ({OPEN, CLOSE} <= {*added} and "[THINK]" not in added))
     ),
 )

@@ -93,12 +93,27 @@ def test_experts(fit):
     assert "  experts in the host's memory (" in out and " GB a rank)" in out
 
 
-def test_not_served_yet(fit):
-    code, out, _ = fit("DeepSeek-V3", "--gpus", "8", "--gpu-mem", "141")
+def test_experts_shared_out(fit):
+    code, out, _ = fit("Qwen3-30B-A3B", "--gpus", "4", "--gpu-mem", "80", "--tp", "4", "--ep", "2")
+    assert code == 0 and " --tp 4 --pp 1 --ep 2 " in out
+    for model, ep, message in (
+        ("Llama-3.1-8B", "2", "--ep 2: Llama-3.1-8B has no experts"),
+        ("Qwen3-30B-A3B", "256", "--ep 256 is more than the 128 experts of Qwen3-30B-A3B"),
+        (
+            "Qwen3-30B-A3B",
+            "3",
+            "with --ep 3: tensor degrees that its heads allow are 1, 2, 4, 8, 16, 32, stages at most",
+        ),
+    ):
+        code, _, err = fit(model, "--gpus", "4", "--gpu-mem", "80", "--ep", ep)
+        assert code == 2 and message in err
+
+
+def test_a_layout_that_is_not_served_yet(fit):
+    """The model fits, but only with its experts in the host's memory."""
+    code, out, _ = fit("DeepSeek-V3", "--gpus", "8", "--gpu-mem", "80", "--host-mem", "1024")
     assert code == 0
-    assert "NOT SERVED YET: weights in fp8 are not served yet; the figures tell what it would take" in out
-    assert "the layer that predicts a second token (MTP) is left out" in out
-    assert "To run once it is served (weights in fp8 are not served yet):" in out
+    assert "To run once it is served (" in out and "\nRun:" not in out
 
 
 def test_nothing_fits(fit):

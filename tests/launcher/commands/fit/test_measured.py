@@ -16,7 +16,7 @@ from phalanx.rank.worker import engine, kv_cache
 
 from .... import gguf_files
 from ....checkpoints import make_checkpoint
-from .configs import CONFIGS, read, write
+from .configs import read, write
 
 TOKENS = 4096
 CONTEXT = 512
@@ -69,11 +69,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def live(path, tp, pp, dtype, isq):
+def live(path, tp, pp, dtype, isq, ep=1):
     """What each rank of a job reports and allocates: weights, rope table, KV cache for TOKENS; by rank."""
 
     def rank(world):
-        model = load(path, mesh.build(world, tp, pp), "cpu", dtype, max_model_len=CONTEXT, load_format="dummy", isq=isq)
+        grid = mesh.build(world, tp, pp, ep=ep)
+        model = load(path, grid, "cpu", dtype, max_model_len=CONTEXT, load_format="dummy", isq=isq)
         blocks, cpu = TOKENS // engine.BLOCK_SIZE, torch.device("cpu")
         caches = kv_cache.allocate(model.cache_specs(), blocks, engine.BLOCK_SIZE, model.dtype, cpu)
         return model.weight_bytes, model.rope.nbytes, sum(x.nbytes for layer in caches for x in layer)
@@ -96,6 +97,14 @@ def compare(path, dtype, isq="none", exact=True):
 @pytest.mark.parametrize("model_type, variant", CASES)
 def test_bytes_of_live_ranks(tmp_path, model_type, variant, dtype):
     compare(write(tmp_path, config_of(model_type, **VARIANTS[variant])), dtype)
+
+
+@pytest.mark.parametrize("tp, ep", [(2, 2), (6, 3), (6, 2)])
+def test_bytes_where_experts_are_shared_out(tmp_path, tp, ep):
+    """Of 7 experts, so that the first ranks have most."""
+    path = write(tmp_path, config_of("qwen2_moe"))
+    (stage,) = memory.stages(read(path, "f32", "cpu", most=tp), Layout(tp, ep=ep), CONTEXT)
+    assert stage.loaded == max(weights for weights, *_ in live(path, tp, 1, "f32", "none", ep))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -142,12 +151,6 @@ def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path)
     assert read(path).degrees == (1, 2, 3, 6, 12) and read(path, isq="q8_0").degrees == (1, 3, 6)
 
 
-def test_what_isq_makes_of_a_model_that_is_not_served(tmp_path):
-    with pytest.raises(FatalError, match="--isq q8_0: .* is not known") as stop:
-        read(write(tmp_path, CONFIGS["DeepSeek-V3"]), isq="q8_0")
-    assert stop.value.code == USAGE
-
-
 @pytest.mark.parametrize("variant", ["plain", "tied"])
 def test_bytes_where_matrices_are_packed(tmp_path, monkeypatch, variant):
     """Without a compiler. A tied head has bytes of its own then."""
@@ -175,7 +178,6 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     shape, config = read(path), rank_config.read_config(path)
     assert list(shape.degrees) == rank_config.tensor_degrees(config.num_heads, config.num_kv_heads)
     assert shape.max_positions == config.max_positions
-    assert shape.unserved == ""
     # Gate and up, and what they make of each other, of one layer or of two experts; or, without a gate, attention's
     # queries, keys, values and outputs.
     times = 2 if model_type in ("gpt_oss", "minimax_m2", "mixtral") else 1

@@ -89,6 +89,9 @@ def test_experts(predict):
     crowd = predict("Qwen3-30B-A3B", Layout(1), 256, 1).decode_ms
     assert alone * 1e-3 > 3_041_867_776 * 2 / H200.bandwidth
     assert crowd * 1e-3 > (30_532_122_624 - 311_164_928) * 2 / H200.bandwidth
+    # The busiest of eight ranks has more than an eighth of the experts that one token visits, but not of a crowd's.
+    cut, shared = ([predict("Qwen3-30B-A3B", Layout(8, ep=ep), n, 1).decode_ms for n in (1, 512)] for ep in (1, 8))
+    assert shared[0] > 1.05 * cut[0] and shared[1] == pytest.approx(cut[1], rel=0.02)
     # in the host's memory they are read at its speed or over PCIe
     assert predict("Qwen3-30B-A3B", Layout(1, offload=True), 256, 1).decode_ms > 10 * crowd
 

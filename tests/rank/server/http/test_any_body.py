@@ -79,6 +79,9 @@ def body(draw, schema):
     return found
 
 
+NEVER_WELL = ("/v1/batches", "/v1/models/select")  # there are no files, and this server has one model
+
+
 @pytest.mark.parametrize("route", [route for route in routes() if route.schema], ids=lambda route: route.path)
 def test_no_body_breaks_it(server, route):
     draw = random.Random(route.path)
@@ -90,7 +93,7 @@ def test_no_body_breaks_it(server, route):
         assert answer.status == 200 or answer.body["error"]["message"], sent
         assert not isinstance(answer.body, bytes) or b"internal error" not in answer.body, sent
         statuses.add(answer.status)
-    assert {200, 400} <= statuses
+    assert {200, 400} <= statuses or route.path in NEVER_WELL and 400 in statuses
 
 
 @pytest.mark.parametrize(

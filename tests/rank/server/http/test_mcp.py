@@ -169,6 +169,16 @@ def test_the_number_of_calls_is_limited(server, responses, says):
     assert "local_add" in asked(server, back=2)
 
 
+def test_a_forced_call_is_forced_once(server, responses, says):
+    says(ADD, "It is 5.")
+    response = responses.create(model="m", input="hi", tools=[MCP], tool_choice="required")
+    assert [one.type for one in response.output] == ["mcp_list_tools", "mcp_call", "message"]
+    forced, free = (server.lead.requests[-n].grammar for n in (2, 1))
+    assert forced and not free
+    dead = {**MCP, "server_label": "dead"}
+    assert responses.create(model="m", input="hi", tools=[dead], tool_choice="required").output_text == "It is 5."
+
+
 def test_a_server_that_is_not_there(server, responses, says):
     says("hello")
     response = responses.create(model="m", input="hi", tools=[{**MCP, "server_label": "dead"}])

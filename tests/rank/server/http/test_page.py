@@ -268,7 +268,7 @@ def test_a_phone(window, says):
     send(window, "hi")
     finished(window, 1)
     assert window.js("return document.documentElement.scrollWidth <= 390")
-    assert window.js("return document.querySelector('#side').getBoundingClientRect().right <= 0")
+    window.wait("return document.querySelector('#side').getBoundingClientRect().right <= 0")
     window.click("#open-side")
     window.wait("return document.querySelector('#side').getBoundingClientRect().left === 0")
     window.click(".item .open")

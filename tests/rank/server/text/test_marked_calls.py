@@ -115,6 +115,11 @@ def test_granite_thinks_in_words():
     check(f"So. {answer}", [text(f"So. {answer}")], **options)
 
 
+def test_granite_marks_its_answer_too():
+    options = {"reasoning": reasoning.find("granite33")}
+    check("<think>Hm.</think><response>Yes.</response>", [("reasoning", "Hm."), text("Yes.")], **options)
+
+
 def test_every_spelling_is_a_format():
     from phalanx.rank import options
     from phalanx.rank.server.text import tool_formats

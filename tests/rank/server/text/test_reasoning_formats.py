@@ -5,6 +5,7 @@ from phalanx.rank.server.text import reasoning
 
 MODELS = [
     ("granite", "Write the thoughts after 'Here is my thought process:'", ()),
+    ("granite33", "within <think></think> and <response></response>", ()),
     ("harmony", "<|channel|>analysis<|message|>", ("<|channel|>",)),
     ("mistral", "[/THINK]", ()),
     ("mistral", "", ("[THINK]", "[/THINK]")),
