@@ -21,7 +21,7 @@ from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
-from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q8_0_cuda
+from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q4_k, q6_k, q8_0_cuda, super_blocks, super_blocks_cuda
 from phalanx.kernels.quantized.pieces_cuda import Layout, Packed
 from torch import Tensor
 
@@ -44,10 +44,20 @@ def random_int4(outputs: int, inputs: int, zeros: bool = False) -> Packed:
     return int4_cuda.pack(codes, scales, at.to(torch.int16))
 
 
+def random_super_blocks(outputs: int, inputs: int, form: super_blocks.Form) -> Packed:
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    factors = (torch.rand(outputs, inputs // form.super, 2, device="cuda") / 9999).half()
+    scales, minima = torch.randint(0, 64, (2, outputs, inputs // form.group), dtype=torch.int8, device="cuda")
+    pieces = super_blocks_cuda.pack(codes, factors, scales, minima, form)
+    return Packed(pieces, outputs, super_blocks_cuda.layout(form))
+
+
 FORMATS: dict[str, Callable[[int, int], Packed]] = {
     "q8_0": random_q8_0,
     "int4": random_int4,
     "int4-zeros": partial(random_int4, zeros=True),
+    "q4_k": partial(random_super_blocks, form=q4_k.FORM),
+    "q6_k": partial(random_super_blocks, form=q6_k.FORM),
 }
 
 
@@ -158,7 +168,7 @@ def main() -> None:
     ]
     if asked.ways:
         wanted = [shape for name, shape in zip(NAMES, shapes, strict=True) if name in asked.only]
-        compile_all(wanted, asked.rows, FORMATS[asked.format](16, 128).layout)
+        compile_all(wanted, asked.rows, FORMATS[asked.format](16, 256).layout)
     lines = []
     with torch.no_grad():
         for name, (outputs, inputs, gate) in zip(NAMES, shapes, strict=True):

@@ -44,6 +44,8 @@ _DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "
 _FORMATS = (Path(__file__).parent / "model" / "formats").glob("[a-z]*.py")
 IN_SITU = tuple(sorted(path.stem for path in _FORMATS if path.stem != "dense"))
 ISQ_SPELLINGS = {name.upper(): name for name in IN_SITU}  # llama.cpp's
+ISQ_SPELLINGS |= {f"{name[:2]}_k": name for name in IN_SITU if name.endswith("k")}
+ISQ_SPELLINGS |= {spelled.upper(): name for spelled, name in ISQ_SPELLINGS.items()}
 
 # How quantised checkpoints may be stored: a file each.
 _STORED = (Path(__file__).parent / "model" / "stored_formats").glob("[a-z]*.py")

@@ -22,6 +22,7 @@ GEMV_ROWS = 4  # more are faster by quantized_gemm.cu
 MOST_GEMV_ROWS = 8
 GEMV_WARPS = 8
 GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
+LARGE = 800  # bytes of a piece
 MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
@@ -163,6 +164,8 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
         return None
     strips = -(-outputs // STRIP)
     way = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
+    if layout.bytes > LARGE:  # a lane's registers hold half as many
+        way = way._replace(ahead=way.ahead // 2)
     fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, way.strips) <= GEMV_SHARED
     if fits and (rows <= GEMV_ROWS or not found.has_tma or inputs % LENGTHS[-1]):
         return way

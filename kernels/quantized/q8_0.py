@@ -69,7 +69,21 @@ def from_blocks(blocks: Tensor) -> Encoded:
     """blocks uint8 [O, I / 32 * 34], as ggml's files hold them: of each group its scale, then its codes."""
     groups = blocks.contiguous().view(len(blocks), -1, 2 + GROUP)
     scales = groups[..., :2].contiguous().view(torch.float16).squeeze(2)
-    return Encoded(groups[..., 2:].contiguous().view(torch.int8).view(len(blocks), -1), scales)
+    return signed(groups[..., 2:].contiguous().view(torch.int8).view(len(blocks), -1), scales)
+
+
+def signed(codes: Tensor, scales: Tensor) -> Encoded:
+    """codes int8 [O, I] above -128 and scales f16 [O, I / 32], of any sign: kernels for CPUs know none below 0."""
+    below = scales.signbit()
+    if not below.any():
+        return Encoded(codes, scales)
+    signs = torch.where(below, -1, 1).to(torch.int8).repeat_interleave(GROUP, 1)
+    return Encoded(codes * signs, scales.abs())
+
+
+def kept_bits(inputs: int, device: torch.device) -> float:
+    """What `pack` keeps of a weight with its share of the scale."""
+    return BITS
 
 
 def pack(codes: Tensor, scales: Tensor) -> Packed:

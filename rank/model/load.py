@@ -22,6 +22,7 @@ from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts
 from .formats import ChooseFormat, Part, in_situ
+from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
 from .weights import ggml
@@ -83,6 +84,8 @@ def load(
     model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, format_of)
     if mesh.ep > 1 and not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
         raise _no_experts(mesh)  # of no stage
+    if speaks and isq != "none":
+        _tell_other_formats(model, isq)
     parts = list(model.slices())
     source: Dummy | Checkpoint | Striped = Dummy()
     if index is not None:
@@ -112,6 +115,11 @@ def _experts_of(model: Model) -> int:
 
 def _no_experts(mesh: Mesh) -> FatalError:
     return FatalError(f"--ep {mesh.ep}: the model has no experts: leave --ep out", USAGE)
+def _tell_other_formats(model: Model, isq: str) -> None:
+    """Log how many linears are quantised to another format than was asked for, as their inputs are not whole groups."""
+    found = [part.name() for part in model.modules() if isinstance(part, InSitu) and part.name() != isq]
+    if found:
+        log.info("--isq %s: %d linears whose inputs are not whole groups are in %s", isq, len(found), found[0])
 
 
 def check(
@@ -130,7 +138,7 @@ def check(
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
     index = read_index(config.path) if load_format != "dummy" else None
     module = architectures.find(config.model_type)
-    names = frozenset(map(module.Model.rename, index.files)) if index else frozenset()
+    names = names_of(config, module.Model, index)
     format_of = choose_format(config, isq, quantization, names)
     model = module.Model(module.Args.from_config(config), mesh, model_length(max_model_len, config), names, format_of)
     if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):

@@ -6,7 +6,7 @@ from phalanx.kernels.collective import allreduce
 from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
-from phalanx.kernels.quantized import e4m3_cuda, int4_cuda, pieces_cuda, q8_0_cuda
+from phalanx.kernels.quantized import e4m3_cuda, int4_cuda, pieces_cuda, q8_0_cuda, super_blocks, super_blocks_cuda
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0)
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1)
@@ -35,6 +35,9 @@ def quantized_wgmma(inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
 
 
 E4M3 = e4m3_cuda.LAYOUT
+Q4_K = super_blocks_cuda.layout(super_blocks.Form(256, 32, 4, 0, 144))
+Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 8, 32, 210))
+Q4_1 = super_blocks_cuda.layout(super_blocks.Form(32, 32, 4, 0, 20))
 INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 
 
@@ -152,6 +155,14 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, E4M3))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, E4M3))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False, Q4_K))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "silu", True, Q6_K))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, Q4_K))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (112, 64), "silu", False, Q6_K))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, Q4_K))),
+    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (128, 128, 64, 4), "", False, Q6_K))),
+    ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, Q4_K))),
+    ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(192, Q4_1))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from ..shard import Shard
 from ..weights.slicing import Source
+from ._in_situ import InSitu
 from .dense import Part
 
 MakePart = Callable[[Shard, Sequence[Shard], bool, Sequence[Source]], Part]  # inputs, outputs, bias, sources
@@ -24,8 +25,23 @@ def dense(path: str) -> MakePart:
 
 
 def in_situ(name: str) -> ChooseFormat:
-    """Every linear is quantised to this format while it is loaded, or none is."""
+    """Every linear is quantised to this format while it is loaded, or none is.
+
+    Where a rank's inputs are not whole groups of it, the format takes its place that it names for that, if it does.
+    """
     if name == "none":
         return dense
-    part: type[Part] = importlib.import_module(f".{name}", __name__).Part
-    return lambda path: part
+    part = _part(name)
+    if not part.smaller_groups:
+        return lambda path: part
+    other = _part(part.smaller_groups)
+
+    def make(inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        return (part if part.takes(inputs) else other)(inputs, outputs, bias, sources)
+
+    return lambda path: make
+
+
+def _part(name: str) -> type[InSitu]:
+    part: type[InSitu] = importlib.import_module(f".{name}", __name__).Part
+    return part

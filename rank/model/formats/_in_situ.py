@@ -18,7 +18,10 @@ class Encoder(Codec, Protocol):
     """A codec that weights are quantised with."""
 
     GROUP: int  # neighbouring inputs that are encoded together
-    BITS: float  # of a weight, with its share of the group's
+
+    @property
+    def kept_bits(self) -> Callable[[int, torch.device], float]:
+        """(inputs, device): of a weight as `pack` keeps it there, with its share of the rest."""
 
     @property
     def encode(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -35,6 +38,7 @@ class InSitu(PackedPart):
 
     fields = (Field("weight", "oi", stored=True), Field("bias", "o"))
     codec: Encoder
+    smaller_groups = ""  # the format that takes its place where a rank's inputs are not whole groups; none: refused
 
     def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         super().__init__(inputs, outputs, bias, sources)
@@ -57,6 +61,11 @@ class InSitu(PackedPart):
             )
 
     @classmethod
+    def takes(cls, inputs: Shard) -> bool:
+        """Whether this rank's inputs are whole groups."""
+        return inputs.size % cls.codec.GROUP == inputs.width % cls.codec.GROUP == 0
+
+    @classmethod
     def name(cls) -> str:
         """As users write it: the file's."""
         return cls.__module__.rpartition(".")[2]
@@ -67,7 +76,7 @@ class InSitu(PackedPart):
 
     def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        return round(self.weight.numel() * self.codec.BITS / 8) + bias
+        return round(self.weight.numel() * self.codec.kept_bits(self.inputs.width, device) / 8) + bias
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         return self.weight.numel() * stored.itemsize if self.sources else 0

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ....kernels import quantized
 from ...gguf.types import BY_NAME
 from ..formats._packed import Codec, PackedPart
+from ..formats.dense import Part
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, ShardedModule, Source, check_cuts, stored_shape
 
@@ -31,6 +32,10 @@ class Stored(Codec, Protocol):
     @property
     def from_blocks(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """uint8 [outputs, bytes], as GGUF files hold a weight → what `pack` takes."""
+
+    @property
+    def kept_bits(self) -> Callable[[int, torch.device], float]:
+        """(inputs, device): of a weight as `pack` keeps it there, with its share of the rest."""
 
 
 class Blocks(PackedPart):
@@ -60,7 +65,9 @@ class Blocks(PackedPart):
         self.hold(self.codec.pack(*self.codec.from_blocks(blocks)))
 
     def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        return self.blocks.numel() + (self.bias.numel() * dtype.itemsize if self.bias is not None else 0)
+        bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
+        inputs = self.inputs.width
+        return round(len(self.blocks) * inputs * self.codec.kept_bits(inputs, device) / 8) + bias
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         return self.blocks.numel()
@@ -71,7 +78,10 @@ class Scheme(NamedTuple):
 
     type: str
 
-    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Blocks:
+    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        group = BY_NAME[self.type].group
+        if inputs.start % group or inputs.width % group:  # a rank's part is dequantised where it would cut groups
+            return Part(inputs, outputs, bias, sources)
         return Blocks(cast(Stored, _codec(self.type)), self.type, inputs, outputs, bias, sources)
 
 

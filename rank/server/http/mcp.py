@@ -50,21 +50,15 @@ async def respond(
         chat = msgspec.structs.replace(chat, tool_choice=None)
 
     async def again(messages: list[Message], used: int, tools: bool) -> Session:
-        choice = _unforced(chat.tool_choice)
-        more: dict[str, Any] = {"tool_choice": choice} if tools else {"tools": None, "tool_choice": None}
+        more: dict[str, Any] = {"tool_choice": relaxed(chat.tool_choice)}
+        if not tools:
+            more = {"tools": None, "tool_choice": None}
         if chat.max_tokens is not None:
             more["max_tokens"] = max(1, chat.max_tokens - used)
         return await answer(call, msgspec.structs.replace(chat, messages=[*chat.messages, *messages], **more))
 
     first = await answer(call, chat)
     return ToolSession(first, given, again, request.max_tool_calls, begin), given
-
-
-def _unforced(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """A call that was forced has been made: the model may come to an answer now."""
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
-    return choice if choice in (None, "auto", "none") else "auto"
 
 
 async def _approved(items: list[dict[str, Any]], given: RequestTools) -> tuple[list[Event], list[dict[str, Any]]]:

@@ -4,13 +4,27 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import e4m3_cuda, floats, int4_cuda, pieces_cuda, q8_0_cuda
+from phalanx.kernels.quantized import (
+    e4m3_cuda,
+    floats,
+    int4_cuda,
+    pieces_cuda,
+    q8_0_cuda,
+    super_blocks,
+    super_blocks_cuda,
+)
 from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig
 
 from .. import cuda_model
 from ..cuda_model import Box
 from . import floats_cases
 
+SUPER_BLOCKS = {
+    "q4_k": super_blocks.Form(256, 32, 4, 0, 144),
+    "q6_k": super_blocks.Form(256, 16, 8, 32, 210),
+    "q4_1": super_blocks.Form(32, 32, 4, 0, 20),
+}
+Q6_K_LAYOUT = super_blocks_cuda.layout(SUPER_BLOCKS["q6_k"])
 H200 = DeviceCaps(132, "sm_90a", True, True, True)
 
 
@@ -24,6 +38,8 @@ def make(outputs, inputs, form="q8_0", seed=0):
     if form == "e4m3":
         plain = floats_cases.make(outputs, inputs, 32)
         return e4m3_cuda.pack(*plain), floats.dequantize(plain).double()
+    if form in SUPER_BLOCKS:
+        return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form], draw)
     group = int(form.split()[1])
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=draw)
     scales = (torch.rand(outputs, inputs // group, generator=draw) / 8 - 1 / 16).half()
@@ -32,6 +48,16 @@ def make(outputs, inputs, form="q8_0", seed=0):
         zeros = torch.randint(0, 17, scales.shape, dtype=torch.int16, generator=draw)
     wide, at = (one.double().repeat_interleave(group, 1) for one in (scales, zeros))
     return int4_cuda.pack(codes, scales, zeros), (codes - at) * wide
+
+
+def super_blocks_of(outputs, inputs, form, draw):
+    codes = torch.randint(0, 2 ** min(form.bits, 6), (outputs, inputs), dtype=torch.uint8, generator=draw)
+    factors = (torch.rand(outputs, inputs // form.super, 2, generator=draw) / 999 - 1 / 1998).half()
+    scales, minima = torch.randint(-63, 64, (2, outputs, inputs // form.group), dtype=torch.int8, generator=draw)
+    decoded = super_blocks.Decoded(codes, factors, scales, minima)
+    pieces = super_blocks_cuda.pack(*decoded, form)
+    packed = pieces_cuda.Packed(pieces, outputs, super_blocks_cuda.layout(form))
+    return packed, super_blocks.weights(decoded, form).double()
 
 
 @pytest.fixture
@@ -90,6 +116,9 @@ GEMVS = [
     (7, 40, 2368, GemvConfig(2, 4, 2), "int4 32 zeros"),
     (4, 33, 1088, GemvConfig(1, 4, 3), "int4 64 zeros"),
     (3, 33, 1056, GemvConfig(2, 4, 2), "e4m3"),
+    (1, 48, 512, GemvConfig(1, 8, 2), "q4_k"),
+    (3, 40, 1280, GemvConfig(1, 4, 2), "q6_k"),
+    pytest.param(2, 33, 1088, GemvConfig(2, 2, 2), "q4_1", marks=pytest.mark.long),
 ]
 
 
@@ -120,6 +149,8 @@ TILES = [
     (8, 80, 1024, TileConfig(48, 128), "int4 128"),
     (17, 100, 384, TileConfig(64, 64), "int4 32 zeros"),
     (8, 200, 1024, TileConfig(48, 128), "e4m3"),
+    (8, 80, 512, TileConfig(48, 128), "q4_k"),
+    pytest.param(17, 100, 512, TileConfig(64, 64), "q6_k", marks=pytest.mark.long),
     pytest.param(64, 64, 512, TileConfig(32, 128), "int4 64 zeros", marks=pytest.mark.long),
     pytest.param(13, 96, 1024, TileConfig(64, 256), "q8_0", marks=pytest.mark.long),
     pytest.param(32, 130, 512, TileConfig(64, 64), "q8_0", marks=pytest.mark.long),
@@ -159,6 +190,8 @@ def test_gated_gemm(rows, outputs, inputs, cut, form, launched):
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "int4 32 zeros"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.float16, "int4 128"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "e4m3"),
+        (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "q4_k"),
+        (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q6_k"),
     ],
 )
 def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
@@ -178,6 +211,9 @@ def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
         (40, 1152, "int4 32 zeros"),
         (33, 64, "int4 64"),
         (40, 1184, "e4m3"),
+        (40, 512, "q4_k"),
+        (33, 512, "q6_k"),
+        (16, 192, "q4_1"),
     ],
 )
 def test_dequantize(outputs, inputs, form, dtype, launched):
@@ -190,7 +226,7 @@ def test_dequantize(outputs, inputs, form, dtype, launched):
     "found", [H200, DeviceCaps(148, "sm_100", True, True, False), DeviceCaps(108, "sm_80", *[False] * 3)]
 )
 @pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 192), (40, 14336)])
-@pytest.mark.parametrize("layout", [q8_0_cuda.LAYOUT, int4_cuda.layout(64, False), e4m3_cuda.LAYOUT])
+@pytest.mark.parametrize("layout", [q8_0_cuda.LAYOUT, int4_cuda.layout(64, False), e4m3_cuda.LAYOUT, Q6_K_LAYOUT])
 def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
     """What a product asks for, for every number of rows that is supported."""
     asked = []

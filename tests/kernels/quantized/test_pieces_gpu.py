@@ -6,8 +6,16 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
-from phalanx.kernels.quantized import e4m3_cuda, floats, int4_cuda, pieces_cuda, q8_0_cuda
-from phalanx.kernels.quantized.pieces_cuda import GemvConfig, WgmmaConfig
+from phalanx.kernels.quantized import (
+    e4m3_cuda,
+    floats,
+    int4_cuda,
+    pieces_cuda,
+    q8_0_cuda,
+    super_blocks,
+    super_blocks_cuda,
+)
+from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed, WgmmaConfig
 from torch.nn.functional import gelu, silu
 
 from . import floats_cases
@@ -50,6 +58,8 @@ def make(outputs, inputs, form="q8_0"):
         plain = floats_cases.make(outputs, inputs, 32)
         packed = e4m3_cuda.pack(*(one.cuda() for one in plain))
         return packed, floats.dequantize(plain).double().cuda()
+    if form in SUPER_BLOCKS:
+        return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form])
     group = int(form.split()[1])
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
     scales = (torch.rand(outputs, inputs // group, device="cuda") / 4 - 1 / 8).half()
@@ -58,6 +68,19 @@ def make(outputs, inputs, form="q8_0"):
         zeros = torch.randint(0, 17, scales.shape, dtype=torch.int16, device="cuda")
     wide, at = (one.double().repeat_interleave(group, 1) for one in (scales, zeros))
     return int4_cuda.pack(codes, scales, zeros), (codes - at) * wide
+
+
+SUPER_BLOCKS = {"q4_k": super_blocks.Form(256, 32, 4, 0, 144), "q6_k": super_blocks.Form(256, 16, 8, 32, 210)}
+
+
+def super_blocks_of(outputs, inputs, form):
+    codes = torch.randint(0, 16 * form.bits // 4, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    factors = (torch.rand(outputs, inputs // form.super, 2, device="cuda") / 999 - 1 / 1998).half()
+    sizes = 2, outputs, inputs // form.group
+    scales, minima = torch.randint(-63, 64, sizes, dtype=torch.int8, device="cuda")
+    decoded = super_blocks.Decoded(codes, factors, scales, minima)
+    packed = Packed(super_blocks_cuda.pack(*decoded, form), outputs, super_blocks_cuda.layout(form))
+    return packed, super_blocks.weights(decoded, form).double()
 
 
 def rows_of(rows, inputs, dtype):
@@ -74,7 +97,8 @@ def gate(y, dtype, act="silu"):
 
 def bound(x, packed, act):
     way, _ = pieces_cuda._plan(len(x), packed, act, device_caps(x.device))
-    return PLAIN if not act else ROUNDED_GATED if isinstance(way, WgmmaConfig) else EXACT_GATED
+    rounded = isinstance(way, WgmmaConfig) or packed.layout.header == super_blocks_cuda.HEADER
+    return PLAIN if not act else ROUNDED_GATED if rounded else EXACT_GATED
 
 
 def check(found, want, about, most):
@@ -93,6 +117,7 @@ def check(found, want, about, most):
         (130, 1056, "q8_0"), (128, 14336, "q8_0"), (16, 64, "int4 64"),
         (37, 192, "int4 32 zeros"), (192, 4096, "int4 128 zeros"), (128, 14336, "int4 128"),
         (16, 64, "e4m3"), (37, 96, "e4m3"), (192, 4096, "e4m3"),
+        (37, 512, "q4_k"), (192, 4096, "q4_k"), (192, 4096, "q6_k"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257])
@@ -181,7 +206,7 @@ def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype, form):
 
 @pytest.mark.parametrize("outputs, inputs, gated", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
 @pytest.mark.parametrize("rows", [1, 4, 7, 16, 32, 50, 64, 128, 256])
-@pytest.mark.parametrize("form", ["q8_0", "int4 128", "int4 64 zeros"])
+@pytest.mark.parametrize("form", ["q8_0", "int4 128", "int4 64 zeros", "q4_k", "q6_k"])
 def test_linears_of_a_model(rows, outputs, inputs, gated, form):
     """Often in a row: all multiprocessors are busy, and the ring goes round many times."""
     packed, weight = make(outputs, inputs, form)
@@ -238,6 +263,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
         *((*sizes, "q8_0") for sizes in ((1, 32), (16, 64), (37, 4096), (4096, 14336), (130, 1184))),
         (1, 64, "int4 64"), (37, 4096, "int4 32 zeros"), (4096, 14336, "int4 128 zeros"), (130, 1088, "int4 32"),
         (37, 4096, "e4m3"), (130, 1184, "e4m3"),
+        (37, 4096, "q4_k"), (4096, 14336, "q4_k"), (130, 1024, "q6_k"),
     ],
 )  # fmt: skip
 def test_dequantize(outputs, inputs, form, dtype):

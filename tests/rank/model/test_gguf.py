@@ -113,7 +113,18 @@ def test_types_without_kernels_are_dequantised(quantised, caplog):
     caplog.set_level("INFO", "phalanx")
     run_steps(quantised("llama", "super")[0], [[1]])
     (told,) = [one for one in caplog.messages if one.startswith("dequantised while they are loaded, as there are no")]
-    assert "Q4_K" in told
+    assert told.endswith(": MXFP4")
+
+
+@pytest.mark.parametrize("tp, dense", [(1, []), (2, ["o_proj"])])
+def test_groups_that_a_cut_would_part_are_dequantised(tmp_path, tp, dense):
+    """Of a super-block of 256 inputs each rank would get half."""
+    path = write(tmp_path / "plain", model_type="llama", **SIZES | SUPER)
+    file = gguf_files.write(path, tmp_path / "x.gguf", "Q4_K")
+    for model in threads.run(lambda comm: load(file, mesh.build(comm, tp, 1)), tp):
+        layer = model.model.layers["1"]
+        linears = {"o_proj": layer.self_attn.o_proj, "down_proj": layer.mlp.down_proj, "head": model.lm_head}
+        assert [name for name, one in linears.items() if one.matrix is not None] == dense
 
 
 def test_quantised_linears_stay_so(quantised):

@@ -106,7 +106,7 @@ def test_every_architecture_is_recorded(tmp_path, name):
 
 @pytest.mark.parametrize("isq", ["none", *IN_SITU])
 def test_bf16_and_quantised_weights(tmp_path, isq):
-    path = make_checkpoint(tmp_path, tokenizer=False, hidden_size=96, intermediate_size=128)
+    path = make_checkpoint(tmp_path, tokenizer=False, hidden_size=256, intermediate_size=256)
 
     def run(comm):
         rank = Rank(comm, path, dtype="bf16", isq=isq)

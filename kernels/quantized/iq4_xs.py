@@ -1,0 +1,43 @@
+"""IQ4_XS, a format of ggml's: codes of 4 bits stand for numbers of a table. 32 inputs share a scale of 6 bits, 256 an
+f16 factor.
+
+The table's numbers are kept, in 8 bits."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import block_bits, iq4_nl, super_blocks
+from .super_blocks import Decoded, Form
+
+FORM = Form(super=256, group=32, bits=8, zero=128, bytes=136)
+GROUP = FORM.super
+
+dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants
+kept_bits = functools.partial(super_blocks.kept_bits, FORM)
+
+
+def decode(blocks: Tensor) -> Decoded:
+    """blocks uint8 [O, S, 136]."""
+    factors, high, low, codes = blocks.split((2, 2, 4, 128), -1)
+    scales = (
+        block_bits.fields(low.unsqueeze(-1), 4).flatten(2) | block_bits.fields(high.unsqueeze(-1), 2).flatten(2) << 4
+    )
+    scales = scales.flatten(1).char() - 32
+    codes = block_bits.fields(codes.unflatten(-1, (8, 16)), 4).flatten(1)
+    values = torch.tensor(iq4_nl.TABLE, device=blocks.device) + FORM.zero
+    factors = block_bits.f16(factors).expand(*factors.shape[:2], 2)
+    return Decoded(values.to(torch.uint8)[codes.int()], factors, scales, torch.zeros_like(scales))
+
+
+def from_blocks(blocks: Tensor) -> tuple[Tensor]:
+    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
+    return (blocks,)
+
+
+def pack(blocks: Tensor) -> super_blocks.Packed:
+    """What `linear` likes best on the blocks' device."""
+    return super_blocks.pack(blocks, FORM, decode)

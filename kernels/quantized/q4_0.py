@@ -1,0 +1,78 @@
+"""Q4_0, a format of ggml's: codes of 4 bits; 32 inputs share an f16 scale. GPUs have them as GPTQ's of groups of 32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..device import DeviceCaps
+from . import affine, block_bits, super_blocks, super_blocks_cpu
+from .super_blocks import Decoded, Form
+
+FORM = Form(super=32, group=32, bits=4, zero=8, bytes=18)
+GROUP = FORM.super
+Packed = affine.Packed | super_blocks.Packed
+
+
+def decode(blocks: Tensor) -> Decoded:
+    """blocks uint8 [O, S, 18]."""
+    factors, codes = blocks.split((2, 16), -1)
+    ones = torch.ones(blocks.shape[:2], dtype=torch.int8, device=blocks.device)
+    factors = block_bits.f16(factors).expand(*factors.shape[:2], 2)
+    return Decoded(block_bits.fields(codes, 4).flatten(1), factors, ones, torch.zeros_like(ones))
+
+
+def encode_groups(groups: Tensor) -> Tensor:
+    """f32 [O, S, 1, 32] → blocks [O, S, 18]."""
+    factors, codes = super_blocks.centred(groups.squeeze(2), FORM.zero)
+    return block_bits.joined(factors, block_bits.join(codes.unflatten(-1, (2, 16)), 4))
+
+
+def encode(weight: Tensor) -> tuple[Tensor]:
+    """weight [O, I] of any float dtype → blocks uint8 [O, bytes], as gguf-py's, bit for bit."""
+    return (super_blocks.encode(weight, FORM, encode_groups),)
+
+
+def from_blocks(blocks: Tensor) -> tuple[Tensor]:
+    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
+    return (blocks,)
+
+
+def pack(blocks: Tensor) -> Packed:
+    """What `linear` likes best on the blocks' device."""
+    if not blocks.is_cuda:
+        return super_blocks.pack(blocks, FORM, decode)
+    codes, factors, ones, _ = decode(blocks.contiguous().view(len(blocks), -1, FORM.bytes))
+    return affine.pack(codes, factors[..., 0].float(), FORM.zero * ones.short())
+
+
+def kept_bits(inputs: int, device: torch.device) -> float:
+    """What `pack` keeps of a weight with its share of its group's scale."""
+    if device.type == "cuda":
+        return affine.kept_bits(FORM.bits, GROUP, inputs, True, device)
+    return super_blocks.kept_bits(FORM, inputs, device)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+    """Outputs first to last of the weight, [last - first, I]: exact in f32, rounded once in 16 bits."""
+    if isinstance(packed, super_blocks.Plain | super_blocks_cpu.Packed):
+        return super_blocks.dequantize(packed, dtype, first, last)
+    return affine.dequantize(packed, dtype, first, last)
+
+
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O]; gated or not, as `affine.linear`."""
+    if isinstance(packed, super_blocks.Plain | super_blocks_cpu.Packed):
+        return super_blocks.linear(x, packed, gate, bias)
+    return affine.linear(x, packed, gate, bias)
+
+
+def variants(
+    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What `linear` of so many rows, each, is compiled as on this GPU."""
+    if not isinstance(packed, super_blocks.Plain | super_blocks_cpu.Packed):
+        yield from affine.variants(rows, packed, dtype, gate, bias, found)

@@ -1,0 +1,46 @@
+"""Q4_K, a format of ggml's: codes of 4 bits; 32 inputs share a scale and a minimum of 6 bits, 256 two f16 factors."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+
+from . import block_bits, k_encoder, super_blocks
+from .super_blocks import Decoded, Form
+
+FORM = Form(super=256, group=32, bits=4, zero=0, bytes=144)
+GROUP = FORM.super
+
+dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants
+kept_bits = functools.partial(super_blocks.kept_bits, FORM)
+
+
+def decode(blocks: Tensor) -> Decoded:
+    """blocks uint8 [O, S, 144]."""
+    factors, numbers, codes = blocks.split((4, 12, 128), -1)
+    scales, minima = block_bits.k_scales(numbers)
+    codes = block_bits.fields(codes.unflatten(-1, (4, 32)), 4)
+    return Decoded(codes.flatten(1), block_bits.f16(factors), scales.flatten(1).char(), minima.flatten(1).char())
+
+
+def encode_groups(groups: Tensor) -> Tensor:
+    """f32 [O, S, 8, 32] → blocks [O, S, 144]."""
+    factors, scales, minima, codes = k_encoder.with_minima(groups, most=15, numbers=63)
+    numbers = block_bits.join_k_scales(scales, minima)
+    return block_bits.joined(factors, numbers, block_bits.join(codes.unflatten(-2, (4, 2)), 4))
+
+
+def encode(weight: Tensor) -> tuple[Tensor]:
+    """weight [O, I] of any float dtype → blocks uint8 [O, bytes]."""
+    return (super_blocks.encode(weight, FORM, encode_groups),)
+
+
+def from_blocks(blocks: Tensor) -> tuple[Tensor]:
+    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
+    return (blocks,)
+
+
+def pack(blocks: Tensor) -> super_blocks.Packed:
+    """What `linear` likes best on the blocks' device."""
+    return super_blocks.pack(blocks, FORM, decode)

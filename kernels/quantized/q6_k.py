@@ -1,0 +1,53 @@
+"""Q6_K, a format of ggml's: codes of 6 bits; 16 inputs share a scale of 8 bits, 256 an f16 factor.
+
+Codes are kept in 8 bits."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import block_bits, k_encoder, super_blocks
+from .super_blocks import Decoded, Form
+
+FORM = Form(super=256, group=16, bits=8, zero=32, bytes=210)
+GROUP = FORM.super
+
+dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants
+kept_bits = functools.partial(super_blocks.kept_bits, FORM)
+
+
+def decode(blocks: Tensor) -> Decoded:
+    """blocks uint8 [O, S, 210]."""
+    low, high, scales, factors = blocks.split((128, 64, 16, 2), -1)
+    codes = block_bits.fields(low.unflatten(-1, (2, 64)), 4).flatten(2)
+    codes |= block_bits.fields(high.unflatten(-1, (2, 32)), 2).flatten(2) << 4
+    scales = scales.flatten(1).view(torch.int8)
+    factors = block_bits.f16(factors).expand(*factors.shape[:2], 2)
+    return Decoded(codes.flatten(1), factors, scales, torch.zeros_like(scales))
+
+
+def encode_groups(groups: Tensor) -> Tensor:
+    """f32 [O, S, 16, 16] → blocks [O, S, 210]."""
+    factors, scales, codes = k_encoder.signed(groups, most=32, numbers=128)
+    codes = codes.flatten(2)
+    low = block_bits.join((codes & 15).unflatten(-1, (2, 2, 64)), 4)
+    high = block_bits.join((codes >> 4).unflatten(-1, (2, 4, 32)), 2)
+    return block_bits.joined(low, high, scales.view(torch.uint8), factors)
+
+
+def encode(weight: Tensor) -> tuple[Tensor]:
+    """weight [O, I] of any float dtype → blocks uint8 [O, bytes]."""
+    return (super_blocks.encode(weight, FORM, encode_groups),)
+
+
+def from_blocks(blocks: Tensor) -> tuple[Tensor]:
+    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
+    return (blocks,)
+
+
+def pack(blocks: Tensor) -> super_blocks.Packed:
+    """What `linear` likes best on the blocks' device."""
+    return super_blocks.pack(blocks, FORM, decode)

@@ -1,0 +1,171 @@
+"""ggml's types with scales of two levels: Q4_0, Q4_1, Q5_1, Q2_K to Q6_K and IQ4_XS.
+
+A weight is (code - zero) * scale - minimum. Groups of 16 or 32 inputs have a scale and a minimum, whole numbers of
+8 bits times two f16 numbers of their super-block of 32 or 256 inputs. All this is kept, so what is multiplied is what
+gguf-py's quants.py dequantises, bit for bit in f32. Codes have 4 or 8 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..device import DeviceCaps
+from . import panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda
+
+CHUNK = 1 << 22  # elements that are decoded or encoded at once: what that takes is small beside a matrix
+CPU_CHUNK = 1 << 18  # that CPUs encode at once: they stay in a cache
+
+
+class Form(NamedTuple):
+    """What is the same for all weights of a type."""
+
+    super: int  # inputs of a super-block, 32 or 256
+    group: int  # inputs of a group, 16 or 32
+    bits: int  # of a code as it is kept, 4 or 8
+    zero: int  # what all codes have too much
+    bytes: int  # of a super-block in ggml's files
+
+
+class Decoded(NamedTuple):
+    """A weight [O, I], or some outputs of one. Of S super-blocks and G groups."""
+
+    codes: Tensor  # uint8 [O, I]
+    factors: Tensor  # f16 [O, S, 2], of scales and of minima
+    scales: Tensor  # int8 [O, G]
+    minima: Tensor  # int8 [O, G]
+
+
+class Plain(NamedTuple):
+    """Where no kernel takes another layout: ggml's own blocks."""
+
+    blocks: Tensor  # uint8 [O, I / super * bytes]
+    form: Form
+    decode: Callable[[Tensor], Decoded]
+
+    @property
+    def outputs(self) -> int:
+        return len(self.blocks)
+
+
+Packed = Plain | super_blocks_cpu.Packed | pieces_cuda.Packed
+
+
+def encode(weight: Tensor, form: Form, encode_groups: Callable[[Tensor], Tensor]) -> Tensor:
+    """weight [O, I] of any float dtype → ggml's blocks uint8 [O, I / super * bytes].
+
+    encode_groups: from f32 [O, super-blocks, groups, group] to uint8 [O, super-blocks, bytes].
+    """
+    outputs, inputs = weight.shape
+    shape = inputs // form.super, form.super // form.group, form.group
+    blocks = weight.new_empty(outputs, shape[0] * form.bytes, dtype=torch.uint8)
+    rows = max(1, (CHUNK if weight.is_cuda else CPU_CHUNK) // max(inputs, 1))
+    for first in range(0, outputs, rows):
+        part = weight[first : first + rows].float()
+        blocks[first : first + rows] = encode_groups(part.reshape(len(part), *shape)).flatten(1)
+    return blocks
+
+
+def centred(groups: Tensor, middle: int) -> tuple[Tensor, Tensor]:
+    """f32 [..., n] → scales f16 [..., 1], with which the largest becomes -middle, and codes uint8 more by `middle`.
+
+    Rounded as gguf-py does, which is to the nearest in f32, halves up.
+    """
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scales = largest / torch.full((), -float(middle), device=groups.device)  # no multiplication by the reciprocal
+    inverse = torch.where(scales == 0, 0, 1 / scales)
+    codes = ((groups * inverse) + (middle + 0.5)).trunc().clamp(0, 2 * middle - 1)
+    return scales.to(torch.float16), codes.to(torch.uint8)
+
+
+def spanned(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """f32 [..., n] → f16 [..., 2], scales and smallest, and codes uint8 from 0 to most; rounded as gguf-py does."""
+    low = groups.amin(-1, keepdim=True)
+    scales = (groups.amax(-1, keepdim=True) - low) / torch.full((), float(most), device=groups.device)
+    inverse = torch.where(scales == 0, 0, 1 / scales)
+    codes = ((groups - low) * inverse + 0.5).trunc().clamp(0, most)
+    return torch.cat((scales, low), -1).to(torch.float16), codes.to(torch.uint8)
+
+
+def pack(blocks: Tensor, form: Form, decode: Callable[[Tensor], Decoded]) -> Packed:
+    """What `linear` likes best on the blocks' device. decode: of super-blocks, uint8 [..., form.bytes]."""
+    outputs, inputs = len(blocks), blocks.shape[1] // form.bytes * form.super
+    if blocks.is_cuda and super_blocks_cuda.takes(inputs, form):
+        layout = super_blocks_cuda.layout(form)
+        parts = [super_blocks_cuda.pack(*one, form) for one in _decoded(blocks, form, decode)]
+        return pieces_cuda.Packed(torch.cat(parts), outputs, layout)
+    if super_blocks_cpu.takes(blocks):
+        parts = [super_blocks_cpu.pack(*one, form) for one in _decoded(blocks, form, decode)]
+        return super_blocks_cpu.Packed(torch.cat(parts), outputs, form)
+    return Plain(blocks, form, decode)
+
+
+def _decoded(blocks: Tensor, form: Form, decode: Callable[[Tensor], Decoded]) -> Iterator[Decoded]:
+    """By so many outputs as a chunk has, a multiple of 16."""
+    width = blocks.shape[1] // form.bytes * form.super
+    for part in blocks.split(max(16, CHUNK // max(width, 1) // 16 * 16)):
+        yield decode(part.contiguous().view(len(part), -1, form.bytes))
+
+
+def kept_bits(form: Form, inputs: int, device: torch.device) -> float:
+    """What `pack` keeps of a weight with its share of the rest, as far as the sizes tell."""
+    if device.type == "cuda" and super_blocks_cuda.takes(inputs, form):
+        return super_blocks_cuda.layout(form).bytes / (2 * super_blocks_cuda.INPUTS)  # of sixteen outputs
+    if device.type == "cpu" and super_blocks_cpu.available():
+        return super_blocks_cpu.super_bytes(form) * 8 / (super_blocks_cpu.BLOCK * form.super)
+    return form.bytes * 8 / form.super
+
+
+def weights(decoded: Decoded, form: Form) -> Tensor:
+    """f32 [O, I], as gguf-py computes them."""
+    codes, factors, scales, minima = decoded
+    each = form.super // form.group
+    of_scales, of_minima = (factors[..., i].float().repeat_interleave(each, 1) for i in (0, 1))
+    groups = codes.view(*scales.shape, form.group).float() - form.zero
+    groups *= (of_scales * scales).unsqueeze(2)
+    groups -= (of_minima * minima).unsqueeze(2)
+    return groups.view(codes.shape)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+    """Outputs first to last of the weight, [last - first, I]: computed in f32, rounded once in 16 bits.
+
+    first: a multiple of 16.
+    """
+    last = packed.outputs if last is None else min(last, packed.outputs)
+    if isinstance(packed, super_blocks_cpu.Packed):
+        return super_blocks_cpu.dequantize(packed, dtype, first, last)
+    if isinstance(packed, pieces_cuda.Packed):
+        part = packed.part(first, last)
+        if dtype != torch.float32:
+            return pieces_cuda.dequantize(part, dtype)
+        form, *decoded = super_blocks_cuda.unpack(part)
+        return weights(Decoded(*decoded), Form(*form, 0))
+    some = packed.blocks[first:last]
+    made = [weights(one, packed.form).to(dtype) for one in _decoded(some, packed.form, packed.decode)]
+    return torch.cat(made)
+
+
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
+
+    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
+    """
+    if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
+        return pieces_cuda.linear(x, packed, gate, bias)
+    if isinstance(packed, super_blocks_cpu.Packed) and super_blocks_cpu.supports(x):
+        return super_blocks_cpu.linear(x, packed, gate, bias)
+    return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
+
+
+def variants(
+    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What `linear` of so many rows, each, is compiled as on this GPU."""
+    if isinstance(packed, pieces_cuda.Packed):
+        yield from pieces_cuda.variants(rows, packed, dtype, gate, bias, found)

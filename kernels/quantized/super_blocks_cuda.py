@@ -1,0 +1,82 @@
+"""Super-blocks on GPUs: pieces of 16 outputs by 64 inputs (super_blocks.cuh), each with its factors, scales, minima."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .pieces_cuda import STRIP, Layout, Packed
+
+INPUTS = 64  # of a piece
+HEADER = "super_blocks"
+WIDENING = 1.2  # as Layout has it, by the number of instructions
+
+
+class Form(Protocol):
+    @property
+    def super(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def zero(self) -> int: ...
+
+
+def takes(inputs: int, form: Form) -> bool:
+    return inputs > 0 and inputs % INPUTS == inputs % form.super == 0
+
+
+def layout(form: Form) -> Layout:
+    each, groups = INPUTS // min(form.super, INPUTS), INPUTS // form.group
+    size = 128 * form.bits + 64 * each + 32 * groups
+    sizes = ("BITS", form.bits), ("SUPER", INPUTS // each), ("GROUP", form.group), ("ZERO", form.zero)
+    return Layout(HEADER, INPUTS, size, WIDENING, sizes)
+
+
+def pack(codes: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, form: Form) -> Tensor:
+    """Pieces uint8 [ceil(O / 16), I / 64, bytes] of what a `Decoded` has, on any device."""
+    outputs, inputs = codes.shape
+    strips, pieces = -(-outputs // STRIP), inputs // INPUTS
+    each, groups = INPUTS // min(form.super, INPUTS), INPUTS // form.group
+
+    def whole(x: Tensor) -> Tensor:
+        y = x.new_zeros(strips * STRIP, *x.shape[1:])
+        y[:outputs] = x
+        return y
+
+    # Of an output: half h, lane's g. Of an input: step s, eight e, lane's t, pair's second b.
+    parts = whole(codes).view(strips, 2, 8, pieces, 4, 2, 4, 2)
+    if form.bits == 4:
+        both = parts[:, 0] | parts[:, 1] << 4  # strip g piece s e t b   ->   strip piece g t s b e
+        words = both.permute(0, 2, 1, 5, 3, 6, 4).reshape(strips, pieces, 512)
+    else:  # strip h g piece s e t b   ->   strip piece, first byte of s, g t, second of s, h b e
+        halves = parts.view(strips, 2, 8, pieces, 2, 2, 2, 4, 2)
+        words = halves.permute(0, 3, 4, 2, 7, 5, 1, 8, 6).reshape(strips, pieces, 1024)
+    wide = factors.repeat_interleave(max(1, form.super // INPUTS), 1)
+    # output, super-block of a piece, scales or minima   ->   strip piece, scales or minima, super-block, g, half
+    halves = whole(wide).view(strips, 2, 8, pieces, each, 2).permute(0, 3, 5, 4, 2, 1)
+    numbers = whole(torch.stack((scales, minima), 2)).view(strips, 2, 8, pieces, groups, 2).permute(0, 3, 4, 2, 5, 1)
+    tables = (x.reshape(strips, pieces, -1).view(torch.uint8) for x in (halves, numbers))
+    return torch.cat((words, *tables), 2)
+
+
+def unpack(packed: Packed) -> tuple[tuple[int, int, int, int], Tensor, Tensor, Tensor, Tensor]:
+    """The form, whose super-blocks have at most 64 inputs, and codes, factors, scales and minima."""
+    strips, pieces, _ = packed.pieces.shape
+    sizes = dict(packed.layout.sizes)
+    each, groups, bits, outputs = INPUTS // sizes["SUPER"], INPUTS // sizes["GROUP"], sizes["BITS"], packed.outputs
+    words, rest = packed.pieces.split((128 * bits, 64 * each + 32 * groups), 2)
+    if bits == 4:
+        both = words.reshape(strips, pieces, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5)
+        codes = torch.stack((both & 15, both >> 4), 1)
+    else:
+        codes = words.reshape(strips, pieces, 2, 8, 4, 2, 2, 2, 2).permute(0, 6, 3, 1, 2, 5, 8, 4, 7)
+    halves = rest[..., : 64 * each].contiguous().view(torch.float16).view(strips, pieces, 2, each, 8, 2)
+    numbers = rest[..., 64 * each :].contiguous().view(torch.int8).view(strips, pieces, groups, 8, 2, 2)
+    scales, minima = numbers.permute(4, 0, 5, 3, 1, 2).reshape(2, strips * STRIP, -1)[:, :outputs]
+    factors = halves.permute(0, 5, 4, 1, 3, 2).reshape(strips * STRIP, -1, 2)[:outputs]
+    codes = codes.reshape(strips * STRIP, pieces * INPUTS)[:outputs]
+    return (sizes["SUPER"], sizes["GROUP"], bits, sizes["ZERO"]), codes, factors, scales, minima

@@ -1,0 +1,213 @@
+"""ggml's types beside gguf-py's: dequantised bit for bit, encoded alike or with a bounded error; and the GEMMs."""
+
+import importlib
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from phalanx.kernels.cpp import graph, ops
+from phalanx.kernels.quantized import panels, scale_search, super_blocks, super_blocks_cpu, super_blocks_cuda
+from phalanx.kernels.quantized.pieces_cuda import Packed as Pieces
+
+from ..conftest import DTYPES, close
+
+# Where their blocks have f16 numbers
+TYPES = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2),
+    "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
+}  # fmt: skip
+TWO_LEVELS = [name for name in TYPES if name not in ("q5_0", "iq4_nl")]
+KINDS = ("q4_k", "q3_k", "q5_k", "q6_k", "q4_1")  # all that kernels tell apart
+EXACT = ("q4_0", "q4_1", "q5_0", "q5_1")  # gguf-py encodes these
+# Root of the mean squared error of normal weights beside their deviation. Q4_1, of 5 bits, has 0.078 and Q5_1 0.038.
+ERRORS = {"q2_k": 0.275, "q3_k": 0.146, "q4_k": 0.073, "q5_k": 0.0365, "q6_k": 0.0176}
+
+
+def codec(name):
+    return importlib.import_module(f"phalanx.kernels.quantized.{name}")
+
+
+def random_blocks(name, outputs, inputs, seed=0):
+    """uint8 [O, bytes], all bits random but f16 numbers, which are of either sign."""
+    group, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
+    draw = np.random.default_rng(seed)
+    blocks = draw.integers(0, 256, (outputs, inputs // group, size), dtype=np.uint8)
+    for at in TYPES[name]:
+        scales = draw.normal(0, 0.01, (outputs, inputs // group, 1)).astype(np.float16)
+        blocks[..., at : at + 2] = scales.view(np.uint8)
+    return torch.from_numpy(blocks.reshape(outputs, -1))
+
+
+def theirs(name, blocks):
+    return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[name.upper()]))
+
+
+def packed_of(name, outputs=24, inputs=512):
+    one, blocks = codec(name), random_blocks(name, outputs, inputs)
+    return one, one.pack(*one.from_blocks(blocks)), theirs(name, blocks)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", TYPES)
+def test_weights_are_ggufs(monkeypatch, name, compiled):
+    if not compiled:
+        monkeypatch.setattr(ops, "available", lambda: False)
+    monkeypatch.setattr(super_blocks, "CHUNK", 17 * 512)  # decoded by sixteen outputs
+    one, packed, want = packed_of(name, 37)
+    assert packed.outputs == 37 and torch.equal(one.dequantize(packed), want)
+    assert torch.equal(one.dequantize(packed, torch.float32, 16, 99), want[16:])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(one.dequantize(packed, dtype), want.to(dtype))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_of_each_instruction_set(isa, name):
+    one, packed, want = packed_of(name)
+    assert isinstance(packed, super_blocks_cpu.Packed) and torch.equal(one.dequantize(packed), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KINDS)
+def test_linear(isa, threads, called, name, dtype):
+    outputs, inputs = 23, 512
+    one, packed, weight = packed_of(name, outputs, inputs)
+    called.clear()
+    for rows in (1, 3, 4, 6):
+        x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
+        x.as_strided((rows, 2 * inputs), (2 * inputs, 1))[:, inputs:] = float("nan")  # read by nobody
+        for bias in (None, torch.randn(outputs).to(dtype)):
+            want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+            size = weight.abs().max().item() * inputs**0.5
+            close(one.linear(x, packed, bias=bias), want, dtype, atol=4e-6 * max(1, size))
+    assert {call.split("_")[2] for call in called} == {"split", "linear"} and len(called) == 16
+
+
+@pytest.mark.parametrize("rows", [1, super_blocks_cpu.MOST_ROWS + 1])
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_gates_and_what_is_left_to_panels(monkeypatch, name, rows, compiled):
+    if not compiled:
+        monkeypatch.setattr(ops, "available", lambda: False)
+    one, packed, weight = packed_of(name, 48)
+    x, bias = torch.randn(rows, 512) * 0.1, torch.randn(48)
+    gate, up = (x @ weight.T + bias).chunk(2, -1)
+    want = torch.nn.functional.silu(gate) * up
+    for panel in (1 << 20, 16 * 512):
+        monkeypatch.setitem(panels.PANEL, "cpu", panel)
+        torch.testing.assert_close(one.linear(x, packed, "silu", bias), want, atol=1e-4, rtol=1e-4)
+
+
+def test_values_that_are_not_finite_stay_in_their_row(isa):
+    one, packed, _ = packed_of("q4_k")
+    x = torch.ones(5, 512)
+    x[2, 33], x[4, 1] = float("nan"), float("inf")
+    y = one.linear(x, packed)
+    assert not y[[2, 4]].isfinite().any() and y[[0, 1, 3]].isfinite().all()
+
+
+def test_it_is_recorded():
+    if not ops.available():
+        pytest.skip("no C++ compiler that works")
+    one, packed, _ = packed_of("q4_k", 48)
+    x = torch.randn(2, 512)
+    result, made, reason = graph.capture(lambda: one.linear(x, packed, "silu"), graph.Memory())
+    assert reason == "" and len(made) == 3
+    x.copy_(torch.randn(2, 512))
+    want = one.linear(x, packed, "silu")
+    made.replay()
+    torch.testing.assert_close(result, want)
+
+
+def awkward():
+    """Halves, ends, zeros, one value alone, and scales that f16 holds badly."""
+    weight = torch.randn(9, 256) * torch.logspace(-8, 3, 9)[:, None]
+    weight[0] = 0
+    weight[1, :32] = torch.arange(-16, 16) + 0.5
+    weight[2, 32:64] = -1
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EXACT)
+def test_encoded_as_gguf_does(monkeypatch, name, dtype):
+    monkeypatch.setattr(super_blocks, "CPU_CHUNK", 700)  # two rows at a time
+    one, weight = codec(name), awkward().to(dtype)
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    blocks = torch.from_numpy(gguf.quants.quantize(weight.float().numpy(), kind))
+    found = one.encode(weight)
+    if name != "q5_0":  # whose codes are q8_0's
+        assert torch.equal(found[0], blocks)
+    assert torch.equal(one.dequantize(one.pack(*found)), theirs(name, blocks))
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_encoders_lose_little(name):
+    one, draw = codec(name), torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 1024, generator=draw) * 0.03
+    (blocks,) = one.encode(weight)
+    error = (theirs(name, blocks) - weight).square().mean().sqrt() / weight.std()
+    assert ERRORS[name] / 2 < error < ERRORS[name]
+    for odd in (torch.zeros(2, 256), torch.ones(2, 256), -torch.ones(2, 256), awkward()):
+        found = theirs(name, one.encode(odd)[0])
+        assert found.isfinite().all() and (found - odd).abs().max() <= 0.5 * odd.abs().max()
+    assert torch.equal(one.encode(weight.bfloat16())[0], one.encode(weight.bfloat16().float())[0])
+
+
+@pytest.mark.parametrize("name", TWO_LEVELS)
+def test_layout_on_gpus(name):
+    """Packed, unpacked, and where super_blocks.cuh says that a lane finds its numbers."""
+    one, blocks = codec(name), random_blocks(name, 37, 512)
+    form = one.FORM
+    decoded = one.decode(blocks.view(37, -1, form.bytes))
+    layout = super_blocks_cuda.layout(form)
+    packed = Pieces(super_blocks_cuda.pack(*decoded, form), 37, layout)
+    assert packed.pieces.shape == (3, 8, layout.bytes) and packed.inputs == 512
+    assert torch.equal(super_blocks.dequantize(packed), theirs(name, blocks))
+    piece, codes = packed.pieces[1, 3], decoded.codes[16:32, 192:256]
+    words = piece[: 128 * form.bits].contiguous().view(torch.int32).view(-1, 32, 4)
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        mine = words[:, lane].flatten().tolist()
+        for s in range(4):
+            for i in range(4):
+                for second in range(2):
+                    code = codes[g + i % 2 * 8, 16 * s + 2 * t + i // 2 * 8 + second].item()
+                    if form.bits == 4:
+                        assert mine[s] >> (4 * i + 16 * second) & 15 == code
+                    else:
+                        assert mine[2 * s + i % 2] >> (8 * (i // 2) + 16 * second) & 255 == code
+    end = layout.bytes - 32 * (64 // form.group)
+    numbers = piece[end:].view(torch.int8).view(-1, 8, 4)
+    group = 192 // form.group + 1
+    assert torch.equal(numbers[1, :, 0], decoded.scales[16:24, group])
+    assert torch.equal(numbers[1, :, 3], decoded.minima[24:32, group])
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_scales_are_searched_as_in_torch(isa, threads, called, size):
+    """Of groups where two scales are as good either may be found: the errors are alike."""
+    draw = torch.Generator().manual_seed(1)
+    groups = torch.randn(200, size, generator=draw) * torch.logspace(-6, 3, 200)[:, None]
+    groups[3], groups[4], groups[5, 1:] = 0, -2, 0
+    groups[6] = groups[6].abs()
+
+    def error(most, scales, minima=0.0):
+        scales, minima = scales.unsqueeze(1), torch.as_tensor(minima).unsqueeze(-1)
+        low = -most if not minima.any() else 0
+        codes = scale_search.codes_of(groups + minima, scales.squeeze(1), low, most - 1 if low else most)
+        return (codes * scales - minima - groups).square().sum(1)
+
+    def alike(got, want):
+        ratio = (got + 1e-20) / (want + 1e-20)
+        assert ratio.min() > 0.5 and ratio.max() < 2 and abs(ratio.mean() - 1) < 0.01
+
+    for most in (4, 32):
+        got, want = scale_search.signed(groups, most), scale_search.signed_reference(groups, most)
+        assert got.isfinite().all()
+        alike(error(most, got), error(most, want))
+    for most in (3, 15, 31):
+        got, want = scale_search.with_minima(groups, most), scale_search.with_minima_reference(groups, most)
+        assert (torch.stack(got) >= 0).all() and torch.stack(got).isfinite().all()
+        alike(error(most, *got), error(most, *want))
+    assert called == ["scale_search"] * 5

@@ -1,0 +1,72 @@
+"""Models quantised to ggml's other types while they are loaded: the logits of the dequantised weights."""
+
+import importlib
+
+import gguf
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.rank.model.load import load
+from phalanx.rank.options import IN_SITU, ISQ_SPELLINGS
+
+from ...reference import Reference
+from ..harness import distance, reference_logits, run_steps, tokens
+from ..test_architectures import write
+
+TYPES = [name for name in IN_SITU if name.startswith("q") and name != "q8_0"]
+# Two ranks get 256 inputs each of what is cut.
+SIZES = dict(
+    model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=128, vocab_size=509, max_position_embeddings=512,
+)  # fmt: skip
+
+
+def codec(name):
+    return importlib.import_module(f"phalanx.rank.model.formats.{name}").Part.codec
+
+
+def through(weight, name):
+    """A weight as gguf-py dequantises what is encoded here, or there where it encodes the type."""
+    kind = gguf.GGMLQuantizationType[name.upper() if "_" in name else f"{name[:2].upper()}_K"]
+    if "_" in name:
+        blocks = gguf.quants.quantize(weight.float().numpy(), kind)
+    else:
+        (blocks,) = (one.numpy() for one in codec(name).encode(weight.float()))
+    return torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("plain"), **SIZES)
+
+
+def test_all_are_here():
+    assert TYPES == ["q2k", "q3k", "q4_0", "q4_1", "q4k", "q5_0", "q5_1", "q5k", "q6k"]
+    assert ISQ_SPELLINGS["Q4_K"] == ISQ_SPELLINGS["q4_k"] == ISQ_SPELLINGS["Q4K"] == "q4k"
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", TYPES)
+def test_logits(path, name, tp):
+    truth, ids = Reference(path), tokens(60, vocab=509)
+    plain = reference_logits(truth.model, ids)
+    for module in truth.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(through(module.weight.detach(), name))
+    steps = [[(0, 40)], *[[(0, 1)]] * 20]  # many rows at once, and one
+    (logits,) = run_steps(path, [ids], steps, tp=tp, isq=name, max_model_len=512)
+    assert distance(logits, reference_logits(truth.model, ids)) < 3e-4
+    assert distance(logits, plain) > 3e-3, "it is quantised"
+
+
+def test_linears_without_whole_super_blocks_take_smaller_groups(path, tmp_path, caplog):
+    caplog.set_level("INFO", "phalanx")
+    (model,) = threads.run(lambda comm: load(path, mesh.build(comm, 1, 1), isq="q4k"), 1)
+    whole = model.weight_bytes
+    assert not any("not whole groups" in said for said in caplog.messages)
+    narrow = write(tmp_path, **SIZES | dict(intermediate_size=480))
+    (model,) = threads.run(lambda comm: load(narrow, mesh.build(comm, 1, 1), isq="q4k"), 1)
+    said = [one for one in caplog.messages if "not whole groups" in one]
+    assert said == ["--isq q4k: 2 linears whose inputs are not whole groups are in q5_0"]
+    names = {part.name() for layer in model.model.layers.values() for part in layer.mlp.down_proj.parts}
+    assert names == {"q5_0"} and model.weight_bytes < 1.2 * whole
