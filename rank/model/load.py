@@ -115,6 +115,8 @@ def _experts_of(model: Model) -> int:
 
 def _no_experts(mesh: Mesh) -> FatalError:
     return FatalError(f"--ep {mesh.ep}: the model has no experts: leave --ep out", USAGE)
+
+
 def _tell_other_formats(model: Model, isq: str) -> None:
     """Log how many linears are quantised to another format than was asked for, as their inputs are not whole groups."""
     found = [part.name() for part in model.modules() if isinstance(part, InSitu) and part.name() != isq]

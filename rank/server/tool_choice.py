@@ -40,3 +40,14 @@ def _allowed(inner: Any) -> ToolChoice:
     if not isinstance(tools, list):
         raise bad(f"{at}.tools", f"{at}.tools is {show(tools)}: expected a list of tools")
     return ToolChoice(inner["mode"], frozenset(name for tool in tools if (name := tool_name(tool))))
+
+
+def relaxed(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """The same tools, none of which must be called: for the rounds after the one in which it was."""
+    wanted = tool_choice(choice)
+    if wanted.mode != "required":
+        return choice
+    if wanted.allowed is None:
+        return "auto"
+    assert isinstance(choice, dict)
+    return {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}

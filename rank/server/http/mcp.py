@@ -16,6 +16,7 @@ from ..mcp.tool_servers import call as call_tool
 from ..responses_request import ResponsesRequest
 from ..session import Session
 from ..text.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart, ToolResult
+from ..tool_choice import relaxed
 from .chat import answer
 from .routes import Call, Route
 
