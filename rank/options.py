@@ -195,8 +195,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     tool_call_parser: Annotated[
         str,
-        flag("--tool-call-parser", group=_SERVER, choices=("auto", "none", *TOOL_FORMATS), spellings=TOOL_SPELLINGS,
-             help="how the model writes tool calls; auto: as its template shows"),
+        flag("--tool-call-parser", group=_SERVER, metavar="NAME", choices=("auto", "none", *TOOL_FORMATS),
+             spellings=TOOL_SPELLINGS, help="how the model writes tool calls; auto: as its template shows"),
     ] = "auto"  # fmt: skip
     reasoning_parser: Annotated[
         str,

@@ -35,7 +35,8 @@ def options_help(options: type[msgspec.Struct], without: Sequence[str] = ()) -> 
 def _line(spec: Spec) -> str:
     flag = spec.flag
     shown = flag.off[0] if spec.type is bool and spec.default is True else ", ".join(_shortest(flag.flags))
-    what = "{" + ",".join(flag.choices) + "}" if flag.choices else flag.metavar
+    # A metavar stands for choices that are too many for a line; docs/options.md lists them.
+    what = flag.metavar or ("{" + ",".join(flag.choices) + "}" if flag.choices else "")
     text = flag.help
     if spec.type is not bool and spec.default not in (None, "", 0, (), False, "auto"):
         text += f" ({spec.default:g})" if isinstance(spec.default, float) else f" ({spec.default})"

@@ -57,7 +57,7 @@ def test_every_listed_verb_has_help(capsys):
 
 
 def test_verbs_are_found_by_their_files(monkeypatch, tmp_path, capsys):
-    assert list(cli.verbs()) == ["serve", "batch", "bench", "chat", "doctor", "fit", "hostfile", "pull"]
+    assert list(cli.verbs()) == ["serve", "batch", "bench", "chat", "convert", "doctor", "fit", "hostfile", "pull"]
     assert cli.verbs()["pull"] == "fetch a model from the Hugging Face hub, before a job without network"
     (tmp_path / "listing").mkdir()
     for name in ("__init__.py", "helpers.txt", "simple.py", "listing/__init__.py", "listing/command.py"):
