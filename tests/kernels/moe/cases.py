@@ -5,6 +5,7 @@ Without a GPU: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.moe.cases
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -134,7 +135,8 @@ def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, tuple[Floa
         experts, outputs, inputs = weight.shape
         codes = torch.randint(0, 256, (experts, outputs, inputs // 2 if pairs else inputs), dtype=torch.uint8)
         if pairs:
-            scales = torch.randint(122, 126, (experts, outputs, inputs // unit), dtype=torch.uint8)
+            middle = 127 - round(math.log2(3 * inputs**0.5))  # outputs of about 1
+            scales = torch.randint(middle - 2, middle + 2, (experts, outputs, inputs // unit), dtype=torch.uint8)
         else:
             codes &= 0xBF  # numbers below 2, the smallest too
             scales = torch.rand(experts, outputs, inputs // unit) * inputs**-0.5

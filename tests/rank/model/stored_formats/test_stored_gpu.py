@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import affine, pieces_cuda
+from phalanx.kernels.quantized import pieces_cuda
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file
 
@@ -23,11 +23,11 @@ def test_weights(tmp_path, name):
     path = "model.layers.1.mlp.down_proj"
     want = load_file(tmp_path / "plain" / "model.safetensors")[f"{path}.weight"]
     part = model.get_submodule(path).parts[0]
-    found = affine.dequantize(part.packed).cpu()
+    found = part.codec.dequantize(part.packed).cpu()
     if hasattr(part, "order"):
         want = want[:, part.order.cpu()]
     assert torch.equal(found, want)
-    assert torch.equal(affine.dequantize(part.packed, torch.bfloat16).cpu(), want.bfloat16())
+    assert torch.equal(part.codec.dequantize(part.packed, torch.bfloat16).cpu(), want.bfloat16())
     if settings.get("bits") == 4:
         assert isinstance(part.packed, pieces_cuda.Packed) and part.packed.layout.header == "int4"
     for rows in (1, 5, 40, 300):
