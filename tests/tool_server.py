@@ -19,7 +19,7 @@ def add(a: int, b: int) -> str:
 @server.tool()
 def slow(seconds: float) -> str:
     """Answer late."""
-    time.sleep(seconds)
+    time.sleep(seconds)  # as long as the test asks for
     return "done"
 
 

@@ -223,5 +223,6 @@ def test_prompts_are_longer_than_windows():
 
 
 def test_each_architecture_is_served():
-    unknown = {"chatglm"}  # to transformers: tests/rank/model/test_chatglm.py
-    assert {options["model_type"] for options in SERVED.values()} | unknown == set(architectures.supported())
+    # chatglm is unknown to transformers: tests/rank/model/test_chatglm.py. kimi_k2 is deepseek_v3 by another name.
+    others = {"chatglm", "kimi_k2"}
+    assert {options["model_type"] for options in SERVED.values()} | others == set(architectures.supported())

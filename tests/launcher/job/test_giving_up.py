@@ -59,8 +59,9 @@ def test_where_nobody_waits(under):
     assert mpi_env.ends_together({"OMPI_COMM_WORLD_RANK": "1"}) and not mpi_env.ends_together(HYDRA)
 
 
-@pytest.mark.parametrize("verb", [["serve"], ["batch", "-i", __file__, "-o", "/tmp/x"]])
-def test_what_rank_0_alone_sees(under, verb, monkeypatch, capsys):
+@pytest.mark.parametrize("verb", [["serve"], ["batch", "-i", __file__, "-o", "{}/out.jsonl"]])
+def test_what_rank_0_alone_sees(under, verb, monkeypatch, capsys, tmp_path):
+    verb = [word.format(tmp_path) for word in verb]
     under(**HYDRA)
     assert aborts(cli.main, [*verb, "/no/such/model"])[-1] == "2"
     assert "model '/no/such/model': there is no such directory on " in capsys.readouterr().err

@@ -30,7 +30,7 @@ class Link:
     async def switch(self, model, options):
         self.loads.append(options)
         self.state = "loading"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # loading takes a while: others run meanwhile
         self.state = "ready" if options else "unloaded"
         if not options:
             self.ready = None
@@ -76,7 +76,7 @@ def test_requests_of_other_models_wait_in_their_order():
         order = []
         await enter(turns, "a")
         waits = [enter(turns, name, order) for name in "bcb"]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time for all three to ask, and to be let in if that were wrong
         assert not order and turns.loaded == 0
         assert [(one["id"], one["waiting"], one["running"]) for one in turns.describe()] == [
             ("a", 0, 1), ("b", 2, 0), ("c", 1, 0),
@@ -101,9 +101,9 @@ def test_the_running_model_takes_new_requests_until_another_has_waited_long(monk
         other = enter(turns, "b", order)
         await asyncio.sleep(0)
         await enter(turns, "a", order)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(0.25)  # longer than the 0.2 s that the other waits at most
         late = enter(turns, "a", order)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time to be let in, which it must not be
         assert order == ["a"]
         turns.leave()
         turns.leave()
@@ -119,7 +119,7 @@ def test_sequences_without_a_request_hold_the_model():
     async def script(turns):
         turns.link.open_sequences = 1  # a response in the background
         other = enter(turns, "b")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # time to switch in, which must not happen
         assert not other.done()
         turns.link.open_sequences = 0
         await other
@@ -202,7 +202,7 @@ def test_names():
 def test_an_idle_model_is_unloaded():
     async def script(turns):
         await enter(turns, "a")
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # longer than a model may be idle here
         assert turns.loaded == 0 and turns.link.loads == []  # somebody uses it
         turns.leave()
         while turns.loaded is not None:
