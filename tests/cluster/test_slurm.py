@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory):
 def test_serve_in_a_step_of_two_tasks(slurm, hosts, checkpoint):
     """One task on each node; SIGUSR1 to srun drains."""
     command = hosts.near.enter("srun", "--mpi=pmix", "--nodes=2", "--ntasks-per-node=1")
-    options = ("--device", "cpu", "--mem", "64")
+    options = ("--device", "cpu", "--mem", "64", "--api-key", "none")
     with HostsServer(hosts, str(checkpoint), *options, command=command, SLURM_CONF=slurm.conf) as server:
         assert [len(host.processes(r"-m phalanx\.rank$")) for host in hosts.all] == [1, 1]
         body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8, "temperature": 0}
