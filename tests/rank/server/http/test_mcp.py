@@ -207,6 +207,9 @@ def test_a_word_on_no_request(server):
     word = {"type": "mcp_approval_response", "approval_request_id": "mcpr_x", "approve": True}
     answer = server.post("responses", input=[word], tools=[MCP])
     assert answer.status == 400 and "mcpr_x" in answer.body["error"]["message"]
+    many = [{**word, "approval_request_id": f"mcpr_{i}"} for i in range(65)]
+    answer = server.post("responses", input=many, tools=[MCP])
+    assert answer.status == 400 and "at most 64" in answer.body["error"]["message"]
     answer = server.post("responses", input=[{"type": "mcp_approval_response", "approve": True}], tools=[MCP])
     assert answer.status == 400 and "approval_request_id is missing" in answer.body["error"]["message"]
 
