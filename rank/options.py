@@ -8,35 +8,16 @@ reads the sources; ranks and server process only receive an `Options`.
 from __future__ import annotations
 
 import math
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated
 
 import msgspec
 
+from .flags import Spec as Spec
+from .flags import flag as flag
+from .flags import read
+
 GROUPS = ("Model", "Server", "Ranks", "Memory and batching", "Sampling defaults", "Running")
-
-
-class Flag(msgspec.Struct, frozen=True):
-    """How an option is written and what it may be. The first flag is the one that help and messages use."""
-
-    flags: tuple[str, ...]
-    group: str
-    help: str  # of the flag that --help shows; for a boolean that is on, the one that switches it off
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    spellings: dict[str, str] = {}  # other spellings of a choice
-    low: float | None = None
-    high: float | None = None
-    off: tuple[str, ...] = ()  # flags that switch a boolean off
-    secret: bool = False  # never printed
-    positional: bool = False
-    variable: str = ""  # candle-vLLM's environment variable for it
-
-
-def flag(*flags: str, group: str, help: str, **more) -> Flag:
-    return Flag(flags=flags, group=group, help=help, **more)
-
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "float": "f32"}
 
@@ -362,36 +343,9 @@ def degrees(size: int, tp: int, pp: int, dp: int, ep: int = 1) -> tuple[int, int
     return tensor, pp or (left if tp else 1), dp or 1
 
 
-class Spec(msgspec.Struct, frozen=True):
-    """One option as the sources see it."""
-
-    name: str
-    type: type  # str, int, float, bool, or tuple for a list
-    optional: bool  # None is its default
-    default: object
-    flag: Flag
-    item: Any = None  # of a list: int or str
-
-    @property
-    def env(self) -> str:
-        return "PHALANX_" + self.name.upper()
-
-
-@cache
 def specs(options: type[msgspec.Struct] = Options) -> dict[str, Spec]:
     """All options in the order of the struct, by field name. Verbs that do not serve have structs of their own."""
-    hints = get_type_hints(options, include_extras=True)
-    found = {}
-    for field in msgspec.structs.fields(options):
-        kind, note = get_args(hints[field.name])[:2]
-        item = None
-        optional = type(None) in get_args(kind)
-        if optional:
-            (kind,) = (one for one in get_args(kind) if one is not type(None))
-        elif get_args(kind):
-            item, kind = get_args(kind)[0], tuple
-        found[field.name] = Spec(field.name, kind, optional, field.default, note, item)
-    return found
+    return read(options)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

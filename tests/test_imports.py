@@ -51,6 +51,7 @@ ROOMS = (
     "kernels.jit",
     "kernels.device",
     "rank.options",
+    "rank.flags",
     "rank.protocol",
     "rank.checkpoint_files",
     "rank.gguf",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import time
 import uuid
 from pathlib import Path
@@ -26,6 +27,7 @@ MAX_FILE = 512 << 20  # bytes, as OpenAI has it
 MOST_FILES = 10_000
 MOST_BYTES = 64 << 30
 LOCK_PATIENCE = 5.0  # seconds for an earlier server that was killed to be gone
+OWN_NAME = re.compile(r"file-[0-9a-f]{24}(\.json)?|\.file-[0-9a-f]{24}\.json\.part")  # what else lies there is not ours
 OFF = "this server keeps no files: start it with --file-store DIR"
 
 
@@ -86,7 +88,7 @@ class FileStore:
                 known.append(msgspec.json.decode(path.read_bytes(), type=StoredFile))
         self._files = {one.id: one for one in sorted(known, key=lambda one: one.created_at) if self.path(one).exists()}
         for path in self._place.iterdir():
-            if path.name.removesuffix(".json") not in self._files:
+            if OWN_NAME.fullmatch(path.name) and path.name.removesuffix(".json") not in self._files:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from .. import protocol
@@ -102,6 +103,11 @@ class Models:
             raise
         return engine
 
+    def hold(self) -> Callable[[object], None]:
+        """Who has entered goes on after its request: the model stays until the function that is returned is called."""
+        self._using += 1
+        return lambda _: self.leave()
+
     def leave(self) -> None:
         """A request that entered is over."""
         self._using -= 1
@@ -137,7 +143,7 @@ class Models:
 
     @property
     def _busy(self) -> bool:
-        """Responses that are made in the background have no request any more, but sequences."""
+        """Sequences of a request that has just left may still be running."""
         return self._using > 0 or self.link.open_sequences > 0
 
     async def _run(self) -> None:
@@ -192,7 +198,7 @@ class Models:
             if engine.text is None:
                 await engine.load()
             why = await self._load(model, engine.options)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever a damaged file makes the libraries raise; others still get their turns
             why = f"its tokenizer cannot be read: {error}"
         finally:
             self.switching = None

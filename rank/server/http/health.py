@@ -27,7 +27,8 @@ def health(call: Call) -> Reply:
     elif link.fatal is not None:
         body["message"] = link.fatal.message
     if call.server is not None and (tools := call.server.tools.health()):
-        body["tool_servers"] = tools
+        # Anybody may ask; why one is not there may name its address, so /v1/mcp/tools says it to those with a key.
+        body["tool_servers"] = {name: {"status": one["status"], "tools": one["tools"]} for name, one in tools.items()}
     if not answered and (retry_after := link.unavailable().retry_after) is not None:
         headers["Retry-After"] = str(retry_after)
     return Reply(body, 200 if answered else 503, headers)

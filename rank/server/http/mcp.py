@@ -10,7 +10,7 @@ import msgspec
 from ..api_error import bad
 from ..conversation import Message
 from ..mcp.request_tools import RequestTools
-from ..mcp.rounds import ToolSession
+from ..mcp.rounds import MOST_CALLS, ToolSession
 from ..mcp.tool_servers import Offered, full_name
 from ..mcp.tool_servers import call as call_tool
 from ..responses_request import ResponsesRequest
@@ -66,6 +66,11 @@ async def _approved(items: list[dict[str, Any]], given: RequestTools) -> tuple[l
     """Make the calls that a person has approved and nobody has made: their events, and them as items."""
     asked = {item["id"]: item for item in items if item.get("type") == "mcp_approval_request" and item.get("id")}
     over = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
+    said = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_approval_response"}
+    if len(said - over) > MOST_CALLS:
+        raise bad(
+            "input", f"input approves of {len(said - over)} calls: at most {MOST_CALLS} are made for one response"
+        )
     events: list[Event] = []
     made: list[dict[str, Any]] = []
     for item in items:

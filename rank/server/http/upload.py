@@ -16,6 +16,7 @@ from ..text_engine import TextEngine
 
 GATHER = 1 << 20  # bytes that are written together
 MAX_FIELD = 1 << 10  # of a field that is no file
+MOST_FIELDS = 16
 PURPOSES = ("batch",)
 
 
@@ -142,6 +143,8 @@ class Upload:
     def _begin_content(self) -> None:
         if self._name != "file":
             self._fields[self._name] = b""
+            if len(self._fields) > MOST_FIELDS:
+                raise ApiError(400, f"the form has more than {MOST_FIELDS} fields: purpose and file are expected")
             return
         if self._file is not None:
             raise bad("file", "file is there twice: send one file in a request")

@@ -127,6 +127,20 @@ def test_sequences_without_a_request_hold_the_model():
     played(script)
 
 
+def test_what_goes_on_in_the_background_holds_the_model():
+    async def script(turns):
+        await enter(turns, "a")
+        release = turns.hold()
+        turns.leave()  # the request is answered
+        other = enter(turns, "b")
+        await asyncio.sleep(0.2)
+        assert not other.done()
+        release(None)
+        await other
+
+    played(script)
+
+
 def test_a_model_that_cannot_be_loaded():
     async def script(turns):
         waits = [enter(turns, name) for name in "bbc"]
@@ -144,15 +158,17 @@ def test_a_model_that_cannot_be_loaded():
     played(script, broken=("b",))
 
 
-def test_a_tokenizer_that_cannot_be_read():
+@pytest.mark.parametrize("kind", [ValueError, Exception])  # tokenizers raises bare ones
+def test_a_tokenizer_that_cannot_be_read(kind):
     async def script(turns):
         async def load():
-            raise ValueError("no JSON")
+            raise kind("no JSON")
 
         turns.named("b").load = load
         with pytest.raises(ApiError, match="its tokenizer cannot be read: no JSON"):
             await enter(turns, "b")
         assert turns.link.loads == [] and turns.loaded == 0
+        await enter(turns, "c")  # others still get their turns
 
     played(script)
 

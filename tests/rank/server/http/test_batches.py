@@ -184,6 +184,18 @@ def form(*parts, end=b"--x--\r\n"):
     return b"".join(b"--x\r\nContent-Disposition: form-data; %s\r\n\r\n%s\r\n" % one for one in parts) + end
 
 
+def test_only_own_leftovers_are_removed(tmp_path):
+    from phalanx.rank.server.file_store import FileStore
+
+    place = tmp_path / "files"
+    (place / "photos").mkdir(parents=True)
+    cut_off = "file-" + "0a" * 12
+    for name in ("letter.txt", "file-list", cut_off, f".{cut_off}.json.part"):
+        (place / name).write_text("x")
+    FileStore(str(tmp_path)).close()
+    assert {path.name for path in place.iterdir()} == {"photos", "letter.txt", "file-list"}
+
+
 PURPOSE, FILE = (b'name="purpose"', b"batch"), (b'name="file"; filename="a.jsonl"', b"{}")
 MULTIPART = {"Content-Type": "multipart/form-data; boundary=x"}
 
@@ -200,6 +212,8 @@ MULTIPART = {"Content-Type": "multipart/form-data; boundary=x"}
         (form((b'name="expires_after[seconds]"', b"3600"), PURPOSE, FILE), MULTIPART, 400, "expires_after"),
         (form((b'name="purpose"', b"x" * 2000), FILE), MULTIPART, 400, "longer than 1024"),
         (form(PURPOSE, FILE, FILE), MULTIPART, 400, "twice"),
+        (form((b'name="' + b"x" * 9000 + b'"', b"")), MULTIPART, 400, "Maximum header size"),
+        (form(*[(b'name="f%d"' % i, b"") for i in range(20)]), MULTIPART, 400, "more than 16 fields"),
     ],
 )
 def test_forms_that_are_refused_leave_nothing(server, body, headers, status, words):

@@ -79,7 +79,8 @@ def test_the_servers_are_listed_and_a_dead_one_is_named(server):
     assert (health.status, health.body["status"]) == (200, "ready")
     servers = health.body["tool_servers"]
     assert servers["local"]["status"] == "ready" and servers["dead"]["status"] == "failed"
-    assert servers["dead"]["message"]
+    assert "message" not in servers["dead"]  # may name addresses, and needs no key
+    assert server.request("GET", "/v1/mcp/tools").body["servers"]["dead"]["message"]
 
 
 def test_calls_are_made_and_the_model_goes_on(server, responses, says):
@@ -206,6 +207,9 @@ def test_a_word_on_no_request(server):
     word = {"type": "mcp_approval_response", "approval_request_id": "mcpr_x", "approve": True}
     answer = server.post("responses", input=[word], tools=[MCP])
     assert answer.status == 400 and "mcpr_x" in answer.body["error"]["message"]
+    many = [{**word, "approval_request_id": f"mcpr_{i}"} for i in range(65)]
+    answer = server.post("responses", input=many, tools=[MCP])
+    assert answer.status == 400 and "at most 64" in answer.body["error"]["message"]
     answer = server.post("responses", input=[{"type": "mcp_approval_response", "approve": True}], tools=[MCP])
     assert answer.status == 400 and "approval_request_id is missing" in answer.body["error"]["message"]
 
