@@ -96,9 +96,12 @@ def main(argv: Sequence[str]) -> int:
     source = _find(options.source)
     windows = read_windows(options, source)
     making = target.with_name(f"{target.name}.part")  # so that what is there under the name is whole
-    shutil.rmtree(making, ignore_errors=True)
     try:
         making.mkdir(parents=True)
+    except FileExistsError:
+        raise FatalError(
+            f"{making} is there already: another conversion runs, or one was killed; remove it then", USAGE
+        ) from None
     except OSError as error:
         raise FatalError(f"{making} cannot be made: {error.strerror}", USAGE) from None
     try:

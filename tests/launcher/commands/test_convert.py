@@ -159,3 +159,12 @@ def test_too_little_memory_is_told_in_a_line(tmp_path, monkeypatch, capfd):
     assert program.main(str(tmp_path / "question")) == 4
     said = capfd.readouterr().err
     assert said.startswith("not enough memory (") and "--device cpu" in said and "Backtrace" not in said
+
+
+def test_what_another_conversion_has_begun_stays(checkpoint, text, tmp_path):
+    begun = tmp_path / "made.part" / "weights"
+    begun.parent.mkdir()
+    begun.touch()
+    with pytest.raises(FatalError, match=r"made\.part is there already"):
+        convert.main([str(checkpoint), str(tmp_path / "made"), "--calibration", text, "--seqlen", "48"])
+    assert begun.exists()
