@@ -18,10 +18,10 @@ import msgspec
 from ...errors import MODEL, STOPPED, USAGE, FatalError
 from ...rank.gguf.checkpoint import is_gguf
 from ...rank.options import flag
+from .. import hf_hub
 from ..job.linux import say
 from ..options import option_sources
 from ..options.help import options_help, show_config
-from .fit import directory
 
 HELP = "quantise a model into a checkpoint of 4 or 8 bits"
 USAGE_TEXT = """phalanx convert SRC DST --to gptq|awq [options]: quantise a model into a checkpoint that loads at once
@@ -90,17 +90,18 @@ def main(argv: Sequence[str]) -> int:
         say(note)
     options = chosen.options
     _check(options)
-    source = directory.find(options.source).path
-    if is_gguf(source):
-        raise FatalError(f"{source} is a GGUF file: convert the directory with safetensors that it was made of", USAGE)
     target = Path(options.target).expanduser()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FatalError(f"{target} is there already: name a directory that is to be made", USAGE)
+    source = _find(options.source)
     windows = read_windows(options, source)
     making = target.with_name(f"{target.name}.part")  # so that what is there under the name is whole
-    shutil.rmtree(making, ignore_errors=True)
     try:
         making.mkdir(parents=True)
+    except FileExistsError:
+        raise FatalError(
+            f"{making} is there already: another conversion runs, or one was killed; remove it then", USAGE
+        ) from None
     except OSError as error:
         raise FatalError(f"{making} cannot be made: {error.strerror}", USAGE) from None
     try:
@@ -122,6 +123,18 @@ def _check(options: ConvertOptions) -> None:
     if options.to == "awq" and (options.bits != 4 or options.desc_act):
         wrong = "--desc-act" if options.desc_act else f"--bits {options.bits}"
         raise FatalError(f"{wrong}: AWQ's layout has codes of 4 bits, their groups in order; use --to gptq", USAGE)
+
+
+def _find(model: str) -> Path:
+    """The directory of a model; one at the hub is fetched, weights too."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if is_gguf(path):
+        raise FatalError(f"{model} is a GGUF file: convert the directory with safetensors that it was made of", USAGE)
+    if not hf_hub.is_id(model):
+        raise FatalError(f"model {model!r}: there is no such directory", USAGE)
+    return Path(hf_hub.model(model))
 
 
 def read_windows(options: ConvertOptions, source: Path) -> tuple[list[list[int]], list[list[int]]]:

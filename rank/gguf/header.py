@@ -101,7 +101,7 @@ class _Reader:
             shape = tuple(self._number("Q") for _ in range(axes))[::-1]
             number = self._number("I")
             if number not in TYPES:
-                raise ValueError(f"tensor {name} is of an unknown type, {number}")
+                raise ValueError(f"tensor {name} is of an unknown type, {number}, maybe a newer one")
             found[name] = TYPES[number], shape, self._number("Q")
         begin = -(-self._file.tell() // alignment) * alignment
         return {name: self._place(name, *entry, begin, alignment) for name, entry in found.items()}

@@ -296,7 +296,10 @@ def _tell_dequantised(parts: list[Slice], source: Checkpoint) -> None:
     """Log which types of a GGUF file's linears and experts become plain weights, which take more memory."""
     read = (source.find(part.tensor)[1].dtype for part in parts if not isinstance(part.module, VocabParallelEmbedding))
     if kinds := sorted(set(read) & ggml.CODECS.keys()):
-        log.info("dequantised while they are loaded, as there are no kernels for them: %s", ", ".join(kinds))
+        log.info(
+            "dequantised while they are loaded, as experts, groups cut by --tp and types without kernels are: %s",
+            ", ".join(kinds),
+        )
 
 
 def _layer(name: str) -> int:

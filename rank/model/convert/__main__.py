@@ -18,7 +18,7 @@ from safetensors import safe_open
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ....comm import mesh, threads
-from ....errors import MODEL, USAGE, FatalError
+from ....errors import MEMORY, MODEL, USAGE, FatalError, lacks_memory
 from ...safetensors_header import INDEX, Index, read_index, weight_files
 from ..base import Model
 from ..config import Config, read_config
@@ -153,9 +153,12 @@ def main(file: str) -> int:
     except FatalError as stop:
         _say(str(stop))
         return stop.code
-    except torch.OutOfMemoryError as error:
-        _say(f"not enough memory on {error}; choose --device cpu")
-        return 4
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        _say(f"not enough memory ({str(error).splitlines()[0] if str(error) else error!r}): a GPU's is spared by "
+             "--device cpu, a host's by --dtype bf16 and fewer --samples")  # fmt: skip
+        return MEMORY
     return 0
 
 

@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import FatalError
+from phalanx.launcher import hf_hub
 from phalanx.launcher.commands import convert
+from phalanx.rank.model.convert import __main__ as program
 from phalanx.rank.model.convert import calibrate, writer
 from phalanx.rank.model.convert.gptq import Scheme
 from phalanx.rank.model.load import load
@@ -136,3 +139,32 @@ def test_what_is_refused(checkpoint, tmp_path, text, words, code, message, capfd
     assert stopped.value.code == code
     assert message in str(stopped.value) + capfd.readouterr().err
     assert not (tmp_path / "to").exists() and not list(tmp_path.glob("*.part"))
+
+
+def test_a_model_at_the_hub_is_fetched_with_its_weights(checkpoint, text, tmp_path, monkeypatch):
+    fetched, sources = [], []
+    monkeypatch.setattr(hf_hub, "model", lambda id: fetched.append(id) or str(checkpoint))
+    monkeypatch.setattr(convert, "_run", lambda options, source, *rest: sources.append(source))
+    assert convert.main(["some/model", str(tmp_path / "made"), "--calibration", text, "--seqlen", "48"]) == 0
+    assert (fetched, sources) == (["some/model"], [checkpoint])
+
+
+def test_too_little_memory_is_told_in_a_line(tmp_path, monkeypatch, capfd):
+    def fail(question):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 TB\nBacktrace")
+
+    question = program.Question("a", "b", "gptq", 4, 128, True, False, "cpu", "auto", [[1, 2]], [[1, 2]])
+    (tmp_path / "question").write_bytes(msgspec.json.encode(question))
+    monkeypatch.setattr(program, "convert", fail)
+    assert program.main(str(tmp_path / "question")) == 4
+    said = capfd.readouterr().err
+    assert said.startswith("not enough memory (") and "--device cpu" in said and "Backtrace" not in said
+
+
+def test_what_another_conversion_has_begun_stays(checkpoint, text, tmp_path):
+    begun = tmp_path / "made.part" / "weights"
+    begun.parent.mkdir()
+    begun.touch()
+    with pytest.raises(FatalError, match=r"made\.part is there already"):
+        convert.main([str(checkpoint), str(tmp_path / "made"), "--calibration", text, "--seqlen", "48"])
+    assert begun.exists()
