@@ -9,8 +9,6 @@ from .gguf import checkpoint
 from .gguf.checkpoint import is_gguf
 from .safetensors_header import Index
 
-BEGINNING = 1 << 20  # bytes of a GGUF file by which its metadata are known again
-
 
 def directory(path: Path) -> Path:
     """Where the model's weight files are."""
@@ -20,6 +18,15 @@ def directory(path: Path) -> Path:
 def config_file(path: Path) -> Path:
     """The file that holds the model's config."""
     return path if is_gguf(path) else path / "config.json"
+
+
+def config_bytes(path: Path) -> bytes:
+    """What a model's config is known again by: config.json, or all of a GGUF file before its first tensor."""
+    size = -1
+    if is_gguf(path):
+        size = min((tensor.start for tensor in checkpoint.headers(path)[0].tensors.values()), default=-1)
+    with config_file(path).open("rb") as file:
+        return file.read(size)
 
 
 def weight_files(path: Path) -> list[str]:

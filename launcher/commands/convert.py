@@ -195,11 +195,14 @@ def _run(
         file.write(msgspec.json.encode(question))
         file.flush()
         process = subprocess.Popen([sys.executable, *PROGRAM, file.name])
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so ends a job's time
         try:
             code = process.wait()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             process.wait()
             raise FatalError("stopped; nothing is left behind", STOPPED) from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if code:
         raise FatalError(f"{options.source} was not converted", code if code > 0 else 128 - code)

@@ -11,13 +11,13 @@ import msgspec
 from ...comm.base import HostComm
 from ...comm.broadcast import gather_bytes
 from ...errors import MODEL, FatalError
-from ..checkpoint_files import BEGINNING, config_file, directory, is_gguf, weight_files
+from ..checkpoint_files import config_bytes, config_file, directory, is_gguf, weight_files
 
 MISSING = -1  # the size of a file that is not there
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    config: str = ""  # SHA-256 of config.json, or of a GGUF file's beginning
+    config: str = ""  # SHA-256 of config.json, or of a GGUF file's part before its tensors
     files: dict[str, int] = {}  # weight file → bytes
     problem: str = ""  # why there is no model here
 
@@ -38,9 +38,7 @@ def take(path: Path, weights: bool) -> Fingerprint:
 
 
 def _digest(path: Path) -> str:
-    """Of config.json; of a GGUF file of its beginning, where its metadata are."""
-    with config_file(path).open("rb") as opened:
-        return hashlib.sha256(opened.read(BEGINNING if is_gguf(path) else -1)).hexdigest()
+    return hashlib.sha256(config_bytes(path)).hexdigest()
 
 
 def _size(file: Path) -> int:

@@ -101,6 +101,8 @@ def rope(m: Metadata) -> dict[str, Any]:
         found |= {"rope_type": "yarn", "factor": m.number("rope.scaling.factor")}
         found["original_max_position_embeddings"] = original
         found |= m.given(beta_fast="rope.scaling.yarn_beta_fast", beta_slow="rope.scaling.yarn_beta_slow")
+    elif kind == "none" and (factor := m.number("rope.scale_linear", 1.0)) != 1.0:  # files of 2023
+        found |= {"rope_type": "linear", "factor": factor}
     elif kind != "none":
         raise FatalError(f"{m.file}: the metadata's {m.architecture}.rope.scaling.type is {kind!r}, not known", MODEL)
     return found

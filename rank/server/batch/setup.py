@@ -8,16 +8,14 @@ from typing import Any
 
 import msgspec
 
-from ...checkpoint_files import BEGINNING, config_file, is_gguf
+from ...checkpoint_files import config_bytes
 from ..config import ServerConfig
 from .weights_fingerprint import fingerprint
 
 
 def setup(config: ServerConfig) -> dict[str, Any]:
     """Equal at each start of a batch that may go on. Raises FatalError for broken weights."""
-    model = Path(config.model_dir)
-    with config_file(model).open("rb") as file:
-        digest = blake2b(file.read(BEGINNING if is_gguf(model) else -1), digest_size=8).hexdigest()
+    digest = blake2b(config_bytes(Path(config.model_dir)), digest_size=8).hexdigest()
     sampling = {name: value for name, value in msgspec.to_builtins(config.sampling).items() if value is not None}
     return {
         "the model": config.names()[0],

@@ -176,6 +176,7 @@ class StoredBatches:
                 return
             if batch.over:
                 self._path(batch).unlink(missing_ok=True)
+                self._path(batch, "journal").unlink(missing_ok=True)
                 del self._batches[batch.id]
         if len(self._batches) >= MOST_BATCHES:
             raise ApiError(429, f"{MOST_BATCHES} batches are waiting already: try again later", code="queue_full")
@@ -210,8 +211,11 @@ class StoredBatches:
             try:
                 await self._do(batch)
             except ApiError as error:
-                if error.status == 503:
+                link = self._sessions.link
+                if error.status == 503 and (link.state == "failed" or link.draining):
                     return  # the ranks are gone for good: the next server goes on
+                if error.status == 503:  # others will come, which _do waits for
+                    continue
                 self._give_up(batch, Mistake(error.code or "failed", error.message))
             except Exception as error:  # one batch must not end the others
                 if not isinstance(error, FatalError | OSError):
@@ -238,7 +242,7 @@ class StoredBatches:
         self._now = batch, run
         timer = asyncio.get_running_loop().call_later(max(0.0, batch.expires_at - time.time()), run.stop)
         try:
-            if batch.status == "in_progress":
+            if batch.status in ("in_progress", "finalizing"):  # the latter: a server ended while it wrote the files
                 run.failure = "" if fresh else await self._changed(batch)
                 if not run.failure:
                     await run.run()
@@ -290,6 +294,7 @@ class StoredBatches:
         batch.errors = [one.body() for one in why]
         batch.enter("failed")
         try:
+            self._path(batch, "journal").unlink(missing_ok=True)
             self._save(batch)
         except OSError as error:
             log.error("batch %s: %s", batch.id, error)

@@ -1,11 +1,13 @@
 """Files and batches over HTTP, mostly through OpenAI's own client."""
 
+import asyncio
 import json
 import socket
 import time
 
 import openai
 import pytest
+from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.batch import idle, stored_run
 from phalanx.rank.server.http import upload
 
@@ -313,6 +315,38 @@ def test_another_server_goes_on_where_one_was_stopped(make_server):
         assert done.status == "completed" and done.request_counts.completed == 6
         assert [one["custom_id"] for one in read(client, done.output_file_id)] == [f"r{i}" for i in range(6)]
     assert len(again.lead.requests) == 4
+
+
+def test_a_server_that_ends_while_it_writes_the_files(make_server, monkeypatch):
+    def interrupted(*_):
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored_run.StoredRun, "finish", interrupted)
+        front = make_server()
+        with client_of(front) as client:
+            batch = begin(client, line("a"), line("b"))
+            until(client, batch, "finalizing")
+        leave(front)
+    again = make_server()
+    with client_of(again) as client:
+        done = until(client, batch, "completed", "expired", "failed")
+        assert done.status == "completed" and done.request_counts.completed == 2
+    assert not again.lead.requests
+
+
+def test_a_batch_whose_files_find_no_room_leaves_no_journal(make_server, monkeypatch):
+    def full(*_):
+        raise ApiError(507, "no room")
+
+    front = make_server()
+    with client_of(front) as client:
+        file = put(client, line("a"))
+        monkeypatch.setattr(front.state.batches.files, "new", full)
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        done = until(client, batch, "completed", "failed")
+        assert done.status == "failed" and done.errors.data[0].message == "no room"
+        front.wait(lambda: not list(front.state.batches.files.batches.glob("*.journal")))
 
 
 def test_another_model_does_not_go_on(make_server):
