@@ -173,12 +173,15 @@ class NotFound(Handler):
 class BodyHandler(Handler):
     """An endpoint with a JSON body, which is read here so that one too large is answered and not cut off."""
 
-    def prepare(self) -> None:
-        self._body: list[bytes] = []
+    def __init__(self, *args: Any, **more: Any):
+        self._body: list[bytes] = []  # all this before `prepare`, which requests of unknown methods do not reach
         self._size = 0
         self._held = 0
         self._refused = self._gone = False  # refused: not kept
         self._work: asyncio.Task[Any] | None = None
+        super().__init__(*args, **more)
+
+    def prepare(self) -> None:
         self.request.connection.set_max_body_size(DISCARD_BODY)  # type: ignore[union-attr]
         super().prepare()
         length = self.request.headers.get("Content-Length", "")

@@ -229,6 +229,12 @@ def test_wrong_method(server):
     check(server.request("DELETE", "/health"), 405, None, "DELETE is not allowed on /health: use GET")
 
 
+def test_a_method_that_is_none_of_http_s_usual_ones(server, caplog):
+    for path in ("/v1/completions", "/health", "/none"):
+        assert server.request("TRACE", path).status == 405
+    assert not caplog.records, "no handler failed"
+
+
 def test_too_large(server, monkeypatch):
     monkeypatch.setattr(handler, "MAX_BODY", 1 << 20)
     check(
