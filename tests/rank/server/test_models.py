@@ -133,7 +133,7 @@ def test_what_goes_on_in_the_background_holds_the_model():
         release = turns.hold()
         turns.leave()  # the request is answered
         other = enter(turns, "b")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # time to switch in, which must not happen while it is held
         assert not other.done()
         release(None)
         await other
