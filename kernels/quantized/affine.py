@@ -8,14 +8,11 @@ kernels take them. Scales are f16; weights whose scales f16 does not hold are de
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import jit
-from ..device import DeviceCaps
 from . import int4_cuda, panels, pieces_cuda, q8_0, q8_0_cpu
 from .q8_0_cpu import GROUP as UNIT  # inputs that a group has a multiple of
 
@@ -93,9 +90,4 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 
-def variants(
-    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
-) -> Iterator[jit.KernelVariant]:
-    """What `linear` of so many rows, each, is compiled as on this GPU."""
-    if isinstance(packed, pieces_cuda.Packed):
-        yield from pieces_cuda.variants(rows, packed, dtype, gate, bias, found)
+variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU

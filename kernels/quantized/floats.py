@@ -6,15 +6,12 @@ e4m3: Micikevicius et al. 2022, arXiv 2209.05433. e2m1 with scales e8m0: OCP Mic
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import jit
 from ..activation.activation import gated_activation
-from ..device import DeviceCaps
 from . import e4m3_cuda, panels, pieces_cuda
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -128,9 +125,4 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 
-def variants(
-    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
-) -> Iterator[jit.KernelVariant]:
-    """What `linear` of so many rows, each, is compiled as on this GPU, but for Triton's."""
-    if isinstance(packed, pieces_cuda.Packed):
-        yield from pieces_cuda.variants(rows, packed, dtype, gate, bias, found)
+variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU, but for Triton's

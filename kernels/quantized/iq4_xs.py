@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import block_bits, iq4_nl, super_blocks
-from .super_blocks import Decoded, Form
+from .super_blocks import Decoded
+from .super_blocks_form import Form
 
 FORM = Form(super=256, group=32, bits=8, zero=128, bytes=136)
 GROUP = FORM.super

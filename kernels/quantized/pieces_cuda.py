@@ -131,9 +131,11 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def variants(
-    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+    rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
-    """What the product of so many rows, each, is compiled as."""
+    """What the product of so many rows, each, is compiled as; nothing of a weight that is not in pieces."""
+    if not isinstance(packed, Packed):
+        return
     for n in rows:
         way, fused = _plan(n, packed, gate, found)
         if isinstance(way, GemvConfig):

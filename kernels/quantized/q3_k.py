@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import block_bits, k_encoder, super_blocks
-from .super_blocks import Decoded, Form
+from .super_blocks import Decoded
+from .super_blocks_form import Form
 
 FORM = Form(super=256, group=16, bits=4, zero=4, bytes=110)
 GROUP = FORM.super

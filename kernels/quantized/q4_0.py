@@ -10,7 +10,8 @@ from torch import Tensor
 from .. import jit
 from ..device import DeviceCaps
 from . import affine, block_bits, super_blocks, super_blocks_cpu
-from .super_blocks import Decoded, Form
+from .super_blocks import Decoded
+from .super_blocks_form import Form
 
 FORM = Form(super=32, group=32, bits=4, zero=8, bytes=18)
 GROUP = FORM.super

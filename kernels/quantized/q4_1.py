@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import block_bits, super_blocks
-from .super_blocks import Decoded, Form
+from .super_blocks import Decoded
+from .super_blocks_form import Form
 
 FORM = Form(super=32, group=32, bits=4, zero=0, bytes=20)
 GROUP = FORM.super

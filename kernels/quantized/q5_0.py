@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import block_bits, q8_0, super_blocks
-from .super_blocks import Form
+from .super_blocks_form import Form
 
 FORM = Form(super=32, group=32, bits=8, zero=16, bytes=22)
 GROUP = FORM.super

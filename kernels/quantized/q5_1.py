@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import block_bits, super_blocks
-from .super_blocks import Decoded, Form
+from .super_blocks import Decoded
+from .super_blocks_form import Form
 
 FORM = Form(super=32, group=32, bits=8, zero=0, bytes=24)
 GROUP = FORM.super

@@ -7,16 +7,13 @@ rows, dequantising a panel of the weight first and multiplying with the library 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import jit
 from ..activation.activation import gated_activation
 from ..cpp import ops
-from ..device import DeviceCaps
 from . import panels, pieces_cuda, q8_0_cpu, q8_0_cuda
 from .q8_0_cpu import GROUP
 
@@ -126,9 +123,4 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return gated_activation(y, gate) if gate else y
 
 
-def variants(
-    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
-) -> Iterator[jit.KernelVariant]:
-    """What `linear` of so many rows, each, is compiled as on this GPU."""
-    if isinstance(packed, pieces_cuda.Packed):
-        yield from pieces_cuda.variants(rows, packed, dtype, gate, bias, found)
+variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU

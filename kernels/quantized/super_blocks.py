@@ -8,28 +8,17 @@ gguf-py's quants.py dequantises, bit for bit in f32. Codes have 4 or 8 bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import jit
-from ..device import DeviceCaps
 from . import panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda
+from .super_blocks_form import Form
 
 CHUNK = 1 << 22  # elements that are decoded or encoded at once: what that takes is small beside a matrix
 CPU_CHUNK = 1 << 18  # that CPUs encode at once: they stay in a cache
-
-
-class Form(NamedTuple):
-    """What is the same for all weights of a type."""
-
-    super: int  # inputs of a super-block, 32 or 256
-    group: int  # inputs of a group, 16 or 32
-    bits: int  # of a code as it is kept, 4 or 8
-    zero: int  # what all codes have too much
-    bytes: int  # of a super-block in ggml's files
 
 
 class Decoded(NamedTuple):
@@ -163,9 +152,4 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 
-def variants(
-    rows: Iterable[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
-) -> Iterator[jit.KernelVariant]:
-    """What `linear` of so many rows, each, is compiled as on this GPU."""
-    if isinstance(packed, pieces_cuda.Packed):
-        yield from pieces_cuda.variants(rows, packed, dtype, gate, bias, found)
+variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU

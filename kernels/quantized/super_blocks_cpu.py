@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from ..activation.activation import gated_activation
 from ..cpp import ops
+from .super_blocks_form import Form
 
 SOURCE = "super_blocks_cpu"
 MOST_ROWS = 64
@@ -17,17 +18,6 @@ BLOCK = 16  # outputs that lie together, as in super_blocks_cpu.cpp
 RUN = 32  # inputs that lie together
 DIGITS = 132  # bytes of a run of a row in digits
 FACTORS = 4 * BLOCK  # bytes of a super-block
-
-
-class Form(Protocol):
-    @property
-    def super(self) -> int: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def bits(self) -> int: ...
-    @property
-    def zero(self) -> int: ...
 
 
 class Packed(NamedTuple):

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from .pieces_cuda import STRIP, Layout, Packed
+from .super_blocks_form import Form
 
 INPUTS = 64  # of a piece
 HEADER = "super_blocks"
 WIDENING = 1.2  # as Layout has it, by the number of instructions
-
-
-class Form(Protocol):
-    @property
-    def super(self) -> int: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def bits(self) -> int: ...
-    @property
-    def zero(self) -> int: ...
 
 
 def takes(inputs: int, form: Form) -> bool:
