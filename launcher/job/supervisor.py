@@ -29,6 +29,7 @@ BOOTSTRAP = ["-m", "phalanx.launcher.job.rank_bootstrap"]
 TERM_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL
 SERVER_PATIENCE = 2.5  # seconds for the server process to end
 PEER_PATIENCE = 4.0  # seconds that mpirun may outlive the server process
+KILLED_PATIENCE = 0.25  # seconds in which a server process that was killed has ended
 RESTART_DELAY = 1.0  # seconds
 DRAIN_REPEAT = 1.0  # seconds between SIGUSR1s to a process that may not handle them yet
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -242,9 +243,19 @@ class Supervisor:
             self._stop(code)  # it has printed what is wrong
         else:
             # Rank 0 and the server process end when the other is gone. Whichever was first, mpirun's exit code counts.
-            if code < 0:
-                say(f"the server process was killed by signal {-code}")
+            self._say_if_killed(code)
             self._after(PEER_PATIENCE, lambda: self._stop(errors.RANK_FAILED))
+
+    def _say_if_killed(self, code: int) -> None:
+        if code < 0:
+            say(f"the server process was killed by signal {-code}")
+
+    def _await_killed_server(self) -> None:
+        """Name a killed server process. Its sockets close before it has ended, so rank 0 may be gone first."""
+        if self._server is None or self._server.returncode is not None:
+            return  # there is none, or _server_ended has named it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._say_if_killed(self._server.wait(KILLED_PATIENCE))
 
     def _ranks_ended(self) -> None:
         assert self._ranks is not None
@@ -253,6 +264,8 @@ class Supervisor:
         self._clear_ranks()
         self._ranks = None
         self._deadline = float("inf")
+        if code == errors.RANK_FAILED and not self._stopping:
+            self._await_killed_server()
         if self._stopping:
             self._code = self._stop_code
         elif code == errors.OK or self._draining:
