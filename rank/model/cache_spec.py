@@ -1,8 +1,8 @@
 """What a layer keeps of its sequences from step to step. rank/worker/kv_cache.py makes room for it.
 
-A kind of cache is a class here that lists the tensors of a block; the layer that asks for it gets them in that order.
-Keys and values are two, a latent is one. What a layer keeps of a sequence as a whole, such as a recurrent state, is no
-block's: it would be a second method, for tensors with an entry for each row.
+A kind of cache is a class here that lists the tensors of a block, and those of a sequence as a whole; the layer that
+asks for it gets them in that order. Keys and values are two of a block, a latent is one, a recurrent state is of a
+sequence: it has an entry for each row of rank/worker/state.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-Caches = list[tuple[Any, ...]]  # of each local layer: the tensors of its spec, [blocks, ...] each
+Caches = list[tuple[Any, ...]]  # of each local layer: the tensors of its spec, [blocks, ...] or [rows, ...] each
 
 
 class TensorSpec(NamedTuple):
@@ -30,6 +30,10 @@ class CacheSpec(Protocol):
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """The tensors of a block of so many tokens. dtype: the model's."""
 
+    def row(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """The tensors of a sequence. Whoever writes them starts anew where a sequence's first token has position 0: a
+        row's tensors are not cleared between two sequences. dtype: the model's."""
+
 
 class PagedKV(NamedTuple):
     """Keys and values of every token (Kwon et al. 2023, arXiv 2309.06180), of this rank's key heads."""
@@ -43,6 +47,9 @@ class PagedKV(NamedTuple):
         """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]."""
         return tuple(TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
 
+    def row(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        return ()
+
 
 class PagedLatent(NamedTuple):
     """What multi-head latent attention keeps of every token (arXiv 2405.04434), on each rank of a tensor group alike:
@@ -54,6 +61,32 @@ class PagedLatent(NamedTuple):
         """[tokens, width]."""
         return (TensorSpec((tokens, self.width), dtype),)
 
+    def row(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        return ()
+
+
+class RecurrentState(NamedTuple):
+    """What a gated delta net keeps of a sequence (arXiv 2412.06464), of this rank's heads: the newest inputs of its
+    convolution, and a matrix from keys to values for each value head."""
+
+    columns: int  # tokens that the convolution looks back
+    channels: int
+    heads: int  # value heads
+    key_dim: int
+    value_dim: int
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        return ()
+
+    def row(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """The convolution's inputs [columns, channels], the state [heads, key_dim, value_dim] f32, as errors add up."""
+        convolution = TensorSpec((self.columns, self.channels), dtype)
+        return convolution, TensorSpec((self.heads, self.key_dim, self.value_dim), torch.float32)
+
 
 def block_bytes(spec: CacheSpec, tokens: int, dtype: torch.dtype) -> int:
     return sum(tensor.nbytes for tensor in spec.block(tokens, dtype))
+
+
+def row_bytes(spec: CacheSpec, dtype: torch.dtype) -> int:
+    return sum(tensor.nbytes for tensor in spec.row(dtype))
