@@ -288,7 +288,8 @@ class Model(nn.Module):
                 sources = self._expert_sources(path, layer, stored)
                 layer.build(sources, self._stored_stack(path, format_of(sources[0].path.replace("{}", "0"))))
             elif isinstance(layer, ShardedModule) and not layer.sources:
-                layer.sources = (Source(path),)
+                several = len(layer.outputs) > 1
+                layer.sources = tuple(self._merged_sources(path, layer.outputs)) if several else (Source(path),)
         if self.tied and self.lm_head and self.model.embed_tokens:
             self.lm_head.tie(self.model.embed_tokens)
 

@@ -48,6 +48,11 @@ DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+HYBRID = dict(
+    head_dim=16, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=8, linear_value_head_dim=12,
+    rms_norm_eps=0.01,
+)  # fmt: skip
+EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
 # What each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
@@ -174,6 +179,12 @@ MODELS = {
         model_type="gpt_oss", num_local_experts=5, num_experts_per_tok=1, head_dim=16, num_key_value_heads=1,
         sliding_window=7, layer_types=["full_attention", "sliding_attention"] * 2, attention_bias=False,
         rope_parameters=dict(rope_type="default", rope_theta=1e3), intermediate_size=96,
+    ),
+    "qwen3_next": HYBRID | EXPERTS | dict(model_type="qwen3_next"),
+    "qwen3_next mixed": HYBRID | EXPERTS | dict(
+        model_type="qwen3_next", layer_types=["full_attention", "linear_attention"] * 2, linear_num_value_heads=6,
+        linear_conv_kernel_dim=3, mlp_only_layers=[1], norm_topk_prob=False, attention_bias=True,
+        partial_rotary_factor=0.5, num_key_value_heads=1, tie_word_embeddings=True,
     ),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
