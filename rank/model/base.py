@@ -33,6 +33,8 @@ TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), 
 # Keys of config.json that count tokens, layers or groups, of which there are some wherever the key is given.
 POSITIVE = (
     "sliding_window", "sliding_window_pattern", "decoder_sparse_step", "moe_layer_freq", "n_group", "topk_group",
+    "full_attention_interval", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 
 

@@ -282,6 +282,22 @@ def test_latents_of_chunks_and_mixed_batches(made, expected, name, tp, pp):
         assert distance(logits, expected(made(name), ids)) < TOLERANCE
 
 
+@pytest.mark.parametrize("name, tp, pp, ep", [("qwen3_next", 1, 1, 1), ("qwen3_next mixed", 2, 2, 2)])
+def test_states_of_chunks_and_mixed_batches(made, expected, name, tp, pp, ep):
+    """Chunks of prompts go on from the state before, beside sequences that decode; some begin with a single token."""
+    sequences = [tokens(n, seed=n) for n in (200, 33, 6, 64, 1)]
+    steps = [
+        [(4, 1), (0, 131), (2, 3)],
+        [(2, 1), (0, 1), (3, 1), (1, 32)],
+        [(2, 1), (1, 1), (0, 2), (3, 17)],
+        [(2, 1), (0, 59), (3, 46)],
+        [(0, 7)],
+    ]
+    found = run_steps(made(name), sequences, steps, tp=tp, pp=pp, ep=ep)
+    for ids, logits in zip(sequences, found, strict=True):
+        assert distance(logits, expected(made(name), ids)) < TOLERANCE
+
+
 def test_longrope_beyond_the_original_context(tmp_path, expected):
     """The longest sequence that is served decides on the list of factors."""
     path = write(
@@ -365,6 +381,15 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
             "swiglu_limit is 10.0 and swiglu_alpha 1.702; supported are 7.0 and 1.702",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        (
+            "qwen3_next", HYBRID | EXPERTS | {"layer_types": ["sliding_attention"] * 4},
+            "layer type 'sliding_attention' is not supported; supported are full_attention, linear_attention",
+        ),
+        ("qwen3_next", HYBRID | EXPERTS | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("qwen3_next", HYBRID | EXPERTS | {"attn_output_gate": False}, "attn_output_gate is false"),
+        ("qwen3_next", HYBRID | EXPERTS | {"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ("qwen3_next", HYBRID | EXPERTS | {"linear_num_value_heads": 8}, "linear_num_value_heads 8 is no multiple"),
+        ("qwen3_next", HYBRID | EXPERTS | {"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral'"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, model_type, changes, message):
