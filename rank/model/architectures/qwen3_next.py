@@ -46,7 +46,9 @@ class HybridArgs(llama.Args):
         if self.hidden_act != "silu":
             raise FatalError(f"config.json: hidden_act {self.hidden_act!r} is not supported for this model type", MODEL)
         if not self.attn_output_gate:
-            raise FatalError("config.json: attn_output_gate is false, which is not supported for this model type", MODEL)
+            raise FatalError(
+                "config.json: attn_output_gate is false, which is not supported for this model type", MODEL
+            )
 
     def linear(self, index: int) -> bool:
         """Whether a layer has a gated delta net."""

@@ -50,7 +50,7 @@ DEEPSEEK_YARN = {
 }  # fmt: skip
 HYBRID = dict(
     head_dim=16, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=8, linear_value_head_dim=12,
-    rms_norm_eps=0.01,
+    rms_norm_eps=0.1,
 )  # fmt: skip
 EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
 # What each is tested with besides; several sets where an architecture has several shapes.
