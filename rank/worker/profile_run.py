@@ -6,6 +6,7 @@ The largest step shows how much memory steps need. Small ones compile the kernel
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -64,6 +65,23 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return found
+
+
+@torch.no_grad()
+def token_seconds(model: Model, mesh: Mesh, tokens: int, block_size: int, device: torch.device) -> float:
+    """Seconds that a token of a prompt takes on this rank, in a step of so many. Collective over the tensor group."""
+    batch = prompts(model, tokens, block_size, Upload(device))
+    times = []
+    for _ in range(3):
+        hidden = None
+        if not mesh.first:
+            hidden = torch.zeros(tokens, model.hidden_size, dtype=model.dtype, device=device)
+        started = time.perf_counter()
+        model.forward([batch], hidden)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times) / tokens
 
 
 def small_steps(model: Model, tokens: int, block_size: int, upload: Upload) -> Iterator[Batch]:
