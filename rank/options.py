@@ -244,6 +244,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int,
         flag("--mem", "--kvcache-mem-gpu", group=_MEMORY, metavar="MB", low=0, help="KV cache of a rank; 0: by share"),
     ] = 0  # fmt: skip
+    kvcache_mem_cpu: Annotated[
+        int,
+        flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
+             help="host memory of a rank for what the KV cache has no room for"),
+    ] = 0  # fmt: skip
     kv_fraction: Annotated[
         float,
         flag("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,

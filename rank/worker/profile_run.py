@@ -6,6 +6,7 @@ The largest step shows how much memory steps need. Small ones compile the kernel
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -68,6 +69,25 @@ def profile_run(
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return found
+
+
+@torch.no_grad()
+def token_seconds(
+    model: Model, mesh: Mesh, tokens: int, block_size: int, device: torch.device, kept: torch.dtype | None = None
+) -> float:
+    """Seconds that a token of a prompt takes on this rank, in a step of so many. Collective over the tensor group."""
+    batch = prompts(model, tokens, block_size, Upload(device), kept)
+    times = []
+    for _ in range(3):
+        hidden = None
+        if not mesh.first:
+            hidden = torch.zeros(tokens, model.hidden_size, dtype=model.dtype, device=device)
+        started = time.perf_counter()
+        model.forward([batch], hidden)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times) / tokens
 
 
 def small_steps(
