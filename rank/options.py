@@ -19,6 +19,7 @@ from .flags import read
 
 GROUPS = ("Model", "Server", "Ranks", "Memory and batching", "Sampling defaults", "Running")
 
+KV_DTYPES = {"fp8_e4m3": "fp8", "e4m3": "fp8", "float8_e4m3fn": "fp8"}  # vLLM's and candle-vLLM's
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "float": "f32"}
 
 # The formats that weights can be quantised to while they are loaded: a file each.
@@ -263,6 +264,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
              help="KV cache's share of the memory free after loading; 0: automatic"),
     ] = 0.0  # fmt: skip
+    kv_cache_dtype: Annotated[
+        str,
+        flag("--kv-cache-dtype", "--kvcache-dtype", group=_MEMORY, choices=("auto", "fp8"), spellings=KV_DTYPES,
+             short={"--fp8-kvcache": "fp8"}, help="fp8: e4m3 with scales, twice the tokens; auto: --dtype"),
+    ] = "auto"  # fmt: skip
     block_size: Annotated[
         int, flag("--block-size", group=_MEMORY, metavar="N", low=0, help="tokens in a cache block; 0: automatic")
     ] = 0
