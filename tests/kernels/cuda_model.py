@@ -48,7 +48,8 @@ class Builder:
         text = model_text(source, sizes)
         if text not in self._built:
             if not self._built:
-                shutil.copy(HEADER, self._folder)
+                for one in HEADER.parent.glob(f"{HEADER.stem}*.h"):
+                    shutil.copy(one, self._folder)
                 self._compile("-x", "c++-header", HEADER.name, "-o", f"{HEADER.name}.gch")
             name = f"{source}_{len(self._built)}"
             (self._folder / f"{name}.cpp").write_text(text)
