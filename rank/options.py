@@ -32,7 +32,7 @@ ISQ_SPELLINGS |= {spelled.upper(): name for spelled, name in ISQ_SPELLINGS.items
 _STORED = (Path(__file__).parent / "model" / "stored_formats").glob("[a-z]*.py")
 STORED = tuple(sorted(path.stem.replace("_", "-") for path in _STORED))
 STORED_SPELLINGS = {  # other engines', of which some name the kernel as well
-    "gptq_marlin": "gptq", "awq_marlin": "awq", "marlin": "gptq", "compressed_tensors": "compressed-tensors",
+    "gptq_marlin": "gptq", "awq_marlin": "awq", "compressed_tensors": "compressed-tensors",
 }  # fmt: skip
 
 # How models write tool calls and mark their thoughts: a file each.

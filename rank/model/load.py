@@ -189,7 +189,7 @@ def choose_format(config: Config, isq: str, quantization: str = "auto", names: C
     config.json alone is known.
     """
     method = stored_formats.method_of(config.quantization, config.path) if config.quantization else "none"
-    if quantization not in ("auto", method):
+    if quantization not in ("auto", *stored_formats.goes_by(method)):
         raise FatalError(
             f"--quantization {quantization}: by its config.json {config.path} is quantised by {method}: leave the "
             "option out" + ("; --isq quantises while loading" if method == "none" else ""),
