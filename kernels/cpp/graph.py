@@ -7,7 +7,8 @@ that the caller fills, and may decide nothing in Python.
 
 Whatever else computes would be missing from the list: torch's own operations, or others on a tensor's memory (NumPy,
 MPI). Both are noticed, and there is no graph then, but the function's result holds. Additions in place, products with
-a number for each row and matrices side by side become operations of ours, allocations come out of the graphs' own memory.
+a number for each row and matrices side by side become operations of ours, and allocations come out of the graphs' own
+memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """e4m3 that weights are quantised to while they are loaded: each output has a scale for every 128 inputs.
 
 Not for blocks of 128 x 128 as checkpoints have it: which outputs share a block would depend on how tensor parallelism
-cuts them. Nor for a whole row, which it cuts, too. It takes an eighth of a bit more than no scales at all, and GPUs keep
-one for each 32 inputs anyway.
+cuts them. Nor for a whole row, which it cuts, too. Scales take a quarter of a bit, and GPUs keep one for each 32 inputs
+anyway.
 """
 
 from __future__ import annotations

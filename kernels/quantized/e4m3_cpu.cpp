@@ -48,7 +48,7 @@ INLINE void convert(const uint8_t* w, int v, Vec (&y)[STEP]) {
 #if defined(__AVX512F__)
     const __m512i mask = _mm512_set1_epi16((int16_t)0xbf80);
     for (int i = 0; i < STEP; i += 2) {
-        __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(w + i * BLOCK)));
+        __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(w + i * BLOCK + v * LANES)));
         __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), mask);
         y[i] = (Vec)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
         y[i + 1] = (Vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));

@@ -52,10 +52,8 @@ def type_of(mix: str, part: str, layer: int, sizes: Sizes) -> str:
 def _values(mix: str, usual: str, layer: int, sizes: Sizes) -> str:
     if sizes.experts == 8:  # there it is small beside the experts
         return "Q8_0"
-    if mix == "q3km":
-        found = "Q5_K" if layer < 2 else "Q4_K"
-    else:
-        found = "Q6_K" if _has_more(layer, sizes.layers) else usual
+    more = layer < 2 if mix == "q3km" else _has_more(layer, sizes.layers)
+    found = {"q3km": ("Q4_K", "Q5_K")}.get(mix, (usual, "Q6_K"))[more]
     # Of the models of 70B, whose values are an eighth of their queries.
     return "Q5_K" if sizes.layers == 80 and sizes.queries > 1 and found == "Q4_K" else found
 
