@@ -21,7 +21,8 @@ def test_layers_with_more_bits(mix, part):
 
 @pytest.mark.parametrize("mix, part, type, layers", [
     ("q3km", "attn_v", "Q5_K", [0, 1]), ("q3km", "ffn_down", "Q5_K", [0, 1]),
-    ("q3km", "attn_output", "Q4_K", range(32)), ("q3km", "ffn_up", "Q3_K", range(32)), ("q4km", "attn_q", "Q4_K", range(32)), ("q4km", "attn_qkv", "Q6_K", MORE),
+    ("q3km", "attn_output", "Q4_K", range(32)), ("q3km", "ffn_up", "Q3_K", range(32)),
+    ("q4km", "attn_q", "Q4_K", range(32)), ("q4km", "attn_qkv", "Q6_K", MORE),
     ("q4km", "output", "Q6_K", range(32)), ("Q4_0", "output", "Q6_K", range(32)), ("Q8_0", "output", "Q8_0", range(32)),
     ("Q4_0", "attn_v", "Q4_0", range(32)), ("q4km", "token_embd", "Q4_K", range(32)),
 ])  # fmt: skip
