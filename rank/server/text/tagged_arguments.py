@@ -43,6 +43,7 @@ class TaggedArguments:
         self._value = ""  # of no text: what came so far
         self._from = 0  # where a closing tag of it is looked for
         self._passed = -1  # where the first one is that seemed to stand in a string
+        self._within = 0  # behind the last such
         self._newline = "\n" if tags.lines else ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -109,12 +110,12 @@ class TaggedArguments:
                     at = self._passed
                 return self._end_value(at)
             self._passed = at if self._passed < 0 else self._passed
-            self._from = at + 1
+            self._from = self._within = at + 1
         self._from = max(self._from, len(self._value) - len(self._tags.close) + 1)
         return "", ""
 
     def _within_string(self, at: int) -> bool:
-        if self._passed >= 0 and STRING.fullmatch(self._value, self._from, at):
+        if self._passed >= 0 and STRING.fullmatch(self._value, self._within, at):
             return True
         return self._value.lstrip()[:1] in ("[", "{") and within_string(self._value[:at])
 

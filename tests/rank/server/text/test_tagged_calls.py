@@ -13,7 +13,9 @@ from .parsing import check, parse
 
 pytestmark = pytest.mark.timeout(60)
 SCHEMA = {
+    "$defs": {"color": {"type": "string"}},
     "properties": {
+        "color": {"$ref": "#/$defs/color"},
         "text": {"type": "string"},
         "count": {"type": "integer"},
         "ratio": {"type": "number"},
@@ -22,7 +24,7 @@ SCHEMA = {
         "maybe": {"type": ["string", "null"]},
         "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
         "one_of": {"enum": ["1", "2"]},
-    }
+    },
 }
 TOOLS = {"f": SCHEMA}
 VALUES = [
@@ -44,6 +46,11 @@ VALUES = [
     ("either", "7", "7"),
     ("either", "seven", '"seven"'),
     ("one_of", "1", '"1"'),
+    ("items", '["a</parameter></arg_value>b"]', '["a</parameter></arg_value>b"]'),
+    ("items", '["a", "b', '"[\\"a\\", \\"b"'),
+    ("color", "5", '"5"'),
+    ("either", "(5)", '"(5)"'),
+    ("maybe", "# no\nNone", '"# no\\nNone"'),
     ("unknown", "7", "7"),
     ("unknown", "seven\nor é", '"seven\\nor é"'),
 ]
