@@ -155,8 +155,7 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     slots = torch.tensor([-1 if i in case.unwritten or not case.lengths[i] else at for i, at in enumerate(newest)])
 
     turn = random_cos_sin(n, dim)
-    weights = torch.randn(2, dim).to(dtype)
-    norms = QKNorm(weights[0], weights[1], 1e-6) if case.normed else None
+    norms = QKNorm(*torch.randn(2, dim).to(dtype), 1e-6) if case.normed else None
     wide = torch.randn(n, heads + 2 * kv_heads + 1, dim).to(dtype)  # a row of the merged projection, and more
     wide[:, -1] = NAN
     q, k, v = wide[:, :-1].split([heads, kv_heads, kv_heads], 1)
