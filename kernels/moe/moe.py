@@ -57,7 +57,8 @@ TILINGS = {
 F32_TILING = Tiling(TileConfig(16, 32, 32, 4, 2), TileConfig(16, 32, 32, 4, 2))
 
 
-Matrices = Tensor | Floats | Stack  # [E, outputs, inputs]
+Plain = Tensor | Floats
+Matrices = Plain | Stack  # [E, outputs, inputs]
 
 
 class Biases(NamedTuple):
@@ -103,6 +104,7 @@ def fused_experts(
     x = x.contiguous()
     if len(x) == 0:
         return torch.empty_like(x)
+    w13, w2 = plain(w13, x.dtype), plain(w2, x.dtype)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in biases):
         return grouped(x, ids, weights, w13, w2, act, biases, held=held)
     # A rank with a part of the experts has about as large a part of the pairs, so that its pairs per expert are these.
@@ -146,6 +148,11 @@ def matrix(stack: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
     if isinstance(stack, Stack):
         return stack.expert(expert, dtype)
     return floats.dequantize(stack.expert(expert), dtype) if isinstance(stack, Floats) else stack[expert]
+
+
+def plain(stack: Matrices, dtype: torch.dtype) -> Plain:
+    """Without a stack's packed form: dequantised."""
+    return stack.plain(dtype) if isinstance(stack, Stack) else stack
 
 
 def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
@@ -291,8 +298,8 @@ def grouped(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Matrices,
-    w2: Matrices,
+    w13: Plain,
+    w2: Plain,
     act: str = "silu",
     biases: Biases = UNBIASED,
     tiles: Tiling | None = None,

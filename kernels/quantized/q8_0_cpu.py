@@ -76,7 +76,9 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def experts(x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor) -> ops.Calls:
+def experts(
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor
+) -> ops.Calls:
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. stack: the weights [O, I] of all
     experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
     bias [experts, O]."""

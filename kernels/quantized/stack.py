@@ -46,6 +46,13 @@ class Stack(NamedTuple):
         first = index * padded(self.shape[1])
         return self.codec.dequantize(self.packed, dtype, first, first + self.shape[1])
 
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """All weights [E, O, I], contiguous."""
+        experts, outputs, inputs = self.shape
+        room = padded(outputs)
+        whole = self.codec.dequantize(self.packed, dtype, 0, experts * room).view(experts, room, inputs)
+        return whole[:, :outputs].contiguous()
+
 
 def padded(outputs: int) -> int:
     """P, the outputs that an expert has room for."""
@@ -85,6 +92,4 @@ def _filled(x: Tensor, outputs: int) -> Tensor:
 
 def _alike(one: Any, other: Any) -> bool:
     pairs = zip(one, other, strict=False)
-    return type(one) is type(other) and all(
-        a.shape == b.shape if isinstance(a, Tensor) else a == b for a, b in pairs
-    )
+    return type(one) is type(other) and all(a.shape == b.shape if isinstance(a, Tensor) else a == b for a, b in pairs)

@@ -88,7 +88,9 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return gated_activation(y, gate) if gate else y
 
 
-def experts(x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor) -> ops.Calls:
+def experts(
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor
+) -> ops.Calls:
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `q8_0_cpu.experts` does."""
     (count, outputs), inputs, form = sizes, stack.inputs, stack.form
     digits = x.new_empty(len(x), inputs // RUN, DIGITS, dtype=torch.uint8)

@@ -297,7 +297,7 @@ def _tell_dequantised(parts: list[Slice], source: Checkpoint) -> None:
     read = (source.find(part.tensor)[1].dtype for part in parts if not isinstance(part.module, VocabParallelEmbedding))
     if kinds := sorted(set(read) & ggml.CODECS.keys()):
         log.info(
-            "dequantised while they are loaded, as experts, groups cut by --tp and types without kernels are: %s",
+            "dequantised while they are loaded, as groups cut by --tp and types without kernels are: %s",
             ", ".join(kinds),
         )
 

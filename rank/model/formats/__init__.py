@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..shard import Shard
 from ..weights.slicing import Source
@@ -32,14 +33,29 @@ def in_situ(name: str) -> ChooseFormat:
     if name == "none":
         return dense
     part = _part(name)
-    if not part.smaller_groups:
-        return lambda path: part
-    other = _part(part.smaller_groups)
+    form = InSituFormat(part, _part(part.smaller_groups) if part.smaller_groups else part)
+    return lambda path: form
 
-    def make(inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
-        return (part if part.takes(inputs) else other)(inputs, outputs, bias, sources)
 
-    return lambda path: make
+@dataclass(frozen=True)
+class InSituFormat:
+    """What makes parts of `part`, or of `other` where a rank's inputs are not whole groups of it."""
+
+    part: type[InSitu]
+    other: type[InSitu]
+
+    @property
+    def stack_unit(self) -> int:
+        """Neighbouring inputs of an expert that a cut leaves together."""
+        return self.part.codec.GROUP
+
+    @property
+    def smaller(self) -> InSituFormat | None:
+        """What experts get whose inputs cannot be cut between groups."""
+        return InSituFormat(self.other, self.other) if self.other is not self.part else None
+
+    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> InSitu:
+        return (self.part if self.part.takes(inputs) else self.other)(inputs, outputs, bias, sources)
 
 
 def _part(name: str) -> type[InSitu]:

@@ -37,6 +37,14 @@ class PackedPart(Part):
     codec: Codec
     packed: tuple[Any, ...]
 
+    def encoded(self) -> Sequence[Tensor]:
+        """What `codec.pack` takes, of the parameters as they were loaded, [outputs, ...] each."""
+        raise NotImplementedError
+
+    def kept_bits(self, device: torch.device) -> float:
+        """Of a weight as it is kept there, with its share of what its group has."""
+        raise NotImplementedError
+
     def hold(self, packed: tuple[Any, ...]) -> None:
         """Keep this; its tensors become buffers."""
         self.packed = packed
