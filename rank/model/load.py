@@ -25,6 +25,7 @@ from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
+from .layers.mla import LatentUp
 from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
@@ -102,6 +103,9 @@ def load(
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
     model.dtype = DTYPES[chosen]
+    for one in model.modules():
+        if isinstance(one, LatentUp):
+            one.expand(model.dtype)
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))

@@ -80,9 +80,5 @@ class InSitu(PackedPart):
         self.hold(self.codec.pack(*self.encoded()))
         del self.weight
 
-    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        return round(self.weight.numel() * self.kept_bits(device) / 8) + bias
-
     def plain_bytes(self, stored: torch.dtype) -> int:
         return self.weight.numel() * stored.itemsize if self.sources else 0

@@ -39,20 +39,11 @@ class StoredPart(PackedPart):
             setattr(self, field.name, made if bias or field is not BIAS else None)
         self.adds_bias = bias
 
-    @property
-    def width(self) -> int:
-        """This rank's outputs."""
-        return sum(shard.width for shard in self.outputs)
-
     def drop(self) -> None:
         """Give back all parameters but the bias."""
         for field in self.fields:
             if field is not BIAS:
                 delattr(self, field.name)
-
-    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        bias = self.width * dtype.itemsize if self.bias is not None else 0
-        return round(self.width * self.inputs.width * self.kept_bits(device) / 8) + bias
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         sizes = {name: parameter.numel() for name, parameter in self.named_parameters(recurse=False)}

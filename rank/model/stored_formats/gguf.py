@@ -70,10 +70,6 @@ class Blocks(PackedPart):
         del self.blocks
         self.hold(self.codec.pack(*encoded))
 
-    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        return round(len(self.blocks) * self.inputs.width * self.kept_bits(device) / 8) + bias
-
     def plain_bytes(self, stored: torch.dtype) -> int:
         return self.blocks.numel()
 

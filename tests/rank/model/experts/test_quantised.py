@@ -133,9 +133,11 @@ def test_random_weights(made):
     assert 0.1 < logits.std() < 10
 
 
-def test_ranks_that_super_blocks_are_too_few_for(made):
+def test_ranks_that_super_blocks_are_too_few_for(source, tmp_path):
     """Two super-blocks of inputs, and three ranks; experts that are shared out whole need no cut."""
-    refused(made("super-blocks")[0], USAGE, "3 ranks cannot share 512 inputs of each expert", tp=3)
+    file = gguf_files.write(source, tmp_path / "x.gguf", "Q4_K")
+    assert stacks(file, 3, ep=3)
+    refused(file, USAGE, "3 ranks cannot share 512 inputs of each expert", tp=3)
 
 
 def test_experts_in_smaller_groups_where_super_blocks_do_not_fit(made, expected):
