@@ -20,7 +20,8 @@ from ..safetensors_header import Index
 from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
-from .experts.fused import FusedExperts
+from .experts.fused import FusedExperts, StackedLinear
+from .experts.stacks import StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
@@ -123,7 +124,9 @@ def _no_experts(mesh: Mesh) -> FatalError:
 
 def _tell_other_formats(model: Model, isq: str) -> None:
     """Log how many linears are quantised to another format than was asked for, as their inputs are not whole groups."""
-    found = [part.name() for part in model.modules() if isinstance(part, InSitu) and part.name() != isq]
+    stacks = [one.stored for one in model.modules() if isinstance(one, StackedLinear)]
+    parts = [*model.modules(), *(one.part for one in stacks if isinstance(one, StackOfParts))]
+    found = [part.name() for part in parts if isinstance(part, InSitu) and part.name() != isq]
     if found:
         log.info("--isq %s: %d linears whose inputs are not whole groups are in %s", isq, len(found), found[0])
 
