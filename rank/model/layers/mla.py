@@ -128,16 +128,16 @@ class LatentAttention(nn.Module):
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
         q, latents = self._project(h)
-        (cache,) = batch.caches[self.local]
+        cache, *scales = batch.caches[self.local]
         norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS)
-        rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots)
+        rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
         rows = batch
         if batch.sampled is not None and self.local == len(batch.caches) - 1:
             h.keep(batch.sample_at)
             q, rows = q[batch.sample_at], batch.sampled
         if len(q) == 0:
             return self.o_proj(q.new_empty(0, self.o_proj.inputs.width))
-        return self.o_proj(latent_attention(q, cache, self.kv_b_proj.plain, rows, self.params))
+        return self.o_proj(latent_attention(q, cache, self.kv_b_proj.plain, rows, self.params, *scales))
 
     def _project(self, h: Normed) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, nope + rope] of this rank's heads, latents [T, latent + rope]."""
