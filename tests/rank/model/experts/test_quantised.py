@@ -82,6 +82,7 @@ NAMES = [*KINDS, "gptq", "gptq of 8 bits", "awq", "w4a16", "w8a16", "q6k", "q8_0
 CASES = [
     *((name, LAYOUTS[i % 4]) for i, name in enumerate(NAMES)), ("super-blocks", dict(tp=2, pp=2)),
     ("super-blocks", dict(tp=6, ep=3)), ("gptq", dict(tp=3)), ("q8_0", dict(tp=3)), ("q4k", dict(tp=2)),
+    ("fp8", dict(tp=2)),
 ]  # fmt: skip
 
 
