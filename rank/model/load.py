@@ -20,11 +20,13 @@ from ..safetensors_header import Index
 from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
-from .experts.fused import FusedExperts
+from .experts.fused import FusedExperts, StackedLinear
+from .experts.stacks import StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
+from .layers.mla import LatentUp
 from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
@@ -100,6 +102,9 @@ def load(
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
     model.dtype = DTYPES[chosen]
+    for one in model.modules():
+        if isinstance(one, LatentUp):
+            one.expand(model.dtype)
     _count_weights(model)
     return model.eval()
 
@@ -130,7 +135,9 @@ def _no_experts(mesh: Mesh) -> FatalError:
 def _tell_other_formats(model: Model, isq: str) -> None:
     """Log how many linears a mix quantises to which format, or how many get another one than was asked for, as their
     inputs are not whole groups."""
-    found = [part.name() for part in model.modules() if isinstance(part, InSitu) and part.name() != isq]
+    stacks = [one.stored for one in model.modules() if isinstance(one, StackedLinear)]
+    parts = [*model.modules(), *(one.part for one in stacks if isinstance(one, StackOfParts))]
+    found = [part.name() for part in parts if isinstance(part, InSitu) and part.name() != isq]
     if isq in mixes.MIXES:
         counts = ", ".join(f"{found.count(name)} in {name}" for name in sorted(set(found)))
         log.info("--isq %s: linears, or parts of them: %s", isq, counts)
@@ -314,7 +321,7 @@ def _tell_dequantised(parts: list[Slice], source: Checkpoint) -> None:
     read = (source.find(part.tensor)[1].dtype for part in parts if not isinstance(part.module, VocabParallelEmbedding))
     if kinds := sorted(set(read) & ggml.CODECS.keys()):
         log.info(
-            "dequantised while they are loaded, as experts, groups cut by --tp and types without kernels are: %s",
+            "dequantised while they are loaded, as groups cut by --tp and types without kernels are: %s",
             ", ".join(kinds),
         )
 

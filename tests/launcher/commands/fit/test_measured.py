@@ -167,6 +167,24 @@ def test_bytes_of_gguf_files(tmp_path, kind):
     assert re.fullmatch(r"the GGUF file holds 0.0[01] GB of weights", headers.compare(shape, headers.by_class(file)))
 
 
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    **COMMON,
+    "hidden_size": 512,
+    "moe_intermediate_size": 1536,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+}
+
+
+@pytest.mark.parametrize("isq, settings", [("q4k", {}), ("none", STORED[0]), ("none", STORED[1])])
+def test_bytes_of_quantised_experts(tmp_path, isq, settings):
+    path = write(tmp_path, EXPERTS | ({"quantization_config": settings} if settings else {}))
+    compare(path, "bf16", isq, exact=False)
+    (whole,) = memory.stages(read(path, isq=isq), Layout(1), CONTEXT)
+    assert whole.weights["experts"] < 0.6 * 2 * 7 * 3 * 512 * 1536 * 2, "of 16 bits, in two layers"
+
+
 def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path):
     path = write(tmp_path, {"model_type": "llama", **COMMON, "intermediate_size": 352})
     assert read(path).degrees == (1, 2, 3, 6, 12) and read(path, isq="q8_0").degrees == (1, 3, 6)
