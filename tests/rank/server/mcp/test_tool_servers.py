@@ -1,8 +1,8 @@
 """Tools of real servers: listed, called, and what happens where a server fails."""
 
 import asyncio
-import re
 import contextlib
+import re
 
 import pytest
 from phalanx.rank.server.mcp import connection
