@@ -36,7 +36,7 @@ def main(base: str, model: str) -> dict:
         agent = FunctionAgent(tools=tools, llm=own)
         calls = []
         handler = agent.run(WEATHER)
-        async for event in handler:
+        async for event in handler.stream_events():
             if type(event).__name__ == "ToolCallResult":
                 calls.append((event.tool_name, event.tool_output.content))
         await handler
