@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from .api_error import bad
 from .decoding import show
@@ -37,16 +38,16 @@ class CustomInput(msgspec.Struct):
 class Call(msgspec.Struct):
     """A call of a function or of a custom tool."""
 
-    function: Function | None = None
+    function: Function | UnsetType = UNSET
     id: str | None = None
     type: str = "function"
-    custom: CustomInput | None = None
+    custom: CustomInput | UnsetType = UNSET
 
     def called(self) -> Function:
         """As the model has called it. `check` has seen that there is one."""
-        if self.custom is not None:
+        if self.custom is not UNSET:
             return Function(self.custom.name, {"input": self.custom.input})
-        assert self.function is not None
+        assert self.function is not UNSET
         return self.function
 
 
@@ -72,7 +73,7 @@ class Message(msgspec.Struct):
         if self.role not in ROLES:
             raise bad(f"{at}.role", f"{at}.role is {show(self.role)}: expected one of {', '.join(ROLES)}")
         for j, call in enumerate(self.tool_calls or ()):
-            if call.function is None and call.custom is None:
+            if call.function is UNSET and call.custom is UNSET:
                 raise bad(f"{at}.tool_calls[{j}].function", f"{at}.tool_calls[{j}].function is missing")
         for j, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, Part) and part.type not in PARTS:
