@@ -17,7 +17,7 @@ from .constraint import Constraint, StructuredOutputs, guided, need_llguidance, 
 from .conversation import Message
 from .custom_tools import as_function
 from .decoding import Body, show
-from .token_fields import TokenFields
+from .token_fields import TokenFields, texts_or_tokens
 from .tool_choice import check_tools, chosen
 
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
@@ -370,19 +370,6 @@ class CompletionRequest(Common, kw_only=True):
             raise bad("suffix", "suffix is not supported: it needs a model trained to fill in the middle")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise bad("logprobs", f"logprobs is {show(self.logprobs)}: it must be between 0 and {MAX_LOGPROBS}")
-
-
-def texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Each as text or token ids."""
-    if isinstance(value, str):
-        return [value]
-    if not value:
-        raise bad(name, f"{name} is an empty list: give a text, token ids, or a list of either")
-    if all(isinstance(item, int) for item in value):
-        return [value]  # type: ignore[list-item]
-    if any(isinstance(item, int) for item in value):
-        raise bad(name, f"{name} mixes token ids with texts or lists: give one kind only")
-    return value  # type: ignore[return-value]
 
 
 def check_ranges(request: Body) -> None:
