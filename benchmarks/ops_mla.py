@@ -38,7 +38,7 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     splits = mla_triton.choose_kv_splits(programs, 32768, torch.cuda.get_device_properties(0).multi_processor_count)
     rest = rows.block_tables, rows.lengths, out, PARAMS.scale
     versions: dict[str, list[Call]] = {
-        f"kernel, tiles of {tile}": [partial(mla_triton.decode, q, c, LATENT, *rest, splits, tile) for c in caches]
+        f"kernel, tiles of {tile}": [partial(mla_triton.decode, q, c, LATENT, *rest, splits, None, tile) for c in caches]
         for tile in (32, 64)
     }
     versions["ours"] = [partial(mla.latent_attention, whole, c, up, rows, PARAMS) for c in caches]
