@@ -28,7 +28,7 @@ def empty(most: int, width: int, device: torch.device) -> DecodeInputs:
     long = torch.zeros(4, most, dtype=torch.int64, device=device)
     lengths = torch.zeros(most, dtype=torch.int32, device=device)
     tables = torch.zeros(most, width, dtype=torch.int32, device=device)
-    return DecodeInputs(*long, lengths, tables)
+    return DecodeInputs(long[0], long[1], long[2], long[3], lengths, tables)
 
 
 def decode_inputs(sent: Tensor, table: Tensor, last: Tensor, inputs: DecodeInputs, size: int, block_size: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...kernels.rope.fp8_cache import E4M3
+
 Caches = list[tuple[Any, ...]]  # of each local layer: the tensors of its spec, [blocks, ...] or [rows, ...] each
 
 
@@ -28,11 +30,12 @@ class CacheSpec(Protocol):
     """Must be hashable, and equal for layers that keep the same."""
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """The tensors of a block of so many tokens. dtype: the model's."""
+        """The tensors of a block of so many tokens. dtype: of what is kept, the model's or e4m3, which has scales
+        (kernels/rope/fp8_cache.py)."""
 
-    def row(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    def row(self) -> tuple[TensorSpec, ...]:
         """The tensors of a sequence. Whoever writes them starts anew where a sequence's first token has position 0: a
-        row's tensors are not cleared between two sequences. dtype: the model's."""
+        row's tensors are not cleared between two sequences."""
 
 
 class PagedKV(NamedTuple):
@@ -44,10 +47,11 @@ class PagedKV(NamedTuple):
     window: int = 0  # the layer reads the newest `window` tokens only; 0: all. Blocks before them are not freed yet.
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]."""
-        return tuple(TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
+        """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]; for e4m3 [kv_heads, 2, tokens]."""
+        kept = (TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
+        return *kept, *_scales(self.kv_heads, tokens, dtype)
 
-    def row(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    def row(self) -> tuple[TensorSpec, ...]:
         return ()
 
 
@@ -58,10 +62,19 @@ class PagedLatent(NamedTuple):
     width: int  # of both, side by side
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """[tokens, width]."""
-        return (TensorSpec((tokens, self.width), dtype),)
+        """[tokens, width]; for e4m3 [1, 2, tokens]."""
+        return TensorSpec((tokens, self.width), dtype), *_scales(1, tokens, dtype)
 
-    def row(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+
+def _scales(heads: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    return (TensorSpec((heads, 2, tokens), torch.uint8),) if dtype == E4M3 else ()
+
+
+def cache_dtype(chosen: str, dtype: torch.dtype) -> torch.dtype:
+    """Of what caches keep. chosen: --kv-cache-dtype; dtype: the model's."""
+    return E4M3 if chosen == "fp8" else dtype
+
+    def row(self) -> tuple[TensorSpec, ...]:
         return ()
 
 
@@ -78,15 +91,16 @@ class RecurrentState(NamedTuple):
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         return ()
 
-    def row(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """The convolution's inputs [columns, channels], the state [heads, key_dim, value_dim] f32, as errors add up."""
-        convolution = TensorSpec((self.columns, self.channels), dtype)
-        return convolution, TensorSpec((self.heads, self.key_dim, self.value_dim), torch.float32)
+    def row(self) -> tuple[TensorSpec, ...]:
+        """The convolution's inputs [columns, channels], and the state [heads, key_dim, value_dim]. Both are f32: errors
+        of a recurrence add up, and the inputs are few."""
+        shapes = (self.columns, self.channels), (self.heads, self.key_dim, self.value_dim)
+        return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
 
 
 def block_bytes(spec: CacheSpec, tokens: int, dtype: torch.dtype) -> int:
     return sum(tensor.nbytes for tensor in spec.block(tokens, dtype))
 
 
-def row_bytes(spec: CacheSpec, dtype: torch.dtype) -> int:
-    return sum(tensor.nbytes for tensor in spec.row(dtype))
+def row_bytes(spec: CacheSpec) -> int:
+    return sum(tensor.nbytes for tensor in spec.row())

@@ -14,10 +14,11 @@ import msgspec
 from . import unsupported
 from .api_error import bad
 from .constraint import Constraint, StructuredOutputs, guided, need_llguidance, response_format, structured_outputs
-from .conversation import Message, Tool, tool_name
-from .decoding import Body, explain, show
-from .token_fields import TokenFields
-from .tool_choice import tool_choice
+from .conversation import Message
+from .custom_tools import as_function
+from .decoding import Body, show
+from .token_fields import TokenFields, texts_or_tokens
+from .tool_choice import check_tools, chosen
 
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
 MAX_CHOICES = 128
@@ -26,6 +27,7 @@ MAX_STOPS = 64
 MAX_BIASES = 1 << 16
 MAX_LOGPROBS = 20
 MAX_NAMED = 256
+MAX_ID = 256
 
 # Field: lowest and highest value.
 RANGES: dict[str, tuple[float, float]] = {
@@ -235,6 +237,8 @@ class ChatRequest(Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    conversation_id: str | None = None
+    record_conversation: bool | None = None
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -274,10 +278,12 @@ class ChatRequest(Common, kw_only=True):
         return tools + sum(message.characters() for message in self.conversation())
 
     def offered(self) -> list[dict[str, Any]] | None:
-        """The tools that the model may call."""
-        choice = tool_choice(self.tool_choice)
-        tools = [one for one in self.tools or () if choice.allowed is None or tool_name(one) in choice.allowed]
-        return tools if tools and choice.mode != "none" else None
+        """The tools that the model may call, as functions."""
+        return [as_function(tool) for tool in self.chosen()] or None
+
+    def chosen(self) -> list[dict[str, Any]]:
+        """The same as the request has them."""
+        return chosen(self.tools, self.tool_choice)
 
     def conversation(self) -> list[Message]:
         """The messages; a text alone is one of the user."""
@@ -299,6 +305,16 @@ class ChatRequest(Common, kw_only=True):
         self._check_messages()
         self.check_tools()
 
+    def check_recorded(self) -> None:
+        """What a conversation that is recorded may ask for. Raises ApiError 400."""
+        if self.conversation_id is not None and not 0 < len(self.conversation_id) <= MAX_ID:
+            count = len(self.conversation_id)
+            raise bad("conversation_id", f"conversation_id has {count} characters: expected 1 to {MAX_ID}")
+        if (self.n or 1) > 1:
+            raise bad("n", f"n is {self.n} with record_conversation: one answer is recorded, ask for one")
+        if self.continue_final_message:
+            raise bad("continue_final_message", "continue_final_message and record_conversation exclude each other")
+
     def _check_messages(self) -> None:
         messages = self.conversation()
         if not messages:
@@ -313,20 +329,7 @@ class ChatRequest(Common, kw_only=True):
 
     def check_tools(self) -> None:
         """The tools, and whether tool_choice fits them. Raises ApiError 400."""
-        for i, tool in enumerate(self.tools or ()):
-            try:
-                checked = msgspec.convert(tool, Tool)
-            except msgspec.ValidationError as error:
-                raise explain(str(error), tool, f"tools[{i}]") from None
-            if checked.type != "function":
-                raise bad("tools", f'tools[{i}].type is {show(checked.type)}: only "function" is supported')
-        choice = tool_choice(self.tool_choice)
-        offered = [tool_name(tool) for tool in self.offered() or ()]
-        if choice.mode == "required" and not offered:
-            raise bad("tool_choice", f"tool_choice is {show(self.tool_choice)}: it needs tools that may be called")
-        if choice.named and choice.named not in offered:
-            shown = ", ".join(offered)
-            raise bad("tool_choice", f"tool_choice names {show(choice.named)}, but the tools are {shown}")
+        check_tools(self.tools, self.tool_choice)
 
 
 class CompletionRequest(Common, kw_only=True):
@@ -367,19 +370,6 @@ class CompletionRequest(Common, kw_only=True):
             raise bad("suffix", "suffix is not supported: it needs a model trained to fill in the middle")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise bad("logprobs", f"logprobs is {show(self.logprobs)}: it must be between 0 and {MAX_LOGPROBS}")
-
-
-def texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Each as text or token ids."""
-    if isinstance(value, str):
-        return [value]
-    if not value:
-        raise bad(name, f"{name} is an empty list: give a text, token ids, or a list of either")
-    if all(isinstance(item, int) for item in value):
-        return [value]  # type: ignore[list-item]
-    if any(isinstance(item, int) for item in value):
-        raise bad(name, f"{name} mixes token ids with texts or lists: give one kind only")
-    return value  # type: ignore[return-value]
 
 
 def check_ranges(request: Body) -> None:

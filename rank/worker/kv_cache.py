@@ -75,6 +75,16 @@ def less_states(memory: int, states: int, rows: int) -> int:
     return memory - states
 
 
+def check_host(memory: int, free: int) -> None:
+    """Raise FatalError where a rank is to take more of the host's memory than it may: the kernel would kill it."""
+    if memory > free:
+        raise errors.FatalError(
+            f"--kvcache-mem-cpu asks for {memory / MIB:.0f} MB of each rank, but {free / MIB:.0f} are free on this "
+            "host for one: ask for less",
+            errors.MEMORY,
+        )
+
+
 def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -> int:
     """The longest sequence that may be served: it must fit in the pool alone, or admission could wait for ever.
 
@@ -96,7 +106,7 @@ def allocate(
     specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0
 ) -> Caches:
     """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block], then [rows, *shape of a row].
-    dtype: the model's."""
+    dtype: as of CacheSpec.block."""
     return [_make(spec, blocks, rows, block_size, dtype, device) for spec in specs]
 
 
@@ -104,7 +114,7 @@ def allocate_shared(
     specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0
 ) -> Caches:
     """As `allocate`, but layers of one shape share their tensors: for steps whose results nobody reads."""
-    kinds = [(spec.block(block_size, dtype), spec.row(dtype)) for spec in specs]
+    kinds = [(spec.block(block_size, dtype), spec.row()) for spec in specs]
     of_kind = dict(zip(kinds, specs, strict=True))
     made = {kind: _make(spec, blocks, rows, block_size, dtype, device) for kind, spec in of_kind.items()}
     return [made[kind] for kind in kinds]
@@ -115,7 +125,7 @@ def _make(
 ) -> tuple[Tensor, ...]:
     make = _untouched if device.type == "cpu" else torch.zeros
     shapes = [((blocks, *one.shape), one.dtype) for one in spec.block(block_size, dtype)]
-    shapes += [((rows, *one.shape), one.dtype) for one in spec.row(dtype)]
+    shapes += [((rows, *one.shape), one.dtype) for one in spec.row()]
     return tuple(make(shape, dtype=kind, device=device) for shape, kind in shapes)
 
 

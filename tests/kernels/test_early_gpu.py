@@ -8,17 +8,16 @@ from phalanx.kernels import jit
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import CurrentKV
-from phalanx.kernels.device import device_caps
 from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import skinny
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import rope
 from phalanx.kernels.sampling import decode_inputs
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).has_tma,
-    reason="needs the tensor memory accelerator of sm_90 or sm_100, and their shared memory",
-)
+from ..devices import needs_tma, require_gpu
+
+require_gpu()
+pytestmark = needs_tma
 HEADS, KV_HEADS, DIM, SIZE, LAYERS, STEPS, VOCABULARY = 8, 2, 128, 16, 3, 30, 64
 HIDDEN, BLOCKS, LONGEST = HEADS * DIM, 300, 2400
 WIDTH = 16000  # of block tables: what copies them lasts longer than kernels take to start

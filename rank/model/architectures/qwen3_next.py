@@ -22,7 +22,7 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import AddRMSNorm
 from ..layers.residual import Normed, Partial, ResidualStream
 from . import llama, qwen3
-from .qwen2_moe import ExpertArgs, SharedMoE
+from .qwen2_moe import SharedExpertArgs, SharedMoE
 
 CONFIG = {"defaults": {"head_dim": 256, "partial_rotary_factor": 0.25}}
 
@@ -44,11 +44,9 @@ class HybridArgs(llama.Args):
 
     def __post_init__(self) -> None:
         if self.hidden_act != "silu":
-            raise FatalError(f"config.json: hidden_act {self.hidden_act!r} is not supported for this model type", MODEL)
+            raise FatalError(f"config.json: hidden_act {self.hidden_act!r} is not supported here; silu is", MODEL)
         if not self.attn_output_gate:
-            raise FatalError(
-                "config.json: attn_output_gate is false, which is not supported for this model type", MODEL
-            )
+            raise FatalError("config.json: attn_output_gate is false, which is not supported here", MODEL)
 
     def linear(self, index: int) -> bool:
         """Whether a layer has a gated delta net."""
@@ -68,9 +66,8 @@ class HybridArgs(llama.Args):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ExpertArgs, HybridArgs):
+class Args(SharedExpertArgs, HybridArgs):
     norm_topk_prob: bool = True
-    shared_expert_intermediate_size: int
 
 
 class Attention(qwen3.Attention):

@@ -179,7 +179,7 @@ class Shared:
 
     def _make(self, spec: CacheSpec, blocks: int, rows: int) -> tuple[Tensor, ...]:
         kept = [(blocks, one) for one in spec.block(BLOCK, self._dtype)]
-        kept += [(rows, one) for one in spec.row(self._dtype)]
+        kept += [(rows, one) for one in spec.row()]
         return tuple(torch.zeros(count, *one.shape, dtype=one.dtype, device=self._device) for count, one in kept)
 
 

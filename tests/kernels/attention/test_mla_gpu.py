@@ -5,11 +5,12 @@ import torch
 from phalanx.kernels.attention import mla
 from phalanx.kernels.attention.backend import AttentionParams
 
+from ...devices import require_gpu
 from . import latents
 from .latents import DEEPSEEK, LENGTHS, SIZES, Sizes, latent_cache
 from .test_attention import make_rows
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+require_gpu()
 # Scores of 576 products and up to 25 in size: what f32 rounds of them is in the weights.
 KINDS = [(torch.float32, 1e-4), (torch.bfloat16, 2.5e-2), (torch.float16, 4e-3)]
 

@@ -14,7 +14,9 @@ from phalanx.kernels.collective import allreduce
 from phalanx.kernels.collective.allreduce import INBOX, ONE_SHOT, SENT, SLOT, SymmetricMemory
 from phalanx.kernels.gemm import gemm_reduce_scatter
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from ...devices import require_gpu
+
+require_gpu()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FIT = 96  # of all ranks, one to a multiprocessor
 

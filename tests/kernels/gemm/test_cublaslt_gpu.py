@@ -7,7 +7,9 @@ from phalanx.kernels.gemm import autotune, cublaslt
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from ...devices import require_gpu
+
+require_gpu()
 NAN = float("nan")
 
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from phalanx.kernels.norm import layer_norm, norm
 
-from ..test_gpu import KINDS, near, poison, pytestmark  # noqa: F401
+from ...devices import require_gpu
+from ..gpu import KINDS, near, poison  # noqa: F401
+
+require_gpu()
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)

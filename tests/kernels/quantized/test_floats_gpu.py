@@ -5,9 +5,10 @@ import torch
 from phalanx.kernels.quantized import floats
 from phalanx.kernels.quantized.floats import Floats
 
+from ...devices import require_gpu
 from .floats_cases import SIZES, make
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+require_gpu()
 WEIGHTS = [(*sizes, False) for sizes in SIZES] + [(4096, 4096, 128, False), (40, 96, 32, True), (2880, 2880, 32, True)]
 
 

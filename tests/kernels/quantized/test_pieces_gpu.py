@@ -18,17 +18,10 @@ from phalanx.kernels.quantized import (
 from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed, WgmmaConfig
 from torch.nn.functional import gelu, silu
 
+from ...devices import needs_hopper, needs_tma, require_gpu
 from . import floats_cases
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_tma = pytest.mark.skipif(
-    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).has_tma,
-    reason="needs the tensor memory accelerator of sm_90 or sm_100, and their shared memory",
-)
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).hopper,
-    reason="needs Hopper's asynchronous tensor-core instructions",
-)
+require_gpu()
 NAN = float("nan")
 DTYPES = [torch.bfloat16, torch.float16]
 HALF_UNIT = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # of the last place

@@ -4,9 +4,10 @@ import pytest
 import torch
 from phalanx.kernels.sampling.token_mask import mask_tokens
 
+from ...devices import require_gpu
 from .test_token_mask import CASES, check
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+require_gpu()
 
 
 @pytest.mark.parametrize("rows, vocab, width, parts", [*CASES, (64, 152064, 76032, 2)])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import threads
-from phalanx.rank.model.cache_spec import PagedKV, RecurrentState, block_bytes, row_bytes
+from phalanx.rank.model.cache_spec import PagedKV, PagedLatent, RecurrentState, block_bytes, row_bytes
 from phalanx.rank.worker import kv_cache
 
 
@@ -66,10 +66,10 @@ def test_the_tensors_are_zero_and_of_the_shape_asked_for(dtype):
 def test_states_have_an_entry_for_each_row():
     specs = [PagedKV(2, 5, 5), RecurrentState(3, 7, 2, 4, 5)]
     _, (convolution, state) = kv_cache.allocate(specs, 3, 4, torch.bfloat16, torch.device("cpu"), 6)
-    assert convolution.shape == (6, 3, 7) and convolution.dtype == torch.bfloat16
+    assert convolution.shape == (6, 3, 7) and convolution.dtype == torch.float32
     assert state.shape == (6, 2, 4, 5) and state.dtype == torch.float32, "errors of a recurrence add up"
     assert block_bytes(specs[1], 16, torch.bfloat16) == 0
-    assert row_bytes(specs[1], torch.bfloat16) == 3 * 7 * 2 + 2 * 4 * 5 * 4 and row_bytes(specs[0], torch.float32) == 0
+    assert row_bytes(specs[1]) == (3 * 7 + 2 * 4 * 5) * 4 and row_bytes(specs[0]) == 0
 
 
 def test_states_that_do_not_fit_are_refused():
@@ -84,6 +84,15 @@ def test_a_stage_without_keys_has_as_many_blocks_as_others():
 
 def _check_blocks(world):
     assert kv_cache.num_blocks(world, [0, 100][world.rank], 50, 3000) == 30
+
+
+def test_codes_have_scales():
+    (keys, values, scales), (latents, more) = kv_cache.allocate(
+        [PagedKV(2, 5, 3), PagedLatent(24)], 3, 4, torch.float8_e4m3fn, torch.device("cpu")
+    )
+    assert keys.shape == (3, 4, 2, 5) and values.shape == (3, 4, 2, 3) and latents.shape == (3, 4, 24)
+    assert keys.dtype == values.dtype == latents.dtype == torch.float8_e4m3fn
+    assert scales.shape == (3, 2, 2, 4) and more.shape == (3, 1, 2, 4) and scales.dtype == more.dtype == torch.uint8
 
 
 def test_layers_of_one_shape_may_share():

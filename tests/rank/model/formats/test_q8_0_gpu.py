@@ -8,7 +8,9 @@ from phalanx.comm import mesh, threads
 from phalanx.kernels.quantized import panels, pieces_cuda, q8_0
 from phalanx.rank.model.load import load
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from ....devices import require_gpu
+
+require_gpu()
 CONFIG = {
     "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 1024, "intermediate_size": 4096,
     "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000,

@@ -7,11 +7,12 @@ from phalanx.kernels.quantized import pieces_cuda
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file
 
+from ....devices import require_gpu
 from ..test_architectures import write
 from . import packers
 from .test_stored import CASES, COMMON
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+require_gpu()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,18 +4,14 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.router import RouterParams
 
-from .moe.cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares
-from .programs import V2_ROUTER, V3_ROUTER
+from ...devices import needs_tma, require_gpu
+from ..programs import V2_ROUTER, V3_ROUTER
+from .cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_tma = pytest.mark.skipif(
-    not torch.cuda.is_available() or not device_caps(torch.device("cuda", 0)).has_tma,
-    reason="needs the tensor memory accelerator of sm_90 or sm_100, and their shared memory",
-)
+require_gpu()
 KINDS = [(torch.float32, 3e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)]
 QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 

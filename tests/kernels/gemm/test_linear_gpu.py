@@ -1,0 +1,91 @@
+"""GEMMs and GEMVs on a GPU against f64."""
+
+import pytest
+import torch
+from phalanx.kernels.device import device_caps
+from phalanx.kernels.gemm import linear, skinny, swiglu_gemm
+from phalanx.kernels.norm import norm
+from torch.nn.functional import gelu, silu
+
+from ...devices import needs_hopper, needs_tma, require_gpu
+from ..gpu import poison  # noqa: F401
+
+require_gpu()
+
+
+def apart(got, want):
+    assert got.shape == want.shape and got.isfinite().all()
+    return ((got.double() - want).norm() / want.norm()).item() if got.numel() else 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs, inputs", [(64, 512), (192, 4096), (128, 14336), (64, 1536), (128, 384), (96, 640)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 64, 65])
+def test_gemms_of_few_rows(rows, outputs, inputs, dtype):
+    x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
+    for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
+        want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert apart(linear.linear(x, weight, bias), want) < 4e-3
+        assert apart(linear.gated_linear(x, weight, bias=bias), gate(want, dtype)) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs, inputs", [(64, 512), (6144, 4096), (28672, 4096), (192, 1536), (128, 8192)])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("gated", ["", "silu", "gelu_tanh"])
+def test_gemvs_that_norm_their_rows(gated, rows, outputs, inputs, dtype):
+    """Beside the two operations; x and the residual stay as they are, as other blocks read them."""
+    x, residual, norm_weight = (torch.randn(*n, inputs, device="cuda").to(dtype) for n in ((rows,), (rows,), ()))
+    weight = torch.randn(outputs, inputs, device="cuda").to(dtype) / 8
+    before = x.clone(), residual.clone()
+    assert skinny.supports_norm(x, residual, norm_weight, weight) is (rows * inputs <= skinny.NORMED)
+    normed, total = norm.add_rms_norm_reference(x.clone(), residual.clone(), norm_weight, 1e-5)
+    want = normed.double() @ weight.double().T
+    for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
+        want += 0 if bias is None else bias.double()
+        y, stream = skinny.normed_linear(x, residual, norm_weight, 1e-5, weight, gated, bias)
+        assert torch.equal(stream, total) and torch.equal(x, before[0]) and torch.equal(residual, before[1])
+        assert apart(y, gate(want, dtype, gated) if gated else want) < 4e-3
+    odd = torch.empty(rows * inputs + 1, device="cuda", dtype=dtype)[1:].view(rows, inputs)
+    assert not skinny.supports_norm(x, odd, norm_weight, weight)
+    assert not skinny.supports_norm(x, residual, norm_weight.float(), weight)
+
+
+def gate(y, dtype, act="silu"):
+    """act of the first half of the outputs times the second half, both rounded."""
+    first, second = y.to(dtype).double().chunk(2, 1)
+    return (silu(first) if act == "silu" else gelu(first, approximate="tanh")) * second
+
+
+@needs_tma
+@pytest.mark.parametrize("gated", ["", "silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "outputs, inputs, dtype",
+    [(1344, 2048, torch.float16), (28672, 4096, torch.bfloat16), (4096, 14336, torch.bfloat16)],
+)
+@pytest.mark.parametrize("rows", [1, 7, 16, 29, 50, 64])
+def test_pipelined_gemms(rows, outputs, inputs, gated, dtype):
+    """Every way to cut them, twice in a row into memory that holds NaN: a race would show as a difference."""
+    x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
+    bias = torch.randn(outputs, device="cuda").to(dtype)
+    want = x.double() @ weight.double().T + bias.double()
+    want = gate(want, dtype, gated) if gated else want
+    found = device_caps(x.device)
+    for cut in skinny.tile_configs(rows, outputs, inputs, found.num_sms, skinny.whole_tiles(rows, found)):
+        made = [skinny.pipelined(x, weight, cut, gated, bias) for _ in range(4)]
+        assert all(apart(y, want) < 4e-3 for y in made), cut
+        differ = [(y != made[0]).nonzero() for y in made]
+        assert not any(map(len, differ)), (cut, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs, inputs", [(128, 64), (384, 4096), (14336, 512), (3072, 1088)])
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 256, 1000, 2049, 4500])
+def test_gated_gemms_of_many_rows(rows, outputs, inputs, dtype):
+    """Three times each into memory that holds NaN: a race would show as a difference."""
+    x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, 2 * outputs))
+    want = gate(x.double() @ weight.double().T, dtype)
+    found = [swiglu_gemm.swiglu_gemm(x, weight) for _ in range(3)]
+    assert apart(found[0], want) < 4e-3
+    assert all(torch.equal(y, found[0]) for y in found)
