@@ -124,7 +124,7 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
     if qkv.is_cuda and batch.num_decodes == len(batch.query_lens):
         from . import gated_delta_triton
 
-        return gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes)
+        return gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS)
     return gated_delta_reference(qkv, gates, state, batch, sizes)
 
 

@@ -65,6 +65,9 @@ class PagedLatent(NamedTuple):
         """[tokens, width]; for e4m3 [1, 2, tokens]."""
         return TensorSpec((tokens, self.width), dtype), *_scales(1, tokens, dtype)
 
+    def row(self) -> tuple[TensorSpec, ...]:
+        return ()
+
 
 def _scales(heads: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
     return (TensorSpec((heads, 2, tokens), torch.uint8),) if dtype == E4M3 else ()
@@ -73,9 +76,6 @@ def _scales(heads: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ..
 def cache_dtype(chosen: str, dtype: torch.dtype) -> torch.dtype:
     """Of what caches keep. chosen: --kv-cache-dtype; dtype: the model's."""
     return E4M3 if chosen == "fp8" else dtype
-
-    def row(self) -> tuple[TensorSpec, ...]:
-        return ()
 
 
 class RecurrentState(NamedTuple):
