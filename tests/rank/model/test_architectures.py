@@ -52,6 +52,7 @@ HYBRID = dict(
     head_dim=16, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=8, linear_value_head_dim=12,
     rms_norm_eps=0.1,
 )  # fmt: skip
+QWEN_VISION = dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
 EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
 # What each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
@@ -185,6 +186,15 @@ MODELS = {
         model_type="qwen3_next", layer_types=["full_attention", "linear_attention"] * 2, linear_num_value_heads=6,
         linear_conv_kernel_dim=3, mlp_only_layers=[1], norm_topk_prob=False, attention_bias=True,
         partial_rotary_factor=0.5, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "qwen3_5_text": HYBRID | dict(model_type="qwen3_5_text", attention_bias=True),
+    "qwen3_5": dict(
+        model_type="qwen3_5", vision_config=QWEN_VISION, tie_word_embeddings=True,
+        text_config=HYBRID | dict(linear_num_value_heads=6, layer_types=["full_attention", "linear_attention"] * 2),
+    ),
+    "qwen3_5_moe_text": HYBRID | EXPERTS | dict(model_type="qwen3_5_moe_text"),
+    "qwen3_5_moe": dict(
+        model_type="qwen3_5_moe", vision_config=QWEN_VISION, text_config=HYBRID | EXPERTS,
     ),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
@@ -348,6 +358,25 @@ def test_a_layer_that_predicts_a_second_token_is_left_out(made, tmp_path, caplog
     assert not [one for one in caplog.records if one.levelname != "INFO"]
 
 
+def test_a_head_that_predicts_further_tokens_is_left_out(made, tmp_path, caplog):
+    """Qwen's stands beside the model's layers."""
+    path = made("qwen3_5")
+    (tmp_path / "config.json").symlink_to(path / "config.json")
+    weights = load_file(path / "model.safetensors")
+    further = {"mtp.fc.weight": torch.zeros(3), "mtp.layers.0.mlp.gate.weight": torch.zeros(3)}
+    save_file(weights | further, tmp_path / "model.safetensors")
+    caplog.set_level("INFO", "phalanx")
+    run_steps(tmp_path, [[1]])
+    assert "layers that predict further tokens are left out: 2 tensors" in caplog.messages
+    assert not [one for one in caplog.records if one.levelname != "INFO"]
+
+
+def test_ranks_that_do_not_divide_delta_nets_are_refused(made):
+    config = read_config(made("qwen3_next"))
+    with pytest.raises(FatalError, match="--tp 4 does not divide the 6 key heads of this model's gated delta nets"):
+        build(config, Seat(0, 4), Seat(0, 1))
+
+
 def test_a_head_of_its_own_is_read_whatever_the_whole_says(tmp_path, expected):
     path = write(tmp_path, **MODELS["mistral3"])
     want = expected(path, tokens(20))
@@ -382,6 +411,10 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
         ("deepseek_v2", DEEPSEEK | {"attention_bias": True}, "attention_bias without q_lora_rank is not supported"),
         ("deepseek_v3", DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("deepseek_v3", {}, "config.json has no kv_lora_rank"),
+        (
+            "deepseek_v2", DEEPSEEK | {"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 0.7}},
+            "rope type 'yarn' needs 'factor'",
+        ),
         (
             "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 10.0},
             "swiglu_limit is 10.0 and swiglu_alpha 1.702; supported are 7.0 and 1.702",

@@ -27,7 +27,6 @@ EXPERTS = {
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
-    "qwen3_next",
 }
 MODELS = {
     "llama": dict(),
@@ -37,7 +36,8 @@ MODELS = {
 }
 # Models of test_architectures.py whose decode steps are not recorded: torch computes experts and recurrent states on
 # CPUs.
-EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS}
+RECURRENT = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"}
+EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS | RECURRENT}
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ OTHERS = {
     "deepseek_v3": DEEPSEEK,
     "gpt_bigcode": {"n_inner": 500},
     "kimi_k2": DEEPSEEK,
-    "qwen3_next": HYBRID,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), HYBRID),
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,
