@@ -12,6 +12,7 @@ from phalanx.rank.model.measure import Seat, build
 from safetensors.torch import load_file, save_file
 
 from .harness import auto_model, distance, run_steps, tokens
+from .hybrids import HYBRIDS
 
 TOLERANCE = 1e-4
 COMMON = dict(
@@ -48,12 +49,6 @@ DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
-HYBRID = dict(
-    head_dim=16, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=8, linear_value_head_dim=12,
-    rms_norm_eps=0.1,
-)  # fmt: skip
-QWEN_VISION = dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
-EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
 # What each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
@@ -181,21 +176,6 @@ MODELS = {
         sliding_window=7, layer_types=["full_attention", "sliding_attention"] * 2, attention_bias=False,
         rope_parameters=dict(rope_type="default", rope_theta=1e3), intermediate_size=96,
     ),
-    "qwen3_next": HYBRID | EXPERTS | dict(model_type="qwen3_next"),
-    "qwen3_next mixed": HYBRID | EXPERTS | dict(
-        model_type="qwen3_next", layer_types=["full_attention", "linear_attention"] * 2, linear_num_value_heads=6,
-        linear_conv_kernel_dim=3, mlp_only_layers=[1], norm_topk_prob=False, attention_bias=True,
-        partial_rotary_factor=0.5, num_key_value_heads=1, tie_word_embeddings=True,
-    ),
-    "qwen3_5_text": HYBRID | dict(model_type="qwen3_5_text", attention_bias=True),
-    "qwen3_5": dict(
-        model_type="qwen3_5", vision_config=QWEN_VISION, tie_word_embeddings=True,
-        text_config=HYBRID | dict(linear_num_value_heads=6, layer_types=["full_attention", "linear_attention"] * 2),
-    ),
-    "qwen3_5_moe_text": HYBRID | EXPERTS | dict(model_type="qwen3_5_moe_text"),
-    "qwen3_5_moe": dict(
-        model_type="qwen3_5_moe", vision_config=QWEN_VISION, text_config=HYBRID | EXPERTS,
-    ),
     "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
     "phi wide rotation": dict(
         model_type="phi", num_attention_heads=6, partial_rotary_factor=0.75, num_key_value_heads=None,
@@ -222,6 +202,7 @@ MODELS = {
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
+MODELS |= HYBRIDS
 
 
 def write(directory, **options):
@@ -297,22 +278,6 @@ def test_latents_of_chunks_and_mixed_batches(made, expected, name, tp, pp):
         assert distance(logits, expected(made(name), ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name, tp, pp, ep", [("qwen3_next", 1, 1, 1), ("qwen3_next mixed", 2, 2, 2)])
-def test_states_of_chunks_and_mixed_batches(made, expected, name, tp, pp, ep):
-    """Chunks of prompts go on from the state before, beside sequences that decode; some begin with a single token."""
-    sequences = [tokens(n, seed=n) for n in (200, 33, 6, 64, 1)]
-    steps = [
-        [(4, 1), (0, 131), (2, 3)],
-        [(2, 1), (0, 1), (3, 1), (1, 32)],
-        [(2, 1), (1, 1), (0, 2), (3, 17)],
-        [(2, 1), (0, 59), (3, 46)],
-        [(0, 7)],
-    ]
-    found = run_steps(made(name), sequences, steps, tp=tp, pp=pp, ep=ep)
-    for ids, logits in zip(sequences, found, strict=True):
-        assert distance(logits, expected(made(name), ids)) < TOLERANCE
-
-
 def test_longrope_beyond_the_original_context(tmp_path, expected):
     """The longest sequence that is served decides on the list of factors."""
     path = write(
@@ -358,25 +323,6 @@ def test_a_layer_that_predicts_a_second_token_is_left_out(made, tmp_path, caplog
     assert not [one for one in caplog.records if one.levelname != "INFO"]
 
 
-def test_a_head_that_predicts_further_tokens_is_left_out(made, tmp_path, caplog):
-    """Qwen's stands beside the model's layers."""
-    path = made("qwen3_5")
-    (tmp_path / "config.json").symlink_to(path / "config.json")
-    weights = load_file(path / "model.safetensors")
-    further = {"mtp.fc.weight": torch.zeros(3), "mtp.layers.0.mlp.gate.weight": torch.zeros(3)}
-    save_file(weights | further, tmp_path / "model.safetensors")
-    caplog.set_level("INFO", "phalanx")
-    run_steps(tmp_path, [[1]])
-    assert "layers that predict further tokens are left out: 2 tensors" in caplog.messages
-    assert not [one for one in caplog.records if one.levelname != "INFO"]
-
-
-def test_ranks_that_do_not_divide_delta_nets_are_refused(made):
-    config = read_config(made("qwen3_next"))
-    with pytest.raises(FatalError, match="--tp 4 does not divide the 6 key heads of this model's gated delta nets"):
-        build(config, Seat(0, 4), Seat(0, 1))
-
-
 def test_a_head_of_its_own_is_read_whatever_the_whole_says(tmp_path, expected):
     path = write(tmp_path, **MODELS["mistral3"])
     want = expected(path, tokens(20))
@@ -420,15 +366,6 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
             "swiglu_limit is 10.0 and swiglu_alpha 1.702; supported are 7.0 and 1.702",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
-        (
-            "qwen3_next", HYBRID | EXPERTS | {"layer_types": ["sliding_attention"] * 4},
-            "layer type 'sliding_attention' is not supported; supported are full_attention, linear_attention",
-        ),
-        ("qwen3_next", HYBRID | EXPERTS | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ("qwen3_next", HYBRID | EXPERTS | {"attn_output_gate": False}, "attn_output_gate is false"),
-        ("qwen3_next", HYBRID | EXPERTS | {"full_attention_interval": 0}, "full_attention_interval is 0"),
-        ("qwen3_next", HYBRID | EXPERTS | {"linear_num_value_heads": 8}, "linear_num_value_heads 8 is no multiple"),
-        ("qwen3_next", HYBRID | EXPERTS | {"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral'"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, model_type, changes, message):
