@@ -137,7 +137,7 @@ async def polite(client: Client, number: int, tokens: int, until: float, run: Ru
             if text and run.texts[-1] != text:
                 raise Failure(f"the answer was {run.texts[-1]!r}, alone it was {text!r}")
             run.streams += 1
-            run.first.append(answer.times[0] - sent)
+            run.first.append((answer.times or [answer.ended])[0] - sent)  # a few tokens may have no text
         except Failure as failure:
             run.errors.append(str(failure))
 
