@@ -48,14 +48,12 @@ def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack,
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
+def launched(monkeypatch, cuda_models):
     """Kernels run in the model; new tensors hold NaN. Gives what they were compiled for."""
     found = []
 
     def kernel(source, name, dtype, shared=0, **sizes):
-        folder = tmp_path / str(len(found))
-        folder.mkdir()
-        library = cuda_model.build(source, {"T": dtype, **sizes}, folder)
+        library = cuda_models.build(source, {"T": dtype, **sizes})
         found.append(sizes)
 
         def launch(grid, threads, *args, shared=0):
