@@ -7,8 +7,7 @@
 //
 // One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared memory, STAGES ahead;
 // as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: a warp
-// makes the weights of its strip of 16 in registers, each rounded once, while the products of those before are under
-// way. So x is read from the second-level cache once for M outputs, and from shared memory once for 64. With GATED, W
+// makes the weights of its strip of 16 in registers while the products of those before are under way. So x is read from the second-level cache once for M outputs, and from shared memory once for 64. With GATED, W
 // is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs] is added. x lies in boxes of 64
 // inputs of `height` rows with TMA's 128-byte swizzle; rows below that are whatever lies there.
 #include "tma.cuh"
@@ -84,6 +83,21 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     }
 }
 
+// Weights of inputs 16 step to 16 step + 15. An f16 holds not every scale, so there each weight is rounded once. In bf16
+// scales and minima are rounded, too: to multiply pairs takes less than half as many instructions.
+template <class E> __device__ inline void scaled_codes(const Piece& piece, int step, unsigned (&a)[4]) {
+    weights<E>(piece, step, a);
+}
+template <> __device__ inline void scaled_codes<bf16>(const Piece& piece, int step, unsigned (&a)[4]) {
+    codes<bf16>(piece, step, a);
+    const float2 by = scales(piece, step), less = minima(piece, step);
+    const unsigned scale[2] = {pack<bf16>(by.x, by.x), pack<bf16>(by.y, by.y)};
+    const unsigned minus[2] = {pack<bf16>(-less.x, -less.x), pack<bf16>(-less.y, -less.y)};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        a[i] = MINIMA ? fma_pairs<bf16>(a[i], scale[i % 2], minus[i % 2]) : multiply_pairs<bf16>(a[i], scale[i % 2]);
+}
+
 // The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
 // each eight.
 __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
@@ -99,8 +113,8 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
 #pragma unroll
             for (int h = 0; h < SPAN / 32; h++) {
                 const int k = p * (SPAN / 32) + h;  // of the chunk's parts of 32 inputs
-                weights<T>(piece, 2 * h, a[k % 2][0]);
-                weights<T>(piece, 2 * h + 1, a[k % 2][1]);
+                scaled_codes<T>(piece, 2 * h, a[k % 2][0]);
+                scaled_codes<T>(piece, 2 * h + 1, a[k % 2][1]);
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < 2; s++) {

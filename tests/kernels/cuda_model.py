@@ -35,6 +35,13 @@ class Box(ctypes.Structure):
     _fields_ = [("start", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "columns", "height"))]
 
 
+def included(text: str) -> str:
+    def header(line: re.Match) -> str:
+        return "" if line[1] in REPLACED else included(jit.SOURCES[line[1]].read_text())
+
+    return re.sub(r'#include "(.*)"', header, text)
+
+
 def build(source: str, sizes: dict, folder: Path) -> ctypes.CDLL:
     """The library of a source's one kernel, for the element type T and sizes of `sizes`."""
     compiler = shutil.which("c++") or shutil.which("g++")
@@ -43,8 +50,7 @@ def build(source: str, sizes: dict, folder: Path) -> ctypes.CDLL:
     text = jit.SOURCES[f"{source}.cu"].read_text()
     for key, value in sizes.items():
         text = text.replace(f"#include {key}\n", f'#include "{value}.cuh"\n')
-    include = lambda line: "" if line[1] in REPLACED else jit.SOURCES[line[1]].read_text()  # noqa: E731
-    text = re.sub(r'#include "(.*)"', include, text)
+    text = included(text)
     text = text.replace("extern __shared__ uint4 memory[];", "uint4* const memory = (uint4*)(model::smem + 16);")
     text = text.replace("__shared__ alignas(8)", "static").replace("__shared__", "static")
     ((name, parameters),) = FUNCTION.findall(text)
