@@ -23,6 +23,7 @@ from . import protocol
 from .model.base import Model
 from .options import JOB_ENV, Job, Options, decode_job, degrees, encode_job
 from .scheduler.blocks import Blocks
+from .scheduler.host_tier import HostTier
 from .scheduler.loop import StepLoop
 from .scheduler.progress import Progress
 from .scheduler.replica import Executor, Replica
@@ -89,7 +90,8 @@ class Rank:
             plans, mail = lines[grid.replica]
             reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
             return self._stopped(follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None))
-        pools = [Blocks(limits.blocks, limits.block_size, engine.options.prefix_cache) for _ in lines]
+        tiers = [HostTier(limits.host_blocks, limits.least_swap) for _ in lines]
+        pools = [Blocks(limits.blocks, limits.block_size, engine.options.prefix_cache, tier) for tier in tiers]
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
         executors += [RemoteExecutor(*line) for line in lines[1:]]
         counts = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages

@@ -16,23 +16,26 @@ import msgspec
 from .flags import Spec as Spec
 from .flags import flag as flag
 from .flags import read
+from .gguf import mixes
 
 GROUPS = ("Model", "Server", "Ranks", "Memory and batching", "Sampling defaults", "Running")
 
+KV_DTYPES = {"fp8_e4m3": "fp8", "e4m3": "fp8", "float8_e4m3fn": "fp8"}  # vLLM's and candle-vLLM's
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "float": "f32"}
 
-# The formats that weights can be quantised to while they are loaded: a file each.
+# The formats that weights can be quantised to while they are loaded: a file each; and mixes of them.
 _FORMATS = (Path(__file__).parent / "model" / "formats").glob("[a-z]*.py")
-IN_SITU = tuple(sorted(path.stem for path in _FORMATS if path.stem != "dense"))
+IN_SITU = tuple(sorted({path.stem for path in _FORMATS} - {"dense"} | mixes.MIXES.keys()))
 ISQ_SPELLINGS = {name.upper(): name for name in IN_SITU}  # llama.cpp's
 ISQ_SPELLINGS |= {f"{name[:2]}_k": name for name in IN_SITU if name.endswith("k")}
+ISQ_SPELLINGS |= {f"{name[:2]}_k_m": name for name in mixes.MIXES}
 ISQ_SPELLINGS |= {spelled.upper(): name for spelled, name in ISQ_SPELLINGS.items()}
 
 # How quantised checkpoints may be stored: a file each.
 _STORED = (Path(__file__).parent / "model" / "stored_formats").glob("[a-z]*.py")
 STORED = tuple(sorted(path.stem.replace("_", "-") for path in _STORED))
 STORED_SPELLINGS = {  # other engines', of which some name the kernel as well
-    "gptq_marlin": "gptq", "awq_marlin": "awq", "marlin": "gptq", "compressed_tensors": "compressed-tensors",
+    "gptq_marlin": "gptq", "awq_marlin": "awq", "compressed_tensors": "compressed-tensors",
 }  # fmt: skip
 
 # How models write tool calls and mark their thoughts: a file each.
@@ -162,6 +165,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--response-store", group=_SERVER, metavar="N", low=0,
              help="responses kept in memory to go on from; 0 keeps none"),
     ] = 1024  # fmt: skip
+    conversation_store: Annotated[
+        int,
+        flag("--conversation-store", group=_SERVER, metavar="N", low=0,
+             help="conversations kept in memory for chats that ask (record_conversation); 0 keeps none"),
+    ] = 1024  # fmt: skip
+    record_conversation: Annotated[
+        bool,
+        flag("--record-conversation", group=_SERVER, off=("--no-record-conversation",),
+             help="record chats with a conversation_id unless they say otherwise"),
+    ] = False  # fmt: skip
     ui_server: Annotated[
         bool, flag("--ui-server", group=_SERVER, off=("--no-ui-server",), help="a page to chat with, at the server's /")
     ] = False
@@ -243,11 +256,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int,
         flag("--mem", "--kvcache-mem-gpu", group=_MEMORY, metavar="MB", low=0, help="KV cache of a rank; 0: by share"),
     ] = 0  # fmt: skip
+    kvcache_mem_cpu: Annotated[
+        int,
+        flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
+             help="host memory of a rank for what the KV cache has no room for"),
+    ] = 0  # fmt: skip
     kv_fraction: Annotated[
         float,
         flag("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
              help="KV cache's share of the memory free after loading; 0: automatic"),
     ] = 0.0  # fmt: skip
+    kv_cache_dtype: Annotated[
+        str,
+        flag("--kv-cache-dtype", "--kvcache-dtype", group=_MEMORY, choices=("auto", "fp8"), spellings=KV_DTYPES,
+             short={"--fp8-kvcache": "fp8"}, help="fp8: e4m3 with scales, twice the tokens; auto: --dtype"),
+    ] = "auto"  # fmt: skip
     block_size: Annotated[
         int, flag("--block-size", group=_MEMORY, metavar="N", low=0, help="tokens in a cache block; 0: automatic")
     ] = 0

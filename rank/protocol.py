@@ -142,6 +142,11 @@ class Stats(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    swapped_in: int = 0  # preempted sequences whose blocks came back from host memory
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    host_stores: int = 0  # blocks copied to host memory
+    host_loads: int = 0  # and back
     chunks: int = 0  # pieces of prompts that did not reach the prompt's end: chunked prefill at work
     aborted: int = 0
 
@@ -226,6 +231,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     block_ids: bytes = b""  # u32: ... and which
     stop: int = -1  # >= 0: end the program with this exit code ...
     switch: bytes = b""  # ... or go on with another model: a Switch
+    swap_out: bytes = b""  # u32: a block and the host block that it is copied to, in turn, before all else
+    swap_in: bytes = b""  # u32: a host block and the block that it is copied to, in turn, after that
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):

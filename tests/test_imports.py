@@ -50,6 +50,7 @@ ROOMS = (
     "kernels.cpp",
     "kernels.jit",
     "kernels.device",
+    "kernels.host_memory",
     "rank.options",
     "rank.flags",
     "rank.protocol",

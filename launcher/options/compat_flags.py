@@ -24,7 +24,6 @@ def _refuse(text: str) -> CompatFlag:
 
 
 _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
-_KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
 
@@ -32,9 +31,7 @@ FOREIGN: dict[str, CompatFlag] = {
     # candle-vLLM, both generations
     "--multi-process": _note("every rank is a process"),
     "--verbose": _note("--log-level debug logs more"),
-    "--record-conversation": _note("the client sends the whole conversation"),
     "--holding-time": _note("requests join the running batch at once", takes_value=True),
-    "--kvcache-mem-cpu": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
     "--disable-cuda-graph": _note("graphs are used where they are faster and change no result"),
     "--nk": _note("weights are repacked for the device when they are loaded", takes_value=True),
     "--cpu": _refuse("use --device cpu"),
@@ -43,8 +40,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--master-addr": _NODES,
     "--master-port": _NODES,
     "--hostfile": _NODES,
-    "--kvcache-dtype": _KV_DTYPE,
-    "--fp8-kvcache": _KV_DTYPE,
     "--hf-token": _HUB,
     "--hf-token-path": _HUB,
     "--yarn-scaling-factor": _refuse("write rope_parameters into the model's config.json"),
@@ -57,14 +52,13 @@ FOREIGN: dict[str, CompatFlag] = {
     "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),
     "--request-timeout": _refuse("requests have no time limit; --timeout limits a rank's step"),
     # vLLM
-    "--kv-cache-dtype": _KV_DTYPE,
     "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),
     "--trust-remote-code": _note("no code of the checkpoint is run"),
     "--enforce-eager": _note("graphs are used where they are faster and change no result"),
     "--enable-chunked-prefill": _note("it is always on"),
     "--disable-log-requests": _note("requests are logged with --access-log only"),
     "--no-enable-log-requests": _note("requests are logged with --access-log only"),
-    "--swap-space": _note("a sequence that finds no room is computed again later, not swapped", takes_value=True),
+    "--swap-space": _refuse("--kvcache-mem-cpu MB gives the KV cache host memory, in MB of each rank"),
     "--distributed-executor-backend": _note("ranks are MPI processes", takes_value=True),
     "--tokenizer": _refuse("the tokenizer is read from the model's directory"),
     "--enable-expert-parallel": _refuse("say over how many ranks: --ep N, as many as --tp or a divisor of it"),

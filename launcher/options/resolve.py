@@ -34,6 +34,8 @@ def resolve(options: Options, place: RankPlace | None) -> Options:
     _check_devices(options, numbers["ranks"], place)
     if options.mem and options.kv_fraction:
         raise FatalError("--mem and --kv-fraction both size the KV cache: give one of them", USAGE)
+    if options.kvcache_mem_cpu and not options.prefix_cache:
+        raise FatalError("--kvcache-mem-cpu keeps blocks of the prefix cache: leave --disable-prefix-cache out", USAGE)
     _check_names(options)
     options = _check_tool_servers(options)
     api_key, model = _api_key(options), model_path(options, place)

@@ -6,6 +6,8 @@ A block is in exactly one of three states:
 * cached: held by no sequence, but found by its hash, so a later sequence can reuse it;
 * blank: held by no sequence, content worthless.
 
+With a host tier, a cached block that is evicted may still be found there (host_tier.py).
+
 A full block's hash covers its tokens and all before them (a hash chain), so equal hashes mean equal keys and values.
 """
 
@@ -16,10 +18,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..protocol import pack_u32
+from .host_tier import Hash, HostTier
 
-Hash = bytes
 SLICE = 1000  # blocks that `audit` checks in one go, which takes a third of a millisecond
 BROKEN = "block accounting is broken"
+IN_HOST = -1  # among the blocks of a prefix: one that host memory has
 
 
 def chain(parent: Hash, tokens: Iterable[int]) -> Hash:
@@ -41,8 +44,9 @@ def extend_chain(hashes: list[Hash], tokens: Sequence[int], size: int, salt: str
 class Blocks:
     """One replica's block pool. All methods but the checks take constant time a block."""
 
-    def __init__(self, count: int, size: int, prefix_cache: bool = True):
+    def __init__(self, count: int, size: int, prefix_cache: bool = True, tier: HostTier | None = None):
         self.count = count
+        self.tier = tier or HostTier(0)
         self.size = size
         self.prefix_cache = prefix_cache
         self._blank = list(range(count - 1, -1, -1))  # a stack: low numbers first
@@ -77,20 +81,44 @@ class Blocks:
                 block = self._blank.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
-                self._forget(block)
+                self._evict(block)
             self._references[block] = 1
             taken.append(block)
         return taken
 
     def match(self, hashes: Sequence[Hash]) -> list[int]:
-        """The blocks of the longest cached prefix of a hash chain. They are not held yet: call `incref`."""
+        """The blocks of the longest cached prefix of a hash chain. They are not held yet: call `hold`.
+
+        IN_HOST stands for those that only host memory has, where enough of them are there to be worth a copy.
+        """
         found = []
         for digest in hashes:
-            block = self._by_hash.get(digest)
-            if block is None:
+            block = self._by_hash.get(digest, IN_HOST)
+            if block == IN_HOST and digest not in self.tier:
                 break
             found.append(block)
+        if 0 < found.count(IN_HOST) < self.tier.least:
+            del found[found.index(IN_HOST) :]
         return found
+
+    def hold(self, found: Sequence[int], hashes: Sequence[Hash]) -> list[int]:
+        """Add a reference to each matched block, and have those in host memory copied into new ones; all of them.
+
+        hashes: the chain that was matched. As many blocks as `num_unreferenced` says must be free.
+        """
+        for block, digest in zip(found, hashes, strict=False):
+            if block == IN_HOST:
+                self.tier.pin(digest)  # before anything is evicted to make room
+            else:
+                self.incref([block])
+        held = []
+        for block, digest in zip(found, hashes, strict=False):
+            if block == IN_HOST:
+                (block,) = self.allocate(1)
+                self.tier.load(digest, block)
+                self.cache(block, digest)
+            held.append(block)
+        return held
 
     def incref(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of these matched blocks."""
@@ -100,8 +128,8 @@ class Blocks:
             self._references[block] += 1
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks no sequence holds, so that `incref` would lower `num_free`."""
-        return sum(not self._references[block] for block in blocks)
+        """How many of these matched blocks no sequence holds, so that `hold` would lower `num_free`."""
+        return sum(block == IN_HOST or not self._references[block] for block in blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block. The last ones are evicted first, as more prompts share the first ones."""
@@ -120,9 +148,10 @@ class Blocks:
             self._hash_of[block] = digest
             self._by_hash[digest] = block
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         digest = self._hash_of[block]
         if digest is not None:
+            self.tier.store(block, digest)
             del self._by_hash[digest]
             self._hash_of[block] = None
 
@@ -132,6 +161,7 @@ class Blocks:
             raise RuntimeError(f"{BROKEN}: {self.num_free} of {self.count} blocks are free, and nobody holds one")
         if len(self._by_hash) != self.num_cached:
             raise RuntimeError(f"{BROKEN}: {len(self._by_hash)} hashes are known of {self.num_cached} cached blocks")
+        self.tier.check()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless all blocks are accounted for. holders: every sequence's block list."""

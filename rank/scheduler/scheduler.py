@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from .. import protocol
-from .blocks import Blocks, Hash
+from .blocks import IN_HOST, Blocks, Hash
 from .grammar import Grammar
 from .sequence import Sequence
 from .step import Chunk, PlannedStep, ScheduledStep
@@ -26,6 +26,7 @@ class Counters:
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    swapped_in: int = 0
     chunks: int = 0
     aborted: int = 0
 
@@ -194,14 +195,12 @@ class Scheduler:
                 computed -= self.blocks.size
                 count = min(sequence.length - computed, budget)
             needed = self._blocks_for(computed + count) - len(hits)
-            spare = len(
-                self.running
-            )  # a block for each running sequence: without it the new one would soon be preempted
+            spare = len(self.running)  # a block for each: without it the new one would soon be preempted
             if needed + spare > self.blocks.num_free - self.blocks.num_unreferenced(hits):
                 break
             self.waiting.pop(0)
-            self.blocks.incref(hits)
-            sequence.blocks = hits + self.blocks.allocate(needed)
+            self.counters.swapped_in += IN_HOST in hits and sequence.cached_tokens >= 0
+            sequence.blocks = self.blocks.hold(hits, sequence.hashes) + self.blocks.allocate(needed)
             sequence.row = heapq.heappop(self._free_rows)
             sequence.num_computed = computed
             self.backlog += sequence.expected - computed
@@ -260,7 +259,7 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         freed, self._freed_rows = self._freed_rows, []
-        return draft.finished(self._step, freed)
+        return draft.finished(self._step, freed, *self.blocks.tier.take_copies())
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.blocks.size)
@@ -390,6 +389,7 @@ class Scheduler:
             blocks_total=self.blocks.count,
             blocks_used=self.blocks.num_used,
             blocks_cached=self.blocks.num_cached,
+            **self.blocks.tier.stats(),
             **asdict(self.counters),
         )
 

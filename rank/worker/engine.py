@@ -28,9 +28,10 @@ from ..model.weights.local_copy import make_local_copy
 from ..options import Options
 from . import graphs, kv_cache
 from .model_runner import ModelRunner
-from .profile_run import profile_run
+from .profile_run import profile_run, token_seconds
 from .sampler import Sampler
 from .state import BatchState
+from .swap import NEVER, CopyCost, Swap
 
 log = logging.getLogger("phalanx")
 
@@ -38,6 +39,7 @@ BLOCK_SIZE = 16
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step
 # A CPU's steps must stay short, for the streams that run beside and for --timeout: about ten seconds of a slow one.
 CPU_STEP = 1e12  # additions and multiplications of a rank
+SWAP_TIMED = {"cpu": 64, "cuda": 2048}  # tokens of the step that says how fast blocks are computed
 FEW = 4  # tokens that a step may have whatever the weights
 
 
@@ -65,6 +67,8 @@ class Limits(NamedTuple):
     max_model_len: int
     max_num_seqs: int
     token_budget: int  # of a step
+    host_blocks: int = 0  # of the KV cache, in host memory
+    least_swap: int = 1  # of these, what is copied back sooner than computed again
 
 
 class LoadRefused(errors.FatalError):
@@ -94,6 +98,8 @@ class Engine:
         fingerprint.check(world, place.hosts, Path(options.model), options.load_format != "dummy")
         free = [kv_cache.free_memory(where, place.ranks_here) for where in (device, torch.device("cpu"))]
         world.barrier()  # nobody takes memory before all have looked
+        if device.type == "cuda" and options.kv_cache_dtype != "auto":
+            raise errors.FatalError("--kv-cache-dtype fp8: the kernels of GPUs do not read it yet", errors.MODEL)
         self.model = self._load_together(*free) if self._loaded else self._load(*free)
         self._loaded = True
         block_size = options.block_size or BLOCK_SIZE
@@ -104,13 +110,15 @@ class Engine:
         watch.begin("making room for the KV cache")
         blocks, max_model_len = self._size_cache(max_num_seqs, block_size, peak)
         caches = self._allocate(blocks, block_size)
+        swap, least = self._host_tier(caches, block_size, budget, free[1])
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
-        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch)
+        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap)
         self.runner.ready.wait()
         world.barrier()  # rank 0 says that it is ready, and speaks for all
         watch.started()
-        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget)
+        host_blocks = len(swap.host) if swap is not None else 0
+        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget, host_blocks, least)
 
     def unload(self) -> None:
         """Give all memory back that `load` took. The runner has finished: a plan said stop."""
@@ -210,9 +218,15 @@ class Engine:
             f"Lower --max-num-batched-tokens (now {budget}) or --max-num-seqs (now {max_num_seqs}), or use more ranks"
         )
         with errors.memory_for(f"a step of {budget} tokens that samples {max_num_seqs} sequences", advice):
-            peak = profile_run(self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size)
+            peak = profile_run(
+                self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size, self._cache_dtype
+            )
         self._say(f"a step of {budget} tokens takes {peak / kv_cache.MIB:.0f} MiB beside weights and cache")
         return peak
+
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        return cache_spec.cache_dtype(self.options.kv_cache_dtype, self.model.dtype)
 
     @property
     def _kv_fraction(self) -> float:
@@ -225,7 +239,7 @@ class Engine:
         """
         options, place, model = self.options, self.place, self.model
         fraction = self._kv_fraction
-        block_bytes = sum(cache_spec.block_bytes(spec, block_size, model.dtype) for spec in model.cache_specs())
+        block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in model.cache_specs())
         free = kv_cache.free_memory(place.device, place.ranks_here)
         memory = options.mem * kv_cache.MIB or int(fraction * max(0, free - peak))
         wanted = max_num_seqs * -(-model.max_model_len // block_size)
@@ -245,7 +259,44 @@ class Engine:
         options, model = self.options, self.model
         now = f"--mem (now {options.mem})" if options.mem else f"--kv-fraction (now {self._kv_fraction:g})"
         with errors.memory_for(f"a KV cache of {blocks * block_size} tokens", f"Lower {now}, or use more ranks"):
-            return kv_cache.allocate(model.cache_specs(), blocks, block_size, model.dtype, self.place.device)
+            return kv_cache.allocate(model.cache_specs(), blocks, block_size, self._cache_dtype, self.place.device)
+
+    def _host_tier(
+        self, caches: cache_spec.Caches, block_size: int, budget: int, free_of_host: int
+    ) -> tuple[Swap | None, int]:
+        """The cache's host blocks, as many on each rank, and how many of them are worth a copy.
+
+        None where no copy is, or none are asked for.
+        """
+        asked, place, model = self.options.kvcache_mem_cpu, self.place, self.model
+        if not asked:
+            return None, 1
+        specs = model.cache_specs()
+        block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
+        tokens = min(budget, SWAP_TIMED[place.device.type], model.max_model_len)
+        compute = block_size * token_seconds(model, place.mesh, tokens, block_size, place.device, self._cache_dtype)
+        memory = asked * kv_cache.MIB
+        kv_cache.check_host(memory, free_of_host)
+        count = kv_cache.num_blocks(place.world, block_bytes, memory // block_bytes, memory)
+        with errors.memory_for(f"--kvcache-mem-cpu {asked}", "Ask for less"):
+            swap = Swap(specs, caches, block_size, self._cache_dtype, count) if count else None
+        if swap is None:
+            raise errors.FatalError(
+                f"--kvcache-mem-cpu {asked}: a block takes {block_bytes / kv_cache.MIB:.1f} MiB: ask for more",
+                errors.USAGE,
+            )
+        cost = swap.measure()
+        slowest = place.world.all_gather(torch.tensor([*cost, compute])).view(-1, 3).amax(0).tolist()
+        least = CopyCost(*slowest[:2]).least_blocks(slowest[2])
+        figures = f"a block is copied back in {slowest[1] * 1e6:.0f} us and computed in {slowest[2] * 1e6:.0f} us"
+        if least == NEVER:
+            self._say(f"--kvcache-mem-cpu is not used: {figures}")
+            return None, 1
+        self._say(
+            f"KV cache in host memory: {count * block_size} tokens in {count} blocks, "
+            f"{count * block_bytes / kv_cache.MIB:.0f} MiB a rank; {figures}, so {least} or more come back"
+        )
+        return swap, least
 
     def _say(self, text: str) -> None:
         if self.place.world.rank == 0:

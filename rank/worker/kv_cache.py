@@ -61,6 +61,16 @@ def num_blocks(world: Comm, block_bytes: int, wanted: int, memory: int) -> int:
     return int(world.all_gather(torch.tensor([mine])).min())
 
 
+def check_host(memory: int, free: int) -> None:
+    """Raise FatalError where a rank is to take more of the host's memory than it may: the kernel would kill it."""
+    if memory > free:
+        raise errors.FatalError(
+            f"--kvcache-mem-cpu asks for {memory / MIB:.0f} MB of each rank, but {free / MIB:.0f} are free on this "
+            "host for one: ask for less",
+            errors.MEMORY,
+        )
+
+
 def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -> int:
     """The longest sequence that may be served: it must fit in the pool alone, or admission could wait for ever.
 
@@ -81,7 +91,7 @@ def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -
 def allocate(
     specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Caches:
-    """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block]. dtype: the model's."""
+    """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block]. dtype: as of CacheSpec.block."""
     return [_make(spec.block(block_size, dtype), blocks, device) for spec in specs]
 
 

@@ -38,6 +38,7 @@ from .pooler import Pooler
 from .prompt_scorer import PromptLogprobs, PromptScorer
 from .sampler import Logprobs, Sampler, is_plain_greedy, tp_argmax
 from .state import BatchState, ScheduledBatch
+from .swap import Swap
 from .token_masks import RowMasks, TokenMasks
 from .upload import Upload
 
@@ -138,8 +139,11 @@ class ModelRunner:
         sampler: Sampler,
         caches: Caches,
         watch: LocalWatchdog,
+        swap: Swap | None = None,
     ):
+        """swap: the cache's host blocks, where there are any."""
         self.model = model
+        self.swap = swap
         self.mesh = mesh
         self.state = state
         self.sampler = sampler
@@ -254,6 +258,8 @@ class ModelRunner:
 
     def _execute(self, plan: protocol.Plan) -> DeviceOutput:
         scheduled = self.state.apply(plan)
+        if self.swap is not None:
+            self.swap.apply(plan)
         self._enter(plan)
         self._receive_ids(self._owed(scheduled.rows))
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order

@@ -103,6 +103,8 @@ class _Engine(Collector):
             ("kv_cache_usage_ratio", "Share of the KV cache's blocks that sequences hold", used),
             ("kv_cache_blocks", "Blocks of the KV cache", s.blocks_total),
             ("kv_cache_reusable_blocks", "Free blocks that still hold a prefix", s.blocks_cached),
+            ("kv_cache_host_blocks", "Blocks of the KV cache that host memory has room for", s.host_blocks_total),
+            ("kv_cache_host_blocks_used", "Blocks of host memory that hold a prefix", s.host_blocks_used),
             ("kv_cache_tokens", "Tokens that fit in the KV cache", ready.kv_tokens if ready else 0),
         ):
             yield GaugeMetricFamily(f"phalanx_{name}", text, value=value)
@@ -112,6 +114,9 @@ class _Engine(Collector):
             ("prefix_cache_hit_tokens", "Prompt tokens taken from the prefix cache", s.cached_tokens),
             ("generated_tokens", "Tokens generated", s.output_tokens),
             ("preemptions", "Sequences set back for lack of blocks", s.preemptions),
+            ("swapped_in", "Preempted sequences that came back from host memory", s.swapped_in),
+            ("kv_cache_host_stores", "Blocks copied from the KV cache to host memory", s.host_stores),
+            ("kv_cache_host_loads", "Blocks copied from host memory to the KV cache", s.host_loads),
             ("prefill_chunks", "Pieces of prompts that did not reach the prompt's end", s.chunks),
             ("aborted", "Sequences aborted", s.aborted),
         ):

@@ -59,10 +59,11 @@ def test_keys_of_candle_vllm(directory):
     assert [entry.name for entry in found.entries] == ["b", "a"] and found.idle_unload == 600
     b, a = found.options
     assert (b.model, b.mem, b.max_num_seqs, b.prefix_cache) == (str(directory / "b"), 64, 8, True)
+    assert a.kvcache_mem_cpu == 64
     assert (a.dtype, a.mem, a.max_num_batched_tokens, a.temperature, a.prefix_cache) == ("f16", 512, 1024, 0.5, False)
     assert found.first().served_model_name == "b"
     notes = "\n".join(found.notes)
-    for word in ("parking_lot", "kvcache_mem_cpu", "device_ids", "vision_mode", "backend"):
+    for word in ("parking_lot", "device_ids", "vision_mode", "backend"):
         assert f"{word} has no effect" in notes
     configs = found.configs(msgspec.structs.replace(found.first(), ranks=2, tp=2, api_key="secret"))
     assert [(one.name, one.notes) for one in configs] == [("b", "big"), ("a", "")]

@@ -71,6 +71,10 @@ def test_under_mpi_the_job_has_the_ranks_that_were_started(model):
         ({"ranks": 4, "tp": 3}, "--tp 3 does not divide the 4 ranks"),
         ({"ranks": 4, "pp": 3}, "--pp 3 does not divide the 4 ranks"),
         ({"ranks": 6, "tp": 2, "pp": 2}, "--tp 2 times --pp 2 is 4, but there are 6 ranks"),
+        (
+            {"kvcache_mem_cpu": 1, "prefix_cache": False},
+            "--kvcache-mem-cpu keeps blocks of the prefix cache: leave --disable-prefix-cache out",
+        ),
         ({"mem": 1, "kv_fraction": 0.5}, "--mem and --kv-fraction both size the KV cache: give one of them"),
         ({"devices": (0, 1), "ranks": 4}, "--d 0,1 lists 2 devices for 4 ranks on this node"),
         ({"api_key": "a", "api_key_file": "b"}, "--api-key and --api-key-file are both given: give one of them"),

@@ -10,6 +10,7 @@ import hashlib
 import numpy as np
 from phalanx.rank import protocol
 from phalanx.rank.scheduler.blocks import Blocks
+from phalanx.rank.scheduler.host_tier import HostTier
 from phalanx.rank.scheduler.replica import Replica
 from phalanx.rank.scheduler.scheduler import Scheduler
 from phalanx.rank.worker.state import BatchState
@@ -55,8 +56,18 @@ class ToyRanks:
     before the next plan, as these ranks tell nobody else how far they are.
     """
 
-    def __init__(self, blocks: int, block_size: int, max_num_seqs: int = 8, max_model_len: int = 200, most: int = 1):
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        max_num_seqs: int = 8,
+        max_model_len: int = 200,
+        most: int = 1,
+        host: int = 0,
+    ):
+        """host: blocks in host memory."""
         self.most = most
+        self.host = np.full((host, block_size), -1, np.int64)
         self.rows = BatchState(max_num_seqs, max_model_len, block_size)
         self.cache = np.full(blocks * block_size, -1, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
@@ -68,6 +79,7 @@ class ToyRanks:
         self.plans.append(plan)
         if plan.stop >= 0:
             return Done([])
+        self._swap(plan)
         work = self.rows.apply(plan)
         everything = zip(work.rows, work.starts, work.counts, strict=True)
         for row, start, count in everything:  # keys and values of all rows are written before any is read
@@ -80,6 +92,13 @@ class ToyRanks:
             if samples:
                 sampled.append(self._sample(row, start + count))
         return Done(sampled)
+
+    def _swap(self, plan: protocol.Plan) -> None:
+        blocks = self.cache.reshape(-1, self.size)
+        for copies, source, target in ((plan.swap_out, blocks, self.host), (plan.swap_in, self.host, blocks)):
+            places = protocol.unpack_u32(copies)
+            for origin, place in zip(places[::2], places[1::2], strict=True):
+                target[place] = source[origin]
 
     def _sample(self, row: int, length: int) -> list[int]:
         seen = [self.cache[self._slot(row, p)] for p in range(length)]
@@ -125,10 +144,12 @@ class Engine:
         max_model_len=100,
         stages=1,
         most=1,
+        host=0,
+        least=1,
     ):
-        pool = Blocks(blocks, block_size, prefix_cache)
+        pool = Blocks(blocks, block_size, prefix_cache, HostTier(host, least))
         self.scheduler = Scheduler(pool, max_num_seqs, budget, max_model_len, stages)
-        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most)
+        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most, host)
         self.replica = Replica(self.scheduler, self.ranks)
         if most > 1:
             self.replica.depth = 1

@@ -1,0 +1,41 @@
+"""Large pieces of host memory that a GPU copies from and to: pinned, so that the copies run beside everything else.
+
+torch's own pinned memory is rounded up to a power of two, which tens of gigabytes cannot afford.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger("phalanx")
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
+    """Zeros on the host. pin: for a GPU; the driver then touches each page, so it lies on the caller's NUMA node.
+
+    Unpinned pages take memory only when they are first written. Where the driver refuses to pin, as by a limit on
+    locked memory, a warning says so, and copies are slower and wait. Raises MemoryError.
+    """
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    if pin and memory.nbytes:
+        _pin(memory)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def _pin(memory: np.ndarray) -> None:
+    runtime = torch.cuda.cudart()
+    address = memory.ctypes.data
+    if refused := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+        log.warning(
+            "%.2f GB of host memory cannot be pinned (CUDA error %d), so copies to the GPU are slower: raise the limit "
+            "on locked memory (ulimit -l), or ask for less host memory",
+            memory.nbytes / 1e9, refused,
+        )  # fmt: skip
+        return
+    weakref.finalize(memory, runtime.cudaHostUnregister, address)  # before the memory is given back

@@ -1,0 +1,163 @@
+"""The KV cache's second tier: blocks in host memory, and the copies that plans ask for.
+
+In host memory a block is one row, with its part of each layer's tensors one after the other, so that PCIe sees one
+copy. On a GPU it passes through a buffer on the device. Copies out are gathered there in the step's CUDA stream, before
+the step overwrites the blocks, and leave in a stream of their own while it runs. Copies in come in another one, from
+when the plan is here, which is while the step before still runs. The step's stream waits for them and spreads them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels import host_memory
+from .. import protocol
+from ..model.cache_spec import Caches, CacheSpec
+
+BUFFER = 32 << 20  # bytes of a buffer on the device; each direction has two
+NEVER = 1 << 30  # more blocks than any sequence has
+TIMED = 9  # blocks of the larger copy that is timed
+ROUNDS = 5
+UNITS = torch.int64, torch.int32, torch.int16, torch.uint8  # what rows are copied as: the widest that fits
+
+
+class CopyCost(NamedTuple):
+    """Seconds of a copy into the cache: `start`, and `block` for each block."""
+
+    start: float
+    block: float
+
+    def least_blocks(self, compute: float) -> int:
+        """The fewest blocks that are copied sooner than computed, each in `compute` seconds; NEVER if none are."""
+        gain = compute - self.block
+        return min(NEVER, math.floor(self.start / gain) + 1) if gain > 0 else NEVER
+
+
+class Swap:
+    """One rank's host blocks. Once steps run, it is used in the step thread alone."""
+
+    def __init__(self, specs: Sequence[CacheSpec], caches: Caches, block_size: int, dtype: torch.dtype, count: int):
+        """caches: of the layers with these specs. dtype: as in allocate. count: host blocks. Raises MemoryError."""
+        pairs = zip(specs, caches, strict=True)
+        tensors = [x for spec, layer in pairs for _, x in zip(spec.block(block_size, dtype), layer, strict=False)]
+        rows = [x.view(len(x), -1).view(torch.uint8) for x in tensors]
+        unit = next(kind for kind in UNITS if all(x.shape[1] % kind.itemsize == 0 for x in rows))
+        self._parts = [x.view(unit) for x in rows]  # [blocks, units of a block] of each tensor
+        self._widths = [x.shape[1] for x in self._parts]
+        self.device = self._parts[0].device
+        cuda = self.device.type == "cuda"
+        self.host = host_memory.zeros((count, sum(self._widths)), unit, cuda)
+        self._lanes = (_Lane(self.host, self.device), _Lane(self.host, self.device)) if cuda else None
+        self._used: dict[int, torch.cuda.Event] = {}  # by host block: after the last copy from it or to it
+
+    def apply(self, plan: protocol.Plan) -> None:
+        """Make the plan's copies. What is computed or enqueued after this finds them done."""
+        if plan.swap_out:
+            self.store(*_pairs(plan.swap_out))
+        if plan.swap_in:
+            self.load(*_pairs(plan.swap_in))
+
+    def store(self, blocks: list[int], places: list[int]) -> None:
+        """Copy blocks of the cache to these host blocks."""
+        if self._lanes is None:
+            for here, part in zip(self.host.split(self._widths, 1), self._parts, strict=True):
+                here[places] = part[blocks]
+            return
+        lane = self._lanes[0]
+        step = torch.cuda.current_stream()
+        for some, there in lane.pieces(blocks, places):
+            buffer, free = lane.next_buffer()
+            step.wait_event(free)
+            at = torch.tensor(some, device=self.device)
+            for here, part in zip(buffer[: len(some)].split(self._widths, 1), self._parts, strict=True):
+                here.copy_(part.index_select(0, at))
+            lane.stream.wait_stream(step)
+            self._wait(lane.stream, there)
+            with torch.cuda.stream(lane.stream):
+                for row, place in zip(buffer, there, strict=False):
+                    self.host[place].copy_(row, non_blocking=True)
+                free.record()
+            self._note(lane.stream, there)
+
+    def load(self, places: list[int], blocks: list[int]) -> None:
+        """Copy these host blocks to blocks of the cache."""
+        if self._lanes is None:
+            for here, part in zip(self.host.split(self._widths, 1), self._parts, strict=True):
+                part[blocks] = here[places]
+            return
+        lane = self._lanes[1]
+        step = torch.cuda.current_stream()
+        for there, some in lane.pieces(places, blocks):
+            buffer, free = lane.next_buffer()
+            lane.stream.wait_event(free)
+            self._wait(lane.stream, there)
+            with torch.cuda.stream(lane.stream):
+                for row, place in zip(buffer, there, strict=False):
+                    row.copy_(self.host[place], non_blocking=True)
+            self._note(lane.stream, there)
+            step.wait_stream(lane.stream)
+            at = torch.tensor(some, device=self.device)
+            for here, part in zip(buffer[: len(some)].split(self._widths, 1), self._parts, strict=True):
+                part.index_copy_(0, at, here)
+            free.record()
+
+    def _wait(self, stream: torch.cuda.Stream, places: Iterable[int]) -> None:
+        """The two directions have streams of their own: before a host block's next copy, its last one must be done."""
+        for event in {self._used[place] for place in places if place in self._used}:
+            stream.wait_event(event)
+
+    def _note(self, stream: torch.cuda.Stream, places: Iterable[int]) -> None:
+        done = torch.cuda.Event()
+        done.record(stream)
+        self._used.update(dict.fromkeys(places, done))
+
+    def measure(self) -> CopyCost:
+        """What copies into the cache cost here. Overwrites the cache's first blocks."""
+        most = min(TIMED, len(self.host), len(self._parts[0]))
+        one, several = self._seconds(1), self._seconds(most)
+        block = (several - one) / (most - 1) if most > 1 else one
+        return CopyCost(max(0.0, one - block), max(0.0, block))
+
+    def _seconds(self, count: int) -> float:
+        """The shortest of several loads."""
+        places, times = list(range(count)), []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            self.load(places, places)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+
+class _Lane:
+    """A CUDA stream for copies of one direction, and two buffers on the device."""
+
+    def __init__(self, host: Tensor, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        width = host.shape[1]
+        self.rows = max(1, BUFFER // (width * host.element_size()))
+        self._buffers = [torch.empty(self.rows, width, dtype=host.dtype, device=device) for _ in range(2)]
+        self._free = [torch.cuda.Event() for _ in range(2)]  # recorded once its last reader is enqueued
+        self._turn = 0
+
+    def pieces(self, one: list[int], other: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """As much of both lists as a buffer holds."""
+        for i in range(0, len(one), self.rows):
+            yield one[i : i + self.rows], other[i : i + self.rows]
+
+    def next_buffer(self) -> tuple[Tensor, torch.cuda.Event]:
+        """A buffer, and the event after which it may be written; its user records that again."""
+        self._turn ^= 1
+        return self._buffers[self._turn], self._free[self._turn]
+
+
+def _pairs(packed: bytes) -> tuple[list[int], list[int]]:
+    numbers = protocol.unpack_u32(packed).tolist()
+    return numbers[::2], numbers[1::2]
