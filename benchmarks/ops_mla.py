@@ -14,7 +14,7 @@ import json
 from functools import partial
 
 import torch
-from phalanx.benchmarks.ops import Table, copies, make_rows, randn
+from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
 from phalanx.kernels.attention import mla, mla_triton
 from phalanx.kernels.attention.attention import AttentionParams

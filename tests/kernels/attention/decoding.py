@@ -136,6 +136,11 @@ def part_of(rows, keep: list[int]) -> SimpleNamespace:
     )  # fmt: skip
 
 
+def random_cos_sin(tokens: int, dim: int) -> CosSin:
+    angles = torch.rand(tokens, 1, dim // 2) * 6
+    return CosSin(torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1))
+
+
 def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_boxes: bool = False) -> None:
     """Both ways: turned, written and attended by one call, and attended alone when that is done."""
     from phalanx.kernels.attention import attention_triton
@@ -149,10 +154,8 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     flat[:, [newest[i] for i in range(n) if case.lengths[i]]] = NAN
     slots = torch.tensor([-1 if i in case.unwritten or not case.lengths[i] else at for i, at in enumerate(newest)])
 
-    angles = torch.rand(n, 1, dim // 2) * 6
-    turn = CosSin(torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1))
-    weights = torch.randn(2, dim).to(dtype)
-    norms = QKNorm(weights[0], weights[1], 1e-6) if case.normed else None
+    turn = random_cos_sin(n, dim)
+    norms = QKNorm(*torch.randn(2, dim).to(dtype), 1e-6) if case.normed else None
     wide = torch.randn(n, heads + 2 * kv_heads + 1, dim).to(dtype)  # a row of the merged projection, and more
     wide[:, -1] = NAN
     q, k, v = wide[:, :-1].split([heads, kv_heads, kv_heads], 1)
