@@ -43,7 +43,7 @@ def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT
 
 E4M3 = e4m3_cuda.LAYOUT
 Q4_K = super_blocks_cuda.layout(super_blocks.Form(256, 32, 4, 0, 144))
-Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 8, 32, 210))
+Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 8, 32, 210, False))
 Q4_1 = super_blocks_cuda.layout(super_blocks.Form(32, 32, 4, 0, 20))
 INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 
