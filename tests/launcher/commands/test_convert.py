@@ -113,7 +113,7 @@ def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
         (("{model}", "{model}"), 2, "is there already"),
         (("{model}", "{to}", "--group", "48"), 2, "--group 48: kernels take groups of a multiple of 32"),
         (("{model}", "{to}", "--bits", "6"), 2, "--bits 6: codes have 4 or 8 bits"),
-        (("{model}", "{to}", "--to", "awq", "--bits", "8"), 2, "--bits 8: AWQ's layout has codes of 4 bits"),
+        (("{model}", "{to}", "--to", "awq", "--bits", "8"), 2, "--bits 8: awq's layout has codes of 4 bits"),
         (("{model}", "{to}", "--calibration", "/no/such/file"), 2, "--calibration /no/such/file: "),
         (("{model}", "{to}", "--calibration", "{short}"), 2, "two pieces of 512 are needed"),
         (("{gguf}", "{to}"), 2, "is a GGUF file"),
