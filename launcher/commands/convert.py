@@ -31,7 +31,7 @@ USAGE_TEXT = """phalanx convert SRC DST --to FORMAT [options]: quantise a model 
   phalanx convert Qwen/Qwen3-8B qwen3-8b-int4 --to gptq
   phalanx convert DIR DIR-int8 --to gptq --bits 8 --calibration text.txt
 
-q4km and the others that begin with q make a GGUF file, with tokenizer and chat template in it; DST is its name.
+q4km and the others that begin with q, f16, bf16 and f32 make a GGUF file, with tokenizer and chat template in it; DST is its name.
 gptq, awq and marlin are three layouts of what GPTQ rounds: each matrix so that the layer's outputs over a calibration
 text change least. A line for each layer tells the error of its outputs, the last one the perplexity before and after.
 fp8 stores e4m3 in blocks of 128 x 128. Of these four, embeddings, norms and the head stay as they are. It runs on one
@@ -40,7 +40,9 @@ GPU where there is one, else on all cores.
 _GROUP = "Convert"
 PROGRAM = ("-m", "phalanx.rank.model.convert")
 CALIBRATED = "gptq", "awq", "marlin"
-IN_FILES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", *mixes.MIXES)  # types of GGUF
+IN_FILES = (  # of GGUF
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", *mixes.MIXES, "f32", "f16", "bf16",
+)  # fmt: skip
 HELD_OUT = 8  # windows of the text that only the perplexity is measured on
 
 

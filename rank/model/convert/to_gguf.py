@@ -31,11 +31,14 @@ from ..load import HARMLESS, sizes_of
 
 # --to → the mix or the type, and the number of general.file_type in llama.h.
 TARGETS = {
+    "f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32),
     "q4_0": ("Q4_0", 2), "q4_1": ("Q4_1", 3), "q8_0": ("Q8_0", 7), "q5_0": ("Q5_0", 8), "q5_1": ("Q5_1", 9),
     "q2k": ("Q2_K", 21), "q3k": ("Q3_K", 11), "q4k": ("Q4_K", 14), "q5k": ("Q5_K", 16), "q6k": ("Q6_K", 18),
     "q3km": ("q3km", 12), "q4km": ("q4km", 15), "q5km": ("q5km", 17),
 }  # fmt: skip
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of a model's arguments: files say it in another way, or it follows from the rest.
+SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "layer_types", "num_local_experts"
 KEPT = ("ffn_gate_inp",)  # matrices that stay in F32: routers
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -97,15 +100,14 @@ def differences(source: Path, file: Path) -> list[str]:
     found = []
     kinds = [architectures.find(read_config(one).model_type).Args for one in (source, file)]
     there, here = (kind.from_config(read_config(one)) for kind, one in zip(kinds, (source, file), strict=True))
-    theirs = {one.name for one in dataclasses.fields(here)}
     for one in dataclasses.fields(there):
-        if one.name not in theirs or one.name in ("rope_parameters", "rope", "partial_rotary_factor"):
+        mine, its = getattr(there, one.name), getattr(here, one.name, None)
+        if not mine or one.name in SPELLED_ANEW:
             continue
-        mine, its = getattr(there, one.name), getattr(here, one.name)
         if isinstance(mine, float) and isinstance(its, int | float) and abs(mine - its) <= 1e-6 * abs(mine):
             continue
         if mine != its:
-            found.append(f"{one.name} is {mine}, {its} in the file")
+            found.append(f"{one.name} is {mine}, in the file {its}")
     return found
 
 
