@@ -44,7 +44,7 @@ class Question(msgspec.Struct, frozen=True):
     dtype: str  # that is computed in
     windows: list[list[int]]  # token ids of the calibration text, equally many in each; none where none is needed
     held_out: list[list[int]]  # more of it, by which the loss is measured
-    tokenizer: dict[str, Any]  # the metadata of a GGUF file
+    tokenizer: dict[str, Any] = {}  # the metadata of a GGUF file
 
 
 def convert(question: Question) -> None:
