@@ -20,11 +20,13 @@ from ..safetensors_header import Index
 from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
-from .experts.fused import FusedExperts
+from .experts.fused import FusedExperts, StackedLinear
+from .experts.stacks import StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
+from .layers.mla import LatentUp
 from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
@@ -79,11 +81,7 @@ def load(
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
-    module = architectures.find(config.model_type)
-    args = module.Args.from_config(config)
-    names = names_of(config, module.Model, index)
-    format_of = choose_format(config, isq, quantization, names)
-    model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, format_of)
+    model = _build(config, mesh, model_length(max_model_len, config, speaks), index, (isq, quantization))
     if mesh.ep > 1 and not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
         raise _no_experts(mesh)  # of no stage
     if speaks and isq != "none":
@@ -104,10 +102,25 @@ def load(
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
     model.dtype = DTYPES[chosen]
+    for one in model.modules():
+        if isinstance(one, LatentUp):
+            one.expand(model.dtype)
+    _count_weights(model)
+    return model.eval()
+
+
+def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantised: tuple[str, str]) -> Model:
+    """This rank's model, without memory, for sequences of up to `length`. quantised: isq and quantization of `load`."""
+    module = architectures.find(config.model_type)
+    names = names_of(config, module.Model, index)
+    format_of = choose_format(config, *quantised, names)
+    return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
+
+
+def _count_weights(model: Model) -> None:
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
-    return model.eval()
 
 
 def _experts_of(model: Model) -> int:
@@ -122,7 +135,9 @@ def _no_experts(mesh: Mesh) -> FatalError:
 def _tell_other_formats(model: Model, isq: str) -> None:
     """Log how many linears a mix quantises to which format, or how many get another one than was asked for, as their
     inputs are not whole groups."""
-    found = [part.name() for part in model.modules() if isinstance(part, InSitu) and part.name() != isq]
+    stacks = [one.stored for one in model.modules() if isinstance(one, StackedLinear)]
+    parts = [*model.modules(), *(one.part for one in stacks if isinstance(one, StackOfParts))]
+    found = [part.name() for part in parts if isinstance(part, InSitu) and part.name() != isq]
     if isq in mixes.MIXES:
         counts = ", ".join(f"{found.count(name)} in {name}" for name in sorted(set(found)))
         log.info("--isq %s: linears, or parts of them: %s", isq, counts)
@@ -145,10 +160,7 @@ def check(
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
     index = read_index(config.path) if load_format != "dummy" else None
-    module = architectures.find(config.model_type)
-    names = names_of(config, module.Model, index)
-    format_of = choose_format(config, isq, quantization, names)
-    model = module.Model(module.Args.from_config(config), mesh, model_length(max_model_len, config), names, format_of)
+    model = _build(config, mesh, model_length(max_model_len, config), index, (isq, quantization))
     if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
         raise _no_experts(mesh)
     if index is not None:
@@ -309,7 +321,7 @@ def _tell_dequantised(parts: list[Slice], source: Checkpoint) -> None:
     read = (source.find(part.tensor)[1].dtype for part in parts if not isinstance(part.module, VocabParallelEmbedding))
     if kinds := sorted(set(read) & ggml.CODECS.keys()):
         log.info(
-            "dequantised while they are loaded, as experts, groups cut by --tp and types without kernels are: %s",
+            "dequantised while they are loaded, as groups cut by --tp and types without kernels are: %s",
             ", ".join(kinds),
         )
 

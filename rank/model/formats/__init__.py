@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ...gguf import mixes
 from ..shard import Shard
@@ -57,14 +58,28 @@ def _place(path: str) -> tuple[str, int]:
 def _makes(name: str) -> MakePart:
     """Equal for linears of one format, so that neighbours become one part."""
     part = _part(name)
-    if not part.smaller_groups:
-        return part
-    other = _part(part.smaller_groups)
+    return InSituFormat(part, _part(part.smaller_groups) if part.smaller_groups else part)
 
-    def make(inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
-        return (part if part.takes(inputs) else other)(inputs, outputs, bias, sources)
 
-    return make
+@dataclass(frozen=True)
+class InSituFormat:
+    """What makes parts of `part`, or of `other` where a rank's inputs are not whole groups of it."""
+
+    part: type[InSitu]
+    other: type[InSitu]
+
+    @property
+    def stack_unit(self) -> int:
+        """Neighbouring inputs of an expert that a cut leaves together."""
+        return self.part.codec.GROUP
+
+    @property
+    def smaller(self) -> InSituFormat | None:
+        """What experts get whose inputs cannot be cut between groups."""
+        return InSituFormat(self.other, self.other) if self.other is not self.part else None
+
+    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> InSitu:
+        return (self.part if self.part.takes(inputs) else self.other)(inputs, outputs, bias, sources)
 
 
 def _part(name: str) -> type[InSitu]:

@@ -220,9 +220,9 @@ def check_greedy(path, plain):
     assert (best - chosen).max() <= (0 if gap > TOLERANCE else TOLERANCE) and len(set(want)) >= 8
 
 
-def refused(path, code, words, **options):
+def refused(path, code, words, tp=1, **options):
     with pytest.raises(errors.FatalError) as stop:
-        threads.run(lambda world: load(path, mesh.build(world, 1, 1), **options), 1)
+        threads.run(lambda world: load(path, mesh.build(world, tp, 1), **options), tp)
     assert words in str(stop.value) and stop.value.code == code
 
 
