@@ -142,7 +142,7 @@ def head_dim(raw: dict[str, Any]) -> int:
 
 
 def rope_keys(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """The reverse of `rope`: keys, and vectors of factors by their names. Raises FatalError where files cannot say it."""
+    """The reverse of `rope`: keys, and vectors by their names. Raises FatalError where files cannot say it."""
     given = raw.get("rope_parameters") or {}
     given = given.get("full_attention", given)
     dim, base = head_dim(raw), float(given.get("rope_theta", 10000.0))
@@ -173,7 +173,7 @@ def rope_keys(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float
 
 
 def _llama3(given: dict[str, Any], rotated: int, base: float, original: int) -> list[float]:
-    """By what each frequency is divided: long waves by the factor, short ones by 1, those between by what lies there."""
+    """By what each frequency is divided: long waves by the factor, short ones by 1."""
     factor, low, high = (float(given[one]) for one in ("factor", "low_freq_factor", "high_freq_factor"))
     found = []
     for at in range(0, rotated, 2):

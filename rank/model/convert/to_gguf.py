@@ -192,11 +192,11 @@ def _metadata(writer: Any, config: Config, name: str, to: str, tokenizer: dict[s
     """Returns vectors that are tensors in the file."""
     raw = config.raw | {"model_type": config.model_type}
     rope, vectors = _common.rope_keys(raw)
-    own = getattr(gguf_architectures.find(name), "keys", lambda raw: {})(raw)
+    more: Callable[[dict[str, Any]], dict[str, Any]] = getattr(gguf_architectures.find(name), "keys", lambda raw: {})
     writer.add_name(config.path.resolve().name)
     writer.add_file_type(TARGETS[to][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for key, value in (_common.keys(raw) | rope | own).items():
+    for key, value in (_common.keys(raw) | rope | more(raw)).items():
         _add(writer, f"{name}.{key}", value)
     for key, value in tokenizer.items():
         _add(writer, key, value)
@@ -206,5 +206,3 @@ def _metadata(writer: Any, config: Config, name: str, to: str, tokenizer: dict[s
 def _add(writer: Any, key: str, value: Any) -> None:
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     add.get(type(value), writer.add_array)(key, value)
-
-

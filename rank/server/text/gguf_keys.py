@@ -53,7 +53,7 @@ def _ends(directory: Path, text: Text, made: tokenizers.Tokenizer) -> dict[str, 
 
     own = id_of("eos")
     ends = [one for one in (own, *text.end_tokens) if one is not None]
-    named = dict(zip(("eos", "eot", "eom"), dict.fromkeys(ends), strict=False))
+    named: dict[str, int | None] = dict(zip(("eos", "eot", "eom"), dict.fromkeys(ends), strict=False))
     named |= {"bos": id_of("bos"), "padding": id_of("pad"), "unknown": id_of("unk")}
     around, plain = made.encode("a").ids, made.encode("a", add_special_tokens=False).ids
     at = next((i for i in range(len(around)) if around[i : i + len(plain)] == plain), 0)
@@ -99,7 +99,9 @@ def _pieces(data: dict[str, Any], tokens: list[str], types: list[int]) -> dict[s
         # A pair with a space between: pieces have none.
         ranks.setdefault("".join(pair.split(" ") if isinstance(pair, str) else pair), rank)
     worst = float(len(ranks) + len(tokens))
-    scores = [-float(ranks.get(token, worst)) if type == NORMAL else 0.0 for token, type in zip(tokens, types, strict=True)]
+    scores = [
+        -float(ranks.get(token, worst)) if type == NORMAL else 0.0 for token, type in zip(tokens, types, strict=True)
+    ]
     steps = json.dumps([data.get("normalizer"), data.get("pre_tokenizer")], ensure_ascii=False)
     prefix = '"Prepend"' in steps or '"prepend_scheme": "first"' in steps or '"prepend_scheme": "always"' in steps
     return {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "add_space_prefix": prefix}
@@ -111,7 +113,7 @@ def _of_model(file: Path, made: tokenizers.Tokenizer) -> dict[str, Any]:
         raise ValueError(f"{file} is a unigram model; GGUF files of BPE can be written")
     pieces = list(model.pieces)
     for id in range(len(pieces), made.get_vocab_size()):
-        pieces.append(Piece(made.id_to_token(id), -1000.0, CONTROL))
+        pieces.append(Piece(made.id_to_token(id) or "", -1000.0, CONTROL))
     config = read_json(file.parent, "tokenizer_config.json")
     prefix = config.get("add_prefix_space")
     return {

@@ -51,9 +51,7 @@ def run(*words):
 
 def rounded_logits(checkpoint, text, scheme, units=(32, 32)):
     """Some tokens, and what the model makes of them that is rounded here."""
-    windows, held_out = convert.read_windows(
-        convert.ConvertOptions(calibration=text, samples=6, seqlen=48), checkpoint
-    )
+    windows, held_out = convert.read_windows(convert.ConvertOptions(calibration=text, samples=6, seqlen=48), checkpoint)
     model = load(checkpoint, threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0])
     for _ in calibrate.round_model(model, windows, scheme, units):
         pass
