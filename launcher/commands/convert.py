@@ -35,8 +35,7 @@ q4km and the others that begin with q, f16, bf16 and f32 make a GGUF file, with 
 is its name. gptq, awq and marlin are three layouts of what GPTQ rounds: each matrix so that the layer's outputs over a
 calibration text change least. A line for each layer tells the error of its outputs, the last one the perplexity before
 and after. fp8 stores e4m3 in blocks of 128 x 128. Of these four, embeddings, norms and the head stay as they are. It
-runs on one
-GPU where there is one, else on all cores.
+runs on one GPU where there is one, else on all cores.
 """
 _GROUP = "Convert"
 PROGRAM = ("-m", "phalanx.rank.model.convert")
