@@ -214,13 +214,13 @@ def choose_format(config: Config, isq: str, quantization: str = "auto", names: C
             USAGE,
         )
     if method == "none":
-        return in_situ(isq, _sizes(config))
+        return in_situ(isq, sizes_of(config))
     if isq != "none":
         raise FatalError(f"--isq {isq}: {config.path} is quantised already ({method}): leave --isq out", USAGE)
     return stored_formats.choose(config.quantization, Part, names)
 
 
-def _sizes(config: Config) -> mixes.Sizes:
+def sizes_of(config: Config) -> mixes.Sizes:
     """What the mixes of formats ask for."""
     experts = next((config.raw[key] for key in EXPERTS if config.raw.get(key)), 0)
     return mixes.Sizes(config.num_layers, experts, config.num_heads // config.num_kv_heads)
