@@ -78,6 +78,15 @@ event. `/openapi.json` describes all this for programs, `/docs` for people.
 A field that is not listed is ignored, unless it would change the answer: then it is refused with 400 and its name.
 `null` means that a field is not given. A default is the server's, unless its options or the model's
 generation_config.json say otherwise.
+
+The server keeps no conversation unless a chat asks for it. With `"record_conversation": true` it remembers the
+exchange under `conversation_id`: the client's own, or one that the answer and each of its chunks name. The next chat
+of that id sends its new messages only; a system message among them takes the place of the earlier one. With the option
+`--record-conversation` a chat that names a `conversation_id` is recorded unless it says false. Conversations are kept
+in memory, for the API key that began them: the last `--conversation-store` ones, 64 MiB of them, each for 24 hours
+after its last answer. An id of the server's (`conv_…`) that is not kept any more is answered with 404, a client's own
+begins anew. An answer that breaks off leaves the conversation as it was. While one is made, another chat of the same
+id is answered with 409.
 """
 ERRORS = """\
 ## Errors

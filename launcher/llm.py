@@ -31,6 +31,7 @@ __all__ = ["LLM", "AsyncLLM", "Completion", "JobError", "Message", "Output", "Pi
 _SERVER_ONLY = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "strict", "queue_size", "access_log", "restarts",
     "served_model_name", "requests_per_key", "idle_exit", "allowed_origins", "allowed_hosts", "response_store",
+    "conversation_store", "record_conversation",
     "mcp_config", "models_config", "file_store", "ui_server",
 )  # fmt: skip
 

@@ -162,6 +162,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--response-store", group=_SERVER, metavar="N", low=0,
              help="responses kept in memory to go on from; 0 keeps none"),
     ] = 1024  # fmt: skip
+    conversation_store: Annotated[
+        int,
+        flag("--conversation-store", group=_SERVER, metavar="N", low=0,
+             help="conversations kept in memory for chats that ask (record_conversation); 0 keeps none"),
+    ] = 1024  # fmt: skip
+    record_conversation: Annotated[
+        bool,
+        flag("--record-conversation", group=_SERVER, off=("--no-record-conversation",),
+             help="record chats with a conversation_id unless they say otherwise"),
+    ] = False  # fmt: skip
     ui_server: Annotated[
         bool, flag("--ui-server", group=_SERVER, off=("--no-ui-server",), help="a page to chat with, at the server's /")
     ] = False

@@ -35,8 +35,8 @@ Start it again to go on where it was: after exit code 75, and after any kill.
 BATCH = ["-m", "phalanx.rank.server.batch"]
 SERVER_ONLY = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allowed_origins", "allowed_hosts", "queue_size",
-    "access_log", "idle_exit", "response_store", "requests_per_key", "file_store", "ui_server", "mcp_config",
-    "models_config",
+    "access_log", "idle_exit", "response_store", "conversation_store", "record_conversation", "requests_per_key",
+    "file_store", "ui_server", "mcp_config", "models_config",
 )  # fmt: skip
 RESERVE = 30.0  # seconds before the end, or a tenth of the time where that is less
 DECIDED = (errors.OK, errors.ERROR, errors.USAGE, errors.MODEL, errors.UNFINISHED)

@@ -238,6 +238,8 @@ def config(
         queue_size=options.queue_size,
         requests_per_key=options.requests_per_key,
         response_store=options.response_store,
+        conversation_store=options.conversation_store,
+        record_conversation=options.record_conversation,
         ui_server=options.ui_server,
         file_store=os.path.abspath(options.file_store) if options.file_store else "",
         restarts_expected=options.restarts > 0,

@@ -32,7 +32,6 @@ FOREIGN: dict[str, CompatFlag] = {
     # candle-vLLM, both generations
     "--multi-process": _note("every rank is a process"),
     "--verbose": _note("--log-level debug logs more"),
-    "--record-conversation": _note("the client sends the whole conversation"),
     "--holding-time": _note("requests join the running batch at once", takes_value=True),
     "--disable-cuda-graph": _note("graphs are used where they are faster and change no result"),
     "--nk": _note("weights are repacked for the device when they are loaded", takes_value=True),

@@ -67,6 +67,9 @@ MEANINGS = {
     "reasoning_effort": "handed to the template; `none` switches reasoning off",
     "reasoning": "`effort`, `enabled`, `exclude`, `max_tokens`: the same in one object",
     "include_reasoning": "false leaves the reasoning out of the answer",
+    "conversation_id": "of a conversation that is recorded: one that the server has given, or the client's own",
+    "record_conversation": "true: the server remembers this exchange under `conversation_id`, and `messages` are only "
+    "what is new in it; else as `--record-conversation` says",
     "chat_template": "refused: the server's option `--chat-template` sets it",
     "chat_template_kwargs": "variables for the template",
     "add_generation_prompt": "whether the prompt ends where the assistant begins; true unless the last message goes on",

@@ -65,17 +65,21 @@ class OpenAiRenderer(Renderer):
         self.token_ids = bool(request.return_token_ids)
         # The general way is needed where a chunk carries more than text.
         self._simple = not (self.token_ids or self.continuous_usage or request.logprobs not in (None, False))
-        head = encode(
-            {
-                "id": self.id,
-                "object": self.part,
-                "created": session.created,
-                "model": session.model,
-                "system_fingerprint": session.fingerprint,
-            }
-        )
-        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._head = b"data: " + encode(self.about(self.part))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+
+    def about(self, kind: str) -> dict[str, Any]:
+        """What a whole answer and each chunk begin with; `kind` is its `object`."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.session.created,
+            "model": self.session.model,
+            "system_fingerprint": self.session.fingerprint,
+        }
+
+    def see(self, updates: list[Update]) -> None:
+        """Called with all updates before they are shown."""
 
     # What the endpoints fill in.
 
@@ -98,6 +102,7 @@ class OpenAiRenderer(Renderer):
 
     async def stream(self) -> AsyncIterator[bytes]:
         async for updates in self.session:
+            self.see(updates)
             if data := self.chunks(updates):
                 yield data
         yield self.last()
@@ -157,6 +162,7 @@ class OpenAiRenderer(Renderer):
         session = self.session
         collected = {choice.index: _Collected() for choice in session.choices}
         async for updates in session:
+            self.see(updates)
             for update in updates:
                 collected[update.choice.index].add(update)
         choices = []
@@ -175,15 +181,7 @@ class OpenAiRenderer(Renderer):
             if self.request.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = self._prompt_logprobs(choice)
             choices.append(entry)
-        return {
-            "id": self.id,
-            "object": self.whole,
-            "created": session.created,
-            "model": session.model,
-            "system_fingerprint": session.fingerprint,
-            "choices": choices,
-            "usage": session.usage(),
-        }
+        return {**self.about(self.whole), "choices": choices, "usage": session.usage()}
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
         """As vLLM has them: of each token of the prompt an object, by the ids of tokens; none of the first."""

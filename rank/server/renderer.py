@@ -30,6 +30,10 @@ class Renderer:
         """The server-sent events, as many at once as there are."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Nobody reads on: what is not finished is given up."""
+        self.session.close()
+
     def error(self, error: ApiError) -> bytes:
         """The event for an error after the first event. It is the last one."""
         return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"

@@ -26,6 +26,7 @@ MAX_STOPS = 64
 MAX_BIASES = 1 << 16
 MAX_LOGPROBS = 20
 MAX_NAMED = 256
+MAX_ID = 256
 
 # Field: lowest and highest value.
 RANGES: dict[str, tuple[float, float]] = {
@@ -235,6 +236,8 @@ class ChatRequest(Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    conversation_id: str | None = None
+    record_conversation: bool | None = None
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -298,6 +301,16 @@ class ChatRequest(Common, kw_only=True):
             raise bad("thinking_token_budget", f"the limit of the reasoning is {show(budget)}: it must be at least 0")
         self._check_messages()
         self.check_tools()
+
+    def check_recorded(self) -> None:
+        """What a conversation that is recorded may ask for. Raises ApiError 400."""
+        if self.conversation_id is not None and not 0 < len(self.conversation_id) <= MAX_ID:
+            count = len(self.conversation_id)
+            raise bad("conversation_id", f"conversation_id has {count} characters: expected 1 to {MAX_ID}")
+        if (self.n or 1) > 1:
+            raise bad("n", f"n is {self.n} with record_conversation: one answer is recorded, ask for one")
+        if self.continue_final_message:
+            raise bad("continue_final_message", "continue_final_message and record_conversation exclude each other")
 
     def _check_messages(self) -> None:
         messages = self.conversation()

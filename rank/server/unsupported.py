@@ -169,7 +169,7 @@ RESPONSES: dict[str, Field] = {
     **_all("use instructions", "system"),
     **_all("use stop", "stop_sequences"),
     "output_config": Field("use reasoning and text", ({},)),
-    **_all("conversations are not kept, use previous_response_id", "conversation"),
+    **_all("use previous_response_id, or record_conversation of /v1/chat/completions", "conversation"),
     **_all("there are no stored prompts, write it into instructions and input", "prompt"),
     **_all("this is for /v1/chat/completions: use input", "messages"),
     **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),

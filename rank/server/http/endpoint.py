@@ -183,7 +183,7 @@ class Endpoint(BodyHandler):
         except tornado.iostream.StreamClosedError:
             self.gone = True
         finally:
-            self.session.close()
+            reply.close()
             self.state.metrics.session(self.session, self.gone)
             call.count(self.session.prompt_tokens, self.session.completion_tokens)
 

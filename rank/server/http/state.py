@@ -8,6 +8,7 @@ from typing import Any
 
 from ..batch.stored import StoredBatches
 from ..config import ServerConfig
+from ..conversation_store import ConversationStore
 from ..file_store import FileStore
 from ..mcp import config as mcp_config
 from ..mcp.tool_servers import ToolServers
@@ -45,6 +46,7 @@ class ServerState:
         self.link = sessions.link
         self.metrics = Metrics(sessions.link, sessions.names[0])
         self.responses = ResponseStore(config.response_store)
+        self.conversations = ConversationStore(config.conversation_store)
         self.batches: StoredBatches | None = None  # None: without --file-store
         if config.file_store:
             self.batches = StoredBatches(FileStore(config.file_store), sessions, self._used_by)

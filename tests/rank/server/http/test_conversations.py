@@ -1,0 +1,208 @@
+"""Conversations that the server remembers where a chat asks for it."""
+
+import threading
+
+import openai
+import pytest
+from phalanx.rank.server import conversation_store
+from phalanx.rank.server.conversation import Message
+from phalanx.rank.server.conversation_store import Conversation, ConversationStore
+
+from ..conftest import Front
+
+pytestmark = pytest.mark.timeout(60)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_dir, tokenizer):
+    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, conversation_store=4)
+    yield front
+    front.stop()
+
+
+@pytest.fixture(autouse=True)
+def lead(server, monkeypatch):
+    for name, value in {"answer": "hello world", "hold": False, "error": None}.items():
+        monkeypatch.setattr(server.lead, name, value)
+    server.state.conversations._kept.clear()
+    return server.lead
+
+
+def said(text, role="user"):
+    return {"role": role, "content": text}
+
+
+def chat(server, *messages, **more):
+    more = {"record_conversation": True} | more
+    return server.post("chat/completions", messages=list(messages), **more)
+
+
+def prompt(server):
+    tokens = memoryview(server.lead.requests[-1].tokens).cast("I").tolist()
+    return server.sessions.text.tokenizer.decode(tokens)
+
+
+def test_only_new_messages_are_sent(server, lead):
+    first = chat(server, said("be brief", "system"), said("hello"))
+    id = first.body["conversation_id"]
+    assert id.startswith("conv_")
+    lead.answer = "fine"
+    second = chat(server, said("how are you?"), conversation_id=id)
+    assert second.body["conversation_id"] == id and second.body["choices"][0]["message"]["content"] == "fine"
+    assert prompt(server) == (
+        "<|turn|>system\nbe brief<|end|>\n<|turn|>user\nhello<|end|>\n<|turn|>assistant\nhello world<|end|>\n"
+        "<|turn|>user\nhow are you?<|end|>\n<|turn|>assistant\n"
+    )
+    chat(server, said("be long", "developer"), said("and now?"), conversation_id=id)  # other instructions
+    assert prompt(server).startswith("<|turn|>system\nbe long<|end|>\n<|turn|>user\nhello<|end|>")
+    assert "be brief" not in prompt(server)
+
+
+def test_a_stream_and_whole_answers_share_one(server):
+    body = dict(messages=[said("hello")], record_conversation=True, conversation_id="mine")
+    *chunks, done = server.events("chat/completions", **body)
+    assert done == "[DONE]" and {chunk["conversation_id"] for chunk in chunks} == {"mine"}
+    chat(server, said("again"), conversation_id="mine")
+    assert prompt(server).count("<|turn|>") == 4 and "hello world" in prompt(server)
+
+
+def test_a_tool_s_call_and_its_result(server, lead):
+    lead.answer = f"<think>\nI look.\n</think>\n\n{CALL}"
+    call = chat(server, said("weather?"), conversation_id="a", tools=[TOOL]).body["choices"][0]["message"]
+    (made,) = call["tool_calls"]
+    chat(server, {"role": "tool", "tool_call_id": made["id"], "content": "rain"}, conversation_id="a")
+    kept = server.request("GET", "/v1/conversations/a").body
+    roles = [message["role"] for message in kept["messages"]]
+    assert kept["object"] == "conversation" and roles == ["user", "assistant", "tool", "assistant"]
+    assert kept["messages"][1]["tool_calls"] == [made] and "I look." in kept["messages"][1]["reasoning_content"]
+
+
+def test_nothing_is_recorded_unless_asked(server):
+    for more in ({"record_conversation": False}, {"record_conversation": None}):
+        answer = chat(server, said("hello"), conversation_id="mine", **more)
+        assert answer.status == 200 and "conversation_id" not in answer.body
+    assert server.request("GET", "/v1/conversations/mine").status == 404
+    assert not server.state.conversations._kept
+
+
+def test_the_option_records_what_names_a_conversation(make_front):
+    front = make_front(record_conversation=True)
+    chat(front, said("hello"), conversation_id="mine", record_conversation=None)
+    chat(front, said("again"), conversation_id="mine", record_conversation=None)
+    assert prompt(front).count("<|turn|>") == 4
+    chat(front, said("hello"), record_conversation=None)
+    chat(front, said("hello"), conversation_id="mine", record_conversation=False)
+    assert prompt(front).count("<|turn|>") == 2 and len(front.state.conversations._kept) == 1
+    assert chat(front, said("hello"), conversation_id="mine", n=2, record_conversation=None).status == 400
+
+
+def test_it_is_forgotten(server):
+    id = chat(server, said("hello")).body["conversation_id"]
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    assert client.conversations.retrieve(id).id == id
+    assert client.conversations.delete(id).deleted
+    answer = chat(server, said("again"), conversation_id=id)
+    assert answer.status == 404 and answer.body["error"]["code"] == "conversation_not_found"
+    assert server.request("DELETE", f"/v1/conversations/{id}").status == 404
+
+
+def test_one_key_never_reads_another_s(make_front):
+    front = make_front(api_keys=["a", "b"])
+
+    def ask(key, method="POST", path="chat/completions", **body):
+        body = {"messages": [said(f"I am {key}")], "record_conversation": True, **body} if method == "POST" else None
+        return front.request(method, f"/v1/{path}", body, {"Authorization": f"Bearer {key}"})
+
+    id = ask("a").body["conversation_id"]
+    assert ask("b", conversation_id=id).status == 404
+    for key in "aabb":
+        assert ask(key, conversation_id="same").status == 200
+        assert ("I am a" in prompt(front), "I am b" in prompt(front)) == (key == "a", key == "b")
+    for method in ("GET", "DELETE"):
+        assert ask("b", method, f"conversations/{id}").status == 404
+    assert ask("a", "GET", f"conversations/{id}").status == 200
+
+
+def test_an_answer_that_breaks_off_leaves_it_as_it_was(server, lead):
+    chat(server, said("hello"), conversation_id="a")
+    lead.error = (500, "the engine stumbled")
+    assert chat(server, said("lost"), conversation_id="a").status == 500
+    assert chat(server, said("x " * 3000), conversation_id="a").status == 400  # longer than the context
+    lead.error = None
+    assert chat(server, said("again"), conversation_id="a").status == 200
+    assert "lost" not in prompt(server) and prompt(server).count("<|turn|>") == 4
+
+
+def test_one_answer_at_a_time(server, lead):
+    lead.hold = True
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(chat(server, said("hello"), conversation_id="a")))
+    count = len(lead.requests)
+    thread.start()
+    server.wait(lambda: len(lead.requests) > count)
+    busy = chat(server, said("again"), conversation_id="a")
+    assert busy.status == 409 and busy.body["error"]["code"] == "conversation_busy"
+    lead.hold = False
+    thread.join(20)
+    assert answers[0].status == 200 and chat(server, said("again"), conversation_id="a").status == 200
+
+
+@pytest.mark.parametrize(
+    "more, field",
+    [
+        ({"n": 2}, "n"),
+        ({"conversation_id": ""}, "conversation_id"),
+        ({"conversation_id": "x" * 257}, "conversation_id"),
+        ({"continue_final_message": True, "messages": [said("hi"), said("so", "assistant")]}, "continue_final_message"),
+    ],
+)
+def test_what_is_refused(server, more, field):
+    answer = server.post("chat/completions", **{"messages": [said("hi")], "record_conversation": True, **more})
+    assert answer.status == 400 and answer.body["error"]["param"] == field
+
+
+def test_where_none_is_kept(make_front):
+    front = make_front(conversation_store=0)
+    answer = chat(front, said("hello"))
+    assert answer.status == 400 and "--conversation-store" in answer.body["error"]["message"]
+    assert chat(front, said("hello"), conversation_id="a", record_conversation=None).status == 200
+
+
+def record(store, id, text="hello"):
+    conversation = store.begin(id, 0)
+    store.end(conversation, [Message("user", text)])
+    store.release(conversation)
+    return conversation
+
+
+def test_bounds(monkeypatch):
+    store = ConversationStore(3)
+    for id in ("a", "b", "c", "a", "d"):  # b is the one that was longest not used
+        record(store, id)
+    assert [id for _, id in store._kept] == ["c", "a", "d"]
+    monkeypatch.setattr(conversation_store, "MAX_BYTES", 3 * store.get("a", 0).size + 900)
+    record(store, "long", "x" * 900)
+    assert [id for _, id in store._kept] == ["a", "d", "long"]
+    record(store, "too-long", "x" * 5000)
+    assert not store._kept
+    old = record(store, "old")
+    old.used -= conversation_store.MAX_AGE + 1
+    assert store.begin("old", 0).messages == []
+
+
+def test_one_that_is_removed_while_it_is_answered_stays_so():
+    store = ConversationStore(3)
+    record(store, "a")
+    conversation = store.begin("a", 0)
+    store.remove("a", 0)
+    store.end(conversation, [Message("user", "hello")])
+    assert not store._kept
+
+
+def test_instructions_alone_change_those_of_before():
+    conversation = Conversation(0, "a")
+    conversation.messages = [Message("system", "a"), Message("user", "b")]
+    found = conversation.with_new([Message("system", "c")])
+    assert [one.content for one in found] == ["c", "b"]
