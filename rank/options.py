@@ -253,10 +253,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int,
         flag("--mem", "--kvcache-mem-gpu", group=_MEMORY, metavar="MB", low=0, help="KV cache of a rank; 0: by share"),
     ] = 0  # fmt: skip
+    num_experts_offload_per_rank: Annotated[
+        int, flag("--num-experts-offload-per-rank", group=_MEMORY, metavar="N", low=0,
+                  help="experts of a layer on each rank in host memory alone"),
+    ] = 0  # fmt: skip
+    expert_memory: Annotated[
+        int, flag("--expert-memory", group=_MEMORY, metavar="MB", low=0,
+                  help="of a rank's GPU for experts, the others being in host memory"),
+    ] = 0  # fmt: skip
+    expert_placement: Annotated[
+        str, flag("--expert-placement", group=_MEMORY, choices=("auto", "resident", "cpu", "stream"),
+                  help="how experts in host memory are served; auto: the fastest"),
+    ] = "auto"  # fmt: skip
     kvcache_mem_cpu: Annotated[
-        int,
-        flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
-             help="host memory of a rank for what the KV cache has no room for"),
+        int, flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
+                  help="host memory of a rank for what the KV cache has no room for"),
     ] = 0  # fmt: skip
     kv_fraction: Annotated[
         float,

@@ -6,13 +6,13 @@ import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import host_experts
 from phalanx.kernels.moe.host_experts import HostPairs, Stack
-from phalanx.kernels.moe.moe import Biases, Held, fused_experts_reference
+from phalanx.kernels.moe.moe import UNBIASED, Biases, Held, fused_experts_reference
 
 from ..conftest import close
 from .cases import CASES, make
 
 
-def rounds(case, act, cuts, biases=Biases(), first=0, experts=None):
+def rounds(case, act, cuts, biases=UNBIASED, first=0):
     """The sum where experts are computed in so many rounds, each from a stack of its own."""
     x, ids, weights, w13, w2 = case
     pairs = HostPairs(x, ids, weights, act, biases, first)
