@@ -135,6 +135,7 @@ def _option(spec: Spec) -> tuple[str, ...]:
     flag = spec.flag
     flags = [*flag.off, *flag.flags] if spec.type is bool and spec.default is True else [*flag.flags, *flag.off]
     shown = ", ".join(f"`{one}`" for one in flags) + (f" {flag.metavar}" if flag.metavar else "")
+    shown += "".join(f"; `{one}` for `{choice}`" for one, choice in flag.short.items())
     if flag.positional:
         shown += f", or {flag.metavar} alone"
     meaning = flag.help

@@ -17,6 +17,7 @@ class Flag(msgspec.Struct, frozen=True):
     metavar: str = ""
     choices: tuple[str, ...] = ()
     spellings: dict[str, str] = {}  # other spellings of a choice
+    short: dict[str, str] = {}  # flags without a value, each for one of the choices
     low: float | None = None
     high: float | None = None
     off: tuple[str, ...] = ()  # flags that switch a boolean off

@@ -16,23 +16,26 @@ import msgspec
 from .flags import Spec as Spec
 from .flags import flag as flag
 from .flags import read
+from .gguf import mixes
 
 GROUPS = ("Model", "Server", "Ranks", "Memory and batching", "Sampling defaults", "Running")
 
+KV_DTYPES = {"fp8_e4m3": "fp8", "e4m3": "fp8", "float8_e4m3fn": "fp8"}  # vLLM's and candle-vLLM's
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "float": "f32"}
 
-# The formats that weights can be quantised to while they are loaded: a file each.
+# The formats that weights can be quantised to while they are loaded: a file each; and mixes of them.
 _FORMATS = (Path(__file__).parent / "model" / "formats").glob("[a-z]*.py")
-IN_SITU = tuple(sorted(path.stem for path in _FORMATS if path.stem != "dense"))
+IN_SITU = tuple(sorted({path.stem for path in _FORMATS} - {"dense"} | mixes.MIXES.keys()))
 ISQ_SPELLINGS = {name.upper(): name for name in IN_SITU}  # llama.cpp's
 ISQ_SPELLINGS |= {f"{name[:2]}_k": name for name in IN_SITU if name.endswith("k")}
+ISQ_SPELLINGS |= {f"{name[:2]}_k_m": name for name in mixes.MIXES}
 ISQ_SPELLINGS |= {spelled.upper(): name for spelled, name in ISQ_SPELLINGS.items()}
 
 # How quantised checkpoints may be stored: a file each.
 _STORED = (Path(__file__).parent / "model" / "stored_formats").glob("[a-z]*.py")
 STORED = tuple(sorted(path.stem.replace("_", "-") for path in _STORED))
 STORED_SPELLINGS = {  # other engines', of which some name the kernel as well
-    "gptq_marlin": "gptq", "awq_marlin": "awq", "marlin": "gptq", "compressed_tensors": "compressed-tensors",
+    "gptq_marlin": "gptq", "awq_marlin": "awq", "compressed_tensors": "compressed-tensors",
 }  # fmt: skip
 
 # How models write tool calls and mark their thoughts: a file each.
@@ -57,37 +60,31 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What the user chose; 0, "" and "auto" leave the choice to the program."""
 
     model: Annotated[
-        str,
-        flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
-             help="directory, GGUF file, or hub id; none: the built-in model"),
+        str, flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
+                  help="directory, GGUF file, or hub id; none: the built-in model"),
     ] = ""  # fmt: skip
     weight_file: Annotated[
-        str,
-        flag("--f", "--weight-file", group=_MODEL, metavar="FILE",
-             help="a GGUF file, its first shard; in --model's directory or hub id"),
+        str, flag("--f", "--weight-file", group=_MODEL, metavar="FILE",
+                  help="a GGUF file, its first shard; in --model's directory or hub id"),
     ] = ""  # fmt: skip
     models_config: Annotated[
-        str,
-        flag("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
-             help="models.yaml: several models, of which one is loaded at a time"),
+        str, flag("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
+                  help="models.yaml: several models, of which one is loaded at a time"),
     ] = ""  # fmt: skip
     served_model_name: Annotated[
         str, flag("--served-model-name", group=_MODEL, metavar="NAME", help="the name that clients see")
     ] = ""
     dtype: Annotated[
-        str,
-        flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
-             help="of weights and arithmetic"),
+        str, flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
+                  help="of weights and arithmetic"),
     ] = "auto"  # fmt: skip
     isq: Annotated[
-        str,
-        flag("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
-             help="quantise the weights while they are loaded"),
+        str, flag("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
+                  help="quantise the weights while they are loaded"),
     ] = "none"  # fmt: skip
     quantization: Annotated[
-        str,
-        flag("--quantization", "--quant", group=_MODEL, choices=("auto", *STORED), spellings=STORED_SPELLINGS,
-             help="how the checkpoint is quantised; auto: as its config.json says"),
+        str, flag("--quantization", "--quant", group=_MODEL, choices=("auto", *STORED), spellings=STORED_SPELLINGS,
+                  help="how the checkpoint is quantised; auto: as its config.json says"),
     ] = "auto"  # fmt: skip
     max_model_len: Annotated[
         int, flag("--max-model-len", group=_MODEL, metavar="N", low=0, help="longest prompt + output; 0: the model's")
@@ -96,17 +93,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--load-format", group=_MODEL, choices=("auto", "dummy"), help="dummy: random weights, for measuring")
     ] = "auto"
     load: Annotated[
-        str,
-        flag("--load", group=_MODEL, choices=("auto", "direct", "striped"),
-             help="striped: each byte is read once a job; auto: if over a network"),
+        str, flag("--load", group=_MODEL, choices=("auto", "direct", "striped"),
+                  help="striped: each byte is read once a job; auto: if over a network"),
     ] = "auto"  # fmt: skip
     stage: Annotated[
         str, flag("--stage", group=_MODEL, metavar="DIR", help="copy the weights there on each node, and load the copy")
     ] = ""
     generation_config: Annotated[
-        bool,
-        flag("--generation-config", group=_MODEL, off=("--no-generation-config",),
-             help="ignore the sampling defaults in the model's generation_config.json"),
+        bool, flag("--generation-config", group=_MODEL, off=("--no-generation-config",),
+                   help="ignore the sampling defaults in the model's generation_config.json"),
     ] = True  # fmt: skip
 
     host: Annotated[str, flag("--host", "--h", group=_SERVER, metavar="HOST", help="address to listen on")] = (
@@ -116,24 +111,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int, flag("--port", "--p", group=_SERVER, metavar="N", low=0, high=65535, help="0 picks a free one")
     ] = 2000
     api_key: Annotated[  # of several, read from a file, each is a line: KEY, or NAME KEY
-        str,
-        flag("--api-key", group=_SERVER, metavar="KEY", secret=True,
-             help="clients must send it; better in a file; none: anybody may call"),
+        str, flag("--api-key", group=_SERVER, metavar="KEY", secret=True,
+                  help="clients must send it; better in a file; none: anybody may call"),
     ] = ""  # fmt: skip
     api_key_file: Annotated[
-        str,
-        flag("--api-key-file", group=_SERVER, metavar="FILE",
-             help="a file of keys, a line each: KEY, or NAME KEY; # begins a comment"),
+        str, flag("--api-key-file", group=_SERVER, metavar="FILE",
+                  help="a file of keys, a line each: KEY, or NAME KEY; # begins a comment"),
     ] = ""  # fmt: skip
     tls_cert: Annotated[
-        str,
-        flag("--tls-cert", "--ssl-certfile", group=_SERVER, metavar="FILE",
-             help="serve HTTPS with this certificate (PEM, with its chain)"),
+        str, flag("--tls-cert", "--ssl-certfile", group=_SERVER, metavar="FILE",
+                  help="serve HTTPS with this certificate (PEM, with its chain)"),
     ] = ""  # fmt: skip
     tls_key: Annotated[
-        str,
-        flag("--tls-key", "--ssl-keyfile", group=_SERVER, metavar="FILE",
-             help="the certificate's private key; none: it is in --tls-cert's file"),
+        str, flag("--tls-key", "--ssl-keyfile", group=_SERVER, metavar="FILE",
+                  help="the certificate's private key; none: it is in --tls-cert's file"),
     ] = ""  # fmt: skip
     allowed_origins: Annotated[
         tuple[str, ...],
@@ -274,6 +265,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         flag("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
              help="KV cache's share of the memory free after loading; 0: automatic"),
     ] = 0.0  # fmt: skip
+    kv_cache_dtype: Annotated[
+        str,
+        flag("--kv-cache-dtype", "--kvcache-dtype", group=_MEMORY, choices=("auto", "fp8"), spellings=KV_DTYPES,
+             short={"--fp8-kvcache": "fp8"}, help="fp8: e4m3 with scales, twice the tokens; auto: --dtype"),
+    ] = "auto"  # fmt: skip
     block_size: Annotated[
         int, flag("--block-size", group=_MEMORY, metavar="N", low=0, help="tokens in a cache block; 0: automatic")
     ] = 0

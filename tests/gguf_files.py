@@ -210,12 +210,17 @@ def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) 
     config = json.loads((checkpoint / "config.json").read_text())
     into.mkdir()
     tensors = load_file(checkpoint / "model.safetensors")
-    for name, x in tensors.items():
+    for name, x in _stacked(tensors).items():
         if x.dim() > 1:
             theirs = _theirs(name, config)
             wanted = _wanted(kind, theirs)
             data = gguf.quants.dequantize(_encoded(theirs, x, wanted), wanted)
-            tensors[name] = torch.from_numpy(np.ascontiguousarray(data))
+            made = torch.from_numpy(np.ascontiguousarray(data))
+            if ".experts." in name:
+                stem, _, end = name.rpartition(".experts.")
+                tensors |= {f"{stem}.experts.{i}.{end}": one.clone() for i, one in enumerate(made)}
+            else:
+                tensors[name] = made
     save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
     (into / "config.json").write_text(json.dumps(config))
     return into

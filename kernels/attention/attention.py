@@ -11,7 +11,8 @@ import functools
 from torch import Tensor
 
 from ...errors import MODEL, FatalError
-from ..rope.rope import CosSin, QKNorm, rope_and_store_kv
+from ..rope.fp8_cache import E4M3
+from ..rope.rope import CosSin, KVCache, QKNorm, rope_and_store_kv
 from . import attention_tma, cpu_decode, cudnn, reference
 from .backend import AttentionMetadata, AttentionParams, Backend, CurrentKV, Part
 
@@ -32,7 +33,7 @@ def store_and_attend(
     v: Tensor,
     cos_sin: CosSin,
     norms: QKNorm | None,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     rows: AttentionMetadata,
     params: AttentionParams,
 ) -> Tensor:
@@ -40,49 +41,51 @@ def store_and_attend(
 
     A step of decoding sequences alone is one kernel on GPUs, where heads are rotated as a whole and not interleaved.
     """
-    keys, values = cache
-    if q.is_cuda and supports_one_kernel(q, k, v, cos_sin, keys, rows):
-        return decode_newest(q, CurrentKV(k, v, cos_sin, norms, rows.slots), keys, values, rows, params)
+    if q.is_cuda and supports_one_kernel(q, k, v, cos_sin, cache, rows):
+        return decode_newest(q, CurrentKV(k, v, cos_sin, norms, rows.slots), cache, rows, params)
     q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, rows.slots)
-    return paged_attention(q, keys, values, rows, params)
+    keys, values, scales = KVCache(*cache)
+    return paged_attention(q, keys, values, rows, params, scales)
 
 
 def supports_one_kernel(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, keys: Tensor, rows: AttentionMetadata
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[Tensor, ...], rows: AttentionMetadata
 ) -> bool:
     """Whether the decode kernels of GPUs may norm, rotate and write the step's tokens."""
     dim = q.shape[2]
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
     whole = cos_sin.cos.shape[-1] == dim and not cos_sin.interleaved
-    return 0 < len(q) == rows.num_decodes and whole and side_by_side and keys.dtype == q.dtype
+    return 0 < len(q) == rows.num_decodes and whole and side_by_side and cache[0].dtype in (q.dtype, E4M3)
 
 
 def decode_newest(
-    q: Tensor, newest: CurrentKV, keys: Tensor, values: Tensor, rows: AttentionMetadata, params: AttentionParams
+    q: Tensor, newest: CurrentKV, cache: tuple[Tensor, ...], rows: AttentionMetadata, params: AttentionParams
 ) -> Tensor:
     """store_and_attend where supports_one_kernel."""
+    keys, values, scales = KVCache(*cache)
     out = q.new_empty(len(q), q.shape[1], values.shape[3])
-    attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, newest))
+    attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, scales, newest))
     return out.flatten(1)
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, params: AttentionParams
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, params: AttentionParams,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(scale q k^T) v for every token of the step, causal within its sequence: [T, heads * value_dim], q's
     dtype.
 
     q: [T, heads, head_dim]. keys, values: [blocks, block_size, kv_heads, head_dim or value_dim], with this step's
-    tokens written. Query head h reads key head h // (heads / kv_heads) (grouped queries: Ainslie et al. 2023, arXiv
-    2305.13245). Computed in f32. On GPUs a decoding sequence may have length 0, which gives zeros: it fills a captured
-    batch up. Raises FatalError where no backend takes these heads.
+    tokens written; scales: of those in e4m3. Query head h reads key head h // (heads / kv_heads) (grouped queries:
+    Ainslie et al. 2023, arXiv 2305.13245). Computed in f32. On GPUs a decoding sequence may have length 0, which gives
+    zeros: it fills a captured batch up. Raises FatalError where no backend takes these heads.
     """
     out = q.new_empty(len(q), q.shape[1], values.shape[3])
     n, count = rows.num_decodes, len(rows.query_lens)
     if n:
-        attend(Part(q, keys, values, rows, params, 0, n, out))
+        attend(Part(q, keys, values, rows, params, 0, n, out, scales))
     if n < count:
-        attend(Part(q, keys, values, rows, params, n, count, out))
+        attend(Part(q, keys, values, rows, params, n, count, out, scales))
     return out.flatten(1)
 
 

@@ -55,6 +55,9 @@ class Part(NamedTuple):
     first: int
     stop: int
     out: Tensor  # [T, heads, value_dim], contiguous; these sequences' rows are written
+    # Of keys and values in e4m3, [blocks, kv_heads, 2, block_size] (rope/fp8_cache.py); where values are the first part
+    # of the keys, of that part and of the rest. None: they have q's dtype.
+    scales: Tensor | None = None
     newest: CurrentKV | None = None  # decoding: the cache does not hold the step's tokens yet, and q is not rotated
 
     @property

@@ -6,6 +6,7 @@
 
 #include "op.h"
 #include "simd.h"
+#include "e4m3.h"
 
 struct Decode {
     const void *q, *keys, *values;  // q [B, heads, dim]; keys, values [blocks, block_size, kv_heads, dim]
@@ -13,6 +14,7 @@ struct Decode {
     void* out;  // [B, heads, dim]
     float* partial;  // [threads, 2, group, 2 + dim]: per query head the largest score, the sum and the weighted values
     const float* sinks;  // [heads], or null
+    const uint8_t* scales;  // of e4m3 codes, [blocks, kv_heads, 2, block_size]
     int64_t sequences, heads, kv_heads, dim, block_size, table_pitch, q_pitch, window;
     double scale, cap;
 };
@@ -52,16 +54,19 @@ struct Places {
     int64_t of(int64_t part) const { return total * part / parts; }
 };
 
-// Sums of `count` <= TILE tokens for G query heads.
-template <typename T> struct State {
+// Sums of `count` <= TILE tokens for G query heads. C: the cache's elements.
+template <typename C> struct State {
     float q[MOST_GROUP][MOST_DIM];  // times the scale, zeros behind dim
     float values[MOST_GROUP][MOST_DIM];
     float top[MOST_GROUP], sum[MOST_GROUP];
     float scores[MOST_GROUP][TILE];
-    const T *k[TILE], *v[TILE];
+    const C *k[TILE], *v[TILE];
+    float of_k[TILE], of_v[TILE];  // scales, of codes
 };
+template <typename C> constexpr bool CODES = false;
+template <> inline constexpr bool CODES<e4m3> = true;
 
-template <int R, typename T> INLINE void score(State<T>& s, int g, int t, int64_t dim) {
+template <int R, typename C> INLINE void score(State<C>& s, int g, int t, int64_t dim) {
     Vec total[R][4] = {};
     int64_t i = 0;
     for (; i + LANES <= dim; i += LANES) {
@@ -82,7 +87,7 @@ template <int R, typename T> INLINE void score(State<T>& s, int g, int t, int64_
     for (int r = 0; r < R; r++) sums(total[r], s.scores[g + r] + t);
 }
 
-template <int R, typename T> INLINE void mix(State<T>& s, int g, int count, int64_t dim) {
+template <int R, typename C> INLINE void mix(State<C>& s, int g, int count, int64_t dim) {
     for (int64_t i = 0; i < dim; i += LANES) {
         Vec total[R];
         for (int r = 0; r < R; r++) total[r] = load(s.values[g + r] + i);
@@ -102,8 +107,10 @@ template <int R, typename T> INLINE void mix(State<T>& s, int g, int count, int6
 }
 
 // Scores become weights; what has been summed shrinks where a larger score has come.
-template <typename T> INLINE void weigh(const Decode& a, State<T>& s, int g, int count) {
+template <typename C> INLINE void weigh(const Decode& a, State<C>& s, int g, int count) {
     float* scores = s.scores[g];
+    if (CODES<C>)
+        for (int t = 0; t < TILE; t += LANES) store(scores + t, load(scores + t) * load(s.of_k + t));
     for (int t = count; t < TILE; t++) scores[t] = -__builtin_inff();  // exp makes next to nothing of it
     Vec best = fill(s.top[g]);
     for (int t = 0; t < count; t += LANES) {
@@ -125,15 +132,15 @@ template <typename T> INLINE void weigh(const Decode& a, State<T>& s, int g, int
     Vec total = {};
     for (int t = 0; t < count; t += LANES) {
         Vec x = exp(load(scores + t) - top);
-        store(scores + t, x);
+        store(scores + t, CODES<C> ? x * load(s.of_v + t) : x);
         total += x;
     }
     s.sum[g] += sum(total);
 }
 
 // Tokens from..to - 1 of an item for query heads head..head + group - 1.
-template <typename T> void attend(const Decode& a, const Item& item, int64_t from, int64_t to, int64_t head, int group,
-                                  State<T>& s) {
+template <typename T, typename C> void attend(const Decode& a, const Item& item, int64_t from, int64_t to, int64_t head,
+                                              int group, State<C>& s) {
     const T* q = (const T*)a.q + item.sequence * a.q_pitch + head * a.dim;
     for (int g = 0; g < group; g++) {
         for (int64_t i = 0; i < a.dim; i++) s.q[g][i] = widen(q[g * a.dim + i]) * (float)a.scale;
@@ -149,8 +156,12 @@ template <typename T> void attend(const Decode& a, const Item& item, int64_t fro
         for (int t = 0; t < TILE; t++) {
             int64_t position = item.first + at + (t < count ? t : count - 1);  // the last one stands for those behind
             int64_t slot = (int64_t)table[position / a.block_size] * a.block_size + position % a.block_size;
-            s.k[t] = (const T*)a.keys + slot * pitch + item.kv_head * a.dim;
-            s.v[t] = (const T*)a.values + slot * pitch + item.kv_head * a.dim;
+            s.k[t] = (const C*)a.keys + slot * pitch + item.kv_head * a.dim;
+            s.v[t] = (const C*)a.values + slot * pitch + item.kv_head * a.dim;
+            if (!CODES<C>) continue;
+            const uint8_t* scales = a.scales + (slot / a.block_size * a.kv_heads + item.kv_head) * 2 * a.block_size;
+            s.of_k[t] = scale_of(scales[slot % a.block_size]);
+            s.of_v[t] = scale_of(scales[a.block_size + slot % a.block_size]);
         }
         int g = 0;
         for (; g + 2 <= group; g += 2)
@@ -169,11 +180,11 @@ template <typename T> INLINE void finish(const Decode& a, const Item& item, int6
     for (int64_t i = 0; i < a.dim; i++) out[i] = narrow<T>(values[i] / sum);
 }
 
-template <typename T> void decode(const Decode& a, int part, int threads) {
+template <typename T, typename C> void decode(const Decode& a, int part, int threads) {
     Places places(a, threads);
     if (part >= places.parts) return;
     int64_t low = places.of(part), high = places.of(part + 1), group = a.heads / a.kv_heads;
-    State<T> s;
+    State<C> s;
     items_of(a, [&](const Item& item) {
         if (item.count == 0 && part == 0)
             memset((T*)a.out + (item.sequence * a.heads + item.kv_head * group) * a.dim, 0, group * a.dim * sizeof(T));
@@ -182,7 +193,7 @@ template <typename T> void decode(const Decode& a, int part, int threads) {
         if (from >= to) return;
         for (int64_t g = 0; g < group; g += MOST_GROUP) {
             int here = group - g < MOST_GROUP ? group - g : MOST_GROUP;
-            attend<T>(a, item, from, to, item.kv_head * group + g, here, s);
+            attend<T, C>(a, item, from, to, item.kv_head * group + g, here, s);
             for (int i = 0; i < here; i++) {
                 if (from == 0 && to == item.count) {
                     finish<T>(a, item, item.kv_head * group + g + i, s.values[i], s.top[i], s.sum[i]);
@@ -219,7 +230,12 @@ template <typename T> void merge(const Decode& a, int part, int threads) {
     });
 }
 
-OP(decode_f32, decode<float>, Decode)
-OP(decode_bf16, decode<bf16>, Decode)
+#define DECODE(name, T, C)                                                                                   \
+    static void name##_of(const Decode& a, int part, int threads) { decode<T, C>(a, part, threads); }          \
+    OP(name, name##_of, Decode)
+DECODE(decode_f32, float, float)
+DECODE(decode_bf16, bf16, bf16)
+DECODE(decode_fp8_f32, float, e4m3)
+DECODE(decode_fp8_bf16, bf16, e4m3)
 OP(merge_f32, merge<float>, Decode)
 OP(merge_bf16, merge<bf16>, Decode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..cpp import ops
+from ..rope.fp8_cache import E4M3
 from .backend import Part
 
 MOST_DIM = 512  # as in cpu_decode.cpp
@@ -12,7 +13,9 @@ MOST_DIM = 512  # as in cpu_decode.cpp
 
 def supports(part: Part) -> bool:
     q, keys, dim = part.q, part.keys, part.q.shape[2]
-    if not part.decodes or q.dtype != keys.dtype or dim > MOST_DIM or keys.shape != part.values.shape:
+    if not part.decodes or dim > MOST_DIM or keys.shape != part.values.shape:
+        return False
+    if keys.dtype != (q.dtype if part.scales is None else E4M3):
         return False
     tables = part.rows.block_tables
     return q.stride()[1:] == (dim, 1) and keys.is_contiguous() and tables.stride(1) == 1 and ops.takes(q)
@@ -29,6 +32,7 @@ def run(part: Part, plan: None) -> None:
     n, heads, dim = q.shape
     size, kv_heads = keys.shape[1:3]
     partial = q.new_empty(torch.get_num_threads(), 2, heads // kv_heads, 2 + dim, dtype=torch.float32)
-    values_ = (q, keys, part.values, tables, part.rows.lengths, out, partial, sinks, n, heads, kv_heads, dim, size,
-               tables.stride(0), q.stride(0), window, float(scale), float(cap))  # fmt: skip
-    ops.run(*((ops.typed("cpu_decode", name, q.dtype), values_) for name in ("decode", "merge")))
+    values_ = (q, keys, part.values, tables, part.rows.lengths, out, partial, sinks, part.scales, n, heads, kv_heads,
+               dim, size, tables.stride(0), q.stride(0), window, float(scale), float(cap))  # fmt: skip
+    first = "decode" if part.scales is None else "decode_fp8"
+    ops.run(*((ops.typed("cpu_decode", name, q.dtype), values_) for name in (first, "merge")))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..norm.norm import rms_norm
+from ..rope import fp8_cache
 from ..rope.rope import CosSin, apply_rotary
 from . import reference
 from .attention import attend
@@ -35,37 +36,45 @@ class LatentNorm(NamedTuple):
 
 
 def rope_and_store_latents(
-    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor
-) -> None:
+    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """The last part of queries is rotated in place; the step's latents are normed, rotated and stored.
 
     q: [T, heads, nope + rope], heads side by side. latents: [T, latent + rope]; its first part is normed, the other
     rotated. Both may be overwritten. cache: [blocks, block_size, latent + rope]. slots: [T] int64, none twice; tokens
-    with a negative one are not written on GPUs.
+    with a negative one are not written on GPUs. scales: of a cache in e4m3 [blocks, 1, 2, block_size], of the latent
+    and of the rotated key (rope/fp8_cache.py).
     """
     if q.is_cuda:
         from . import mla_triton
 
-        return mla_triton.rope_and_store_latents(q, latents, norm, cos_sin, cache, slots)
-    rope_and_store_latents_reference(q, latents, norm, cos_sin, cache, slots)
+        return mla_triton.rope_and_store_latents(q, latents, norm, cos_sin, cache, slots, scales)
+    rope_and_store_latents_reference(q, latents, norm, cos_sin, cache, slots, scales)
 
 
 def rope_and_store_latents_reference(
-    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor
-) -> None:
+    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
     rope, latent = cos_sin.cos.shape[-1], len(norm.weight)
     q[..., -rope:] = apply_rotary(q[..., -rope:], cos_sin)
     key = apply_rotary(latents[:, None, latent:], cos_sin)[:, 0]
-    cache.view(-1, cache.shape[2]).index_copy_(
-        0, slots, torch.cat((rms_norm(latents[:, :latent], norm.weight, norm.eps), key), 1).to(cache.dtype)
-    )
+    kept = torch.cat((rms_norm(latents[:, :latent], norm.weight, norm.eps), key), 1)
+    if scales is not None:
+        return fp8_cache.store_latents(kept, cache, scales, latent, slots)
+    cache.view(-1, cache.shape[2]).index_copy_(0, slots, kept.to(cache.dtype))
 
 
-def latent_attention(q: Tensor, cache: Tensor, up: Tensor, rows: AttentionMetadata, params: AttentionParams) -> Tensor:
+def latent_attention(
+    q: Tensor, cache: Tensor, up: Tensor, rows: AttentionMetadata, params: AttentionParams,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(scale q k^T) v for every token of the step, causal within its sequence: [T, heads * value], q's dtype.
 
     q: [T, heads, nope + rope], rotated. cache: with this step's tokens stored. up: [heads, nope + value, latent], by
-    which a latent becomes a head's key without a position, and its value. Scores and sums are computed in f32.
+    which a latent becomes a head's key without a position, and its value. scales: as rope_and_store_latents has them.
+    Scores and sums are computed in f32.
     """
     n, latent = rows.num_decodes, up.shape[2]
     nope = q.shape[2] - (cache.shape[2] - latent)
@@ -74,10 +83,10 @@ def latent_attention(q: Tensor, cache: Tensor, up: Tensor, rows: AttentionMetada
     absorbed = n if expanded else len(q)
     if absorbed:
         stops = [n] if expanded else [n, len(rows.query_lens)]
-        attend_absorbed(q[:absorbed], cache, up, rows, params, stops, out[:absorbed])
+        attend_absorbed(q[:absorbed], cache, up, rows, params, stops, out[:absorbed], scales)
     if expanded:
         for context in contexts(rows, cache.shape[1]):
-            attend_expanded(q, cache, up, context, params, out)
+            attend_expanded(q, cache, up, context, params, out, scales)
     return out.flatten(1)
 
 
@@ -93,7 +102,7 @@ def expands(rows: AttentionMetadata, nope: int, rope: int, up: Tensor) -> bool:
 
 def attend_absorbed(
     q: Tensor, cache: Tensor, up: Tensor, rows: AttentionMetadata, params: AttentionParams, stops: list[int],
-    out: Tensor,
+    out: Tensor, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write all rows of out [T, heads, value]; q [T, heads, nope + rope] is of the sequences up to stops[0], which
     decode, and of those up to stops[1], if there is that."""
@@ -107,7 +116,7 @@ def attend_absorbed(
     first = 0
     for stop in stops:
         if first < stop:
-            attend(Part(queries, keys, keys[..., :latent], rows, params, first, stop, mixed))
+            attend(Part(queries, keys, keys[..., :latent], rows, params, first, stop, mixed, scales))
         first = stop
     torch.bmm(mixed.transpose(0, 1), up[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
 
@@ -148,11 +157,15 @@ def _make_contexts(rows: AttentionMetadata, block_size: int) -> Iterator[Context
 
 
 def attend_expanded(
-    q: Tensor, cache: Tensor, up: Tensor, context: Context, params: AttentionParams, out: Tensor
-) -> None:
+    q: Tensor, cache: Tensor, up: Tensor, context: Context, params: AttentionParams, out: Tensor,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write these sequences' rows of out [T, heads, value]; q [T, heads, nope + rope]."""
     heads, each, latent = up.shape
-    latents = cache.view(-1, cache.shape[2]).index_select(0, context.slots)
+    if scales is None:
+        latents = cache.view(-1, cache.shape[2]).index_select(0, context.slots)
+    else:
+        latents = fp8_cache.gather_latents(cache, scales, context.slots, latent, q.dtype)
     together = max(1, EXPANDED_BYTES // (len(latents) * each * q.element_size()))
     for first in range(0, heads, together):
         some = slice(first, first + together)

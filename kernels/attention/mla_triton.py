@@ -30,8 +30,9 @@ STORE_HEADS = 8  # query heads that one program rotates
 
 
 def rope_and_store_latents(
-    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor
-) -> None:
+    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """rope_and_store_latents of mla.py."""
     tokens, heads, width = q.shape
     latent, rope = len(norm.weight), cos_sin.cos.shape[-1]

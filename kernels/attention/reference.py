@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..rope import fp8_cache
 from .backend import AttentionMetadata, AttentionParams, Part
 
 # Keys gathered at once: they and their values should still lie in a core's cache when the scores are computed.
@@ -26,14 +27,15 @@ PIECE = 256
 
 
 def paged_attention_reference(
-    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, params: AttentionParams
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, params: AttentionParams,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """paged_attention of attention.py."""
     out = q.new_empty(*q.shape[:2], values.shape[3])
     n, count = rows.num_decodes, len(rows.query_lens)
     for first, stop in ((0, n), (n, count)):
         if first < stop:
-            part = Part(q, keys, values, rows, params, first, stop, out)
+            part = Part(q, keys, values, rows, params, first, stop, out, scales)
             run(part, plan(part))
     return out.flatten(1)
 
@@ -59,11 +61,21 @@ class _Plan:
 
     def gather(self, part: Part, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [slots, kv_heads, dim] in f32, valid until the next call."""
+        if part.scales is not None:
+            return _dequantized(part, part.scales, slots)
         k, v = (
             torch.index_select(cache.view(-1, *cache.shape[2:]), 0, slots, out=room[: len(slots)])
             for cache, room in zip((part.keys, part.values), self.rooms, strict=True)
         )
         return k.float(), v.float()
+
+
+def _dequantized(part: Part, scales: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = part.keys, part.values
+    if keys.data_ptr() != values.data_ptr():
+        return fp8_cache.gather(keys, scales, 0, slots), fp8_cache.gather(values, scales, 1, slots)
+    k = fp8_cache.gather_latents(keys[:, :, 0], scales, slots, values.shape[3], torch.float32)[:, None]
+    return k, k[..., : values.shape[3]]
 
 
 def supports(part: Part) -> bool:
@@ -77,6 +89,7 @@ def plan(part: Part) -> _Plan:
         order, groups = _decode_groups(part) if part.decodes else (None, _prompts(part))
         most = max((len(group.slots) for group in groups), default=0)
         caches = part.keys, part.values
+        most = most if part.scales is None else 0
         k, v = (cache.new_empty(most, *cache.shape[2:]) for cache in caches)
         found = part.rows.scratch[key] = _Plan(order, groups, (k, v))
     return found

@@ -6,8 +6,9 @@ arguments; `Graph.replay` runs the same list on the same memory. So what changes
 that the caller fills, and may decide nothing in Python.
 
 Whatever else computes would be missing from the list: torch's own operations, or others on a tensor's memory (NumPy,
-MPI). Both are noticed, and there is no graph then, but the function's result holds. Additions in place and products
-with a number for each row become operations of ours, allocations come out of the graphs' own memory.
+MPI). Both are noticed, and there is no graph then, but the function's result holds. Additions in place, products with
+a number for each row and matrices side by side become operations of ours, and allocations come out of the graphs' own
+memory.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class _Watch(TorchDispatchMode):
         if func is aten.mul_.Tensor and not kwargs and _scales_rows(*args):
             _scale_rows(*args)
             return args[0]
+        if func is aten.cat.default and not kwargs and _joins_columns(*args):
+            return _join_columns(args[0], self.memory)
         made = func(*args, **kwargs)
         if func.overloadpacket in ALLOCATIONS:
             return self.memory.empty(made) if made.device.type == "cpu" and made.numel() else made
@@ -160,6 +163,24 @@ def _scales_rows(y: Tensor, factor: Any) -> bool:
 def _scale_rows(y: Tensor, factor: Tensor | float) -> None:
     factors, number = (factor, 1.0) if isinstance(factor, Tensor) else (None, float(factor))
     ops.typed("norm", "scale", y.dtype)(y, factors, len(y), y[0].numel(), y.stride(0), number)
+
+
+def _joins_columns(parts: Any, axis: int = 0) -> bool:
+    """Whether matrices are put side by side."""
+    if axis not in (1, -1) or not all(x.dim() == 2 and x.numel() and x.stride(1) == 1 for x in parts):
+        return False
+    return all(ops.takes(x) and x.dtype == parts[0].dtype for x in parts)
+
+
+def _join_columns(parts: list[Tensor], memory: Memory) -> Tensor:
+    rows, width = len(parts[0]), sum(x.shape[1] for x in parts)
+    y = memory.empty(parts[0].new_empty(rows, width))
+    at, size = 0, y.itemsize
+    for x in parts:
+        of_both = rows, x.shape[1] * size, x.stride(0) * size, width * size
+        ops.op("norm", "copy_rows")(x, y[:, at:], *of_both)
+        at += x.shape[1]
+    return y
 
 
 class _Escapes(TorchFunctionMode):

@@ -51,6 +51,9 @@ class Op:
         run((self, values))
 
 
+Calls = tuple[tuple[Op, tuple[Value, ...]], ...]  # operations and their arguments, in order
+
+
 def run(*calls: tuple[Op, tuple[Value, ...]]) -> None:
     """Operations one after the other, by the same number of threads: one may leave each thread's part to the next."""
     packed = []

@@ -18,7 +18,8 @@ from ..activation.activation import ACTIVATIONS
 from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
-from . import expert_gemm
+from ..quantized.stack import Stack
+from . import expert_gemm, quantized_cpu
 from .expert_gemm import ItemConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
@@ -56,7 +57,8 @@ TILINGS = {
 F32_TILING = Tiling(TileConfig(16, 32, 32, 4, 2), TileConfig(16, 32, 32, 4, 2))
 
 
-Matrices = Tensor | Floats  # [E, outputs, inputs]
+Plain = Tensor | Floats
+Matrices = Plain | Stack  # [E, outputs, inputs]
 
 
 class Biases(NamedTuple):
@@ -102,6 +104,7 @@ def fused_experts(
     x = x.contiguous()
     if len(x) == 0:
         return torch.empty_like(x)
+    w13, w2 = plain(w13, x.dtype), plain(w2, x.dtype)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in biases):
         return grouped(x, ids, weights, w13, w2, act, biases, held=held)
     # A rank with a part of the experts has about as large a part of the pairs, so that its pairs per expert are these.
@@ -142,7 +145,14 @@ def of_expert(stack: Tensor | None, expert: int) -> Tensor | None:
 
 def matrix(stack: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
     """[outputs, inputs] of one expert."""
+    if isinstance(stack, Stack):
+        return stack.expert(expert, dtype)
     return floats.dequantize(stack.expert(expert), dtype) if isinstance(stack, Floats) else stack[expert]
+
+
+def plain(stack: Matrices, dtype: torch.dtype) -> Plain:
+    """Without a stack's packed form: dequantised."""
+    return stack.plain(dtype) if isinstance(stack, Stack) else stack
 
 
 def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
@@ -164,7 +174,9 @@ def experts_cpu(
     biases: Biases = UNBIASED,
     held: Held | None = None,
 ) -> Tensor:
-    """Expert by expert, each with all of its tokens."""
+    """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
+    if isinstance(w13, Stack) and isinstance(w2, Stack) and quantized_cpu.supports(x, ids, w13, w2):
+        return quantized_cpu.experts(x, ids.contiguous(), weights.contiguous(), w13, w2, act, biases, held)
     k, experts = ids.shape[1], w13.shape[0]
     local = _local(ids, experts, held)
     order = local.argsort(stable=True)
@@ -286,8 +298,8 @@ def grouped(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Matrices,
-    w2: Matrices,
+    w13: Plain,
+    w2: Plain,
     act: str = "silu",
     biases: Biases = UNBIASED,
     tiles: Tiling | None = None,

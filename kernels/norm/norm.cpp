@@ -30,6 +30,12 @@ struct Scale {
     double factor;
 };
 
+struct CopyRows {
+    const void* x;
+    void* y;
+    int64_t rows, width, x_pitch, y_pitch;  // in bytes
+};
+
 template <typename T> INLINE float sum_of_squares(const T* x, int64_t size) {
     Vec total = {};
     int64_t i = 0;
@@ -89,6 +95,13 @@ template <typename T> void scale(const Scale& a, int part, int parts) {
     }
 }
 
+void copy_rows(const CopyRows& a, int part, int parts) {
+    Share share(a.width, part, parts);
+    for (int64_t t = 0; t < a.rows; t++)
+        memcpy((char*)a.y + t * a.y_pitch + share.first, (const char*)a.x + t * a.x_pitch + share.first,
+               share.last - share.first);
+}
+
 OP(rms_norm_f32, rms_norm<float>, RmsNorm)
 OP(rms_norm_bf16, rms_norm<bf16>, RmsNorm)
 OP(add_rms_norm_f32, add_rms_norm<float>, AddRmsNorm)
@@ -97,3 +110,4 @@ OP(add_f32, add<float>, Add)
 OP(add_bf16, add<bf16>, Add)
 OP(scale_f32, scale<float>, Scale)
 OP(scale_bf16, scale<bf16>, Scale)
+OP(copy_rows, copy_rows, CopyRows)

@@ -51,6 +51,9 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> Packed:
     return q8_0.pack(signed.to(torch.int8).view(outputs, inputs), by)
 
 
+FORMS = (pack, Affine)  # of a stack's weights: what `pack` makes of one, not all may fit
+
+
 def kept_bits(bits: int, group: int, inputs: int, symmetric: bool, device: torch.device) -> float:
     """What `pack` keeps of a weight with its share of its group's scale, as far as the sizes tell."""
     if device.type != "cuda" or bits != 4 or inputs % int4_cuda.INPUTS:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activation.activation import gated_activation
-from . import e4m3_cuda, panels, pieces_cuda
+from . import e4m3_cpu, e4m3_cuda, panels, pieces_cuda
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -50,7 +50,7 @@ class Floats(NamedTuple):
         return Floats(self.codes[index], self.scales[index])
 
 
-Packed = Floats | pieces_cuda.Packed
+Packed = Floats | pieces_cuda.Packed | e4m3_cpu.Packed
 
 
 def pack(codes: Tensor, scales: Tensor) -> Floats:
@@ -60,6 +60,8 @@ def pack(codes: Tensor, scales: Tensor) -> Floats:
 
 def pack_linear(plain: Floats) -> Packed:
     """A weight [O, I] of e4m3 as `linear` likes it best on its device."""
+    if e4m3_cpu.takes(plain.codes, plain.unit):
+        return e4m3_cpu.pack(plain.codes, plain.scales)
     if not plain.codes.is_cuda or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
     return e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // e4m3_cuda.GROUP, 1))
@@ -83,6 +85,8 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     first: a multiple of 16.
     """
     last = packed.outputs if last is None else min(last, packed.outputs)
+    if isinstance(packed, e4m3_cpu.Packed):
+        return e4m3_cpu.dequantize(packed, dtype, first, last)
     if isinstance(packed, pieces_cuda.Packed):
         part = packed.part(first, last)
         if dtype != torch.float32:
@@ -116,6 +120,10 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     if isinstance(packed, pieces_cuda.Packed):
         if pieces_cuda.supports(x, packed, bias):
             return pieces_cuda.linear(x, packed, gate, bias)
+    elif isinstance(packed, e4m3_cpu.Packed):
+        if e4m3_cpu.supports(x):
+            y = e4m3_cpu.linear(x, packed, bias)
+            return gated_activation(y, gate) if gate else y
     elif x.is_cuda:
         from . import floats_triton
 

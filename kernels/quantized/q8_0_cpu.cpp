@@ -8,11 +8,19 @@
 
 #include "op.h"
 #include "simd.h"
+#include "experts.h"
 
 struct Linear {
     const void *x, *digits, *blocks, *bias;  // bias: null where there is none
     void* y;
     int64_t rows, inputs, outputs, pitch;  // pitch: elements from row to row of x
+};
+
+// The weights of several experts, one after the other, each with rows of x of its own.
+struct Experts {
+    const void *x, *digits, *blocks, *bias, *ends;  // bias [experts, outputs]; ends: as each_block has it
+    void* y;
+    int64_t experts, inputs, outputs, pitch;
 };
 
 struct Split {
@@ -163,21 +171,31 @@ template <int R, typename T> void outputs(const Linear& a, int64_t m, int64_t o,
         }
 }
 
+// Block i of outputs for rows m and on; w: its weights.
+template <typename T> INLINE void rows(const Linear& a, int64_t m, int64_t i, const uint8_t* w) {
+    for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, T>(a, m, i * BLOCK, w);
+    switch (a.rows - m) {
+#if defined(__AVX2__)
+        case 3: outputs<3, T>(a, m, i * BLOCK, w); break;
+        case 2: outputs<2, T>(a, m, i * BLOCK, w); break;
+#endif
+        case 1: outputs<1, T>(a, m, i * BLOCK, w);
+    }
+}
+
 template <typename T> void linear(const Linear& a, int part, int parts) {
     const int64_t size = a.inputs / GROUP * BYTES;
     Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
-    for (int64_t i = share.first; i < share.last; i++) {
-        const uint8_t* w = (const uint8_t*)a.blocks + i * size;
-        int64_t m = 0;
-        for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, T>(a, m, i * BLOCK, w);
-        switch (a.rows - m) {
-#if defined(__AVX2__)
-            case 3: outputs<3, T>(a, m, i * BLOCK, w); break;
-            case 2: outputs<2, T>(a, m, i * BLOCK, w); break;
-#endif
-            case 1: outputs<1, T>(a, m, i * BLOCK, w);
-        }
-    }
+    for (int64_t i = share.first; i < share.last; i++) rows<T>(a, 0, i, (const uint8_t*)a.blocks + i * size);
+}
+
+template <typename T> void experts(const Experts& a, int part, int parts) {
+    const int64_t size = a.inputs / GROUP * BYTES, blocks = (a.outputs + BLOCK - 1) / BLOCK;
+    each_block((const int32_t*)a.ends, a.experts, blocks, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
+        const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
+        const Linear of = {a.x, a.digits, nullptr, bias, a.y, last, a.inputs, a.outputs, a.pitch};
+        rows<T>(of, m, i, (const uint8_t*)a.blocks + (e * blocks + i) * size);
+    });
 }
 
 template <typename T> void dequantize(const Dequantize& a, int part, int parts) {
@@ -225,5 +243,7 @@ OP(q8_0_split_f32, split<float>, Split)
 OP(q8_0_split_bf16, split<bf16>, Split)
 OP(q8_0_linear_f32, linear<float>, Linear)
 OP(q8_0_linear_bf16, linear<bf16>, Linear)
+OP(q8_0_experts_f32, experts<float>, Experts)
+OP(q8_0_experts_bf16, experts<bf16>, Experts)
 OP(q8_0_dequantize_f32, dequantize<float>, Dequantize)
 OP(q8_0_dequantize_bf16, dequantize<bf16>, Dequantize)

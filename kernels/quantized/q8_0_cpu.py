@@ -76,6 +76,21 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return y
 
 
+def experts(
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor
+) -> ops.Calls:
+    """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. stack: the weights [O, I] of all
+    experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
+    bias [experts, O]."""
+    count, outputs = sizes
+    digits = x.new_empty(len(x), stack.inputs // GROUP, DIGITS, dtype=torch.uint8)
+    of = x, digits, stack.blocks, bias, ends, y, count, stack.inputs, outputs, x.stride(0)
+    return (
+        (ops.typed("q8_0_cpu", "q8_0_split", x.dtype), (x, digits, len(x), stack.inputs, x.stride(0))),
+        (ops.typed("q8_0_cpu", "q8_0_experts", x.dtype), of),
+    )
+
+
 def dequantize(packed: Packed, dtype: torch.dtype, first: int, last: int) -> Tensor:
     """Outputs first to last of the weight, [last - first, I]; first is a block's."""
     made = dtype if dtype in ops.SUFFIXES else torch.float32

@@ -9,12 +9,20 @@
 
 #include "op.h"
 #include "simd.h"
+#include "experts.h"
 
 struct Linear {
     const void *x, *digits, *blocks, *bias;  // bias: null where there is none
     void* y;
     int64_t rows, inputs, outputs, pitch;  // pitch: elements from row to row of x
     int64_t super, zero;                   // inputs of a super-block; what all codes have too much
+};
+
+// The weights of several experts, one after the other, each with rows of x of its own.
+struct Experts {
+    const void *x, *digits, *blocks, *bias, *ends;  // bias [experts, outputs]; ends: as each_block has it
+    void* y;
+    int64_t experts, inputs, outputs, pitch, super, zero;
 };
 
 struct Split {
@@ -211,15 +219,26 @@ INLINE int64_t block_bytes(int64_t inputs, int64_t super, int bits, int groups) 
     return inputs / super * (FACTORS + super / RUN * run_bytes(bits, groups));
 }
 
+// Block i of outputs for rows m and on; w: its weights.
+template <int BITS, int G, typename T> INLINE void rows(const Linear& a, int64_t m, int64_t i, const uint8_t* w) {
+    for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, BITS, G, T>(a, m, i * BLOCK, w);
+    for (; m < a.rows; m++) outputs<1, BITS, G, T>(a, m, i * BLOCK, w);
+}
+
 template <int BITS, int G, typename T> void linear(const Linear& a, int part, int parts) {
     const int64_t size = block_bytes(a.inputs, a.super, BITS, G);
     Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
-    for (int64_t i = share.first; i < share.last; i++) {
-        const uint8_t* w = (const uint8_t*)a.blocks + i * size;
-        int64_t m = 0;
-        for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, BITS, G, T>(a, m, i * BLOCK, w);
-        for (; m < a.rows; m++) outputs<1, BITS, G, T>(a, m, i * BLOCK, w);
-    }
+    for (int64_t i = share.first; i < share.last; i++)
+        rows<BITS, G, T>(a, 0, i, (const uint8_t*)a.blocks + i * size);
+}
+
+template <int BITS, int G, typename T> void experts(const Experts& a, int part, int parts) {
+    const int64_t size = block_bytes(a.inputs, a.super, BITS, G), blocks = (a.outputs + BLOCK - 1) / BLOCK;
+    each_block((const int32_t*)a.ends, a.experts, blocks, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
+        const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
+        const Linear of = {a.x, a.digits, nullptr, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.super, a.zero};
+        rows<BITS, G, T>(of, m, i, (const uint8_t*)a.blocks + (e * blocks + i) * size);
+    });
 }
 
 template <int BITS, int G, typename T> void dequantize(const Dequantize& a, int part, int parts) {
@@ -247,6 +266,7 @@ template <int BITS, int G, typename T> void dequantize(const Dequantize& a, int 
 
 #define OPS(bits, groups, T, suffix)                                                                                \
     OP(super_blocks_linear_##bits##_##groups##_##suffix, (linear<bits, groups, T>), Linear)                         \
+    OP(super_blocks_experts_##bits##_##groups##_##suffix, (experts<bits, groups, T>), Experts)                       \
     OP(super_blocks_dequantize_##bits##_##groups##_##suffix, (dequantize<bits, groups, T>), Dequantize)
 #define OPS_OF(T, suffix)   \
     OPS(4, 1, T, suffix)    \

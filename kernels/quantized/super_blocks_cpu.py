@@ -88,6 +88,19 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return gated_activation(y, gate) if gate else y
 
 
+def experts(
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor
+) -> ops.Calls:
+    """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `q8_0_cpu.experts` does."""
+    (count, outputs), inputs, form = sizes, stack.inputs, stack.form
+    digits = x.new_empty(len(x), inputs // RUN, DIGITS, dtype=torch.uint8)
+    of = x, digits, stack.blocks, bias, ends, y, count, inputs, outputs, x.stride(0), form.super, form.zero
+    return (
+        (ops.typed(SOURCE, "super_blocks_split", x.dtype), (x, digits, len(x), inputs, x.stride(0))),
+        (ops.typed(SOURCE, _name("experts", form), x.dtype), of),
+    )
+
+
 def dequantize(packed: Packed, dtype: torch.dtype, first: int, last: int) -> Tensor:
     """Outputs first to last of the weight, [last - first, I]; first is a block's."""
     made, form = dtype if dtype in ops.SUFFIXES else torch.float32, packed.form

@@ -3,6 +3,7 @@
 
 #include "op.h"
 #include "simd.h"
+#include "e4m3.h"
 
 struct Rope {
     void* q;  // [tokens, heads, dim], in place
@@ -10,8 +11,10 @@ struct Rope {
     const float *cos, *sin;  // [tokens, turned]
     const void *q_weight, *k_weight;  // [dim]; null: no norm
     void *keys, *values;  // [slots, kv_heads, dim]
+    uint8_t* scales;  // of e4m3 codes [blocks, kv_heads, 2, block_size]; null: the cache has q's type
     const int64_t* slots;  // [tokens]; negative: not written
-    int64_t tokens, heads, kv_heads, dim, turned, interleaved;  // pairs (2i, 2i + 1), or (i, i + turned / 2)
+    int64_t tokens, heads, kv_heads, dim, block_size;
+    int64_t turned, interleaved;  // pairs (2i, 2i + 1), or (i, i + turned / 2)
     int64_t q_pitch, k_pitch, v_pitch;  // elements from token to token
     double eps;
 };
@@ -48,6 +51,18 @@ template <typename T> INLINE void prepare(const Rope& a, int64_t token, const T*
     for (int64_t i = a.turned; i < a.dim; i++) y[i] = narrow<T>(head[i]);
 }
 
+// A head to the cache: of keys (part 0) or of values.
+template <typename T> INLINE void keep(const Rope& a, const T* x, int64_t slot, int64_t head, int part) {
+    int64_t to = (slot * a.kv_heads + head) * a.dim;
+    void* codes = part ? a.values : a.keys;
+    if (!a.scales) {
+        memcpy((T*)codes + to, x, a.dim * sizeof(T));
+        return;
+    }
+    int64_t of_block = (slot / a.block_size * a.kv_heads + head) * 2 + part;
+    a.scales[of_block * a.block_size + slot % a.block_size] = quantize(x, a.dim, (e4m3*)codes + to);
+}
+
 template <typename T> void rope_and_store_kv(const Rope& a, int part, int parts) {
     int64_t each = a.heads + 2 * a.kv_heads;
     Share share(a.tokens * each, part, parts);
@@ -59,11 +74,13 @@ template <typename T> void rope_and_store_kv(const Rope& a, int part, int parts)
         } else if (slot >= 0 && h < a.heads + a.kv_heads) {
             int64_t kv = h - a.heads;
             const T* k = (const T*)a.k + t * a.k_pitch + kv * a.dim;
-            prepare(a, t, k, (const T*)a.k_weight, (T*)a.keys + (slot * a.kv_heads + kv) * a.dim);
+            T turned[MOST_DIM];
+            prepare(a, t, k, (const T*)a.k_weight, turned);
+            keep(a, turned, slot, kv, 0);
         } else if (slot >= 0) {
             int64_t kv = h - a.heads - a.kv_heads;
             const T* v = (const T*)a.v + t * a.v_pitch + kv * a.dim;
-            memcpy((T*)a.values + (slot * a.kv_heads + kv) * a.dim, v, a.dim * sizeof(T));
+            keep(a, v, slot, kv, 1);
         }
     }
 }

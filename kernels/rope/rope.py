@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import jit
 from ..cpp import ops
 from ..norm.norm import rms_norm_reference
+from . import fp8_cache
 
 ENOUGH = 256  # tokens, on GPUs: a warp does several heads of one, for which cosines and sines are read once
 CPU_MOST_DIM = 512  # as in rope.cpp
@@ -31,6 +32,14 @@ class CosSin(NamedTuple):
     # [T, 1, 1] f32: each token's factor on its queries, by which attention's temperature depends on the position. It is
     # not applied here, and has no place where queries are normed after it.
     q_scale: Tensor | None = None
+
+
+class KVCache(NamedTuple):
+    """Of a layer, as PagedKV asks for it (Kwon et al. 2023, arXiv 2309.06180)."""
+
+    keys: Tensor  # [blocks, block_size, kv_heads, head_dim]
+    values: Tensor
+    scales: Tensor | None = None  # of keys and values in e4m3, [blocks, kv_heads, 2, block_size] (fp8_cache.py)
 
 
 class QKNorm(NamedTuple):
@@ -88,14 +97,13 @@ def rope_and_store_kv(
     v: Tensor,
     cos_sin: CosSin,
     norms: QKNorm | None,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     slots: Tensor,
 ) -> Tensor:
     """q [T, heads, head_dim] normed and rotated; k, v [T, kv_heads, head_dim], k likewise, go to `slots` of the cache.
 
-    cache: paged keys and values [blocks, block_size, kv_heads, head_dim] (Kwon et al. 2023, arXiv 2309.06180). slots:
-    [T] int64, block * block_size + offset, none twice; tokens with a negative one are not written. q and k may be
-    overwritten.
+    cache: as KVCache has it. slots: [T] int64, block * block_size + offset, none twice; tokens with a negative one are
+    not written. q and k may be overwritten.
     """
     if q.is_cuda:
         return rope_and_store_kv_cuda(q, k, v, cos_sin, norms, cache, slots)
@@ -110,26 +118,32 @@ def rope_and_store_kv_reference(
     v: Tensor,
     cos_sin: CosSin,
     norms: QKNorm | None,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     slots: Tensor,
 ) -> Tensor:
     if norms is not None:
         q = rms_norm_reference(q, norms.q_weight, norms.eps)
         k = rms_norm_reference(k, norms.k_weight, norms.eps)
-    store_kv_reference(apply_rotary_reference(k, cos_sin), v, *cache, slots)
+    store_kv_reference(apply_rotary_reference(k, cos_sin), v, cache, slots)
     return apply_rotary_reference(q, cos_sin)
 
 
-def store_kv_reference(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def store_kv_reference(k: Tensor, v: Tensor, cache: tuple[Tensor, ...], slots: Tensor) -> None:
     """The caches' dtype may differ from k's."""
+    keys, values, scales = KVCache(*cache)
+    if scales is not None:
+        fp8_cache.store(k, keys, scales, 0, slots)
+        fp8_cache.store(v, values, scales, 1, slots)
+        return
     keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, k.to(keys.dtype))
     values.view(-1, *values.shape[2:]).index_copy_(0, slots, v.to(values.dtype))
 
 
-def supports_cpu(q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[Tensor, Tensor]) -> bool:
+def supports_cpu(q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[Tensor, ...]) -> bool:
     dim = q.shape[2]
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
-    plain = all(x.is_contiguous() for x in (cos_sin.cos, cos_sin.sin, *cache)) and cache[0].dtype == q.dtype
+    kept = fp8_cache.E4M3 if len(cache) == 3 else q.dtype
+    plain = all(x.is_contiguous() for x in (cos_sin.cos, cos_sin.sin, *cache)) and cache[0].dtype == kept
     return side_by_side and plain and v.shape[2] == dim <= CPU_MOST_DIM and ops.takes(q)
 
 
@@ -139,15 +153,17 @@ def rope_and_store_kv_cpu(
     v: Tensor,
     cos_sin: CosSin,
     norms: QKNorm | None,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     slots: Tensor,
 ) -> Tensor:
     """Tokens with a negative slot are not written."""
     tokens, heads, dim = q.shape
     q_weight, k_weight, eps = norms if norms is not None else (None, None, 0.0)
+    keys, values, scales = KVCache(*cache)
     ops.typed("rope", "rope", q.dtype)(
-        q, k, v, cos_sin.cos, cos_sin.sin, q_weight, k_weight, *cache, slots, tokens, heads, k.shape[1], dim,
-        cos_sin.cos.shape[-1], int(cos_sin.interleaved), q.stride(0), k.stride(0), v.stride(0), float(eps),
+        q, k, v, cos_sin.cos, cos_sin.sin, q_weight, k_weight, keys, values, scales, slots, tokens, heads,
+        k.shape[1], dim, keys.shape[1], cos_sin.cos.shape[-1], int(cos_sin.interleaved), q.stride(0), k.stride(0),
+        v.stride(0), float(eps),
     )  # fmt: skip
     return q
 
@@ -158,13 +174,13 @@ def rope_and_store_kv_cuda(
     v: Tensor,
     cos_sin: CosSin,
     norms: QKNorm | None,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     slots: Tensor,
 ) -> Tensor:
     """q, k and v have heads side by side; their rows may be parts of wider ones."""
     tokens, heads, dim = q.shape
     kv_heads, rotated = k.shape[1], cos_sin.cos.shape[-1]
-    keys, values = cache
+    keys, values, scales = KVCache(*cache)
     assert q.stride(1) == k.stride(1) == v.stride(1) == dim and keys.is_contiguous() and values.is_contiguous()
     rows = q.stride(0), k.stride(0), v.stride(0)
     # Two at a time: with heads of 128 that keeps all lanes of the head's warp at work.

@@ -24,7 +24,6 @@ def _refuse(text: str) -> CompatFlag:
 
 
 _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
-_KV_DTYPE = _refuse("the KV cache has the type of --dtype; give it less or more memory with --mem")
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
 
@@ -41,8 +40,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--master-addr": _NODES,
     "--master-port": _NODES,
     "--hostfile": _NODES,
-    "--kvcache-dtype": _KV_DTYPE,
-    "--fp8-kvcache": _KV_DTYPE,
     "--hf-token": _HUB,
     "--hf-token-path": _HUB,
     "--yarn-scaling-factor": _refuse("write rope_parameters into the model's config.json"),
@@ -54,7 +51,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),
     "--request-timeout": _refuse("requests have no time limit; --timeout limits a rank's step"),
     # vLLM
-    "--kv-cache-dtype": _KV_DTYPE,
     "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),
     "--trust-remote-code": _note("no code of the checkpoint is run"),
     "--enforce-eager": _note("graphs are used where they are faster and change no result"),

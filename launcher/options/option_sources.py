@@ -94,6 +94,7 @@ class _Line:
     def __init__(self, table: dict[str, Spec], strict: bool):
         self._on = {one: spec for spec in table.values() for one in spec.flag.flags}
         self._off = {one: spec for spec in table.values() for one in spec.flag.off}
+        self._short = {one: spec for spec in table.values() for one in spec.flag.short}
         self._places = [spec for spec in table.values() if spec.flag.positional]
         self._strict = strict
         self.found: dict[str, tuple[_Origin, object]] = {}
@@ -127,6 +128,11 @@ class _Line:
             if value is not None:
                 raise _command_line(name).wrong(value, "this flag takes no value")
             self.found[self._off[name].name] = (_command_line(name), False)
+        elif name in self._short:
+            if value is not None:
+                raise _command_line(name).wrong(value, "this flag takes no value")
+            spec = self._short[name]
+            self.found[spec.name] = (_command_line(name), spec.flag.short[name])
         elif name in self._on:
             spec = self._on[name]
             if spec.type is bool:
@@ -173,7 +179,7 @@ class _Line:
                 )
 
     def _suggestion(self, name: str) -> str:
-        own = [*self._on, *self._off, "--config", "--show-config", "--help"]
+        own = [*self._on, *self._off, *self._short, "--config", "--show-config", "--help"]
         bare = "--" + name.lstrip("-").replace("_", "-").lower()
         if bare in own:
             return f"; did you mean {bare}?"
@@ -226,9 +232,15 @@ def _named_layer(
 ) -> dict[str, tuple[_Origin, object]]:
     """Values by field or flag name, with - or _."""
     names = _names(table)
+    short = {one.lstrip("-"): (spec, kept) for spec in table.values() for one, kept in spec.flag.short.items()}
     layer: dict[str, tuple[_Origin, object]] = {}
     for key, value in content.items():
         name = str(key).replace("_", "-")
+        if name in short:
+            spec, kept = short[name]
+            if _boolean(str(value), _Origin(str(key), place)):
+                layer[spec.name] = (_Origin(str(key), place), kept)
+            continue
         if name not in names and name in _names(specs(Options)):
             continue  # one file may serve several verbs
         if name not in names:
@@ -307,6 +319,8 @@ def _hint(spec: Spec, text: str) -> str:
     index = text.removeprefix("cuda:")
     if spec.name == "device" and all(part.isdigit() for part in index.split(",")):
         return f"; GPUs are chosen by --d {index}"
+    if spec.name == "kv_cache_dtype" and "e5m2" in text:
+        return "; fp8 is e4m3, which has a bit more of each number and a scale for its range"
     return ""
 
 

@@ -59,7 +59,7 @@ def config(path: Path) -> dict[str, Any]:
     architecture = _architecture(m)
     types = {}
     for name, tensor in m.matrices():
-        if tensor.type.group > 1 and len(tensor.shape) == 2:
+        if tensor.type.group > 1 and len(tensor.shape) in (2, 3):  # 3: of all experts of a layer
             types[_rename(architecture, name).removesuffix(".weight")] = tensor.type.name
     quantization = {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
     return architecture.config(m) | {"dtype": _dtype(m)} | quantization

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.mesh import Mesh
-from ...errors import MODEL, USAGE, FatalError
+from ...errors import MODEL, FatalError
 from ...kernels.rope.rope import CosSin
 from .batch import Batch
 from .cache_spec import CacheSpec
 from .config import Config, spelled
-from .experts.fused import APART, StackedLinear, StoredStack
+from .experts.fused import FusedExperts, StackedLinear
 from .experts.offload import Offload
-from .formats import ChooseFormat, Part, dense
+from .experts.stacks import APART
+from .formats import ChooseFormat, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.norm import LayerNorm, RMSNorm
@@ -286,24 +287,14 @@ class Model(nn.Module):
         for path, layer in self.named_modules():
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, stored), format_of)
-            elif isinstance(layer, StackedLinear):
-                sources = self._expert_sources(path, layer, stored)
-                layer.build(sources, self._stored_stack(path, format_of(sources[0].path.replace("{}", "0"))))
+            elif isinstance(layer, FusedExperts):
+                up = self._expert_sources(f"{path}.gate_up_proj", layer.gate_up_proj, stored)
+                down = self._expert_sources(f"{path}.down_proj", layer.down_proj, stored)
+                layer.build(up, down, format_of)
             elif isinstance(layer, ShardedModule) and not layer.sources:
                 layer.sources = (Source(path),)
         if self.tied and self.lm_head and self.model.embed_tokens:
             self.lm_head.tie(self.model.embed_tokens)
-
-    @staticmethod
-    def _stored_stack(path: str, chosen: Any) -> StoredStack | None:
-        """How a checkpoint stores a stack of experts: of what chooses each linear's format."""
-        if chosen is Part:
-            return None
-        if isinstance(chosen, type):
-            raise FatalError(f"--isq: {path} has experts, which are not quantised yet: leave --isq out", USAGE)
-        if not hasattr(chosen, "decode"):
-            raise FatalError(f"{path}: experts that are quantised this way are not supported yet", MODEL)
-        return cast(StoredStack, chosen)
 
     def _sources(self, path: str, linear: Linear, stored: Container[str]) -> list[Source]:
         if linear is self.lm_head and self.tied:

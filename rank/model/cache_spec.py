@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...kernels.rope.fp8_cache import E4M3
+
 Caches = list[tuple[Any, ...]]  # of each local layer: the tensors of its spec, [blocks, ...] each
 
 
@@ -28,7 +30,8 @@ class CacheSpec(Protocol):
     """Must be hashable, and equal for layers that keep the same."""
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """The tensors of a block of so many tokens. dtype: the model's."""
+        """The tensors of a block of so many tokens. dtype: of what is kept, the model's or e4m3, which has scales
+        (kernels/rope/fp8_cache.py)."""
 
 
 class PagedKV(NamedTuple):
@@ -40,8 +43,9 @@ class PagedKV(NamedTuple):
     window: int = 0  # the layer reads the newest `window` tokens only; 0: all. Blocks before them are not freed yet.
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]."""
-        return tuple(TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
+        """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]; for e4m3 [kv_heads, 2, tokens]."""
+        kept = (TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
+        return *kept, *_scales(self.kv_heads, tokens, dtype)
 
 
 class PagedLatent(NamedTuple):
@@ -51,8 +55,17 @@ class PagedLatent(NamedTuple):
     width: int  # of both, side by side
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """[tokens, width]."""
-        return (TensorSpec((tokens, self.width), dtype),)
+        """[tokens, width]; for e4m3 [1, 2, tokens]."""
+        return TensorSpec((tokens, self.width), dtype), *_scales(1, tokens, dtype)
+
+
+def _scales(heads: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    return (TensorSpec((heads, 2, tokens), torch.uint8),) if dtype == E4M3 else ()
+
+
+def cache_dtype(chosen: str, dtype: torch.dtype) -> torch.dtype:
+    """Of what caches keep. chosen: --kv-cache-dtype; dtype: the model's."""
+    return E4M3 if chosen == "fp8" else dtype
 
 
 def block_bytes(spec: CacheSpec, tokens: int, dtype: torch.dtype) -> int:

@@ -15,17 +15,19 @@ from ...comm.mesh import Mesh
 from ...errors import MEMORY, USAGE, FatalError
 from .. import filesystems
 from ..checkpoint_files import directory, is_gguf, read_index
-from ..gguf import checkpoint
+from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
 from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
-from .experts.fused import FusedExperts
+from .experts.fused import FusedExperts, StackedLinear
 from .experts.offload import ON_DEVICE, ExpertRoom, Offload
+from .experts.stacks import StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
+from .layers.mla import LatentUp
 from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
@@ -40,6 +42,8 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 HARMLESS = (
     "rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "masked_bias", "attn.bias", "act_fn.beta", "act_fn.eps",
 )  # fmt: skip
+
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # config.json's keys for how many a layer has
 
 Progress = Callable[[int, int], None]  # called with bytes done and all bytes
 
@@ -111,6 +115,9 @@ def load(
         raise _too_large(need, str(error).partition(". ")[0], device) from None
     model.dtype = DTYPES[chosen]
     model.offload = offload
+    for one in model.modules():
+        if isinstance(one, LatentUp):
+            one.expand(model.dtype)
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
@@ -149,9 +156,15 @@ def _no_experts(mesh: Mesh) -> FatalError:
 
 
 def _tell_other_formats(model: Model, isq: str) -> None:
-    """Log how many linears are quantised to another format than was asked for, as their inputs are not whole groups."""
-    found = [part.name() for part in model.modules() if isinstance(part, InSitu) and part.name() != isq]
-    if found:
+    """Log how many linears a mix quantises to which format, or how many get another one than was asked for, as their
+    inputs are not whole groups."""
+    stacks = [one.stored for one in model.modules() if isinstance(one, StackedLinear)]
+    parts = [*model.modules(), *(one.part for one in stacks if isinstance(one, StackOfParts))]
+    found = [part.name() for part in parts if isinstance(part, InSitu) and part.name() != isq]
+    if isq in mixes.MIXES:
+        counts = ", ".join(f"{found.count(name)} in {name}" for name in sorted(set(found)))
+        log.info("--isq %s: linears, or parts of them: %s", isq, counts)
+    elif found:
         log.info("--isq %s: %d linears whose inputs are not whole groups are in %s", isq, len(found), found[0])
 
 
@@ -220,17 +233,23 @@ def choose_format(config: Config, isq: str, quantization: str = "auto", names: C
     config.json alone is known.
     """
     method = stored_formats.method_of(config.quantization, config.path) if config.quantization else "none"
-    if quantization not in ("auto", method):
+    if quantization not in ("auto", *stored_formats.goes_by(method)):
         raise FatalError(
             f"--quantization {quantization}: by its config.json {config.path} is quantised by {method}: leave the "
             "option out" + ("; --isq quantises while loading" if method == "none" else ""),
             USAGE,
         )
     if method == "none":
-        return in_situ(isq)
+        return in_situ(isq, _sizes(config))
     if isq != "none":
         raise FatalError(f"--isq {isq}: {config.path} is quantised already ({method}): leave --isq out", USAGE)
     return stored_formats.choose(config.quantization, Part, names)
+
+
+def _sizes(config: Config) -> mixes.Sizes:
+    """What the mixes of formats ask for."""
+    experts = next((config.raw[key] for key in EXPERTS if config.raw.get(key)), 0)
+    return mixes.Sizes(config.num_layers, experts, config.num_heads // config.num_kv_heads)
 
 
 def names_of(config: Config, model: type[Model], index: Index | None = None) -> frozenset[str]:
@@ -328,7 +347,7 @@ def _tell_dequantised(parts: list[Slice], source: Checkpoint) -> None:
     read = (source.find(part.tensor)[1].dtype for part in parts if not isinstance(part.module, VocabParallelEmbedding))
     if kinds := sorted(set(read) & ggml.CODECS.keys()):
         log.info(
-            "dequantised while they are loaded, as experts, groups cut by --tp and types without kernels are: %s",
+            "dequantised while they are loaded, as groups cut by --tp and types without kernels are: %s",
             ", ".join(kinds),
         )
 

@@ -21,7 +21,7 @@ from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
 from . import architectures
 from .base import Model
-from .cache_spec import block_bytes
+from .cache_spec import block_bytes, cache_dtype
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
@@ -44,13 +44,14 @@ class Seat(NamedTuple):
 
 
 def measure(question: dict[str, Any]) -> dict[str, Any]:
-    """question: model (a directory), device (cpu or cuda), dtype, isq, tp and pp that were asked for (0: none), most
+    """question: model (a directory), device (cpu or cuda), dtype, isq, kv_cache_dtype, tp and pp that were asked for
+    (0: none), most
     (ranks of the largest tensor group that is wanted). Raises FatalError as loading does."""
     config = read_config(question["model"])
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
     device = torch.device(question["device"])
     chosen = choose_dtype(question["dtype"], config, device)
-    format_of = choose_format(config, question["isq"])
+    format_of, kept = choose_format(config, question["isq"]), question["kv_cache_dtype"]
     build(config, Seat(0, question["tp"] or 1), Seat(0, 1), format_of)  # what it refuses, it refuses here
     degrees = [n for n in tensor_degrees(config.num_heads, config.num_kv_heads) if can_cut(config, n, format_of)]
     wanted = [n for n in degrees if n <= question["most"] or n == question["tp"]]
@@ -69,7 +70,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "stages": [
             [len(stage_layers(config.num_layers, i, pp)) for i in range(pp)] for pp in range(1, config.num_layers + 1)
         ],
-        "ranks": {tp: rank_of(config, tp, DTYPES[chosen], device, format_of) for tp in wanted},
+        "ranks": {tp: rank_of(config, tp, DTYPES[chosen], device, format_of, kept) for tp in wanted},
     }
 
 
@@ -106,7 +107,7 @@ def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = de
 
 
 def rank_of(
-    config: Config, tp: int, dtype: torch.dtype, device: torch.device, format_of: ChooseFormat
+    config: Config, tp: int, dtype: torch.dtype, device: torch.device, format_of: ChooseFormat, kv_dtype: str
 ) -> dict[str, Any]:
     """What a rank of a tensor group of `tp` holds: each layer, and what a stage has besides by its place."""
     tensor, count = Seat(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
@@ -116,7 +117,7 @@ def rank_of(
     for layer, spec in zip(whole.model.layers.values(), whole.cache_specs(), strict=True):
         held = {
             "weights": weights(layer, dtype, device),
-            "kv": block_bytes(spec, 1, dtype),  # of one token
+            "kv": block_bytes(spec, 1, cache_dtype(kv_dtype, dtype)),  # of one token
             "inner": widest(layer),
             "scores": scores(layer),
         }

@@ -41,11 +41,16 @@ def spread(size: int, rank: int, ranks: int) -> Shard:
     return Shard(size, rank * each + min(rank, more), each + (rank < more))
 
 
-def in_groups(size: int, rank: int, ranks: int) -> Shard:
+def in_groups(size: int, rank: int, ranks: int, group: int = GROUP) -> Shard:
     """As `even`, but groups stay whole wherever the size is a multiple of them: the last ranks have less to do."""
-    unit = GROUP if size % GROUP == 0 and size >= GROUP * ranks else 1
+    unit = group if whole_groups(size, ranks, group) else 1
     width = -(-size // (unit * ranks)) * unit
     return Shard(size, min(rank * width, size), width)
+
+
+def whole_groups(size: int, ranks: int, group: int) -> bool:
+    """Whether so many ranks can share an axis without cutting a group."""
+    return size % group == 0 and size >= group * ranks
 
 
 def key_heads(kv_heads: int, rank: int, ranks: int) -> Shard:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from .api_error import bad
 from .constraint import Constraint, checked, json_schema
-from .text.lark import Lark
+from .text.argument_schema import Unwritable
+from .text.lark import Lark, without
 from .text.load import Text
 from .text.reasoning import ReasoningFormat
 from .text.tool_formats import CallableTool, ToolCallFormat
@@ -38,46 +39,89 @@ class Thoughts(NamedTuple):
 def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | None, thoughts: Thoughts | None) -> str:
     """For rank 0; "" where everything is allowed. Raises ApiError 400 for what cannot be enforced."""
     wanted = checked(constraint) if constraint is not None else None
-    form = text.tool_format
-    if calls is not None and (form is None or form.grammar is None):
-        if calls.required or constraint is not None:
-            raise bad(
-                "tool_choice" if calls.required else "tools",
-                "calls in this model's format cannot be enforced"
-                + (', use tool_choice "auto"' if calls.required else ": leave the tools or the output's format out"),
-            )
-        calls = None
+    if calls is not None and text.tool_format is None and (calls.required or constraint is not None):
+        raise bad(
+            "tool_choice" if calls.required else "tools",
+            "this server reads no calls of this model (--tool-call-parser none)"
+            + (', use tool_choice "auto"' if calls.required else ": leave the tools or the output's format out"),
+        )
     if calls is not None and not (calls.required or calls.strict or constraint is not None):
+        calls = None
+    if text.tool_format is None:
         calls = None
     if calls is None and constraint is None:
         return ""
-    if text.reasoning is not None and text.reasoning.dropped:
-        field = constraint.field if constraint is not None else "tools"
-        raise bad(field, f"{field}: this model marks its answers in a way that cannot be constrained yet, leave it out")
-    if calls is None and thoughts is None:
-        return json.dumps({"grammars": [wanted]})
+    form = text.reasoning
+    if calls is None and thoughts is None and (form is None or not form.dropped):
+        return plain_grammar(constraint)
     lark = Lark(text.tokenizer.added)
-    answers = [] if wanted is None else [lark.part(wanted)]
+    answers = [] if wanted is None else [_marked(lark, form, lark.part(wanted))]
     if calls is not None:
-        assert form is not None
-        answers += _answers_with_calls(lark, calls, form, constraint is None and not calls.required)
-    start = f"({' | '.join(answers)})"
-    if thoughts is not None:
-        rest = f"{lark.until(thoughts.format.closes)} {NEWLINES}"
-        opens = " | ".join(map(lark.marker, thoughts.format.opens))
-        start = f"{rest if thoughts.begun else f'(({opens}) {rest})?'} {start}"
-    return lark.grammar(start)
+        assert text.tool_format is not None
+        free = constraint is None and not calls.required
+        answers += _answers_with_calls(lark, calls, text.tool_format, form, free)
+    return lark.grammar(f"{_before(lark, thoughts)} ({' | '.join(answers)})")
 
 
-def _answers_with_calls(lark: Lark, calls: Calls, form: ToolCallFormat, free: bool) -> list[str]:
+def plain_grammar(constraint: Constraint | None) -> str:
+    """Of a text that is shown as it comes."""
+    return "" if constraint is None else json.dumps({"grammars": [checked(constraint)]})
+
+
+def _before(lark: Lark, thoughts: Thoughts | None) -> str:
+    """The thoughts, and what stands between them and the answer."""
+    if thoughts is None:
+        return '""'
+    form, begun = thoughts
+    rest = f"{lark.until(form.closes)} {lark.marker(form.joint) if form.joint else NEWLINES}"
+    return rest if begun else f"(({' | '.join(map(lark.marker, form.opens))}) {rest})?"
+
+
+def _marked(lark: Lark, form: ReasoningFormat | None, answer: str) -> str:
+    """An answer with the markers that a model writes around it."""
+    if form is None or not form.dropped:
+        return answer
+    before, behind = form.around
+    return f"{lark.marker(before)} {answer}{f' {lark.marker(behind)}' if behind else ''}"
+
+
+def _answers_with_calls(
+    lark: Lark, calls: Calls, form: ToolCallFormat, reasoning: ReasoningFormat | None, free: bool
+) -> list[str]:
     """The alternatives that are calls; `free`: and those in which text stands before them or alone."""
-    assert form.grammar is not None
-    written = form.grammar(lark, _callable(lark, calls.tools), calls.parallel)
-    if form.bare:
-        return [written, rf"/([^\s{re.escape(form.bare)}](?s:.*))?/"] if free else [written]
+    tools = _callable(lark, calls.tools)
+    known = [marker for marker in form.opens if marker in lark.added]
+    begins = ["", *(form.opens if free else known)] if form.bare else [*known, *form.opens][:1]
+    before = _pieces(lark, form, reasoning) if free else ""
+    found = []
+    for marker in begins:
+        try:
+            written = form.grammar(lark, tools, calls.parallel, marker)
+        except Unwritable as error:
+            raise bad("tools", f"tools: a schema of parameters cannot be enforced: {error}") from None
+        if free and marker:
+            found.append(f"{before} {lark.ended(_text(form, reasoning), marker)} {written}")
+        else:
+            found.append(f"{lark.marker(marker) if marker else ''} {written}")
     if free:
-        return [f"{lark.until(form.opens[:1], form.opens[1:])} {written}", lark.text(form.opens)]
-    return [f"{lark.marker(form.opens[0])} {written}"]
+        found.append(f"{before} {lark.define(lark.name('TEXT'), _text(form, reasoning))}")
+    return found
+
+
+def _text(form: ToolCallFormat, reasoning: ReasoningFormat | None) -> str:
+    """The terminal of a text without markers, which begins no call."""
+    markers = (*form.opens, *(reasoning.dropped if reasoning is not None else ()))
+    begins = rf"([^\s{re.escape(form.bare)}](?s:.*))?" if form.bare else "(?s:.*)"
+    return f"/{begins}/ & {without(markers)}"
+
+
+def _pieces(lark: Lark, form: ToolCallFormat, reasoning: ReasoningFormat | None) -> str:
+    """What may come before the text that is the last: texts up to markers that are not shown, and thoughts again."""
+    if reasoning is None or not reasoning.dropped:
+        return ""
+    shown = lark.until(reasoning.dropped, form.opens)
+    thoughts = f"{lark.until(reasoning.opens, (*form.opens, *reasoning.dropped))} {lark.until(reasoning.closes)}"
+    return f"({shown} | {thoughts})*"
 
 
 def _callable(lark: Lark, tools: list[dict[str, Any]]) -> list[CallableTool]:
@@ -85,7 +129,7 @@ def _callable(lark: Lark, tools: list[dict[str, Any]]) -> list[CallableTool]:
     for tool in tools:
         function = tool["function"]
         schema = {"type": "object", **(function.get("parameters") or {})}
-        field = f"tools: parameters of {function['name']}"
-        part = checked(json_schema(field, schema, lenient=not function.get("strict")))
-        found.append(CallableTool(function["name"], lark.part(part)))
+        strict = bool(function.get("strict"))
+        part = checked(json_schema(f"tools: parameters of {function['name']}", schema, lenient=not strict))
+        found.append(CallableTool(lark, function["name"], part, strict))
     return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .. import protocol
-from .answer_grammar import Calls, Thoughts, answer_grammar
+from .answer_grammar import Calls, Thoughts, answer_grammar, plain_grammar
 from .conversation import tool_name
 from .prompts import Prompt, chat_prompt, completion_prompts, context_of
 from .sampling_params import max_tokens, sampling_params
@@ -81,7 +81,7 @@ def _thoughts(model: LoadedModel, request: ChatRequest, begun: bool) -> Thoughts
 
 def completion_generation(model: LoadedModel, request: CompletionRequest) -> Generation:
     """The continuations of texts, which are shown as they come."""
-    grammar = answer_grammar(model.text, request.constraint(), None, None)
+    grammar = plain_grammar(request.constraint())
     return _generation(model, request, completion_prompts(model.text, request, model.ready), grammar=grammar)
 
 

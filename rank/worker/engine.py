@@ -99,6 +99,8 @@ class Engine:
         fingerprint.check(world, place.hosts, Path(options.model), options.load_format != "dummy")
         free = [kv_cache.free_memory(where, place.ranks_here) for where in (device, torch.device("cpu"))]
         world.barrier()  # nobody takes memory before all have looked
+        if device.type == "cuda" and options.kv_cache_dtype != "auto":
+            raise errors.FatalError("--kv-cache-dtype fp8: the kernels of GPUs do not read it yet", errors.MODEL)
         self.model = self._load_together(*free) if self._loaded else self._load(*free)
         self._loaded = True
         block_size = options.block_size or BLOCK_SIZE
@@ -219,9 +221,15 @@ class Engine:
             f"Lower --max-num-batched-tokens (now {budget}) or --max-num-seqs (now {max_num_seqs}), or use more ranks"
         )
         with errors.memory_for(f"a step of {budget} tokens that samples {max_num_seqs} sequences", advice):
-            peak = profile_run(self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size)
+            peak = profile_run(
+                self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size, self._cache_dtype
+            )
         self._say(f"a step of {budget} tokens takes {peak / kv_cache.MIB:.0f} MiB beside weights and cache")
         return peak
+
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        return cache_spec.cache_dtype(self.options.kv_cache_dtype, self.model.dtype)
 
     @property
     def _kv_fraction(self) -> float:
@@ -234,7 +242,7 @@ class Engine:
         """
         options, place, model = self.options, self.place, self.model
         fraction = self._kv_fraction
-        block_bytes = sum(cache_spec.block_bytes(spec, block_size, model.dtype) for spec in model.cache_specs())
+        block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in model.cache_specs())
         free = kv_cache.free_memory(place.device, place.ranks_here)
         memory = options.mem * kv_cache.MIB or int(fraction * max(0, free - peak))
         wanted = max_num_seqs * -(-model.max_model_len // block_size)
@@ -254,7 +262,7 @@ class Engine:
         options, model = self.options, self.model
         now = f"--mem (now {options.mem})" if options.mem else f"--kv-fraction (now {self._kv_fraction:g})"
         with errors.memory_for(f"a KV cache of {blocks * block_size} tokens", f"Lower {now}, or use more ranks"):
-            return kv_cache.allocate(model.cache_specs(), blocks, block_size, model.dtype, self.place.device)
+            return kv_cache.allocate(model.cache_specs(), blocks, block_size, self._cache_dtype, self.place.device)
 
     def _host_tier(
         self, caches: cache_spec.Caches, block_size: int, budget: int, free_of_host: int
@@ -267,14 +275,14 @@ class Engine:
         if not asked:
             return None, 1
         specs = model.cache_specs()
-        block_bytes = sum(cache_spec.block_bytes(spec, block_size, model.dtype) for spec in specs)
+        block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
         tokens = min(budget, SWAP_TIMED[place.device.type], model.max_model_len)
-        compute = block_size * token_seconds(model, place.mesh, tokens, block_size, place.device)
+        compute = block_size * token_seconds(model, place.mesh, tokens, block_size, place.device, self._cache_dtype)
         memory = asked * kv_cache.MIB
         kv_cache.check_host(memory, free_of_host)
         count = kv_cache.num_blocks(place.world, block_bytes, memory // block_bytes, memory)
         with errors.memory_for(f"--kvcache-mem-cpu {asked}", "Ask for less"):
-            swap = Swap(specs, caches, block_size, model.dtype, count) if count else None
+            swap = Swap(specs, caches, block_size, self._cache_dtype, count) if count else None
         if swap is None:
             raise errors.FatalError(
                 f"--kvcache-mem-cpu {asked}: a block takes {block_bytes / kv_cache.MIB:.1f} MiB: ask for more",

@@ -91,7 +91,7 @@ def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -
 def allocate(
     specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Caches:
-    """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block]. dtype: the model's."""
+    """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block]. dtype: as of CacheSpec.block."""
     return [_make(spec.block(block_size, dtype), blocks, device) for spec in specs]
 
 

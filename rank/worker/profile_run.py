@@ -32,10 +32,14 @@ ATTENDED = 1, 257, 513, 1025, 2049, 4097
 
 
 @torch.no_grad()
-def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequences: int, block_size: int) -> int:
+def profile_run(
+    model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequences: int, block_size: int,
+    kept: torch.dtype | None = None,
+) -> int:  # fmt: skip
     """Run the largest step and the small ones. Returns the peak bytes of the largest. Collective over the mesh.
 
-    The largest step has `tokens` prompt tokens and samples `sequences` rows. Afterwards all kernels are compiled.
+    The largest step has `tokens` prompt tokens and samples `sequences` rows. Afterwards all kernels are compiled. kept:
+    the dtype of caches, as CacheSpec.block takes it; None: the model's.
     """
     device = sampler.device
     torch.cuda.synchronize()
@@ -46,7 +50,7 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
     if not mesh.first:
         hidden = torch.zeros(tokens, model.hidden_size, dtype=model.dtype, device=device)
     upload = Upload(device)
-    hidden = model.forward([prompts(model, tokens, block_size, upload)], hidden)
+    hidden = model.forward([prompts(model, tokens, block_size, upload, kept)], hidden)
     if mesh.last:
         shard = model.logits(hidden[torch.arange(sequences, device=device) % tokens])
         tp_argmax(shard, mesh.tensor)  # compiles what greedy sequences need
@@ -56,9 +60,9 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
                 sampling = protocol.SamplingParams(max_tokens=1, top_p=0.9)  # a full sort takes the most memory
                 sampler.enter(protocol.NewSequence(row, protocol.pack_u32([0]), 1, 0, b"", sampling))
             sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
-    small = list(small_steps(model, tokens, block_size, upload))
+    small = list(small_steps(model, tokens, block_size, upload, kept))
     if mesh.last:  # this stage's last layer computes sampled rows only
-        small += [last_token_only(model, longest, block_size, upload) for longest in (2, model.max_model_len)]
+        small += [last_token_only(model, longest, block_size, upload, kept) for longest in (2, model.max_model_len)]
     for batch in small:
         model.forward([batch], hidden.new_zeros(len(batch.ids), model.hidden_size))
     torch.cuda.synchronize()
@@ -68,9 +72,11 @@ def profile_run(model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequenc
 
 
 @torch.no_grad()
-def token_seconds(model: Model, mesh: Mesh, tokens: int, block_size: int, device: torch.device) -> float:
+def token_seconds(
+    model: Model, mesh: Mesh, tokens: int, block_size: int, device: torch.device, kept: torch.dtype | None = None
+) -> float:
     """Seconds that a token of a prompt takes on this rank, in a step of so many. Collective over the tensor group."""
-    batch = prompts(model, tokens, block_size, Upload(device))
+    batch = prompts(model, tokens, block_size, Upload(device), kept)
     times = []
     for _ in range(3):
         hidden = None
@@ -84,7 +90,9 @@ def token_seconds(model: Model, mesh: Mesh, tokens: int, block_size: int, device
     return min(times) / tokens
 
 
-def small_steps(model: Model, tokens: int, block_size: int, upload: Upload) -> Iterator[Batch]:
+def small_steps(
+    model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None = None
+) -> Iterator[Batch]:
     """Steps that together use every kernel that a step of at most `tokens` tokens may choose.
 
     A kernel takes seconds to compile, which must not happen while a request waits.
@@ -92,31 +100,35 @@ def small_steps(model: Model, tokens: int, block_size: int, upload: Upload) -> I
     experts = {n for one in model.modules() if isinstance(one, FusedExperts) for n in one.kernel_rows()}
     for count in sorted({*PROMPTS, *experts}):
         if count <= tokens:
-            yield prompts(model, count, block_size, upload)
+            yield prompts(model, count, block_size, upload, kept)
     for longest in ATTENDED:
         if longest <= model.max_model_len:
-            yield dataclasses.replace(_step(model, [1], block_size, upload), kv_lens=[longest])
+            yield dataclasses.replace(_step(model, [1], block_size, upload, kept), kv_lens=[longest])
     if any(isinstance(spec, PagedLatent) for spec in model.cache_specs()):  # has a kernel for short chunks (mla.py)
-        yield dataclasses.replace(_step(model, [2], block_size, upload), kv_lens=[model.max_model_len])
+        yield dataclasses.replace(_step(model, [2], block_size, upload, kept), kv_lens=[model.max_model_len])
     for longest in (2, model.max_model_len):
-        yield dataclasses.replace(_step(model, [1, 2], block_size, upload), kv_lens=[longest, 2])
+        yield dataclasses.replace(_step(model, [1, 2], block_size, upload, kept), kv_lens=[longest, 2])
 
 
-def last_token_only(model: Model, longest: int, block_size: int, upload: Upload) -> Batch:
+def last_token_only(
+    model: Model, longest: int, block_size: int, upload: Upload, kept: torch.dtype | None = None
+) -> Batch:
     """A prompt of which only the last token is sampled. longest: its length, by which kernels are chosen."""
-    prompt = _step(model, [2], block_size, upload, samples=True)
+    prompt = _step(model, [2], block_size, upload, kept, samples=True)
     assert prompt.sampled is not None
     return dataclasses.replace(prompt, sampled=dataclasses.replace(prompt.sampled, kv_lens=[longest]))
 
 
-def prompts(model: Model, tokens: int, block_size: int, upload: Upload) -> Batch:
+def prompts(model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None = None) -> Batch:
     """A step of prompts as long as the model takes, all rows through all layers: no step needs more memory."""
     longest = min(tokens, model.max_model_len)
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
-    return _step(model, sorted(counts, key=lambda count: count > 1), block_size, upload)
+    return _step(model, sorted(counts, key=lambda count: count > 1), block_size, upload, kept)
 
 
-def _step(model: Model, counts: list[int], block_size: int, upload: Upload, samples: bool = False) -> Batch:
+def _step(
+    model: Model, counts: list[int], block_size: int, upload: Upload, kept: torch.dtype | None, samples: bool = False
+) -> Batch:
     """A step of prompts with these token counts, all in the same blocks of the same caches. samples: of the last layer,
     only their last tokens are computed."""
     n = len(counts)
@@ -127,6 +139,6 @@ def _step(model: Model, counts: list[int], block_size: int, upload: Upload, samp
     zeros = np.zeros(n, np.int64)
     work = ScheduledBatch(np.arange(n), zeros, np.array(counts), np.full(n, samples), zeros)
     last = torch.zeros(n, dtype=torch.int64, device=upload.device)
-    caches = kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, model.dtype, upload.device)
+    caches = kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, kept or model.dtype, upload.device)
     (batch,), _ = build_batches(state, work, last, caches, upload, last_token_only=samples)
     return batch

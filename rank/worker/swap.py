@@ -43,7 +43,7 @@ class Swap:
     """One rank's host blocks. Once steps run, it is used in the step thread alone."""
 
     def __init__(self, specs: Sequence[CacheSpec], caches: Caches, block_size: int, dtype: torch.dtype, count: int):
-        """caches: of the layers with these specs. dtype: the model's. count: host blocks. Raises MemoryError."""
+        """caches: of the layers with these specs. dtype: as in allocate. count: host blocks. Raises MemoryError."""
         pairs = zip(specs, caches, strict=True)
         tensors = [x for spec, layer in pairs for _, x in zip(spec.block(block_size, dtype), layer, strict=False)]
         rows = [x.view(len(x), -1).view(torch.uint8) for x in tensors]

@@ -88,13 +88,13 @@ def test_storing_keys_and_values_touches_its_slots_alone(cache_dtype):
     wide = torch.randn(6, 3 * heads, dim)
     k, v = wide[:, heads : 2 * heads], wide[:, 2 * heads :]
     slots = torch.tensor([14, 0, 7, 8, 3, 12])
-    store_kv_reference(k, v, keys, values, slots)
+    store_kv_reference(k, v, (keys, values), slots)
     for cache, source in ((keys, k), (values, v)):
         flat = cache.view(-1, heads, dim)
         assert torch.equal(flat[slots], source.to(cache_dtype))
         untouched = [i for i in range(blocks * block_size) if i not in slots.tolist()]
         assert flat[untouched].isnan().all()
-    store_kv_reference(k[:0], v[:0], keys, values, slots[:0])
+    store_kv_reference(k[:0], v[:0], (keys, values), slots[:0])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_every_verb_and_flag_is_there():
     page = document.options_page()
     assert set(document.STRUCTS) == set(verbs())
     assert "| `--port`, `--p` N | `PHALANX_PORT` | whole number, 0 to 65535 | `2000` |" in page
-    assert "| `--fp8-kvcache` | refused |" in page and "| `--verbose` | has no effect |" in page
+    assert "| `--hf-token` | refused |" in page and "| `--verbose` | has no effect |" in page
 
 
 def test_other_variables_are_those_that_the_code_knows():

@@ -11,7 +11,7 @@ import msgspec
 import psutil
 
 from .... import errors
-from ....rank.options import IN_SITU, ISQ_SPELLINGS, degrees, flag
+from ....rank.options import IN_SITU, ISQ_SPELLINGS, KV_DTYPES, degrees, flag
 from ...job import binding
 from ...job.linux import say
 from ...options import option_sources
@@ -77,6 +77,10 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--isq", group=_GROUP, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
                   help="quantise the weights while they are loaded"),
     ] = "none"  # fmt: skip
+    kv_cache_dtype: Annotated[
+        str, flag("--kv-cache-dtype", "--kvcache-dtype", group=_GROUP, choices=("auto", "fp8"), spellings=KV_DTYPES,
+                  short={"--fp8-kvcache": "fp8"}, help="fp8: e4m3 with scales, twice the tokens; auto: --dtype"),
+    ] = "auto"  # fmt: skip
     kv_fraction: Annotated[
         float, flag("--kv-fraction", "--gpu-memory-utilization", group=_GROUP, metavar="X", low=0, high=1,
                     help="KV cache's share of the memory free after loading; 0: automatic"),
@@ -102,10 +106,11 @@ def main(argv: Sequence[str]) -> int:
     device = _device(options)
     cluster = plan.Cluster(options.nodes, options.gpus, device, options.network * 1e9, options.host_mem * devices.GIB)
     kind = "cpu" if device.cpu else "cuda"
-    shape = measured.read(
-        Question(str(found.path), kind, options.dtype, options.tp, options.pp, options.isq, cluster.per_node),
-        found.name,
-    )
+    question = Question(
+        model=str(found.path), device=kind, dtype=options.dtype, tp=options.tp, pp=options.pp, isq=options.isq,
+        kv_cache_dtype=options.kv_cache_dtype, most=cluster.per_node,
+    )  # fmt: skip
+    shape = measured.read(question, found.name)
     asked = _asked(options, shape)
     checkpoint = headers.compare(shape, headers.by_class(found.path))
     possible = plan.layouts(shape, cluster, options.tp, options.pp, options.dp, options.ep)
@@ -133,6 +138,7 @@ def _asked(options: FitOptions, shape: ModelShape) -> Workload:
         dtype=shape.usual_dtype if options.dtype == "auto" else options.dtype,
         isq=options.isq,
         kv_fraction=options.kv_fraction,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
 
 

@@ -23,6 +23,7 @@ class Question(msgspec.Struct, frozen=True):
     tp: int = 0  # asked for by the user; 0: not
     pp: int = 0
     isq: str = "none"  # the format that linears are quantised to
+    kv_cache_dtype: str = "auto"
     most: int = 1  # ranks of the largest tensor group that is wanted
 
 

@@ -39,6 +39,7 @@ class Workload:
     dtype: str = "bf16"  # that ranks compute in
     kv_fraction: float = 0.0  # 0: the default
     isq: str = "none"  # the format that linears are quantised to
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)

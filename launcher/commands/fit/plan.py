@@ -157,6 +157,8 @@ def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, 
         words += ["--dtype", asked.dtype]
     if asked.isq != "none":
         words += ["--isq", asked.isq]
+    if asked.kv_cache_dtype != "auto":
+        words += ["--kv-cache-dtype", asked.kv_cache_dtype]
     if asked.kv_fraction:
         words += ["--kv-fraction", f"{asked.kv_fraction:g}"]
     serve = "phalanx serve " + shlex.join(words)

@@ -7,45 +7,23 @@ follows anyway adds up the rest: no token is sent to where its experts are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
-from ....kernels.moe.moe import Biases, Held, fused_experts, tiling_rows
-from ....kernels.quantized.floats import Floats, pack
+from ....kernels.moe.moe import Biases, Held, Matrices, fused_experts, tiling_rows
+from ....kernels.quantized.stack import Stack
+from ..formats import ChooseFormat
 from ..layers.residual import Partial
 from ..shard import Shard, even, in_groups, scaled, spread, whole
 from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
+from . import stacks
 from .host import HostExperts, Pending
-
-
-class ExpertLayout(NamedTuple):
-    """How checkpoints hold experts that are stacked in one tensor."""
-
-    axes: str = "eoi"  # of the weights; "eio": inputs before outputs
-    interleaved: bool = False  # gate and up in turn; else gate over up
-    biased: bool = False
-
-
-APART = ExpertLayout()  # or each in tensors of its own
-
-
-class StoredStack(Protocol):
-    """How a checkpoint stores the quantised weights of a stack of experts; a file of stored_formats/ has some."""
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The tensors, without biases."""
-
-    def decode(self, layer: StackedLinear) -> Floats:
-        """What its parameters mean, [experts, outputs, inputs] in the order in which the outputs are stored."""
-
-    def kept_bits(self, layer: StackedLinear) -> float:
-        """Of a weight, with its share of its group's scale, as `decode` makes it."""
+from .stacks import APART, ExpertLayout, StoredStack
 
 
 class StackedLinear(ShardedModule):
@@ -54,16 +32,21 @@ class StackedLinear(ShardedModule):
     def __init__(self, experts: Shard, inputs: Shard, outputs: tuple[Shard, ...], layout: ExpertLayout = APART):
         """layout: interleaved where the outputs are gate and up in turn, which are one shard then."""
         super().__init__()
-        self.experts, self.inputs, self.outputs, self.layout = experts, inputs, outputs, layout
+        self.experts, self.layout = experts, layout
         self.fields = Field("weight", layout.axes), Field("bias", "eo")
-        count, width = experts.width, self.width
-        shape = (count, width, inputs.width) if layout.axes == "eoi" else (count, inputs.width, width)
-        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
-        bias = nn.Parameter(torch.empty(count, width, device="meta"), requires_grad=False)
-        self.bias = bias if layout.biased else None
         self.adds_bias = True  # of a sum over ranks one does
         self.stored: StoredStack | None = None
-        self.packed: Floats | None = None  # what `stored` makes
+        self.packed: Matrices | None = None  # what `stored` makes
+        self.cut(inputs, outputs)
+
+    def cut(self, inputs: Shard, outputs: tuple[Shard, ...]) -> None:
+        """Say which part is this rank's, before `build`."""
+        self.inputs, self.outputs = inputs, outputs
+        count, width = self.experts.width, self.width
+        shape = (count, width, inputs.width) if self.layout.axes == "eoi" else (count, inputs.width, width)
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        bias = nn.Parameter(torch.empty(count, width, device="meta"), requires_grad=False)
+        self.bias = bias if self.layout.biased else None
 
     def build(self, sources: tuple[Source, ...], stored: StoredStack | None = None) -> None:
         """stored: how the checkpoint quantises the weights; None: they are plain. Raises FatalError where tensor
@@ -79,7 +62,7 @@ class StackedLinear(ShardedModule):
             setattr(self, one.name, made)
 
     @property
-    def matrices(self) -> Tensor | Floats:
+    def matrices(self) -> Matrices:
         """[experts, outputs, inputs], gate over up where it has both."""
         return self.weight if self.packed is None else self.packed
 
@@ -99,12 +82,11 @@ class StackedLinear(ShardedModule):
 
     def finish(self) -> None:
         if self.stored is not None:
-            made = self.stored.decode(self)
-            self.packed = pack(*map(self.in_order, made))
+            self.packed = self.stored.make(self)
             for one in self.stored.fields:
                 delattr(self, one.name)
-            for name, held in self.packed._asdict().items():
-                self.register_buffer(name, held, persistent=False)
+            for index, held in enumerate(tensors_of(self.packed)):
+                self.register_buffer(f"packed_{index}", held, persistent=False)
         else:
             self._finish_plain()
         if self.bias is not None:
@@ -123,11 +105,11 @@ class StackedLinear(ShardedModule):
         if self.stored is None:
             return super().kept_bytes(dtype, device)
         bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        return round(self.num_weights * self.stored.kept_bits(self) / 8) + bias
+        return round(self.num_weights * self.stored.kept_bits(self, device) / 8) + bias
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         if self.stored is not None:
-            held = ((one, self.get_parameter(one.name)) for one in self.stored.fields)
+            held = [(one, self.get_parameter(one.name)) for one in self.stored.fields]
             return sum(x.numel() * self.dtype_of(one.name, stored).itemsize for one, x in held)
         return 0 if self.layout == APART else self.weight.numel() * stored.itemsize
 
@@ -169,8 +151,9 @@ class FusedExperts(nn.Module):
         if mesh.ep > experts:
             raise FatalError(f"--ep {mesh.ep} is more than the model's {experts} experts", USAGE)
         index, place = divmod(mesh.tensor.rank, mesh.ep)
+        self.index, self.ranks = index, mesh.tensor.size // mesh.ep  # of those that share each expert
         here, cut = spread(experts, place, mesh.ep), even if layout == APART else in_groups
-        part = cut(inner, index, mesh.tensor.size // mesh.ep)
+        part = cut(inner, index, self.ranks)
         both = (scaled(part, 2),) if layout.interleaved else (part, part)
         self.gate_up_proj = StackedLinear(here, whole(hidden), both, layout)
         self.down_proj = StackedLinear(here, part, (whole(hidden),), layout._replace(interleaved=False))
@@ -178,6 +161,19 @@ class FusedExperts(nn.Module):
         self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
         self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
         self.host: HostExperts | None = None  # where they are in host memory
+
+    def build(self, up: Sequence[Source], down: Sequence[Source], format_of: ChooseFormat) -> None:
+        """Choose both linears' formats, and cut experts where that of `down` leaves its groups whole."""
+        both, one = self.gate_up_proj, self.down_proj
+        of_up, of_down = stacks.choose(both, up, format_of), stacks.choose(one, down, format_of)
+        of_up = stacks.fitting(of_up, up[0].path, both.inputs.size, 1)
+        of_down = stacks.fitting(of_down, down[0].path, one.inputs.size, self.ranks)
+        if unit := stacks.cut_unit(of_down):
+            part = in_groups(one.inputs.size, self.index, self.ranks, unit)
+            both.cut(both.inputs, (scaled(part, 2),) if both.layout.interleaved else (part, part))
+            one.cut(part, one.outputs)
+        both.build(tuple(up), stacks.build(of_up, both, up))
+        one.build(tuple(down), stacks.build(of_down, one, down))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
         """x [T, H], ids [T, k] int32, weights [T, k] f32. On the device, nothing is multiplied before somebody reads
@@ -204,3 +200,10 @@ class FusedExperts(nn.Module):
     def kernel_rows(self) -> list[int]:
         """Numbers of tokens that together use every kernel there is for these experts."""
         return tiling_rows(self.down_proj.experts.size, self.top_k)
+
+
+def tensors_of(matrices: Matrices) -> list[Tensor]:
+    """What lies in memory of a stack."""
+    if isinstance(matrices, Tensor):
+        return [matrices]
+    return matrices.tensors if isinstance(matrices, Stack) else list(matrices)

@@ -70,13 +70,15 @@ class InSitu(PackedPart):
         """As users write it: the file's."""
         return cls.__module__.rpartition(".")[2]
 
-    def finish(self) -> None:
-        self.hold(self.codec.pack(*self.codec.encode(self.weight.data)))
-        del self.weight
+    def encoded(self) -> Sequence[Tensor]:
+        return self.codec.encode(self.weight.data)
 
-    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        return round(self.weight.numel() * self.codec.kept_bits(self.inputs.width, device) / 8) + bias
+    def kept_bits(self, device: torch.device) -> float:
+        return self.codec.kept_bits(self.inputs.width, device)
+
+    def finish(self) -> None:
+        self.hold(self.codec.pack(*self.encoded()))
+        del self.weight
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         return self.weight.numel() * stored.itemsize if self.sources else 0

@@ -36,6 +36,25 @@ class PackedPart(Part):
 
     codec: Codec
     packed: tuple[Any, ...]
+    expanded = False  # whether it becomes plain once it is loaded: what reads it takes nothing else
+
+    def encoded(self) -> Sequence[Tensor]:
+        """What `codec.pack` takes, of the parameters as they were loaded, [outputs, ...] each."""
+        raise NotImplementedError
+
+    def kept_bits(self, device: torch.device) -> float:
+        """Of a weight as it is kept there, with its share of what its group has."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """This rank's outputs."""
+        return sum(shard.width for shard in self.outputs)
+
+    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        bits = 8 * dtype.itemsize if self.expanded else self.kept_bits(device)
+        bias = self.width * dtype.itemsize if self.bias is not None else 0
+        return round(self.width * self.inputs.width * bits / 8) + bias
 
     def hold(self, packed: tuple[Any, ...]) -> None:
         """Keep this; its tensors become buffers."""

@@ -11,7 +11,7 @@ from ....comm.base import Comm
 from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
 from ....kernels.norm.norm import rms_norm
-from ....kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv
+from ....kernels.rope.rope import CosSin, KVCache, QKNorm, rope_and_store_kv
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..shard import Shard
@@ -73,8 +73,8 @@ class PagedAttention:
         h.keep(batch.sample_at)
         if len(batch.sample_at) == 0:
             return q[:0].flatten(1)
-        keys, values = cache
-        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, params)
+        keys, values, scales = KVCache(*cache)
+        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, params, scales)
 
 
 class ShardedRMSNorm(ShardedModule):

@@ -6,7 +6,8 @@ latent is computed and cached on every rank.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,10 @@ from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_sto
 from ....kernels.rope.rope import CosSin
 from ..batch import Batch
 from ..cache_spec import PagedLatent
+from ..formats import ChooseFormat, Part
+from ..formats._packed import PackedPart
 from ..shard import even, scaled, whole
+from ..weights.slicing import Source
 from .linear import ColumnParallel, RowParallel
 from .norm import RMSNorm
 from .residual import Normed, Partial
@@ -57,17 +61,30 @@ class LatentUp(ColumnParallel):
         heads = even(sizes.heads, mesh.tensor.rank, mesh.tensor.size)
         super().__init__(whole(sizes.latent), (scaled(heads, sizes.nope + sizes.value),), bias=False)
         self.heads = heads.width
-        self._plain: Tensor | None = None
 
-    def plain(self, like: Tensor) -> Tensor:
-        """The weight [heads, nope + value, latent], of like's dtype and device, whatever its format is."""
-        if self._plain is None:
-            weight = self.matrix
-            if weight is None or weight.is_mkldnn:
-                identity = torch.eye(self.inputs.width, dtype=like.dtype, device=like.device)
-                weight = self.multiply(identity).t().contiguous()
-            self._plain = weight.view(self.heads, -1, self.inputs.width)
-        return self._plain
+    def build(self, sources: Sequence[Source], format_of: ChooseFormat) -> None:
+        super().build(sources, format_of)
+        for part in self.parts:
+            if isinstance(part, PackedPart):
+                part.expanded = True
+
+    def expand(self, dtype: torch.dtype) -> None:
+        """Once it is loaded: make the weight plain, in the model's dtype, and give back what it was loaded in."""
+        held = self.matrix
+        if held is not None and not held.is_mkldnn:
+            return
+        device = next(x.device for x in (*self.parameters(), *self.buffers()))
+        weight = self.multiply(torch.eye(self.inputs.width, dtype=dtype, device=device)).t().contiguous()
+        sources = [source for part in self.parts for source in cast(Part, part).sources]
+        plain = Part(self.inputs, self.outputs, False, sources)
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        self.parts = nn.ModuleList((plain,))
+
+    @property
+    def plain(self) -> Tensor:
+        """The weight [heads, nope + value, latent]: attention multiplies with parts of it."""
+        assert self.matrix is not None
+        return self.matrix.view(self.heads, -1, self.inputs.width)
 
 
 class LatentAttention(nn.Module):
@@ -111,16 +128,16 @@ class LatentAttention(nn.Module):
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
         q, latents = self._project(h)
-        (cache,) = batch.caches[self.local]
+        cache, *scales = batch.caches[self.local]
         norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS)
-        rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots)
+        rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
         rows = batch
         if batch.sampled is not None and self.local == len(batch.caches) - 1:
             h.keep(batch.sample_at)
             q, rows = q[batch.sample_at], batch.sampled
         if len(q) == 0:
             return self.o_proj(q.new_empty(0, self.o_proj.inputs.width))
-        return self.o_proj(latent_attention(q, cache, self.kv_b_proj.plain(q), rows, self.params))
+        return self.o_proj(latent_attention(q, cache, self.kv_b_proj.plain, rows, self.params, *scales))
 
     def _project(self, h: Normed) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, nope + rope] of this rank's heads, latents [T, latent + rope]."""

@@ -33,7 +33,14 @@ def method_of(settings: object, where: object = "config.json") -> str:
     if not isinstance(settings, dict) or str(method).replace("_", "-") not in methods():
         known = f"; supported are {', '.join(methods())}" if methods() else ""
         raise FatalError(f"{where}: quantised weights ({method}) are not supported{known}", MODEL)
-    return str(method).replace("_", "-")
+    is_marlin = settings.get("checkpoint_format") == "marlin" or settings.get("is_marlin_format") is True
+    return "marlin" if method == "gptq" and is_marlin else str(method).replace("_", "-")
+
+
+def goes_by(method: str) -> tuple[str, ...]:
+    """The names that users may give a method: of GPTQ's codes in Marlin's order, and of the kernel that others take for
+    GPTQ's own, both."""
+    return ("gptq", "marlin") if method in ("gptq", "marlin") else (method,)
 
 
 def find(settings: dict[str, Any]) -> Any:

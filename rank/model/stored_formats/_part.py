@@ -39,24 +39,11 @@ class StoredPart(PackedPart):
             setattr(self, field.name, made if bias or field is not BIAS else None)
         self.adds_bias = bias
 
-    @property
-    def width(self) -> int:
-        """This rank's outputs."""
-        return sum(shard.width for shard in self.outputs)
-
     def drop(self) -> None:
         """Give back all parameters but the bias."""
         for field in self.fields:
             if field is not BIAS:
                 delattr(self, field.name)
-
-    def kept_bits(self, device: torch.device) -> float:
-        """Of a weight, with its share of what its group has."""
-        raise NotImplementedError
-
-    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        bias = self.width * dtype.itemsize if self.bias is not None else 0
-        return round(self.width * self.inputs.width * self.kept_bits(device) / 8) + bias
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         sizes = {name: parameter.numel() for name, parameter in self.named_parameters(recurse=False)}
@@ -106,10 +93,13 @@ class GroupedPart(StoredPart):
         """codes uint8 [O, I], scales f32 and zeros int16 [O, groups], of this rank's groups of `unit` inputs."""
         raise NotImplementedError
 
+    def encoded(self) -> Sequence[Tensor]:
+        return [one.contiguous() for one in self.decode()]
+
     def finish(self) -> None:
-        parts = self.decode()
+        encoded = self.encoded()
         self.drop()
-        self.hold(affine.pack(*(one.contiguous() for one in parts)))
+        self.hold(affine.pack(*encoded))
 
     def spread(self, table: Tensor) -> Tensor:
         """[O, groups] of the checkpoint's groups that this rank's inputs touch → of its own groups of `unit`."""

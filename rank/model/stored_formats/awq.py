@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....kernels.quantized.affine import UNIT
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, Source
 from . import is_stored
@@ -25,6 +26,8 @@ HARMLESS: tuple[str, ...] = ()
 @dataclass(frozen=True)
 class Scheme:
     group: int
+
+    stack_unit = UNIT
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return Part(self, inputs, outputs, bias, sources)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....errors import MODEL, FatalError
+from ....kernels.quantized.affine import UNIT
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, Source
 from . import fp8, is_among, is_stored
@@ -33,6 +34,8 @@ FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized
 class Scheme:
     grouping: Grouping
     packed: bool
+
+    stack_unit = UNIT
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return Part(self, inputs, outputs, bias, sources)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ....errors import MODEL, FatalError
 from ....kernels.quantized import floats
 from ....kernels.quantized.floats import Floats
+from ..experts.fused import StackedLinear
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, ShardedModule, Source, stored_width
 from . import is_stored
@@ -55,8 +56,11 @@ class Scheme:
         """Inputs of a scale, as the rank's cuts leave them."""
         return math.gcd(self.inputs, inputs.start, inputs.width) or 1
 
-    def kept_bits(self, layer: ShardedModule) -> float:
+    def kept_bits(self, layer: ShardedModule, device: torch.device) -> float:
         return 8 + 32 / self.unit(layer.inputs)
+
+    def make(self, layer: StackedLinear) -> Floats:
+        return floats.pack(*map(layer.in_order, self.decode(layer)))
 
     def decode(self, layer: ShardedModule) -> Floats:
         """Of a linear or a stack: a scale for each output and each `unit` of this rank's inputs."""

@@ -59,15 +59,16 @@ class Blocks(PackedPart):
             setattr(self, field.name, made if bias or field.name != "bias" else None)
         self.adds_bias = bias
 
-    def finish(self) -> None:
-        blocks = self.blocks.data
-        del self.blocks
-        self.hold(self.codec.pack(*self.codec.from_blocks(blocks)))
+    def encoded(self) -> Sequence[Tensor]:
+        return self.codec.from_blocks(self.blocks.data)
 
-    def kept_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        inputs = self.inputs.width
-        return round(len(self.blocks) * inputs * self.codec.kept_bits(inputs, device) / 8) + bias
+    def kept_bits(self, device: torch.device) -> float:
+        return self.codec.kept_bits(self.inputs.width, device)
+
+    def finish(self) -> None:
+        encoded = self.encoded()
+        del self.blocks
+        self.hold(self.codec.pack(*encoded))
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         return self.blocks.numel()
@@ -77,6 +78,16 @@ class Scheme(NamedTuple):
     """What makes parts of one type."""
 
     type: str
+
+    @property
+    def stack_unit(self) -> int:
+        """Neighbouring inputs of an expert that a cut leaves together."""
+        return BY_NAME[self.type].group
+
+    @property
+    def read_plain(self) -> bool:
+        """A file's tensors can be read dequantised as well."""
+        return True
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         group = BY_NAME[self.type].group

@@ -32,6 +32,11 @@ class Scheme:
     offset: int  # of the zero points above what is stored
     ordered: bool  # by g_idx
 
+    @property
+    def stack_unit(self) -> int:
+        """0: experts are not kept so, as each would order its inputs in another way."""
+        return 0 if self.ordered else affine.UNIT
+
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return (OrderedPart if self.ordered else Part)(self, inputs, outputs, bias, sources)
 

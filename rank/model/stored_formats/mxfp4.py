@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....kernels.quantized.floats import Floats
+from ....kernels.quantized.floats import Floats, pack
 from ..experts.fused import StackedLinear
 from ..weights.slicing import Field, Ratio
 
@@ -30,12 +30,12 @@ class Scheme:
         Field("scales", "eoi", torch.uint8, ratios={"i": Ratio(1, GROUP)}, made_up=121),
     )
 
-    def kept_bits(self, layer: StackedLinear) -> float:
+    def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
         return 4 + 8 / GROUP
 
-    def decode(self, layer: StackedLinear) -> Floats:
+    def make(self, layer: StackedLinear) -> Floats:
         blocks: Tensor = layer.get_parameter("blocks")
-        return Floats(blocks.data.flatten(2), layer.get_parameter("scales").data)
+        return pack(*map(layer.in_order, (blocks.data.flatten(2), layer.get_parameter("scales").data)))
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
 from typing import Any
 
 TYPES: dict[str, tuple[type, ...]] = {
@@ -16,30 +15,20 @@ TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "string": (str,),
 }
+PYTHON_ONLY = ("(", "#", "\\")  # Python would read on behind them, to a value that nobody has written
 WORDS = {"True": True, "False": False, "None": None}  # as Python writes them
 
 
-def types_of(schema: Any) -> frozenset[str]:
-    """The types that a schema allows; all where it does not say."""
-    if not isinstance(schema, Mapping):
-        return frozenset(TYPES)
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return frozenset((kind,))
-    if isinstance(kind, list):
-        return frozenset(one for one in kind if isinstance(one, str))
-    for name in ("anyOf", "oneOf"):
-        if isinstance(schema.get(name), list):
-            return frozenset().union(*map(types_of, schema[name]))
-    if isinstance(values := schema.get("enum"), list):
-        return frozenset(name for name, kinds in TYPES.items() for value in values if type(value) in kinds)
-    return frozenset(TYPES)
+def kinds_of(said: Any) -> frozenset[str]:
+    """What `type` of a schema says, a name or several. A number may be an integer."""
+    names = frozenset((said,) if isinstance(said, str) else (one for one in said if isinstance(one, str)))
+    return names | {"integer"} if "number" in names else names
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
     """The JSON of a value. What is none of the other types that are allowed is a string."""
     allowed = tuple(kind for name in types - {"string"} for kind in TYPES.get(name, ()))
-    if allowed:
+    if allowed and text.strip()[:1] not in PYTHON_ONLY:
         written, value = _read(text)
         if type(value) in allowed:
             return written
@@ -60,6 +49,25 @@ def _read(text: str) -> tuple[str, Any]:
             continue
         return (text.strip() if read is _json else json.dumps(value, ensure_ascii=False)), value
     return quote(text), text
+
+
+def is_json(text: str) -> bool:
+    try:
+        _json(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def within_string(text: str) -> bool:
+    """Whether it is the beginning of JSON that ends within a string."""
+    try:
+        _json(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def quote(text: str) -> str:

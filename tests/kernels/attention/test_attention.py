@@ -258,7 +258,7 @@ def test_which_steps_suit_one_kernel():
     keys = torch.zeros(8, 4, 2, 8)
 
     def suits(q=q, k=k, turn=whole, keys=keys, rows=rows):
-        return attention.supports_one_kernel(q, k, v, turn, keys, rows)
+        return attention.supports_one_kernel(q, k, v, turn, (keys, keys), rows)
 
     assert suits()
     assert not suits(turn=part), "some dimensions are not turned"

@@ -124,3 +124,16 @@ def test_a_failure_ends_the_recording():
     with pytest.raises(ZeroDivisionError):
         graph.capture(lambda: 1 / 0, graph.Memory())
     assert ops.recording.recorder is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_side_by_side(dtype):
+    parts = [torch.randn(3, width + 2).to(dtype)[:, :width] for width in (5, 1, 40)]
+    joined, made, reason = graph.capture(lambda: torch.cat(parts, dim=1), graph.Memory())
+    assert made is not None and len(made) == 3, reason
+    assert torch.equal(joined, torch.cat(parts, 1))
+    for part in parts:
+        part += 1
+    made.replay()
+    assert torch.equal(joined, torch.cat(parts, 1))
+    assert graph.capture(lambda: torch.cat(parts[:1]), graph.Memory())[1] is None, "one above the other"

@@ -26,12 +26,43 @@ WEATHER = {
     "parameters": {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False},
 }
 CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+FORM = {
+    "name": "form",
+    "parameters": {
+        "type": "object",
+        "$defs": {
+            "color": {"enum": ["red", "5", "true", 5, None]},
+            "node": {
+                "type": "object",
+                "properties": {
+                    "v": {"type": "integer"},
+                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                },
+                "required": ["v"],
+                "additionalProperties": False,
+            },
+        },
+        "properties": {
+            "short": {"type": "string", "minLength": 1, "maxLength": 4},
+            "code": {"type": "string", "pattern": "^[a-c]{2,3}$"},
+            "maybe": {"type": ["string", "null"], "maxLength": 6},
+            "limit": {"anyOf": [{"type": "integer", "minimum": 10, "maximum": 20}, {"type": "string", "maxLength": 5}]},
+            "ratio": {"type": "number"},
+            "color": {"$ref": "#/$defs/color"},
+            "list": {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 3},
+            "pair": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False},
+            "node": {"$ref": "#/$defs/node"},
+        },
+        "required": ["short", "maybe", "limit", "color", "list"],
+        "additionalProperties": False,
+    },
+}
+ALL = [{"type": "function", "function": one} for one in (WEATHER, CLOCK, FORM)]
 TOOLS = [{"type": "function", "function": one} for one in (WEATHER, CLOCK)]
 STRICT = [{"type": "function", "function": {**one, "strict": True}} for one in (WEATHER, CLOCK)]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 WRONG = CALL.replace("city", "town")
-SCHEMAS = {one["name"]: one["parameters"] for one in (WEATHER, CLOCK)}
-FORMATS = [name for name in names() if find(name).grammar is not None]
+SCHEMAS = {one["name"]: one["parameters"] for one in (WEATHER, CLOCK, FORM)}
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +145,13 @@ def test_a_schema_beside_tools(text, takes):
     assert takes(grammar, "Hello") == takes(grammar, WRONG) == "no"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("required", [True, False])
 def test_each_format_reads_the_calls_that_it_is_held_to(text, compiled, name, required):
+    """No format is without a grammar, and what a model without sense writes by it are calls that fit the schemas."""
     form = of_format(text, name)
-    grammar = answer_grammar(form, None, Calls(STRICT, required, True), None)
-    closing = [i for i in range(text.tokenizer.size) if text.tokenizer.piece(i)[-1:] in (b'"', b"}", b"]", b">")]
+    grammar = answer_grammar(form, None, Calls(ALL if required else STRICT, required, True), None)
+    closing = [i for i in range(text.tokenizer.size) if text.tokenizer.piece(i)[-1:] in (b'"', b"}", b"]", b">", b"\n")]
     one = Uniform(VOCAB, seed=len(name), eager=[*closing, *text.end_tokens])
     for i in range(12):
         one.add(str(i), [1], compiled.grammar(grammar), 150, stop_token_ids=text.end_tokens)
@@ -146,14 +178,73 @@ def test_a_tool_that_is_not_strict_may_have_keywords_that_cannot_be_enforced(tex
         answer_grammar(text, None, Calls([{"function": {**loose, "strict": True}}], False, False), None)
 
 
-def test_a_format_without_a_grammar(text):
-    form = SimpleNamespace(tool_format=find("hermes")._replace(grammar=None), tokenizer=text.tokenizer, reasoning=None)
-    with pytest.raises(ApiError, match='cannot be enforced, use tool_choice "auto"') as error:
+def test_a_model_whose_calls_are_not_read(text):
+    form = SimpleNamespace(tool_format=None, tokenizer=text.tokenizer, reasoning=None)
+    with pytest.raises(ApiError, match='reads no calls of this model.*, use tool_choice "auto"') as error:
         answer_grammar(form, None, Calls(TOOLS, True, True), None)
     assert error.value.param == "tool_choice"
     with pytest.raises(ApiError, match="leave the tools or the output's format out"):
         answer_grammar(form, regex("x", "a"), Calls(TOOLS, False, True), None)
     assert answer_grammar(form, None, Calls(STRICT, False, True), None) == ""
+
+
+QWEN = "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
+SEED = "<seed:tool_call>\n<function=get_weather>\n<parameter=city>{}</parameter>\n</function>\n</seed:tool_call>"
+GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">{}</parameter>\n</invoke>\n'
+    "</minimax:tool_call>"
+)
+GEMMA = "<start_function_call>call:get_weather{{city:<escape>{}<escape>}}<end_function_call>"
+HARMONY = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{{"city": "{}"}}'
+WRITTEN = [  # a call; whether another one may follow
+    ("qwen3_coder", QWEN, "\n"),
+    ("seed", SEED, None),
+    ("glm45", GLM, "\n"),
+    ("glm45", GLM.replace("\n", ""), ""),
+    ("minimax_m2", MINIMAX, None),
+    ("gemma", GEMMA, ""),
+    ("harmony", HARMONY, None),
+    ("pythonic", '[get_weather(city="{}"), clock()]', None),
+    ("pythonic", '<function_calls>\nget_weather(city="{}")\nclock()\n</function_calls>', None),
+    ("json", '{{"name": "get_weather", "arguments": {{"city": "{}"}}}}', None),
+    ("json", '```json\n[{{"name": "get_weather", "arguments": {{"city": "{}"}}}}]\n```', None),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "between"), WRITTEN, ids=range(len(WRITTEN)))
+def test_calls_as_models_write_them(text, takes, name, call, between):
+    form = of_format(text, name)
+    thoughts = Thoughts(reasoning.find("harmony") if name == "harmony" else THINK, False)
+    free = answer_grammar(form, None, Calls(STRICT, False, True), thoughts)
+    must = answer_grammar(form, None, Calls(TOOLS, True, True), thoughts)
+    begun = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" if name == "harmony" else "<think>Hm.</think>\n"
+    )
+    one, long = call.format("Rome"), call.format("Reykjavik")
+    wanted = ("call", "get_weather", '{"city": "Rome"}')
+    bare = not one.startswith(form.tool_format.opens)
+    for grammar in (free, must):
+        marked = grammar is free or bare or not form.tool_format.bare
+        assert takes(grammar, one) == takes(grammar, begun + one) == ("all" if marked else "no"), one
+        assert takes(grammar, long) == "no"
+        if between is not None:
+            assert takes(grammar, one + between + one) == "all" and takes(grammar, one + between + long) == "no"
+    if not bare and name != "harmony":
+        assert takes(free, f"Let me see.\n{one}") == "all" and takes(free, f"Let me see.\n{long}") == "no"
+    parsed = parse(list(begun + one), tool_format=form.tool_format, tools=SCHEMAS, reasoning=thoughts.format)[0]
+    assert wanted in parsed
+
+
+def test_what_a_format_cannot_be_held_to(text):
+    some = {"name": "f", "parameters": {"type": "object", "patternProperties": {"^a": {}}}}
+    name = {"name": "f", "parameters": {"type": "object", "properties": {"a<b": {}}, "required": ["a<b"]}}
+    form = of_format(text, "qwen3_coder")
+    with pytest.raises(ApiError, match="patternProperties cannot be enforced in this model's calls"):
+        answer_grammar(form, None, Calls([{"function": {**some, "strict": True}}], True, True), None)
+    with pytest.raises(ApiError, match='name "a<b" cannot be written in this model\'s calls'):
+        answer_grammar(form, None, Calls([{"function": name}], True, True), None)
+    assert answer_grammar(form, None, Calls([{"function": some}], True, True), None)
 
 
 def test_a_mistral_of_either_generation(text, takes):
@@ -168,12 +259,34 @@ def test_a_mistral_of_either_generation(text, takes):
     assert takes(new, "<tool_call>clock<think>{}") == "all", "the tokens 5 and 3"
 
 
-@pytest.mark.parametrize("name", ["harmony", "granite33"])
-def test_marks_around_the_answer_itself(text, name):
-    form = SimpleNamespace(tool_format=None, tokenizer=text.tokenizer, reasoning=reasoning.find(name))
-    with pytest.raises(ApiError, match="cannot be constrained yet") as error:
-        answer_grammar(form, choice("guided_choice", ["yes"]), None, None)
-    assert error.value.param == "guided_choice"
+def test_marks_around_the_answer_itself(text, takes):
+    form = SimpleNamespace(tool_format=None, tokenizer=text.tokenizer, reasoning=reasoning.find("harmony"))
+    grammar = answer_grammar(form, choice("x", ["yes"]), None, Thoughts(form.reasoning, False))
+    thoughts = "<|channel|>analysis<|message|>Hm.<|end|>"
+    assert takes(grammar, "<|channel|>final<|message|>yes") == "all" and takes(grammar, "yes") == "no"
+    assert takes(grammar, f"{thoughts}<|start|>assistant<|channel|>final<|message|>yes") == "all"
+    assert takes(grammar, f"{thoughts}<|start|>assistant<|channel|>final<|message|>no") == "no"
+    form.reasoning = reasoning.find("granite33")
+    grammar = answer_grammar(form, choice("x", ["yes"]), None, Thoughts(form.reasoning, False))
+    assert takes(grammar, "<think>Hm.</think><response>yes</response>") == "all" and takes(grammar, "yes") == "no"
+
+
+def test_harmony_with_strict_tools_that_may_be_called(text, takes):
+    form = SimpleNamespace(tool_format=find("harmony"), tokenizer=text.tokenizer, reasoning=reasoning.find("harmony"))
+    grammar = answer_grammar(form, None, Calls(STRICT, False, True), Thoughts(form.reasoning, False))
+    said = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
+    assert takes(grammar, "<|channel|>final<|message|>Hello") == "all"
+    assert takes(grammar, said + HARMONY.format("Rome")) == "all"
+    assert takes(grammar, said + HARMONY.format("Reykjavik")) == "no"
+
+
+def test_markers_of_several_tokens(text, takes):
+    added = {"<|channel|>": 5, "<|message|>": 6, "<|constrain|>": 7}
+    form = SimpleNamespace(tool_format=find("harmony"), tokenizer=SimpleNamespace(added=added), reasoning=None)
+    grammar = answer_grammar(form, None, Calls(TOOLS, True, True), None)
+    tokens = HARMONY.replace("<|channel|>", "<tool_call>").replace("<|message|>", "</tool_call>")
+    assert takes(grammar, tokens.replace("<|constrain|>", "<tool_response>").format("Rome")) == "all"
+    assert takes(grammar, HARMONY.format("Rome")) == "no", "spelled"
 
 
 def test_a_spelled_marker_is_no_marker(text, compiled):

@@ -1,5 +1,6 @@
 """What a rank says of the sizes that it chooses: sequences at once, and the KV cache."""
 
+import functools
 import json
 import logging
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.comm.watchdog import LocalWatchdog
-from phalanx.rank.model.cache_spec import PagedKV
+from phalanx.rank.model.cache_spec import PagedKV, PagedLatent
 from phalanx.rank.model.load import load
 from phalanx.rank.options import Options
 from phalanx.rank.worker import engine as module
@@ -63,6 +64,17 @@ def test_the_cache_gets_its_part_of_the_free_memory(caplog, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("specs", [[PagedKV(8, 128, 128)] * 2, [PagedLatent(576)] * 3])
+def test_a_cache_in_fp8_holds_twice_the_tokens(specs, monkeypatch):
+    model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=1 << 20, dtype=torch.bfloat16)
+
+    def blocks(world, **options):
+        return engine(world, model, mem=64, **options)._size_cache(8, 16, 0)[0]
+
+    (plain,), (narrow,) = (threads.run(functools.partial(blocks, **one), 1) for one in ({}, {"kv_cache_dtype": "fp8"}))
+    assert 1.98 * plain < narrow <= 2 * plain
+
+
 def no_memory(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -70,16 +82,18 @@ def no_memory(*_, **__):
 GPU = SimpleNamespace(device=torch.device("cuda"))  # a sampler there
 
 
-@pytest.mark.parametrize("options", [{}, {"mem": 100}])
+@pytest.mark.parametrize("options", [{}, {"mem": 100}, {"kv_cache_dtype": "fp8"}])
 def test_gpus_are_warmed_up_whatever_the_cache_gets(options, monkeypatch, caplog):
     """With --mem nothing has to be measured, but the first prompts would wait for compilers."""
     calls = []
     monkeypatch.setattr(module.graphs, "gemm_variants", lambda *_: ["programs"])
     monkeypatch.setattr(module.jit, "compile_ahead", lambda programs, device: calls.append(programs))
     monkeypatch.setattr(module, "profile_run", lambda *args: calls.append(args[3:]) or 5 << 20)
+    model = SimpleNamespace(dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO, "phalanx"):
-        assert threads.run(lambda w: engine(w, **options)._warm_up(GPU, 8192, 64, 16), 1) == [5 << 20]
-    assert calls == [["programs"], (8192, 64, 16)]
+        assert threads.run(lambda w: engine(w, model, **options)._warm_up(GPU, 8192, 64, 16), 1) == [5 << 20]
+    kept = torch.float8_e4m3fn if "kv_cache_dtype" in options else torch.bfloat16
+    assert calls == [["programs"], (8192, 64, 16, kept)]
     assert caplog.messages == ["a step of 8192 tokens takes 5 MiB beside weights and cache"]
 
 
@@ -94,7 +108,7 @@ def test_a_step_that_does_not_fit_names_its_options(monkeypatch):
     monkeypatch.setattr(module.graphs, "gemm_variants", lambda *_: [])
     monkeypatch.setattr(module.jit, "compile_ahead", lambda *_: None)
     with pytest.raises(errors.FatalError, match="not enough memory for a step of 99999 tokens") as caught:
-        threads.run(lambda w: engine(w)._warm_up(GPU, 99999, 77, 16), 1)
+        threads.run(lambda w: engine(w, SimpleNamespace(dtype=torch.bfloat16))._warm_up(GPU, 99999, 77, 16), 1)
     assert caught.value.code == errors.MEMORY
     assert "--max-num-batched-tokens (now 99999)" in str(caught.value)
     assert "--max-num-seqs (now 77)" in str(caught.value)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import threads
-from phalanx.rank.model.cache_spec import PagedKV
+from phalanx.rank.model.cache_spec import PagedKV, PagedLatent
 from phalanx.rank.worker import kv_cache
 
 
@@ -61,6 +61,15 @@ def test_the_tensors_are_zero_and_of_the_shape_asked_for(dtype):
     assert not keys.any() and keys.data_ptr() != values.data_ptr()
     keys[1] = 1
     assert not values.any()
+
+
+def test_codes_have_scales():
+    (keys, values, scales), (latents, more) = kv_cache.allocate(
+        [PagedKV(2, 5, 3), PagedLatent(24)], 3, 4, torch.float8_e4m3fn, torch.device("cpu")
+    )
+    assert keys.shape == (3, 4, 2, 5) and values.shape == (3, 4, 2, 3) and latents.shape == (3, 4, 24)
+    assert keys.dtype == values.dtype == latents.dtype == torch.float8_e4m3fn
+    assert scales.shape == (3, 2, 2, 4) and more.shape == (3, 1, 2, 4) and scales.dtype == more.dtype == torch.uint8
 
 
 def test_layers_of_one_shape_may_share():

@@ -114,8 +114,8 @@ class Attention(torch.nn.Module):
             q, k, v = merged.split([4, 2, 2], 1)
             cache = torch.empty(2, 9, BLOCK, 2, dim, dtype=self.dtype, device="meta").unbind()
             turn = CosSin(*torch.empty(2, count, 1, dim, device="meta"))
-            if attention.supports_one_kernel(q, k, v, turn, cache[0], one):
-                attention.decode_newest(q, CurrentKV(k, v, turn, None, one.slots), *cache, one, self.scores)
+            if attention.supports_one_kernel(q, k, v, turn, cache, one):
+                attention.decode_newest(q, CurrentKV(k, v, turn, None, one.slots), cache, one, self.scores)
             else:
                 attention.paged_attention(q, *cache, one, self.scores)
         return hidden

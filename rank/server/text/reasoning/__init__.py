@@ -16,6 +16,8 @@ class ReasoningFormat(NamedTuple):
     # Whether a model has it, by its chat template and by its tokenizer's added tokens.
     matches: Callable[[str, Collection[str]], bool]
     dropped: tuple[str, ...] = ()  # markers that stand around the answer itself, and are not shown
+    joint: str = ""  # what a model writes between its thoughts and its answer, instead of newlines
+    around: tuple[str, str] = ("", "")  # which of the dropped ones it writes before and behind an answer
     first: bool = False  # thoughts are only what an answer begins with
 
     @property

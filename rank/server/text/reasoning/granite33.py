@@ -10,4 +10,5 @@ FORMAT = ReasoningFormat(
     (CLOSE,),
     matches=lambda template, added: OPEN in template and ANSWER in template,
     dropped=(ANSWER, ANSWER_END),
+    around=(ANSWER, ANSWER_END),
 )

@@ -16,4 +16,6 @@ FORMAT = ReasoningFormat(
     ENDS,
     matches=lambda template, added: f"{CHANNEL}analysis" in template,
     dropped=(START, f"{CHANNEL}final{MESSAGE}", f"{CHANNEL}commentary{MESSAGE}", *ENDS),
+    joint=START,
+    around=(f"{CHANNEL}final{MESSAGE}", ""),
 )

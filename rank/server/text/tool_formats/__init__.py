@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from ..argument_schema import Schema, Unwritable, standing_alone
 from ..events import Event
 from ..lark import Lark
 
@@ -27,11 +28,42 @@ class ToolCallParser(Protocol):
         """No more text comes."""
 
 
-class CallableTool(NamedTuple):
+class CallableTool:
     """A tool, for the grammar of its calls."""
 
-    name: str
-    arguments: str  # the expression of its arguments as JSON
+    def __init__(self, lark: Lark, name: str, part: dict[str, Any], strict: bool):
+        """part: the grammar of its arguments as JSON. strict: what cannot be enforced is refused."""
+        whole = part["json_schema"]
+        self.name = name
+        self.schema: dict[str, Any] = {key: value for key, value in whole.items() if key != "x-guidance"}
+        self.strict = strict
+        self._lark = lark
+        self._options = whole["x-guidance"]
+
+    @property
+    def arguments(self) -> str:
+        """The expression of its arguments as JSON."""
+        return self.json(self.schema)
+
+    def json(self, schema: Any, **options: Any) -> str:
+        """The expression of a value that fits a part of its schema, as JSON."""
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        alone = schema if schema is self.schema else standing_alone(schema, self.schema)
+        part = {**alone, "x-guidance": {**self._options, **options}}
+        return self._lark.part({"json_schema": part})
+
+    def properties(self, shape: Schema) -> tuple[dict[str, Any], Collection[str]]:
+        """Of one of its objects: the schemas of what is in it, and the names of what must be."""
+        known, required = shape.get("properties") or {}, shape.get("required") or ()
+        rest = shape.get("additionalProperties", {})
+        self.check(shape, ("type", "properties", "required", "additionalProperties"))
+        return {**known, **{name: rest for name in required if name not in known}}, required
+
+    def check(self, plain: Schema, known: Collection[str]) -> None:
+        """Raises Unwritable for keywords that a strict tool's format cannot be held to."""
+        if self.strict and (unknown := [key for key in plain if key not in known]):
+            raise Unwritable(f"{', '.join(unknown)} cannot be enforced in this model's calls")
 
 
 class ToolCallFormat(NamedTuple):
@@ -41,12 +73,13 @@ class ToolCallFormat(NamedTuple):
     opens: tuple[str, ...]  # markers, each of which begins one call or several
     # Made of the marker that was met, the index of the next call and the tools.
     parser: Callable[[str, int, Tools], ToolCallParser]
+    # One call or, where the bool is true, also several, as an expression: what follows a marker of `opens`, which is
+    # the last argument; it is "" where calls are bare. Raises Unwritable for what calls cannot be held to.
+    grammar: Callable[[Lark, Sequence[CallableTool], bool, str], str]
     markers: tuple[str, ...] = ()  # what else the parser looks for: it is shown to it even as a special token
     bare: str = ""  # a call may also be the answer's first text, beginning with one of these: its marker is ""
     models: tuple[str, ...] = ()  # model types that write so, whatever their template says
-    # One call or, where the last argument is true, also several, as an expression: what follows the first marker of
-    # `opens`, or the whole where calls are bare. None: calls cannot be enforced.
-    grammar: Callable[[Lark, Sequence[CallableTool], bool], str] | None = None
+    raw: bool = False  # texts are written as they are, so that a grammar of their own can hold them
 
 
 def call_id() -> str:

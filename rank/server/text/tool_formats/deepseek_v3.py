@@ -35,7 +35,7 @@ def parser(marker: str, index: int, tools: Tools, head: Head = HEAD) -> ToolCall
     )
 
 
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     return calls(lark, tools, several, "function", f"\n{FENCE}json\n", f"\n{FENCE}")
 
 

@@ -17,7 +17,7 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
     return deepseek_v3.parser(marker, index, tools, HEAD)
 
 
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     return deepseek_v3.calls(lark, tools, several, "", "", "")
 
 

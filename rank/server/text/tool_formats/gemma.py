@@ -7,12 +7,17 @@ Gemma 4:       <|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:5}<tool_call|>
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from ..argument_schema import Schema, Unwritable, alternatives
 from ..headed_calls import HeadedCalls
 from ..heads import NAME, Head
-from ..schema_values import quote, to_json, types_of
+from ..lark import ANY_NAME, Lark
+from ..notation import Notation, Values
+from ..raw_strings import terminal
+from ..schema_values import TYPES, quote, to_json
 from ..stop_strings import partial_suffix
-from . import ToolCallFormat, ToolCallParser, Tools
+from . import CallableTool, ToolCallFormat, ToolCallParser, Tools
 
 # How a call begins: how it ends, and the token around texts.
 FORMS = {
@@ -22,6 +27,7 @@ FORMS = {
 HEAD = Head(rf"\s{{0,8}}call:\s{{0,8}}{NAME}\s{{0,8}}(?=\{{)", "call:f{")
 STRUCTURE = re.compile(r"[{}\[\],:]")
 OPEN, CLOSE = "{[", "}]"
+ALL = frozenset(TYPES)
 
 
 class GemmaArguments:
@@ -71,7 +77,7 @@ class GemmaArguments:
         text = text.strip()
         if not text:
             return ""
-        return quote(text) if key else to_json(text, types_of(None))
+        return quote(text) if key else to_json(text, ALL)
 
     def _space(self, char: str) -> str:
         return f"{char} " if char in ",:" else char
@@ -85,10 +91,41 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
     return HeadedCalls(marker, index, HEAD, lambda name: GemmaArguments(end, mark), close=(end,), one=True)
 
 
+def _key(lark: Lark, name: str) -> str:
+    if STRUCTURE.search(name) or name != name.strip() or not name or "<" in name:
+        raise Unwritable(f"the name {quote(name)} cannot be written in this model's calls")
+    return lark.literal(name)
+
+
+def _notation(mark: str) -> Notation:
+    def string(lark: Lark, tool: CallableTool, plain: Schema) -> str:
+        return f"{lark.marker(mark)} {lark.ended(terminal(plain, tool.strict), mark)}"
+
+    def quoted(lark: Lark, text: str) -> str:
+        if mark in text:
+            raise Unwritable(f"the text {quote(text)} cannot be written in this model's calls")
+        return f"{lark.marker(mark)} {lark.literal(text)} {lark.marker(mark)}"
+
+    return Notation("true", "false", "null", ",", ":", string, quoted, _key, ANY_NAME)
+
+
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
+    end, mark = FORMS[marker]
+    calls = []
+    for tool in tools:
+        values = Values(lark, tool, _notation(mark))
+        shapes = [values.object(shape, 0) for shape in alternatives(tool.schema, tool.schema)]
+        calls.append(f"{lark.literal(f'call:{tool.name}')} ({' | '.join(shapes)})")
+    one = lark.rule(f"({' | '.join(calls)}) {lark.marker(end)}")
+    return f"{one} ({lark.marker(marker)} {one})*" if several else one
+
+
 FORMAT = ToolCallFormat(
     matches=lambda template: any(marker in template for marker in FORMS),
     opens=tuple(FORMS),
     parser=parser,
     markers=tuple(marker for form in FORMS.values() for marker in form),
     models=("gemma4",),
+    grammar=grammar,
+    raw=True,
 )

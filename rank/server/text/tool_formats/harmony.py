@@ -6,10 +6,12 @@ The recipient may also stand before the channel. The thoughts are read by the re
 """
 
 import re
+from collections.abc import Sequence
 
 from ..headed_calls import HeadedCalls, JsonArguments
 from ..heads import Head
-from . import ToolCallFormat, ToolCallParser, Tools
+from ..lark import Lark
+from . import CallableTool, ToolCallFormat, ToolCallParser, Tools
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|call|>", "<|end|>", "<|return|>")
@@ -34,10 +36,19 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
     )
 
 
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
+    """One call: the model's answer ends with it."""
+    behind = lark.marker(f" {CONSTRAIN}json{MESSAGE}")
+    return lark.rule(
+        " | ".join(f"{lark.literal(f'functions.{tool.name}')} {behind} {tool.arguments}" for tool in tools)
+    )  # fmt: skip
+
+
 FORMAT = ToolCallFormat(
     matches=lambda template: CHANNEL in template and MESSAGE in template,
     opens=(f"{CHANNEL}commentary to=", f"{CHANNEL}analysis to=", FIRST),
     parser=parser,
     markers=(CHANNEL, MESSAGE, CONSTRAIN, "<|start|>", *ENDS),
     models=("gpt_oss",),
+    grammar=grammar,
 )

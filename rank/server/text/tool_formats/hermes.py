@@ -9,7 +9,7 @@ from . import CallableTool, ToolCallFormat
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     calls = " | ".join(lark.call(tool.name, tool.arguments) for tool in tools)
     one = lark.rule(f'"\\n" ({calls}) "\\n" {lark.marker(CLOSE)}')
     return f'{one} ("\\n" {lark.marker(OPEN)} {one})*' if several else one

@@ -9,7 +9,7 @@ from . import CallableTool, ToolCallFormat
 OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
 
 
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     return lark.calls(tools, several) + f" {lark.marker(CLOSE)}"
 
 

@@ -34,7 +34,7 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
     )
 
 
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     heads = (
         f"{lark.literal(f'functions.{tool.name}:')} /[0-9]{{1,3}}/ {lark.marker(ARGUMENTS)} {tool.arguments}"
         for tool in tools

@@ -7,7 +7,7 @@ from ..lark import Lark
 from . import CallableTool, ToolCallFormat
 
 
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     """One call: these models are not taught to make several at once."""
     return f"({' | '.join(lark.call(tool.name, tool.arguments, 'parameters') for tool in tools)})"
 

@@ -18,7 +18,7 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
     )  # fmt: skip
 
 
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     calls = " | ".join(f"{lark.literal(tool.name + '>')} {tool.arguments}" for tool in tools)
     one = lark.rule(f"({calls}) {lark.marker(CLOSE)}")
     return f"{one} ({lark.marker(OPEN)} {one})*" if several else one

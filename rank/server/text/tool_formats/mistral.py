@@ -62,7 +62,7 @@ class MistralCalls:
         return [Text(self._marker + self._held)] if self._form is None else self._form.finish()
 
 
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool) -> str:
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     """name[ARGS]{…} where the tokenizer has [ARGS], else a list of objects."""
     if "[ARGS]" in lark.added:
         calls = " | ".join(f"{lark.literal(tool.name)} {lark.marker('[ARGS]')} {tool.arguments}" for tool in tools)

@@ -7,13 +7,16 @@ Llama 4 may put them between <|python_start|> and <|python_end|>; OLMo 3 writes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..argument_schema import Parameters, Schema, Unwritable, alternatives
 from ..headed_calls import HeadedCalls
 from ..heads import NAME, Head
+from ..lark import ANY_NAME, Lark
+from ..notation import Notation, Values
 from ..schema_values import literal, quote
-from . import ToolCallFormat, ToolCallParser, Tools
+from . import CallableTool, ToolCallFormat, ToolCallParser, Tools
 
 OPENS = ("<|python_start|>", "<function_calls>")
 ENDS = ("<|python_end|>", "</function_calls>")
@@ -26,9 +29,7 @@ class PythonArguments:
     """Reads keyword arguments as JSON, each when it is complete."""
 
     def __init__(self, schema: Mapping[str, Any]):
-        properties = schema.get("properties")
-        self._properties = properties if isinstance(properties, Mapping) else {}
-        self._names = list(self._properties)
+        self._names = Parameters(schema).names
         self._text = ""  # of this argument
         self._at = 0  # so much of it was looked at
         self._quote = ""  # of the string that is being read
@@ -107,6 +108,43 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
     )
 
 
+def _string(lark: Lark, tool: CallableTool, plain: Schema) -> str:
+    """In JSON, of which only those escapes are used that mean the same in Python."""
+    limits = ("minLength", "maxLength", "pattern", "format")
+    schema = {"type": "string", **{name: plain[name] for name in limits if name in plain}}
+    return tool.json(schema, json_allowed_escapes='nrt\\"')
+
+
+def _quoted(lark: Lark, text: str) -> str:
+    return lark.literal(quote(text))
+
+
+NOTATION = Notation("True", "False", "None", ", ", ": ", _string, _quoted, _quoted, f'"\\"" {ANY_NAME} "\\""')
+
+
+def _key(name: str) -> str:
+    if not re.fullmatch(r"\w{1,64}", name):
+        raise Unwritable(f"the parameter's name {quote(name)} cannot be written in this model's calls")
+    return name
+
+
+def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
+    """[f(…), …]; with OLMo's marker a line for each."""
+    calls = []
+    for tool in tools:
+        values, ways = Values(lark, tool, NOTATION), []
+        for shape in alternatives(tool.schema, tool.schema):
+            properties, required = tool.properties(shape)
+            ways.append(values.pairs(properties, required, lambda name: lark.literal(f"{_key(name)}=")))
+        calls.append(f'{lark.literal(tool.name + "(")} ({" | ".join(ways)}) ")"')
+    one = lark.rule(" | ".join(calls))
+    if marker == OPENS[1]:
+        more = f' ("\\n" {one})*' if several else ""
+        return f'"\\n"? {one}{more} "\\n"? {lark.marker(ENDS[1])}'
+    more = f' (", " {one})*' if several else ""
+    return f'"[" {one}{more} "]"{f" {lark.marker(ENDS[0])}" if marker else ""}'
+
+
 FORMAT = ToolCallFormat(
     matches=lambda template: any(marker in template for marker in OPENS),
     opens=OPENS,
@@ -114,4 +152,5 @@ FORMAT = ToolCallFormat(
     markers=ENDS,
     bare="[",
     models=("llama4",),
+    grammar=grammar,
 )

@@ -33,6 +33,18 @@ def fit(tmp_path, capsys, monkeypatch):
     return run
 
 
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3"])
+def test_a_cache_in_fp8_holds_twice_the_tokens(fit, name):
+    words = ("--gpus", "8", "--gpu-mem", "141", "--tp", "8", "--json")
+    plain, narrow = (json.loads(fit(name, *words, *more)[1]) for more in ((), ("--fp8-kvcache",)))
+    before, after = (
+        next(one for one in found["layouts"] if (one["tp"], one["pp"]) == (8, 1)) for found in (plain, narrow)
+    )
+    assert 1.98 < before["kv_bytes_per_token"] / after["kv_bytes_per_token"] <= 2
+    assert 1.98 < after["kv_tokens"] / before["kv_tokens"] < 2.01
+    assert any("--kv-cache-dtype fp8" in line for line in narrow["command"])
+
+
 def test_the_table(fit, tmp_path):
     code, out, err = fit(
         "Llama-3.1-70B", "--nodes", "2", "--gpus", "8", "--gpu-mem", "141", "--context", "32768", "--concurrency", "256"

@@ -122,7 +122,7 @@ OTHER_TYPES = [one for one in IN_SITU if one not in ("q8_0", "q4k")]
 )
 def test_bytes_of_weights_that_are_quantised_while_loading(tmp_path, isq, variant):
     """Of types with super-blocks some linears have whole ones, and not in all layouts."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536} if isq.endswith("k") else {"intermediate_size": 640}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536} if "k" in isq else {"intermediate_size": 640}
     config = {"model_type": "llama", **COMMON, **VARIANTS[variant], **sizes}
     compare(write(tmp_path, config), "bf16", isq, exact=False)
 
@@ -162,6 +162,24 @@ def test_bytes_of_gguf_files(tmp_path, kind):
     shape = read(file)
     assert (shape.degrees, shape.checkpoint_dtype) == ((1, 2, 3, 6, 12), "f16" if kind == "F16" else "bf16")
     assert re.fullmatch(r"the GGUF file holds 0.0[01] GB of weights", headers.compare(shape, headers.by_class(file)))
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    **COMMON,
+    "hidden_size": 512,
+    "moe_intermediate_size": 1536,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+}
+
+
+@pytest.mark.parametrize("isq, settings", [("q4k", {}), ("none", STORED[0]), ("none", STORED[1])])
+def test_bytes_of_quantised_experts(tmp_path, isq, settings):
+    path = write(tmp_path, EXPERTS | ({"quantization_config": settings} if settings else {}))
+    compare(path, "bf16", isq, exact=False)
+    (whole,) = memory.stages(read(path, isq=isq), Layout(1), CONTEXT)
+    assert whole.weights["experts"] < 0.6 * 2 * 7 * 3 * 512 * 1536 * 2, "of 16 bits, in two layers"
 
 
 def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path):

@@ -6,6 +6,7 @@ import gguf
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.rank.gguf.mixes import MIXES
 from phalanx.rank.model.load import load
 from phalanx.rank.options import IN_SITU, ISQ_SPELLINGS
 
@@ -13,7 +14,7 @@ from ...reference import Reference
 from ..harness import distance, reference_logits, run_steps, tokens
 from ..test_architectures import write
 
-TYPES = [name for name in IN_SITU if name.startswith("q") and name != "q8_0"]
+TYPES = [name for name in IN_SITU if name.startswith("q") and name not in ("q8_0", *MIXES)]
 # Two ranks get 256 inputs each of what is cut.
 SIZES = dict(
     model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
@@ -43,6 +44,7 @@ def path(tmp_path_factory):
 def test_all_are_here():
     assert TYPES == ["q2k", "q3k", "q4_0", "q4_1", "q4k", "q5_0", "q5_1", "q5k", "q6k"]
     assert ISQ_SPELLINGS["Q4_K"] == ISQ_SPELLINGS["q4_k"] == ISQ_SPELLINGS["Q4K"] == "q4k"
+    assert ISQ_SPELLINGS["Q4_K_M"] == ISQ_SPELLINGS["q4_k_m"] == "q4km"
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -70,3 +72,19 @@ def test_linears_without_whole_super_blocks_take_smaller_groups(path, tmp_path, 
     assert said == ["--isq q4k: 2 linears whose inputs are not whole groups are in q5_0"]
     names = {part.name() for layer in model.model.layers.values() for part in layer.mlp.down_proj.parts}
     assert names == {"q5_0"} and model.weight_bytes < 1.2 * whole
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_mix(tmp_path, caplog, tp):
+    """Of four layers: the types that a file of llama.cpp's Q4_K_M has, on each rank, and the head in Q6_K."""
+    caplog.set_level("INFO", "phalanx")
+    path = write(tmp_path, **SIZES | dict(num_hidden_layers=4))
+    models = threads.run(lambda comm: load(path, mesh.build(comm, tp, 1), isq="q4km"), tp)
+    for model in models:
+        layers = [layer for _, layer in sorted(model.model.layers.items())]
+        names = [[[p.name() for p in linear.parts] for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj,
+                 layer.mlp.gate_up_proj, layer.mlp.down_proj)] for layer in layers]  # fmt: skip
+        more, usual = [["q4k", "q6k"], ["q4k"], ["q4k"], ["q6k"]], [["q4k"], ["q4k"], ["q4k"], ["q4k"]]
+        assert names == [usual, usual, more, more]  # the third of those between, and the last eighth
+        assert [one.name() for one in model.lm_head.parts] == ["q6k"]
+    assert "--isq q4km: linears, or parts of them: 14 in q4k, 5 in q6k" in caplog.messages

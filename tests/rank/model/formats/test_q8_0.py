@@ -8,6 +8,7 @@ from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.quantized import q8_0, q8_0_cuda
+from phalanx.rank.gguf.mixes import Sizes
 from phalanx.rank.model import measure
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.formats import in_situ
@@ -142,7 +143,7 @@ def test_one_module_at_a_time_is_in_memory_unquantised(made, monkeypatch, tied):
 def test_memory_that_loading_takes(made, way, plain):
     """The weights, and what is read but not encoded yet: of a file in alphabetical order o_proj lies within qkv."""
     path = made("llama")[0]
-    model = measure.build(read_config(path), measure.Seat(0, 1), measure.Seat(0, 1), in_situ("q8_0"))
+    model = measure.build(read_config(path), measure.Seat(0, 1), measure.Seat(0, 1), in_situ("q8_0", Sizes(1)))
     kept = sum(one.kept_bytes(torch.float32, torch.device("cpu")) for one in model.sharded_modules())
     need = kept + 4 * max(2 * 320 * 96, plain)
     load_on(path, way=way, room=need + (2 << 20) * (way == "striped"))  # which has buffers
@@ -161,14 +162,6 @@ def test_groups_that_cannot_be_whole(tmp_path, sizes, tp, words):
     with pytest.raises(errors.FatalError) as stopped:
         load_on(path, tp)
     assert stopped.value.code == errors.USAGE and words in str(stopped.value)
-
-
-def test_experts_are_not_quantised_yet(tmp_path):
-    config = COMMON | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
-    write(tmp_path, **config)
-    with pytest.raises(errors.FatalError, match="--isq: .*has experts, .*leave --isq out") as stop:
-        threads.run(lambda world: load(tmp_path, mesh.build(world, 1, 1), isq="q8_0"), 1)
-    assert stop.value.code == errors.USAGE
 
 
 def test_what_is_compiled_ahead_for_gpus():

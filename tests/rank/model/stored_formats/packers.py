@@ -92,6 +92,36 @@ def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, v2: bool = Fal
     return pack
 
 
+def marlin(group: int = 128) -> Pack:
+    """By the threads that read it: of four tiles of 16 x 16, thread t has column t // 4 and the one eight behind it."""
+
+    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        of = groups_of(weight.shape[1], group)
+        codes, scales, zeros = round_to_groups(weight, of, 4, symmetric=True)
+        inputs, outputs = codes.shape
+        words = np.zeros((inputs // 16, outputs * 2), np.int64)
+        for at in range(0, outputs, 64):
+            for thread in range(32):
+                for tile in range(4):
+                    for slot, code in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                        row = (0, 1, 8, 9)[code % 4] + 2 * (thread % 4)
+                        column = at + 16 * tile + thread // 4 + 8 * (code // 4)
+                        words[:, at * 2 + thread * 4 + tile] |= codes[row::16, column] << (4 * slot)
+        if group in (-1, inputs):
+            order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+        else:
+            order = [i + 8 * j for i in range(8) for j in range(8)]
+        places = np.concatenate([first + np.array(order) for first in range(0, outputs, len(order))])
+        tensors = {
+            "B": torch.from_numpy(words.astype(np.uint32).view(np.int32).copy()),
+            "s": torch.from_numpy(scales[:, places].copy()),
+            "workspace": torch.zeros(outputs // 128 * 16, dtype=torch.int32),
+        }
+        return tensors, meaning(codes, scales, zeros, of)
+
+    return pack
+
+
 def awq(group: int = 128) -> Pack:
     def interleaved(values: np.ndarray) -> Tensor:
         parts = values.reshape(len(values), -1, 8)

@@ -1,11 +1,7 @@
 """Experts in FP8, each in tensors of its own: logits of the dequantised weights, however the model is cut."""
 
-import json
-import shutil
-
 import pytest
 import torch
-from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.kernels.quantized import floats
 from phalanx.rank.model.experts.fused import StackedLinear
@@ -14,7 +10,7 @@ from phalanx.rank.model.load import load
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS, write
 from . import packers
-from .test_stored import TOLERANCE, compressed_floats, compressed_ints, fp8, refused
+from .test_stored import TOLERANCE, compressed_floats, fp8
 
 MIXED = dict(hidden_size=192, moe_intermediate_size=152, intermediate_size=200, num_hidden_layers=3, vocab_size=509)
 CASES = {
@@ -71,11 +67,3 @@ def test_striped_loading_and_memory(made, caplog):
     assert not any("not used" in record.message for record in caplog.records)
     (logits,) = run_steps(path, [tokens(9, vocab=509)], load_format="dummy", max_model_len=64)
     assert 0.1 < logits.std() < 10
-
-
-def test_experts_of_integers_are_refused(made, tmp_path):
-    """In words, before anything is read."""
-    path = shutil.copytree(made("one scale")[0], tmp_path / "changed")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": compressed_ints()[1]}))
-    refused(path, errors.MODEL, "experts that are quantised this way are not supported yet", load_format="dummy")

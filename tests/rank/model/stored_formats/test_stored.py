@@ -30,6 +30,15 @@ def gptq(bits=4, group=32, symmetric=True, v2=False, ordered=False, **more):
     return packers.gptq(bits, group, symmetric, v2, ordered), settings | more
 
 
+def marlin(group=128, **more):
+    settings = dict(quant_method="gptq", bits=4, group_size=group, sym=True, desc_act=False)
+    return packers.marlin(group), settings | (more or {"checkpoint_format": "marlin"})
+
+
+# 3 ranks get whole sets of 64 outputs, of heads of 64 dimensions.
+TILED = dict(hidden_size=192, intermediate_size=384, num_attention_heads=6, num_key_value_heads=6, head_dim=64)
+
+
 def awq(group=64, **more):
     settings = dict(quant_method="awq", bits=4, group_size=group, version="gemm", zero_point=True)
     return packers.awq(group), settings | more
@@ -67,6 +76,9 @@ CASES = {
     "gptq in whole columns": (gptq(4, -1), dict(model_type="llama", tie_word_embeddings=True)),
     "gptq, asymmetric": (gptq(4, 128, False), dict(model_type="phi3", hidden_size=256, num_attention_heads=6)),
     "gptq with desc_act": (gptq(4, 64, False, ordered=True), dict(model_type="llama")),
+    "marlin": (marlin(64), TILED | dict(model_type="llama")),
+    "marlin in whole columns": (marlin(-1, quant_method="marlin"), TILED | dict(model_type="qwen2")),
+    "marlin, merged": (marlin(64, is_marlin_format=True), TILED | dict(model_type="phi3")),
     "awq": (awq(), dict(model_type="llama")),
     "awq, merged": (awq(32), dict(model_type="phi3")),  # qkv_proj and gate_up_proj whole
     "fp8": (fp8(), dict(model_type="llama")),
@@ -139,6 +151,8 @@ def test_damaged(made, tmp_path, name):
     (dict(bits=8), errors.MODEL, "qweight is 24 x 192, expected 48 x 192"),
     (dict(group_size="all"), errors.MODEL, "quantization_config has group_size 'all', expected a number of inputs"),
     (dict(group_size=48), errors.MODEL, "kernels take groups of a multiple of 32 inputs, and these have 48"),
+    (dict(checkpoint_format="marlin", bits=8), errors.MODEL, "quantization_config has bits 8; supported are 4"),
+    (dict(checkpoint_format="marlin"), errors.MODEL, "has no tensor model.layers.0.self_attn.q_proj.B"),
     (dict(checkpoint_format="bitblas"), errors.MODEL, "has checkpoint_format 'bitblas'; supported are None, 'gptq'"),
     (dict(desc_act=True, group_size=192), errors.MODEL, "expected 1 x"),
 ])  # fmt: skip
@@ -206,9 +220,9 @@ def check_greedy(path, plain):
     assert (best - chosen).max() <= (0 if gap > TOLERANCE else TOLERANCE) and len(set(want)) >= 8
 
 
-def refused(path, code, words, **options):
+def refused(path, code, words, tp=1, **options):
     with pytest.raises(errors.FatalError) as stop:
-        threads.run(lambda world: load(path, mesh.build(world, 1, 1), **options), 1)
+        threads.run(lambda world: load(path, mesh.build(world, tp, 1), **options), tp)
     assert words in str(stop.value) and stop.value.code == code
 
 
@@ -217,11 +231,20 @@ def test_options_that_do_not_fit(made):
     refused(path, errors.USAGE, "is quantised already (gptq): leave --isq out", isq="q8_0")
     refused(path, errors.USAGE, "is quantised by gptq: leave the option out", quantization="awq")
     refused(plain, errors.USAGE, "is quantised by none: leave the option out; --isq", quantization="awq")
-    (model,) = threads.run(lambda world: load(path, mesh.build(world, 1, 1), quantization="gptq"), 1)
+    for name in ("gptq", "marlin"):  # the second as other engines have it, by their kernel
+        (model,) = threads.run(lambda world, name=name: load(path, mesh.build(world, 1, 1), quantization=name), 1)
     assert model.num_weights > 0
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq, merged"])
+def test_ranks_get_whole_tiles_of_marlin(made, tmp_path):
+    config = json.loads((made("marlin")[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}))
+    with pytest.raises(errors.FatalError, match="keeps groups of 64 outputs together") as stop:  # a rank has 96
+        loaded(tmp_path, 2, load_format="dummy")
+    assert stop.value.code == errors.USAGE
+
+
+@pytest.mark.parametrize("name", ["gptq", "marlin", "awq, merged"])
 def test_striped_loading_and_random_weights(made, caplog, name):
     """The same bits; a rank holds the codes that one rank would; nothing is said to be left over."""
     path = made(name)[0]

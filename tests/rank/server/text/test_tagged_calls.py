@@ -3,16 +3,19 @@
 import json
 
 import pytest
+from phalanx.rank.server.text.argument_schema import Parameters
 from phalanx.rank.server.text.events import ToolCallArguments
 from phalanx.rank.server.text.output_parser import OutputParser
-from phalanx.rank.server.text.schema_values import types_of
+from phalanx.rank.server.text.schema_values import TYPES
 from phalanx.rank.server.text.tool_formats import find
 
 from .parsing import check, parse
 
 pytestmark = pytest.mark.timeout(60)
 SCHEMA = {
+    "$defs": {"color": {"type": "string"}},
     "properties": {
+        "color": {"$ref": "#/$defs/color"},
         "text": {"type": "string"},
         "count": {"type": "integer"},
         "ratio": {"type": "number"},
@@ -21,7 +24,7 @@ SCHEMA = {
         "maybe": {"type": ["string", "null"]},
         "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
         "one_of": {"enum": ["1", "2"]},
-    }
+    },
 }
 TOOLS = {"f": SCHEMA}
 VALUES = [
@@ -43,6 +46,11 @@ VALUES = [
     ("either", "7", "7"),
     ("either", "seven", '"seven"'),
     ("one_of", "1", '"1"'),
+    ("items", '["a</parameter></arg_value>b"]', '["a</parameter></arg_value>b"]'),
+    ("items", '["a", "b', '"[\\"a\\", \\"b"'),
+    ("color", "5", '"5"'),
+    ("either", "(5)", '"(5)"'),
+    ("maybe", "# no\nNone", '"# no\\nNone"'),
     ("unknown", "7", "7"),
     ("unknown", "seven\nor é", '"seven\\nor é"'),
 ]
@@ -72,8 +80,8 @@ def test_types(key, value, expected):
 
 
 def test_schemas_that_do_not_say():
-    for schema in (None, {}, True, {"type": 5}, {"type": [1]}, {"anyOf": "x"}):
-        assert types_of(schema) == types_of(None) or types_of(schema) == frozenset()
+    for schema in (None, {}, True, {"type": 5}, {"type": [1]}, {"anyOf": "x"}, {"$ref": "#/no"}, {"$ref": "#"}):
+        assert Parameters({"properties": {"a": schema}}).types("a") == frozenset(TYPES)
     check(
         qwen("g", ("k", "5")), [call("g", '{"k": 5}')], tool_format=find("qwen3_coder"), tools={"g": {"properties": 1}}
     )

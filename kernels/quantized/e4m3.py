@@ -1,0 +1,59 @@
+"""e4m3 that weights are quantised to while they are loaded: each output has a scale for every 128 inputs.
+
+Not for blocks of 128 x 128 as checkpoints have it: which outputs share a block would depend on how tensor parallelism
+cuts them. Nor for a whole row, which it cuts, too. Scales take a quarter of a bit, and GPUs keep one for each 32 inputs
+anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import e4m3_cpu, floats
+from .e4m3_cuda import GROUP
+
+UNITS = 128, 64, GROUP  # inputs of a scale: the first of which a rank has whole ones
+MOST = 448.0  # the largest number
+CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
+
+dequantize, linear, variants = floats.dequantize, floats.linear, floats.variants
+
+
+def unit_of(inputs: int) -> int:
+    return next(unit for unit in UNITS if inputs % unit == 0)
+
+
+def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [O, I] of any float dtype → codes uint8 [O, I] and scales f32 [O, I / unit]: max|w| / 448."""
+    outputs, inputs = weight.shape
+    unit = unit_of(inputs)
+    codes = weight.new_empty(outputs, inputs, dtype=torch.uint8)
+    scales = weight.new_empty(outputs, inputs // unit, dtype=torch.float32)
+    rows = max(1, CHUNK // max(inputs, 1))
+    for first in range(0, outputs, rows):
+        part = slice(first, first + rows)
+        if e4m3_cpu.ops.takes(weight) and weight.is_contiguous():
+            codes[part], scales[part] = e4m3_cpu.encode(weight[part], unit)
+        else:
+            codes[part], scales[part] = encode_reference(weight[part], unit)
+    return codes, scales
+
+
+def encode_reference(weight: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+    groups = weight.float().unflatten(1, (-1, unit))
+    # Divided by a tensor: by a Python number, GPUs multiply with the reciprocal, which rounds differently.
+    scales = groups.abs().amax(2) / torch.full((), MOST, device=weight.device)
+    by = torch.where(scales == 0, 1, scales).unsqueeze(2)
+    codes = (groups / by).clamp(-MOST, MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(1), scales
+
+
+def kept_bits(inputs: int, device: torch.device) -> float:
+    """What `pack` keeps of a weight with its share of the scale."""
+    return floats.kept_bits(inputs, unit_of(inputs), device)
+
+
+def pack(codes: Tensor, scales: Tensor) -> floats.Packed:
+    """What `linear` likes best on their device."""
+    return floats.pack_linear(floats.pack(codes, scales))

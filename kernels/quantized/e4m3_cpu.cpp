@@ -1,0 +1,181 @@
+// y [M, O] = x [M, I] times the transpose of a weight [O, I] in e4m3, plus a bias [O], for a few rows; sums are f32.
+//
+// The weight lies in blocks of 16 outputs, input after input: a thread reads one stream of memory. e4m3 is f16 with the
+// exponent's bias 7 instead of 15 and three bits of mantissa: where those bits lie in f16's places, the number is 2^8
+// times too small, which the scales make up for. Its smallest numbers are f16's smallest, too, and AVX-512 converts
+// these as fast as others; f32 has no such, so that elsewhere they are told apart.
+
+#include "op.h"
+#include "simd.h"
+
+struct Linear {
+    const void *x, *codes, *scales, *bias;  // x: f32; bias: null where there is none
+    void* y;
+    int64_t rows, inputs, outputs, pitch, unit;  // pitch: elements from row to row of x; unit: inputs of a scale
+};
+
+struct Widen {
+    const void* x;
+    void* y;  // f32
+    int64_t rows, inputs, pitch;
+};
+
+struct Dequantize {
+    const void *codes, *scales;
+    void* y;
+    int64_t inputs, outputs, unit;
+};
+
+struct Encode {
+    const void* weight;
+    void *codes, *scales;  // scales: f32
+    int64_t groups, unit;
+};
+
+constexpr int BLOCK = 16;            // outputs
+constexpr int STEP = 4;              // inputs that are converted together; a unit has a multiple of it
+constexpr int AHEAD = 4096;          // bytes from what is read to what is asked for
+constexpr int WIDE = BLOCK / LANES;  // vectors of a block's outputs
+constexpr int ROWS = LANES == 16 ? 8 : LANES == 8 ? 4 : 2;  // rows at once: their sums are in registers
+#if defined(__AVX512F__)
+constexpr float LESS = 0x1p8f;  // times which `convert` gives too little
+#else
+constexpr float LESS = 1;
+#endif
+
+// Codes of STEP inputs for the outputs of vector v of a block.
+INLINE void convert(const uint8_t* w, int v, Vec (&y)[STEP]) {
+#if defined(__AVX512F__)
+    const __m512i mask = _mm512_set1_epi16((int16_t)0xbf80);
+    for (int i = 0; i < STEP; i += 2) {
+        __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(w + i * BLOCK + v * LANES)));
+        __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), mask);
+        y[i] = (Vec)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+        y[i + 1] = (Vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+    }
+#else
+    for (int i = 0; i < STEP; i++) {
+#if defined(__AVX2__)
+        Ints code = (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(w + i * BLOCK + v * LANES)));
+#else
+        Ints code;
+        for (int j = 0; j < LANES; j++) code[j] = w[i * BLOCK + v * LANES + j];
+#endif
+        Ints size = (code & 127) << 20;
+        Ints small = size < 8 << 20;  // without the leading one: it is added, and subtracted again
+        Vec number = (Vec)(size + (120 << 23) + (small & 1 << 23)) - (Vec)(small & 121 << 23);
+        y[i] = (Vec)((Ints)number | (code & 128) << 24);
+    }
+#endif
+}
+
+// y[m : m + R, o : o + BLOCK], as far as there are outputs.
+template <int R, typename T> INLINE void outputs(const Linear& a, int64_t m, int64_t o, const uint8_t* w, const float* by) {
+    constexpr int PARTS = R == 1 ? 4 : R < 4 ? 2 : 1;  // sums of each row, so that no addition waits for the last one
+    const float* x = (const float*)a.x + m * a.pitch;
+    Vec total[R][WIDE] = {};
+    for (int64_t i = 0; i < a.inputs; i += a.unit, by += BLOCK) {
+        Vec part[R][WIDE][PARTS] = {};
+        for (int64_t q = i; q < i + a.unit; q += STEP, w += STEP * BLOCK) {
+            __builtin_prefetch(w + AHEAD, 0, 2);
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDE; v++) {
+                Vec codes[STEP];
+                convert(w, v, codes);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+                    for (int j = 0; j < STEP; j++) part[r][v][j % PARTS] += codes[j] * x[r * a.pitch + q + j];
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDE; v++) {
+                Vec sum = part[r][v][0];
+                for (int p = 1; p < PARTS; p++) sum += part[r][v][p];
+                total[r][v] += sum * (load(by + v * LANES) * LESS);
+            }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < WIDE; v++) {
+            int64_t at = o + v * LANES, count = a.outputs - at;
+            T* y = (T*)a.y + (m + r) * a.outputs + at;
+            const T* bias = (const T*)a.bias + at;
+            if (count >= LANES)
+                store(y, a.bias ? total[r][v] + load(bias) : total[r][v]);
+            else if (count > 0)
+                store(y, a.bias ? total[r][v] + load(bias, count) : total[r][v], count);
+        }
+}
+
+template <typename T> void linear(const Linear& a, int part, int parts) {
+    Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
+    for (int64_t i = share.first; i < share.last; i++) {
+        const uint8_t* w = (const uint8_t*)a.codes + i * a.inputs * BLOCK;
+        const float* by = (const float*)a.scales + i * (a.inputs / a.unit) * BLOCK;
+        int64_t m = 0;
+        for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, T>(a, m, i * BLOCK, w, by);
+        for (; ROWS > 4 && m + 4 <= a.rows; m += 4) outputs<4, T>(a, m, i * BLOCK, w, by);
+        for (; ROWS > 2 && m + 2 <= a.rows; m += 2) outputs<2, T>(a, m, i * BLOCK, w, by);
+        for (; m < a.rows; m++) outputs<1, T>(a, m, i * BLOCK, w, by);
+    }
+}
+
+void widen_rows(const Widen& a, int part, int parts) {
+    Share share(a.rows * a.inputs, part, parts);
+    for (int64_t n = share.first; n < share.last; n++)
+        ((float*)a.y)[n] = widen(((const bf16*)a.x)[n / a.inputs * a.pitch + n % a.inputs]);
+}
+
+template <typename T> void dequantize(const Dequantize& a, int part, int parts) {
+    Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
+    for (int64_t b = share.first; b < share.last; b++) {
+        const uint8_t* w = (const uint8_t*)a.codes + b * a.inputs * BLOCK;
+        const float* by = (const float*)a.scales + b * (a.inputs / a.unit) * BLOCK;
+        const int count = a.outputs - b * BLOCK < BLOCK ? (int)(a.outputs - b * BLOCK) : BLOCK;
+        T* y = (T*)a.y + b * BLOCK * a.inputs;
+        for (int64_t i = 0; i < a.inputs; i += STEP, w += STEP * BLOCK) {
+            alignas(64) float tile[STEP][BLOCK];
+            for (int v = 0; v < WIDE; v++) {
+                Vec codes[STEP], scale = load(by + i / a.unit * BLOCK + v * LANES) * LESS;
+                convert(w, v, codes);
+                for (int j = 0; j < STEP; j++) store(tile[j] + v * LANES, codes[j] * scale);
+            }
+            for (int o = 0; o < count; o++)
+                for (int j = 0; j < STEP; j++) y[o * a.inputs + i + j] = narrow<T>(tile[j][o]);
+        }
+    }
+}
+
+// scale = max|w| / 448; codes are w / scale, rounded to the nearest, ties to even.
+template <typename T> void encode(const Encode& a, int part, int parts) {
+    Share share(a.groups, part, parts);
+    for (int64_t g = share.first; g < share.last; g++) {
+        const T* w = (const T*)a.weight + g * a.unit;
+        Vec most = {};
+        for (int64_t j = 0; j < a.unit; j += LANES) {
+            Vec x = load(w + j);
+            most = max(most, x < 0 ? -x : x);
+        }
+        float scale = largest(most) / 448, by = scale ? scale : 1;
+        for (int64_t j = 0; j < a.unit; j += LANES) {
+            Vec x = load(w + j) / by, size = x < 0 ? -x : x;
+            size = size < 448 ? size : fill(448);
+            Ints bits = (Ints)size, sign = (Ints)(x < 0) & 128;
+            Ints usual = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+            Ints small = (Ints)(size + 24576.f) - (Ints)fill(24576.f);  // whole 2^-9
+            Ints is_small = size < 0x1p-6f;
+            store((int8_t*)a.codes + g * a.unit + j, (is_small & small) | (~is_small & usual) | sign);
+        }
+        ((float*)a.scales)[g] = scale;
+    }
+}
+
+OP(e4m3_encode_f32, encode<float>, Encode)
+OP(e4m3_encode_bf16, encode<bf16>, Encode)
+OP(e4m3_widen, widen_rows, Widen)
+OP(e4m3_linear_f32, linear<float>, Linear)
+OP(e4m3_linear_bf16, linear<bf16>, Linear)
+OP(e4m3_dequantize_f32, dequantize<float>, Dequantize)
+OP(e4m3_dequantize_bf16, dequantize<bf16>, Dequantize)

@@ -1,0 +1,87 @@
+"""e4m3 on CPUs: e4m3_cpu.cpp. Few rows are multiplied with the codes as they lie; the weight is never in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..cpp import ops
+
+SOURCE = "e4m3_cpu"
+MOST_ROWS = 64
+BLOCK = 16  # outputs that lie together, as in e4m3_cpu.cpp
+STEP = 4  # inputs that are converted together
+NAN = 127  # the code, without its sign
+
+
+class Packed(NamedTuple):
+    """A weight [O, I] in blocks of 16 outputs, the last one filled up with zeros."""
+
+    codes: Tensor  # uint8 [ceil(O / 16), I, 16]
+    scales: Tensor  # f32 [ceil(O / 16), I / unit, 16]
+    outputs: int
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a scale."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+
+def takes(codes: Tensor, unit: int) -> bool:
+    """Whether operations read codes [O, I], of which `unit` inputs share a scale."""
+    if codes.device.type != "cpu" or not codes.numel() or unit % STEP or not ops.available():
+        return False
+    return not bool(((codes & NAN) == NAN).any())  # read as f16, they would be numbers
+
+
+def encode(weight: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [O, I] and scales f32 [O, I / unit] of a contiguous weight in f32 or bf16; unit: a multiple of 16."""
+    codes = weight.new_empty(weight.shape, dtype=torch.uint8)
+    scales = weight.new_empty(len(weight), weight.shape[1] // unit, dtype=torch.float32)
+    ops.typed(SOURCE, "e4m3_encode", weight.dtype)(weight, codes, scales, scales.numel(), unit)
+    return codes, scales
+
+
+def pack(codes: Tensor, scales: Tensor) -> Packed:
+    """codes uint8 [O, I], scales f32 [O, G]."""
+    outputs = len(codes)
+    count = -(-outputs // BLOCK)
+    more = (0, 0, 0, count * BLOCK - outputs)
+    blocks = [pad(one, more).view(count, BLOCK, -1).transpose(1, 2).contiguous() for one in (codes, scales)]
+    return Packed(blocks[0], blocks[1], outputs)
+
+
+def supports(x: Tensor) -> bool:
+    """x [T, I]."""
+    return 0 < len(x) <= MOST_ROWS and x.stride(1) == 1 and x.dtype in ops.SUFFIXES
+
+
+def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    """[T, O], where it supports; sums are f32."""
+    rows, (inputs, outputs) = len(x), (packed.inputs, packed.outputs)
+    y = x.new_empty(rows, outputs)
+    calls = []
+    if x.dtype == torch.float32:
+        wide, pitch = x, x.stride(0)
+    else:
+        wide, pitch = x.new_empty(rows, inputs, dtype=torch.float32), inputs
+        calls.append((ops.op(SOURCE, "e4m3_widen"), (x, wide, rows, inputs, x.stride(0))))
+    of_weight = (packed.codes, packed.scales, bias, y, rows, inputs, outputs, pitch, packed.unit)
+    ops.run(*calls, (ops.typed(SOURCE, "e4m3_linear", x.dtype), (wide, *of_weight)))
+    return y
+
+
+def dequantize(packed: Packed, dtype: torch.dtype, first: int, last: int) -> Tensor:
+    """Outputs first to last of the weight, [last - first, I]; first is a block's."""
+    made = dtype if dtype in ops.SUFFIXES else torch.float32
+    y = packed.codes.new_empty(last - first, packed.inputs, dtype=made)
+    codes, scales = (one[first // BLOCK :] for one in (packed.codes, packed.scales))
+    ops.typed(SOURCE, "e4m3_dequantize", made)(codes, scales, y, packed.inputs, last - first, packed.unit)
+    return y.to(dtype)

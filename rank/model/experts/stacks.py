@@ -1,0 +1,160 @@
+"""How experts are quantised: in a format of linears, each expert as one of its parts, and all packed as one stack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import MODEL, USAGE, FatalError
+from ....kernels.moe.moe import Matrices
+from ....kernels.quantized.stack import Stack, padded, stack
+from ..formats import ChooseFormat, MakePart, Part
+from ..formats._packed import PackedPart
+from ..shard import Shard, whole_groups
+from ..weights.slicing import Field, ShardedModule, Source
+
+
+class ExpertLayout(NamedTuple):
+    """How checkpoints hold experts that are stacked in one tensor."""
+
+    axes: str = "eoi"  # of the weights; "eio": inputs before outputs
+    interleaved: bool = False  # gate and up in turn; else gate over up
+    biased: bool = False
+
+
+APART = ExpertLayout()  # or each in tensors of its own
+
+
+class Stacked(Protocol):
+    """The linear of all experts that is quantised."""
+
+    experts: Shard
+    inputs: Shard
+    outputs: tuple[Shard, ...]
+    layout: ExpertLayout
+
+    @property
+    def width(self) -> int: ...
+
+    def in_order(self, x: Tensor) -> Tensor: ...
+
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
+
+class StoredStack(Protocol):
+    """How the quantised weights of a stack of experts are stored; files of stored_formats/ have some."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The tensors, without biases."""
+
+    def make(self, layer: Any) -> Matrices:
+        """Of its parameters [experts, outputs, inputs], gate over up where it has both."""
+
+    def kept_bits(self, layer: Any, device: torch.device) -> float:
+        """Of a weight, with its share of its group's scale, as `make` keeps it there."""
+
+
+class StackOfParts:
+    """A stack in a format of linears. What makes a linear's part makes each expert's, from its slices of the stack."""
+
+    def __init__(self, make_part: MakePart, layer: Stacked, sources: Sequence[Source]):
+        """Raises FatalError where tensor parallelism parts what is stored as one."""
+        named = [one._replace(path=one.path.replace("{}", "0")) for one in sources]
+        part = make_part(layer.inputs, layer.outputs, False, named)
+        assert isinstance(part, PackedPart)
+        self.part = part
+        weights = [field for field in part.fields if field.name != "bias"]
+        axes = {field.name: f"e{field.axes}" for field in weights}
+        if weights[0].stored:  # read as a plain checkpoint has it
+            axes["weight"] = layer.layout.axes
+        self.transposed = weights[0].stored and layer.layout.axes == "eio"
+        self.fields = tuple(field._replace(axes=axes[field.name]) for field in weights)
+
+    def make(self, layer: Stacked) -> Stack:
+        def encoded(expert: int) -> list[Tensor]:
+            for field in self.fields:
+                one = layer.get_parameter(field.name).data[expert]
+                one = one.t().contiguous() if self.transposed else one
+                setattr(self.part, field.name, nn.Parameter(one, requires_grad=False))
+            made = self.part.encoded()
+            return [layer.in_order(x.unsqueeze(0)).squeeze(0) for x in made]
+
+        shape = layer.experts.width, layer.width, layer.inputs.width
+        made = stack(cast(Any, self.part.codec), encoded, shape)
+        for field in self.fields:
+            delattr(self.part, field.name)
+        return made
+
+    def kept_bits(self, layer: Stacked, device: torch.device) -> float:
+        return self.part.kept_bits(device) * padded(layer.width) / max(layer.width, 1)
+
+
+def choose(layer: ShardedModule, sources: Sequence[Source], format_of: ChooseFormat) -> Any:
+    """The format of a stack, by the paths of its experts' tensors; None: it is plain. Raises FatalError where experts
+    differ."""
+    experts = range(layer.experts.size)
+    paths = [
+        one.path.replace("{}", str(number)) for one in sources for number in (experts if "{}" in one.path else (0,))
+    ]
+    found = {path: format_of(path) for path in paths}
+    first = found[paths[0]]
+    other = next((path for path, one in found.items() if one != first), None)
+    if other is None:
+        return None if first is Part else first
+    if all(one is Part or getattr(one, "read_plain", False) for one in found.values()):
+        return None
+    raise FatalError(
+        f"{other} and {paths[0]} are stored in different formats, and all experts of a layer are multiplied as one: "
+        "convert the checkpoint so that they have one, or leave all of them plain",
+        MODEL,
+    )
+
+
+def cut_unit(chosen: Any) -> int:
+    """Inputs that a cut has to leave together; 0: as tensor parallelism cuts plain experts."""
+    return getattr(chosen, "stack_unit", 0) if chosen is not None else 0
+
+
+def fitting(chosen: Any, path: str, size: int, ranks: int) -> Any:
+    """This format, or its smaller one, with which so many ranks can share each expert's `size` inputs. Raises
+    FatalError where none fits, or where experts cannot be stored so."""
+    if chosen is None or hasattr(chosen, "make"):
+        return chosen
+    unit = cut_unit(chosen)
+    if not unit:
+        ordered = getattr(chosen, "ordered", False)
+        how = (
+            "whose inputs are ordered (desc_act) are not supported"
+            if ordered
+            else "that are quantised this way are not supported yet"
+        )
+        raise FatalError(f"{path}: experts {how}", MODEL)
+    if size % unit and not hasattr(chosen, "smaller"):
+        return chosen  # its part says what is wrong
+    if whole_groups(size, ranks, unit):
+        return chosen
+    smaller = getattr(chosen, "smaller", None)
+    if smaller is not None:
+        return fitting(smaller, path, size, ranks)
+    if size % unit:
+        raise FatalError(
+            f"--isq {chosen.part.name()}: {path} has {size} inputs, and groups have {unit}: serve this model without "
+            "--isq",
+            USAGE,
+        )
+    raise FatalError(
+        f"{path}: {ranks} ranks cannot share {size} inputs of each expert, which keeps groups of {unit} together: "
+        "choose another --tp, or --ep so that ranks hold whole experts",
+        USAGE,
+    )
+
+
+def build(chosen: Any, layer: Stacked, sources: Sequence[Source]) -> StoredStack | None:
+    """What `chosen` makes of a stack."""
+    if chosen is None or hasattr(chosen, "make"):
+        return cast(StoredStack | None, chosen)
+    return StackOfParts(chosen, layer, sources)

@@ -1,0 +1,169 @@
+"""A JSON schema taken apart, for formats that do not write arguments as JSON.
+
+References, allOf, anyOf and oneOf become a list of plain schemas, of which a value has to fit one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .schema_values import TYPES, kinds_of
+
+Schema = dict[str, Any]
+MOST = 64  # alternatives of a value
+DEEPEST = 32  # references and alternatives within each other
+# They say nothing about values.
+ANNOTATIONS = frozenset(
+    "title description default examples example deprecated readOnly writeOnly nullable contentEncoding "
+    "contentMediaType $schema $id $anchor $comment $defs definitions x-guidance".split()
+)
+LARGER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")  # the larger of two holds
+SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+
+
+class Unwritable(ValueError):
+    """What a schema asks for and a format cannot be held to, in words."""
+
+
+def resolve(root: Mapping[str, Any], ref: str) -> Any:
+    """What a reference within the schema stands for."""
+    if not ref.startswith("#"):
+        raise Unwritable(f"$ref {ref!r} leads out of the schema")
+    found: Any = root
+    for step in filter(None, ref[1:].split("/")):
+        key = step.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(key)] if isinstance(found, list) else found[key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise Unwritable(f"$ref {ref!r} leads nowhere") from None
+    return found
+
+
+def alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Schema]:
+    """Plain schemas, one of which a value fits. Raises Unwritable."""
+    if schema is False:
+        return []
+    if not isinstance(schema, Mapping):
+        return [{}]
+    if depth > DEEPEST:
+        raise Unwritable("the schema refers to itself without end")
+    own = {k: v for k, v in schema.items() if k not in ANNOTATIONS and k not in ("$ref", "allOf", "anyOf", "oneOf")}
+    if "const" in own:
+        own["enum"] = [own.pop("const")]
+    found = [own]
+    groups = [[schema["$ref"] and resolve(root, schema["$ref"])]] if isinstance(schema.get("$ref"), str) else []
+    groups += [[one] for one in schema.get("allOf") or ()]
+    groups += [list(schema[name]) for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
+    for group in groups:
+        others = [plain for one in group for plain in alternatives(one, root, depth + 1)]
+        if len(found) * len(others) > MOST:
+            raise Unwritable(f"the schema has more than {MOST} alternatives")
+        found = [both for one in found for other in others if (both := _both(one, other)) is not None]
+    return found
+
+
+def _both(one: Schema, other: Schema) -> Schema | None:
+    """The schema of what fits both; None where nothing does."""
+    if not one or not other:
+        return {**one, **other}
+    found: dict[str, Any] = dict(one)
+    for key, value in other.items():
+        mine: Any = found.get(key, value)
+        if key not in found or mine == value:
+            found[key] = value
+        elif key == "type":
+            kinds = kinds_of(mine) & kinds_of(value)
+            if not kinds:
+                return None
+            found[key] = sorted(kinds)
+        elif key == "enum":
+            found[key] = [item for item in mine if item in value]
+        elif key == "properties":
+            shared = {name: {"allOf": [mine[name], schema]} for name, schema in value.items() if name in mine}
+            found[key] = {**mine, **value, **shared}
+        elif key == "required":
+            found[key] = list(dict.fromkeys([*mine, *value]))
+        elif key in LARGER:
+            found[key] = max(mine, value)
+        elif key in SMALLER:
+            found[key] = min(mine, value)
+        elif key == "additionalProperties" and False in (mine, value):
+            found[key] = False
+        else:
+            raise Unwritable(f"{key} is given twice, by allOf or a reference")
+    return found
+
+
+def plain_types(plain: Schema) -> frozenset[str]:
+    """The types that a plain schema allows."""
+    kinds = kinds_of(plain["type"]) if "type" in plain else frozenset(TYPES)
+    values = plain.get("enum")
+    return kinds if values is None else kinds & frozenset().union(*map(_types_of_value, values))
+
+
+def enumerated(plain: Schema) -> list[Any] | None:
+    """The values that it names, less those of other types; None where it names none."""
+    kinds = plain_types(plain)
+    values = plain.get("enum")
+    return None if values is None else [value for value in values if _types_of_value(value) & kinds]
+
+
+def _types_of_value(value: Any) -> frozenset[str]:
+    return frozenset(name for name, kinds in TYPES.items() if type(value) in kinds)
+
+
+class Parameters:
+    """A tool's parameters, as far as they tell how to read arguments. Strange schemas allow everything."""
+
+    def __init__(self, schema: Mapping[str, Any]):
+        self._root = schema
+        try:
+            self._shapes = alternatives(schema, schema)
+        except (Unwritable, TypeError, AttributeError):
+            self._shapes = [{"properties": schema.get("properties")}]
+        self._types: dict[str, frozenset[str]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """In their order."""
+        return list(dict.fromkeys(name for shape in self._shapes for name in _mapping(shape.get("properties"))))
+
+    def types(self, name: str) -> frozenset[str]:
+        """Of the argument of that name; all where the schema does not say."""
+        if name not in self._types:
+            schemas = [
+                _mapping(shape.get("properties")).get(name, shape.get("additionalProperties")) for shape in self._shapes
+            ]
+            found: frozenset[str] = frozenset()
+            for schema in schemas:
+                try:
+                    found = found.union(*map(plain_types, alternatives(schema or {}, self._root)))
+                except (Unwritable, TypeError, AttributeError):
+                    found = frozenset(TYPES)
+            self._types[name] = found or frozenset(TYPES)
+        return self._types[name]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def standing_alone(schema: Schema, root: Mapping[str, Any]) -> Schema:
+    """The same as a schema of its own: what it refers to is in it."""
+    if "$ref" not in json.dumps(schema):
+        return schema
+    return {**_moved(schema), "$defs": {"root": _moved({k: v for k, v in root.items() if k != "x-guidance"})}}
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_moved(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: re.sub("^#", "#/$defs/root", one) if key == "$ref" and isinstance(one, str) else _moved(one)
+        for key, one in value.items()
+    }

@@ -1,0 +1,168 @@
+"""Experts that stay quantised: logits of the dequantised weights, however they are stored, loaded and cut."""
+
+import functools
+import importlib
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.errors import MODEL, USAGE
+from phalanx.kernels.quantized.stack import Stack
+from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.load import load
+from safetensors.torch import load_file, save_file
+
+from .... import gguf_files
+from ..harness import distance, run_steps, tokens
+from ..stored_formats import packers
+from ..stored_formats.test_stored import awq, check_greedy, compressed_ints, gptq, refused
+from ..test_architectures import write
+
+TOLERANCE = 3e-4  # of sums of 512
+MODEL_OF = dict(
+    model_type="qwen3_moe", hidden_size=256, intermediate_size=512, moe_intermediate_size=512, head_dim=256,
+    num_attention_heads=6, num_key_value_heads=6, num_hidden_layers=2, num_experts=5, num_experts_per_tok=2,
+    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], vocab_size=509, max_position_embeddings=512,
+)  # fmt: skip
+ROUTER = "mlp.gate."
+EACH = itertools.cycle(["Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q5_K", "IQ4_XS", "Q5_1"])
+kind_of = functools.cache(lambda name: next(EACH))  # the same for a name that comes again
+KINDS = {
+    "super-blocks": lambda name: kind_of(name.replace("ffn_up_exps", "ffn_gate_exps")),
+    "blocks of 32": lambda name: "F32" if "gate_inp" in name else "Q8_0",
+    "halves": lambda name: {"ffn_gate_exps.weight": "Q8_0"}.get(name.partition(".")[2].partition(".")[2], "Q4_0"),
+}
+STORED = {
+    "gptq": gptq(4, 32, False), "gptq of 8 bits": gptq(8, 128), "awq": awq(64), "w4a16": compressed_ints(4, 64),
+    "w8a16": compressed_ints(8, 0, False),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("source"), **MODEL_OF)
+
+
+@pytest.fixture(scope="module")
+def made(source, tmp_path_factory):
+    """name → a quantised checkpoint and options to load it with, and a plain one of the dequantised weights."""
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp("quantised")
+        if name in KINDS:
+            same = gguf_files.dequantised(source, folder / "same", KINDS[name])
+            return gguf_files.write(source, folder / "x.gguf", KINDS[name]), same, {}
+        if name in STORED:
+            pack, settings = STORED[name]
+            settings = settings | {"modules_to_not_convert": ["gate", "lm_head"]}
+            packers.quantise(source, folder, pack, settings, (ROUTER,))
+            return folder / "quantised", folder / "plain", {}
+        return source, in_situ(source, folder / "same", name), dict(isq=name)
+
+    return make
+
+
+def in_situ(path, to, name):
+    codec = importlib.import_module(f"phalanx.rank.model.formats.{name}").Part.codec
+    shutil.copytree(path, to)
+    state = load_file(path / "model.safetensors")
+    for key, x in state.items():
+        if x.dim() == 2 and ROUTER not in key and "embed" not in key:
+            state[key] = codec.dequantize(codec.pack(*codec.encode(x.float())))
+    save_file(state, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+LAYOUTS = [dict(), dict(tp=2), dict(tp=2, ep=2), dict(tp=3)]
+NAMES = [*KINDS, "gptq", "gptq of 8 bits", "awq", "w4a16", "w8a16", "q6k", "q8_0", "q4_0"]
+CASES = [
+    *((name, LAYOUTS[i % 4]) for i, name in enumerate(NAMES)), ("super-blocks", dict(tp=2, pp=2)),
+    ("super-blocks", dict(tp=6, ep=3)), ("gptq", dict(tp=3)), ("q8_0", dict(tp=3)), ("q4k", dict(tp=2)),
+    ("fp8", dict(tp=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, layout", CASES)
+def test_logits(made, expected, name, layout):
+    """Many tokens at once, and one; some experts have none."""
+    (path, same, options), ids = made(name), tokens(40, vocab=509)
+    steps = [[(0, 34)], *[[(0, 1)]] * 6]
+    (logits,) = run_steps(path, [ids], steps, max_model_len=512, **layout, **options)
+    assert distance(logits, expected(same, ids)) < TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["super-blocks", "awq"])
+def test_greedy_tokens(made, name):
+    check_greedy(*made(name)[:2])
+
+
+def stacks(path, tp=1, rank=0, ep=1, **options):
+    model = threads.run(lambda world: load(path, mesh.build(world, tp, 1, ep=ep), **options), tp)[rank]
+    return [one for one in model.modules() if isinstance(one, StackedLinear)]
+
+
+@pytest.mark.parametrize(
+    "name, tp, ep", [("super-blocks", 2, 1), ("gptq", 3, 1), ("q4k", 2, 2), ("gptq of 8 bits", 1, 1)]
+)
+def test_they_stay_quantised_and_take_what_fit_says(made, name, tp, ep):
+    path, _, options = made(name)
+    for one in stacks(path, tp, tp - 1, ep, **options):
+        assert isinstance(one.packed, Stack) and not list(one.parameters())
+        held = sum(x.nbytes for x in one.buffers())
+        assert held == one.kept_bytes(torch.float32, torch.device("cpu")) < 1.3 * one.num_weights
+
+
+@pytest.mark.parametrize("name", ["super-blocks", "gptq", "q6k"])
+def test_striped_loading_makes_the_same_bits(made, name):
+    path, _, options = made(name)
+    for one, other in zip(stacks(path, 2, 1, **options), stacks(path, 2, 1, way="striped", **options), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.packed.tensors, other.packed.tensors, strict=True))
+
+
+def test_gate_and_up_of_different_types_are_dequantised(made):
+    up, down = stacks(made("halves")[0])[:2]
+    assert up.packed is None and isinstance(down.packed, Stack)
+
+
+def test_random_weights(made):
+    (logits,) = run_steps(made("gptq")[0], [tokens(9, vocab=509)], load_format="dummy", max_model_len=64)
+    assert 0.1 < logits.std() < 10
+
+
+def test_ranks_that_super_blocks_are_too_few_for(source, tmp_path):
+    """Two super-blocks of inputs, and three ranks; experts that are shared out whole need no cut."""
+    file = gguf_files.write(source, tmp_path / "x.gguf", "Q4_K")
+    assert stacks(file, 3, ep=3)
+    refused(file, USAGE, "3 ranks cannot share 512 inputs of each expert", tp=3)
+
+
+def test_experts_in_smaller_groups_where_super_blocks_do_not_fit(made, expected):
+    path, _, options = made("q4k")
+    parts = {one.stored.part.name() for one in stacks(path, 3, **options)}
+    assert parts == {"q4k", "q5_0"}  # of gate and up, and of down
+
+
+def changed(path, tmp_path, **settings):
+    path = shutil.copytree(path, tmp_path / "changed")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_experts_that_differ_are_named(made, tmp_path, load_format):
+    left_out = ["gate", "lm_head", "model.layers.1.mlp.experts.3"]
+    path = changed(made("gptq")[0], tmp_path, modules_to_not_convert=left_out)
+    words = "model.layers.1.mlp.experts.3.gate_proj and model.layers.1.mlp.experts.0.gate_proj are stored in different"
+    refused(path, MODEL, words, load_format=load_format)
+
+
+def test_experts_that_order_their_inputs_are_refused(made, tmp_path):
+    path = changed(made("gptq")[0], tmp_path, desc_act=True)
+    refused(path, MODEL, "experts whose inputs are ordered (desc_act) are not supported", load_format="dummy")
