@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from phalanx.benchmarks import timing
-from phalanx.benchmarks.ops import copies
+from phalanx.benchmarks.ops_table import copies
 from phalanx.comm import custom_allreduce, mpi
 from phalanx.comm.base import all_reduce_add_norm
 from phalanx.comm.nccl import NcclComm

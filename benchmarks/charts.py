@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.benchmarks import compare
-from phalanx.benchmarks.ops import BANDWIDTH, FLOPS
+from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS
 from phalanx.benchmarks.step import SHAPES
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -14,11 +14,11 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from phalanx.benchmarks.timing import Call, energy, measure
+from phalanx.benchmarks.ops_table import BF16, SHAPES, Table, copies, make_rows, randn
+from phalanx.benchmarks.timing import Call
 from phalanx.kernels.activation import activation
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
@@ -35,49 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-BANDWIDTH = 4.52e12  # bytes/s, read-only stream on H200
-FLOPS = 790e12  # bf16, measured on H200
-CACHE = 120e6  # bytes that a rotation must exceed
-BF16 = torch.bfloat16
 SCORES = AttentionParams(128**-0.5)
-
-# Outputs and inputs of qkv, o, gate_up, down and the head, of one rank.
-SHAPES = {
-    "8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
-    "qwen2.5-7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584)),
-    "gemma2-9b": ((8192, 3584), (3584, 4096), (28672, 3584), (3584, 14336), (256000, 3584)),
-    "8b-tp2": ((3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168), (64128, 4096)),
-    "70b-tp4": ((2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168), (32064, 8192)),
-}
-
-
-class Table:
-    def __init__(self, only: str, joules: bool = False):
-        self.only, self.joules, self.lines = only, joules, list[dict[str, Any]]()
-
-    def add(self, op: str, bytes_: float, versions: dict[str, list[Call]], flops: float = 0.0, least: int = 16) -> None:
-        """versions: name → the same call on each copy of the inputs."""
-        if self.only and self.only not in op:
-            return
-        limit = max(bytes_ / BANDWIDTH, flops / FLOPS) * 1e6
-        times: dict[str, float | str] = {}
-        for name, calls in versions.items():
-            try:
-                times[name] = round(measure(calls, least), 2)
-                if self.joules:
-                    times[f"{name}, mJ"] = round(energy(calls, least) * 1e3, 3)
-            except Exception as error:  # one version that fails must not cost the others' numbers
-                times[name] = repr(error)[:60]
-        self.lines.append(dict(what="op", op=op, limit_us=round(limit, 2), **times))
-        print(f"{op:34} limit {limit:8.1f}   " + "   ".join(f"{k} {v}" for k, v in times.items()), flush=True)
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=BF16)
-
-
-def copies(bytes_: float) -> int:
-    return max(1, min(24, int(CACHE * 2 / bytes_)))
 
 
 def small(table: Table) -> None:
@@ -132,27 +90,27 @@ def lookups(table: Table, rows: int) -> None:
          "reference": [partial(embedding.embedding_reference, ids, weight, 0, True)]},
     )  # fmt: skip
     table.add(
-        f"rotation {rows}x128", rows * 128 * 12,
+        f"cos_sin {rows}x128", rows * 128 * 12,
         {"ours": [partial(rope.cos_sin, turns, positions)],
          "reference": [partial(rope.cos_sin_reference, turns, positions)]},
     )  # fmt: skip
     table.add(
-        f"largest {rows}x128256", rows * 128256 * 2,
+        f"argmax {rows}x128256", rows * 128256 * 2,
         {"ours": [partial(argmax.argmax, x) for x in xs],
          "reference": [partial(argmax.argmax_reference, x) for x in xs],
-         "argmax": [partial(torch.argmax, x, -1) for x in xs]},
+         "torch.argmax": [partial(torch.argmax, x, -1) for x in xs]},
     )  # fmt: skip
 
 
-def products(table: Table, shapes: str) -> None:
+def gemms(table: Table, shapes: str) -> None:
     for outputs, inputs in SHAPES[shapes]:
         weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
         for rows in (1, 2, 4, 8, 16, 64):
-            product(table, randn(rows, inputs), weights)
-            normed_product(table, randn(rows, inputs), weights)
+            gemm(table, randn(rows, inputs), weights)
+            normed_gemm(table, randn(rows, inputs), weights)
 
 
-def product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
+def gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     rows, (outputs, inputs) = len(x), weights[0].shape
     versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
     if skinny.supports(x, weights[0]):
@@ -168,15 +126,15 @@ def tile_configs(rows: int, outputs: int, inputs: int) -> Iterator[skinny.TileCo
     return skinny.tile_configs(rows, outputs, inputs, found.num_sms, skinny.whole_tiles(rows, found))
 
 
-def normed_product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
-    """The norm of one row or two and the product that follows, as one kernel and as two."""
+def normed_gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
+    """The norm of one row or two and the GEMV that follows, as one kernel and as two."""
     rows, (outputs, inputs) = len(x), weights[0].shape
     residual, by = randn(rows, inputs), randn(inputs)
     if not skinny.supports_norm(x, residual, by, weights[0]):
         return
 
-    def in_turn(add_norm: Callable[..., Any], product: Callable[..., Tensor], weight: Tensor) -> Tensor:
-        return product(add_norm(x, residual, by, 1e-5)[0], weight)
+    def in_turn(add_norm: Callable[..., Any], gemv: Callable[..., Tensor], weight: Tensor) -> Tensor:
+        return gemv(add_norm(x, residual, by, 1e-5)[0], weight)
 
     versions: dict[str, list[Call]] = {
         "reference": [partial(in_turn, norm.add_rms_norm_reference, torch_linear, w) for w in weights],
@@ -187,8 +145,8 @@ def normed_product(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     table.add(f"norm and linear {rows} x {outputs}x{inputs}", bytes_, versions)
 
 
-def gated_products(table: Table, shapes: str) -> None:
-    """A feed-forward layer's first half for prompts, on Hopper; the library's product needs silu_mul after it."""
+def gated_gemms(table: Table, shapes: str) -> None:
+    """An MLP's gate and up for prompts, on Hopper; the library's GEMM needs silu_mul after it."""
     outputs, inputs = SHAPES[shapes][2]
     weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
     for rows in (1024, 2048, 8192):
@@ -200,7 +158,7 @@ def gated_products(table: Table, shapes: str) -> None:
         if swiglu_gemm.supports(x, weights[0]):
             versions["ours"] = [partial(swiglu_gemm.swiglu_gemm, x, w) for w in weights]
         bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs / 2))
-        table.add(f"gated_product {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs, least=4)
+        table.add(f"gated_gemm {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs, least=4)
 
 
 def gated_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -212,7 +170,7 @@ def library_and_silu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Layers:
-    """The products of eight layers and what lies between them, as a decode step runs them."""
+    """The GEMMs of eight layers and what lies between them, as a decode step runs them."""
 
     def __init__(self, shapes: str, rows: int):
         (qkv, self.hidden), (_, self.heads), (gate_up, _), *_ = SHAPES[shapes]
@@ -225,27 +183,27 @@ class Layers:
         self.cache = randn(2, blocks, 16, self.kv_heads, 128)
         self.x, self.residual = randn(2, rows, self.hidden)
 
-    def run(self, products: dict[str, Callable[..., Tensor]]) -> None:
+    def run(self, linears: dict[str, Callable[..., Tensor]]) -> None:
         x = self.x
         for qkv, o, gate_up, down in self.weights:
-            y = self.behind_norm(products["qkv"], x, qkv).view(self.rows, -1, 128)
+            y = self.behind_norm(linears["qkv"], x, qkv).view(self.rows, -1, 128)
             q, k, v = y.split([self.heads // 128, self.kv_heads, self.kv_heads], 1)
             cache = self.cache[0], self.cache[1]
             x = store_and_attend(q, k, v, self.turn, None, cache, self.batch, SCORES)
-            x = products["o"](x, o)
-            x = products["down"](self.behind_norm(products["gate_up"], x, gate_up), down)
+            x = linears["o"](x, o)
+            x = linears["down"](self.behind_norm(linears["gate_up"], x, gate_up), down)
 
-    def behind_norm(self, product: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        chosen = product in (linear, gated_linear)
-        if chosen and skinny.supports_norm(x, self.residual, self.norm, weight):
+    def behind_norm(self, chosen: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        ours = chosen in (linear, gated_linear)
+        if ours and skinny.supports_norm(x, self.residual, self.norm, weight):
             return skinny.normed_linear(
-                x, self.residual, self.norm, 1e-5, weight, "silu" if product is gated_linear else ""
+                x, self.residual, self.norm, 1e-5, weight, "silu" if chosen is gated_linear else ""
             )[0]
-        return product(norm.add_rms_norm(x, self.residual, self.norm, 1e-5)[0], weight)
+        return chosen(norm.add_rms_norm(x, self.residual, self.norm, 1e-5)[0], weight)
 
 
 def layers(table: Table, shapes: str) -> None:
-    """Microseconds of eight layers by library products, as they are chosen, and with one product cut in another way."""
+    """Microseconds of eight layers by the library's GEMMs, as they are chosen, and with one GEMM cut in another way."""
     if table.only not in "8 layers":
         return
     chosen: dict[str, Callable[..., Tensor]] = {"qkv": linear, "o": linear, "gate_up": gated_linear, "down": linear}
@@ -258,32 +216,13 @@ def layers(table: Table, shapes: str) -> None:
             versions[f"{name} cublas"] = [partial(made.run, chosen | {name: library[name]})]
             if rows <= skinny.GEMV_ROWS:
                 for way in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
-                    product = partial(skinny.gemv, gate="silu" if is_gated else "", way=way)
-                    versions[f"{name} gemv {way[0]}"] = [partial(made.run, chosen | {name: product})]
+                    ours = partial(skinny.gemv, gate="silu" if is_gated else "", way=way)
+                    versions[f"{name} gemv {way[0]}"] = [partial(made.run, chosen | {name: ours})]
             for cut in tile_configs(rows, *shape):
-                product = partial(skinny.pipelined, cut=cut, gate="silu" if is_gated else "")
-                versions["{} m{}k{}s{}".format(name, *cut)] = [partial(made.run, chosen | {name: product})]
+                ours = partial(skinny.pipelined, cut=cut, gate="silu" if is_gated else "")
+                versions["{} m{}k{}s{}".format(name, *cut)] = [partial(made.run, chosen | {name: ours})]
         bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
         table.add(f"8 layers {rows}", bytes_, versions, least=2)
-
-
-def make_rows(query_lens: list[int], kv_lens: list[int]) -> tuple[Any, int]:
-    """A batch whose sequences lie in shuffled blocks, and how many blocks there are."""
-    need = [-(-n // 16) for n in kv_lens]
-    order = torch.randperm(sum(need), device="cuda", dtype=torch.int32)
-    tables = torch.zeros(len(need), max(need), dtype=torch.int32, device="cuda")
-    for i, part in enumerate(order.split(need)):
-        tables[i, : len(part)] = part
-    rows = SimpleNamespace(
-        block_tables=tables,
-        lengths=torch.tensor(kv_lens, dtype=torch.int32, device="cuda"),
-        query_starts=torch.tensor([0, *query_lens]).cumsum(0).to("cuda", torch.int32),
-        num_decodes=sum(n == 1 for n in query_lens),
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        scratch={},
-    )
-    return rows, sum(need)
 
 
 def attentions(table: Table) -> None:
@@ -379,7 +318,7 @@ def prompt_attention(table: Table, batch: int, length: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operations whose name contains this")
-    parser.add_argument("--shapes", choices=SHAPES, default="8b", help="others than 8b: the products alone")
+    parser.add_argument("--shapes", choices=SHAPES, default="8b", help="others than 8b: the GEMMs alone")
     parser.add_argument("--energy", action="store_true", help="millijoules of each call, for two seconds each")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
@@ -389,8 +328,8 @@ def main() -> None:
         if asked.shapes == "8b":
             small(table)
         layers(table, asked.shapes)
-        products(table, asked.shapes)
-        gated_products(table, asked.shapes)
+        gemms(table, asked.shapes)
+        gated_gemms(table, asked.shapes)
         if asked.shapes == "8b":
             attentions(table)
     if asked.json:

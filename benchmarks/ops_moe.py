@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from phalanx.benchmarks.ops import BANDWIDTH, FLOPS, Table, randn
+from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS, Table, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import expert_gemm, moe

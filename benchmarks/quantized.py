@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from phalanx.benchmarks.ops import BANDWIDTH, BF16, FLOPS, SHAPES, copies, randn
+from phalanx.benchmarks.ops_table import BANDWIDTH, BF16, FLOPS, SHAPES, copies, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps

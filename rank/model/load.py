@@ -83,11 +83,7 @@ def load(
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
-    module = architectures.find(config.model_type)
-    args = module.Args.from_config(config)
-    names = names_of(config, module.Model, index)
-    format_of = choose_format(config, isq, quantization, names)
-    model: Model = module.Model(args, mesh, model_length(max_model_len, config, speaks), names, format_of)
+    model = _build(config, mesh, model_length(max_model_len, config, speaks), index, (isq, quantization))
     if mesh.ep > 1 and not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
         raise _no_experts(mesh)  # of no stage
     if speaks and isq != "none":
@@ -118,10 +114,22 @@ def load(
     for one in model.modules():
         if isinstance(one, LatentUp):
             one.expand(model.dtype)
+    _count_weights(model)
+    return model.eval()
+
+
+def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantised: tuple[str, str]) -> Model:
+    """This rank's model, without memory, for sequences of up to `length`. quantised: isq and quantization of `load`."""
+    module = architectures.find(config.model_type)
+    names = names_of(config, module.Model, index)
+    format_of = choose_format(config, *quantised, names)
+    return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
+
+
+def _count_weights(model: Model) -> None:
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
-    return model.eval()
 
 
 def _offload(model: Model, experts: ExpertRoom, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> Offload | None:
@@ -183,10 +191,7 @@ def check(
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
     index = read_index(config.path) if load_format != "dummy" else None
-    module = architectures.find(config.model_type)
-    names = names_of(config, module.Model, index)
-    format_of = choose_format(config, isq, quantization, names)
-    model = module.Model(module.Args.from_config(config), mesh, model_length(max_model_len, config), names, format_of)
+    model = _build(config, mesh, model_length(max_model_len, config), index, (isq, quantization))
     if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
         raise _no_experts(mesh)
     if index is not None:

@@ -45,18 +45,23 @@ class StructuredOutputs(msgspec.Struct):
     whitespace_pattern: str | None = None
 
 
+def _bad(field: str, why: str) -> ApiError:
+    """Of a field, or of "field: a part of it"."""
+    return bad(field.partition(": ")[0], why)
+
+
 def json_schema(field: str, schema: Any, lenient: bool = False) -> Constraint:
     """Of a schema as an object or as its text. lenient: keywords that cannot be enforced are passed over."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, UnicodeEncodeError) as error:
-            raise bad(field, f"{field} is no JSON schema: {error}") from None
+            raise _bad(field, f"{field} is no JSON schema: {error}") from None
     if not isinstance(schema, dict):
-        raise bad(field, f"{field} is {show(schema)}: expected a JSON schema, which is an object")
+        raise _bad(field, f"{field} is {show(schema)}: expected a JSON schema, which is an object")
     size = len(msgspec.json.encode(schema))
     if size > LARGEST_SCHEMA:
-        raise bad(field, f"{field} has {size} bytes: at most {LARGEST_SCHEMA} are allowed in a JSON schema")
+        raise _bad(field, f"{field} has {size} bytes: at most {LARGEST_SCHEMA} are allowed in a JSON schema")
     given = schema.get("x-guidance")
     options = WHITE_SPACE | ({"lenient": True} if lenient else {}) | (given if isinstance(given, dict) else {})
     return Constraint(field, {"json_schema": {**schema, "x-guidance": options}})
@@ -72,9 +77,9 @@ def regex(field: str, pattern: str) -> Constraint:
 def choice(field: str, texts: Sequence[str]) -> Constraint:
     if not texts or not all(texts) or len(texts) > MOST_TEXTS:
         what = f"has {len(texts)} texts" if len(texts) > MOST_TEXTS else f"is {show(texts)}"
-        raise bad(field, f"{field} {what}: expected 1 to {MOST_TEXTS} texts, none of them empty")
+        raise _bad(field, f"{field} {what}: expected 1 to {MOST_TEXTS} texts, none of them empty")
     if (size := sum(map(len, texts))) > LARGEST_GRAMMAR:
-        raise bad(field, f"{field} has {size} characters: at most {LARGEST_GRAMMAR} are allowed")
+        raise _bad(field, f"{field} has {size} characters: at most {LARGEST_GRAMMAR} are allowed")
     return Constraint(field, {"lark_grammar": f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, texts))}"})
 
 
@@ -90,20 +95,20 @@ def _read(field: str, text: str) -> Part:
     try:
         return {"lark_grammar": any_to_lark(text)}
     except Exception as error:
-        raise bad(field, f"{field} is no grammar, in Lark's notation or in GBNF: {error}") from None
+        raise _bad(field, f"{field} is no grammar, in Lark's notation or in GBNF: {error}") from None
 
 
 def _check_size(field: str, text: str, most: int, kind: str) -> None:
     if not text.strip():
-        raise bad(field, f"{field} is empty: give {kind}, or leave it out")
+        raise _bad(field, f"{field} is empty: give {kind}, or leave it out")
     if len(text) > most:
-        raise bad(field, f"{field} has {len(text)} characters: at most {most} are allowed in {kind}")
+        raise _bad(field, f"{field} has {len(text)} characters: at most {most} are allowed in {kind}")
     depth = deepest = 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
         deepest = max(deepest, depth)
     if deepest > DEEPEST:
-        raise bad(field, f"{field} has {deepest} brackets within each other: at most {DEEPEST} are allowed in {kind}")
+        raise _bad(field, f"{field} has {deepest} brackets within each other: at most {DEEPEST} are allowed in {kind}")
 
 
 def checked(constraint: Constraint) -> Part:
@@ -118,7 +123,7 @@ def checked(constraint: Constraint) -> Part:
         part = _read(field, part[UNREAD])
     wrong, why = LLMatcher.validate_grammar_with_warnings(json.dumps({"grammars": [part]}))
     if wrong:
-        raise bad(field, f"{field} cannot be enforced: {explain(why[0])}")
+        raise _bad(field, f"{field} cannot be enforced: {explain(why[0])}")
     return part
 
 
@@ -146,7 +151,7 @@ def response_format(field: str, form: dict[str, Any]) -> Constraint | None:
     if kind == "json_object":
         return json_schema(field, {"type": "object"})
     if kind != "json_schema":
-        raise bad(field, f"{field}.type is {show(kind)}: expected text, json_object or json_schema")
+        raise _bad(field, f"{field}.type is {show(kind)}: expected text, json_object or json_schema")
     inner = form.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if schema is None:

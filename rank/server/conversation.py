@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from .api_error import bad
 from .decoding import show
@@ -29,10 +30,25 @@ class Function(msgspec.Struct):
     arguments: str | dict[str, Any] = ""
 
 
+class CustomInput(msgspec.Struct):
+    name: str
+    input: str = ""
+
+
 class Call(msgspec.Struct):
-    function: Function
+    """A call of a function or of a custom tool."""
+
+    function: Function | UnsetType = UNSET
     id: str | None = None
     type: str = "function"
+    custom: CustomInput | UnsetType = UNSET
+
+    def called(self) -> Function:
+        """As the model has called it. `check` has seen that there is one."""
+        if self.custom is not UNSET:
+            return Function(self.custom.name, {"input": self.custom.input})
+        assert self.function is not UNSET
+        return self.function
 
 
 class Message(msgspec.Struct):
@@ -56,6 +72,9 @@ class Message(msgspec.Struct):
         """`at` is where it is, for the error's words."""
         if self.role not in ROLES:
             raise bad(f"{at}.role", f"{at}.role is {show(self.role)}: expected one of {', '.join(ROLES)}")
+        for j, call in enumerate(self.tool_calls or ()):
+            if call.function is UNSET and call.custom is UNSET:
+                raise bad(f"{at}.tool_calls[{j}].function", f"{at}.tool_calls[{j}].function is missing")
         for j, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, Part) and part.type not in PARTS:
                 raise bad(
@@ -75,7 +94,7 @@ class Tool(msgspec.Struct):
 
 
 def tool_name(tool: Any) -> str:
-    """The name in {"type": "function", "function": {"name": …}}, or "" where there is none."""
-    function = tool.get("function") if isinstance(tool, dict) else None
+    """The name in {"type": "function", "function": {"name": …}}, or in a custom tool's "custom"; "" where none is."""
+    function = tool.get("custom" if tool.get("type") == "custom" else "function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""

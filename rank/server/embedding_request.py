@@ -7,7 +7,8 @@ from typing import ClassVar
 from . import unsupported
 from .api_error import bad
 from .decoding import Body, show
-from .schema import MAX_SEQUENCES, check_ranges, texts_or_tokens
+from .schema import MAX_SEQUENCES, check_ranges
+from .token_fields import texts_or_tokens
 
 POOLINGS = ("mean", "last")
 

@@ -57,9 +57,10 @@ MEANINGS = {
     "logprobs": "of the answer's tokens; in a completion how many likely tokens beside each, 0 to 20",
     "top_logprobs": "how many likely tokens beside each; needs `logprobs`",
     "tools": "functions that the model may call, where its template takes tools; arguments keep to the schema where a "
-    "tool is `strict` or a call is required. None: those of the tool servers (`--mcp-config`), under the name "
-    "`server_tool`; `[]`: none at all",
-    "tool_choice": "`auto`, `none`, `required`, a function's name, or `allowed_tools`",
+    "tool is `strict` or a call is required. Custom tools (`type` `custom`) take a text, which keeps to a `grammar`: a "
+    "`regex`, or `lark` where the model writes texts in calls as they are. None: those of the tool servers "
+    "(`--mcp-config`), under the name `server_tool`; `[]`: none at all",
+    "tool_choice": "`auto`, `none`, `required`, the name of a function or a custom tool, or `allowed_tools`",
     "parallel_tool_calls": "false keeps the first call only",
     "thinking": 'true, false or `{"type": "enabled"}`: let the model reason; `budget_tokens` is as '
     "`thinking_token_budget`",
@@ -100,18 +101,20 @@ MEANINGS = {
     "SelectRequest.model": "the name of the model to load",
     "SelectRequest.model_id": "the same under candle-vLLM's name",
     # /v1/responses
-    "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, reasoning, "
-    "those of tool servers",
+    "ResponsesRequest.input": "a text of the user, or items: messages, function_call, function_call_output, "
+    "custom_tool_call, custom_tool_call_output, reasoning, those of tool servers",
     "instructions": "the system message",
     "previous_response_id": "go on from a response that is kept (`--response-store`)",
     "ResponsesRequest.store": "false keeps the response out of the store",
     "background": "answer at once; the response is made meanwhile and asked for by its id",
     "max_output_tokens": "longest answer, its reasoning included",
-    "ResponsesRequest.tools": "of type `function`, which the client runs (`strict` holds their arguments to it), and "
-    "`mcp`: the tool server of `--mcp-config` with this `server_label`, whose calls are made here (`allowed_tools`, "
+    "ResponsesRequest.tools": "of type `function`, which the client runs (`strict` holds their arguments to it), "
+    "`custom`, whose input is a text (`format`: `text`, or `grammar` with `syntax` and `definition`), and `mcp`: the "
+    "tool server of `--mcp-config` with this `server_label`, whose calls are made here (`allowed_tools`, "
     "`require_approval`)",
     "ResponsesRequest.max_tool_calls": "how many calls of tool servers are made; at most 64",
-    "ResponsesRequest.tool_choice": "`auto`, `none`, `required`, a function's name, or `allowed_tools`",
+    "ResponsesRequest.tool_choice": "`auto`, `none`, `required`, the name of a function or a custom tool, or "
+    "`allowed_tools`",
     "ResponsesRequest.reasoning": "`effort` is handed to the template, as `reasoning_effort`; `summary` is ignored",
     "text": "`format` of type `text`, `json_object` or `json_schema`, which the answer keeps to",
     "include": "only `reasoning.encrypted_content`, of which there is none",

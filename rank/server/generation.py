@@ -10,6 +10,7 @@ import msgspec
 from .. import protocol
 from .answer_grammar import Calls, Thoughts, answer_grammar, plain_grammar
 from .conversation import tool_name
+from .custom_tools import custom_names, enforced
 from .prompts import Prompt, chat_prompt, completion_prompts, context_of
 from .sampling_params import max_tokens, sampling_params
 from .schema import ChatRequest, Common, CompletionRequest
@@ -46,6 +47,15 @@ class Generation(msgspec.Struct, kw_only=True):
     vocabulary: protocol.Vocabulary | None = None  # what the grammar is for
 
 
+class Called(NamedTuple):
+    """How calls of tools are read."""
+
+    format: ToolCallFormat | None = None
+    tools: Tools | None = None
+    custom: frozenset[str] = frozenset()  # names of those whose input is a text
+
+
+NOTHING = Called()
 Make = Callable[[LoadedModel, Any], Generation]  # from a request of its kind
 
 
@@ -55,14 +65,15 @@ def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation:
     tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.offered() or ()}
     tool_format = model.text.tool_format if tools else None
     grammar = answer_grammar(
-        model.text, request.constraint(), _calls(request), _thoughts(model, request, prompt.thinking)
+        model.text, request.constraint(), _calls(model.text, request), _thoughts(model, request, prompt.thinking)
     )
-    return _generation(model, request, [prompt], model.text.reasoning, tool_format, tools, grammar)
+    called = Called(tool_format, tools, custom_names(request.tools))
+    return _generation(model, request, [prompt], model.text.reasoning, called, grammar)
 
 
-def _calls(request: ChatRequest) -> Calls | None:
+def _calls(text: Text, request: ChatRequest) -> Calls | None:
     """The tools that the answer may call, and whether it must."""
-    tools = request.offered()
+    tools = [enforced(tool, text.tool_format is not None and text.tool_format.raw) for tool in request.chosen()]
     if not tools:
         return None
     choice = tool_choice(request.tool_choice)
@@ -90,11 +101,10 @@ def _generation(
     request: Common,
     prompts: list[Prompt],
     reasoning: ReasoningFormat | None = None,
-    tool_format: ToolCallFormat | None = None,
-    tools: Tools | None = None,
+    called: Called = NOTHING,
     grammar: str = "",
 ) -> Generation:
-    text, ready = model.text, model.ready
+    text, ready, (tool_format, tools, custom) = model.text, model.ready, called
     tokenizer, stops = text.tokenizer, request.stops()
     # A special token has no text, so a stop string that names one is matched by its id.
     named = [tokenizer.added.get(stop) for stop in stops]
@@ -114,7 +124,9 @@ def _generation(
     return Generation(
         prompts=prompts,
         sampling=sampling,
-        parser=lambda prompt: OutputParser(stops, keep_stop, reasoning, prompt.thinking, tool_format, parallel, tools),
+        parser=lambda prompt: OutputParser(
+            stops, keep_stop, reasoning, prompt.thinking, tool_format, parallel, tools, custom
+        ),
         n=request.n or 1,
         skip=skip,
         markers={id: token for token, id in tokenizer.added.items() if id in seen} if tokenizer.bytewise else {},

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from .. import protocol
+from .custom_tools import custom_names
 from .renderer import Renderer
 from .schema import ChatRequest, CompletionRequest
 from .session import Choice, Session, Update
@@ -28,8 +29,10 @@ def _logprob(value: float) -> float | None:
     return None if math.isnan(value) else max(value, LOWEST)
 
 
-def tool_call(call: ToolCall) -> dict[str, Any]:
-    """An entry of tool_calls."""
+def tool_call(call: ToolCall, custom: bool = False) -> dict[str, Any]:
+    """An entry of tool_calls; of a custom tool, the arguments are its input."""
+    if custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -220,6 +223,8 @@ class ChatRenderer(OpenAiRenderer):
     def __init__(self, session: Session, request: ChatRequest, tokenizer: Tokenizer):
         super().__init__(session, request, tokenizer)
         self._shows_reasoning = request.shows_reasoning()
+        self._custom = custom_names(request.tools)
+        self._inputs: set[tuple[int, int]] = set()  # calls of custom tools, by the numbers of choice and call
 
     def text_chunk(self, index: int, event: Event) -> bytes | None:
         if isinstance(event, Text):
@@ -241,10 +246,16 @@ class ChatRenderer(OpenAiRenderer):
             elif isinstance(event, Reasoning) and self._shows_reasoning:
                 deltas.append({"reasoning_content": event.text, "reasoning": event.text})
             elif isinstance(event, ToolCallStart):
-                call = tool_call(ToolCall(event.id, event.name))
+                custom = event.name in self._custom
+                if custom:
+                    self._inputs.add((update.choice.index, event.index))
+                call = tool_call(ToolCall(event.id, event.name), custom)
                 deltas.append({"tool_calls": [{"index": event.index, **call}]})
             elif isinstance(event, ToolCallArguments):
-                deltas.append({"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]})
+                more: dict[str, Any] = {"function": {"arguments": event.text}}
+                if (update.choice.index, event.index) in self._inputs:
+                    more = {"custom": {"input": event.text}}
+                deltas.append({"tool_calls": [{"index": event.index, **more}]})
         if update.finish:
             deltas.append({})
         return [{"delta": delta} for delta in deltas]
@@ -259,7 +270,7 @@ class ChatRenderer(OpenAiRenderer):
             message["reasoning_content"] = message["reasoning"] = reasoning
         if answer.calls:
             message["content"] = content if content.strip() else None
-            message["tool_calls"] = [tool_call(call) for call in answer.calls]
+            message["tool_calls"] = [tool_call(call, call.name in self._custom) for call in answer.calls]
         return {"message": message}
 
     def logprobs(self, entries: list[tuple[protocol.TokenLogprob, int]]) -> dict[str, Any] | None:

@@ -296,10 +296,10 @@ def template_messages(messages: Sequence[Message], knows_developer: bool = False
             entry["tool_calls"] = [
                 {
                     "id": call.id,
-                    "type": call.type,
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                    "type": "function",
+                    "function": {"name": called.name, "arguments": _arguments(called.arguments)},
                 }
-                for call in message.tool_calls
+                for call, called in ((call, call.called()) for call in message.tool_calls)
             ]
         rendered.append(entry)
     return rendered

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from .api_error import ApiError
+from .custom_tools import is_custom
 from .items import Change, Item, Items
 from .mcp.request_tools import RequestTools
 from .renderer import Renderer, sse
@@ -22,6 +23,7 @@ DELTAS = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
+    "custom": "response.custom_tool_call_input",
 }
 
 
@@ -37,6 +39,7 @@ class ResponseRenderer(Renderer):
         self._stored = stored
         self._items = Items()
         self._tools = tools  # of tool servers
+        self._custom = {tool.get("name") for tool in request.tools or () if is_custom(tool)}
         for label in tools.lists if tools is not None else ():
             self._items.add_tools(label)
         self._error: dict[str, str] | None = None
@@ -95,6 +98,15 @@ class ResponseRenderer(Renderer):
         own = f"{self.session.id}{item.index}"
         if self._tools is not None and self._of_server(item):
             return server_item(item, own, text, status, self._tools)
+        if self._kind(item) == "custom":
+            return {
+                "type": "custom_tool_call",
+                "id": f"ctc_{own}",
+                "call_id": item.id,
+                "name": item.name,
+                "input": text,
+                "status": status,
+            }
         if item.kind == "call":
             return {
                 "type": "function_call",
@@ -108,6 +120,10 @@ class ResponseRenderer(Renderer):
         if item.kind == "reasoning":
             return {"type": "reasoning", "id": f"rs_{own}", "summary": [], "content": content, "status": status}
         return {"type": "message", "id": f"msg_{own}", "role": "assistant", "content": content, "status": status}
+
+    def _kind(self, item: Item) -> str:
+        """The item's kind, of the calls those of custom tools apart."""
+        return "custom" if item.kind == "call" and item.name in self._custom else item.kind
 
     def _usage(self) -> dict[str, Any]:
         used = self.session.usage()
@@ -185,7 +201,7 @@ class ResponseRenderer(Renderer):
             place["content_index"] = 0
         more: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}
         if change.what == "grow":
-            return [self._event(f"{DELTAS[item.kind]}.delta", **place, **more, delta=change.text)]
+            return [self._event(f"{DELTAS[self._kind(item)]}.delta", **place, **more, delta=change.text)]
         outer = {"output_index": item.index, "item": whole}
         if change.what == "begin":
             events = [self._event("response.output_item.added", **outer)]
@@ -193,7 +209,10 @@ class ResponseRenderer(Renderer):
                 events.append(self._event("response.content_part.added", **place, part=_part(item, "")))
             return events
         if item.kind == "call":
-            done = self._event(f"{DELTAS['call']}.done", **place, name=item.name, arguments=item.text)
+            whole_text = {"name": item.name, "arguments": item.text}
+            if self._kind(item) == "custom":
+                whole_text = {"input": item.text}
+            done = self._event(f"{DELTAS[self._kind(item)]}.done", **place, **whole_text)
             return [done, self._event("response.output_item.done", **outer)]
         return [
             self._event(f"{DELTAS[item.kind]}.done", **place, **more, text=item.text),

@@ -13,7 +13,8 @@ import msgspec
 
 from . import unsupported
 from .api_error import ApiError, bad
-from .conversation import PARTS, Call, Function, Message, Part
+from .conversation import PARTS, Call, CustomInput, Function, Message, Part
+from .custom_tools import check_custom, is_custom, nested
 from .decoding import explain, show
 from .mcp.request_tools import McpTool, mcp_tool
 from .mcp.tool_servers import full_name
@@ -21,9 +22,17 @@ from .schema import ChatRequest, ReasoningOptions, Sampled
 
 # What `include` may name although nothing here has it: clients always send it.
 ITEMS = (
-    "message", "function_call", "function_call_output", "reasoning", "mcp_list_tools", "mcp_call",
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
+    "mcp_list_tools", "mcp_call",
     "mcp_approval_request", "mcp_approval_response",
 )  # fmt: skip
+PREFIXES = {  # of items' ids
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 INCLUDES = ("reasoning.encrypted_content",)
 
 
@@ -36,6 +45,7 @@ class InputItem(msgspec.Struct):
     call_id: str | None = None
     name: str = ""
     arguments: str = ""
+    input: str = ""  # of a custom tool's call
     output: str | list[str | Part] | None = None
     id: str | None = None
     server_label: str = ""
@@ -55,7 +65,7 @@ class InputItem(msgspec.Struct):
             if isinstance(part, Part) and part.type not in PARTS:
                 here = f"{at}.output[{i}]"
                 raise bad(here, f"{here}.type is {show(part.type)}: this model takes text only")
-        if self.type in ("function_call", "function_call_output") and not self.call_id:
+        if self.type.removesuffix("_output") in ("function_call", "custom_tool_call") and not self.call_id:
             raise bad(f"{at}.call_id", f"{at}.call_id is missing: it tells which call is meant")
 
 
@@ -96,7 +106,7 @@ class NamedTool(msgspec.Struct, omit_defaults=True):
 
 
 class ToolChoice(msgspec.Struct, omit_defaults=True):
-    """Of the kinds that OpenAI has: function and allowed_tools."""
+    """Of the kinds that OpenAI has: function, custom and allowed_tools."""
 
     type: str | None = None
     mode: str | None = None
@@ -156,11 +166,13 @@ class ResponsesRequest(Sampled, kw_only=True):
         choice = self.tool_choice
         if choice is None or isinstance(choice, str):
             return
-        if choice.type == "function" and choice.name:
+        if choice.type in ("function", "custom") and choice.name:
             return
         if choice.type == "allowed_tools" and choice.mode in ("auto", "required"):
             return
-        expected = "auto, none, required, or an object of type function (with a name) or allowed_tools (with a mode)"
+        expected = (
+            "auto, none, required, or an object of type function or custom (with a name) or allowed_tools (with a mode)"
+        )
         raise bad("tool_choice", f"tool_choice is {show(choice)}: expected {expected}")
 
     def items(self) -> list[dict[str, Any]]:
@@ -219,16 +231,20 @@ def _tool_choice(choice: str | ToolChoice | None, more: list[dict[str, Any]]) ->
     """As chats have it. more: tools of the servers that it leaves."""
     if not isinstance(choice, ToolChoice):
         return choice
-    if choice.type == "function":
-        return {"type": "function", "function": {"name": choice.name}}
-    names = [tool.name for tool in choice.tools or () if tool.type != "mcp"]
-    names += [tool["function"]["name"] for tool in more]
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    if choice.type != "allowed_tools":
+        return _named(choice.type, choice.name)
+    tools = [_named(tool.type, tool.name) for tool in choice.tools or () if tool.type != "mcp"]
+    tools += [_named("function", tool["function"]["name"]) for tool in more]
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
 
 
+def _named(kind: str | None, name: str | None) -> dict[str, Any]:
+    kind = "custom" if kind == "custom" else "function"
+    return {"type": kind, kind: {"name": name}}
+
+
 def _prefix(item: dict[str, Any]) -> str:
-    return {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}.get(item.get("type", ""), "msg")
+    return PREFIXES.get(item.get("type", ""), "msg")
 
 
 def _item(item: dict[str, Any], at: str) -> InputItem:
@@ -240,12 +256,16 @@ def _item(item: dict[str, Any], at: str) -> InputItem:
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     """A tool as chats have it."""
+    if is_custom(tool):
+        found = nested(tool)
+        check_custom(found, at)
+        return found
     try:
         one = msgspec.convert(tool, FunctionTool)
     except msgspec.ValidationError as error:
         raise explain(str(error), tool, at) from None
     if one.type != "function":
-        raise bad(at, f'{at}.type is {show(one.type)}: only "function" and "mcp" are supported, leave it out')
+        raise bad(at, f'{at}.type is {show(one.type)}: only "function", "custom" and "mcp" are supported, leave it out')
     if not one.name:
         raise bad(f"{at}.name", f"{at}.name is missing")
     function: dict[str, Any] = {
@@ -269,9 +289,9 @@ def _messages(items: list[InputItem]) -> list[Message]:
     messages: list[Message] = []
     open_turn = False  # the last message is an assistant's, which may get more
     for item in _calls_of_servers(items):
-        assistant = item.type in ("function_call", "reasoning") or item.role == "assistant"
+        assistant = item.type in ("function_call", "custom_tool_call", "reasoning") or item.role == "assistant"
         if not assistant:
-            role = "tool" if item.type == "function_call_output" else item.role or "user"
+            role = "tool" if item.type in ("function_call_output", "custom_tool_call_output") else item.role or "user"
             text = _words(item.output if role == "tool" else item.content)
             messages.append(Message(role, text, tool_call_id=item.call_id))
         else:
@@ -286,6 +306,7 @@ def _messages(items: list[InputItem]) -> list[Message]:
 def _calls_of_servers(items: list[InputItem]) -> Iterator[InputItem]:
     """The items with calls of tool servers as functions' calls and outputs. One that was denied has that as output."""
     asked = {item.id: item for item in items if item.type == "mcp_approval_request"}
+    labels = {item.server_label for item in items if item.server_label}
     for item in items:
         output, made = item.output or item.error, item
         if item.type == "mcp_approval_response" and not item.approve and item.approval_request_id in asked:
@@ -293,7 +314,7 @@ def _calls_of_servers(items: list[InputItem]) -> Iterator[InputItem]:
         elif item.type in ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"):
             continue
         if made.type in ("mcp_call", "mcp_approval_request"):
-            name = full_name(made.server_label, made.name)
+            name = full_name(made.server_label, made.name, labels)
             words = output if isinstance(output, str) else _words(output) if isinstance(output, list) else str(output)
             yield InputItem("function_call", call_id=made.id, name=name, arguments=made.arguments)
             yield InputItem("function_call_output", call_id=made.id, output=words)
@@ -304,6 +325,9 @@ def _calls_of_servers(items: list[InputItem]) -> Iterator[InputItem]:
 def _extend(message: Message, item: InputItem) -> None:
     if item.type == "function_call":
         message.tool_calls = [*(message.tool_calls or ()), Call(Function(item.name, item.arguments), item.call_id)]
+    elif item.type == "custom_tool_call":
+        custom = Call(id=item.call_id, custom=CustomInput(item.name, item.input))
+        message.tool_calls = [*(message.tool_calls or ()), custom]
     elif item.type == "reasoning":
         message.reasoning_content = "\n".join(filter(None, (message.reasoning_content, _words(item.content)))) or None
     else:

@@ -14,10 +14,11 @@ import msgspec
 from . import unsupported
 from .api_error import bad
 from .constraint import Constraint, StructuredOutputs, guided, need_llguidance, response_format, structured_outputs
-from .conversation import Message, Tool, tool_name
-from .decoding import Body, explain, show
-from .token_fields import TokenFields
-from .tool_choice import tool_choice
+from .conversation import Message
+from .custom_tools import as_function
+from .decoding import Body, show
+from .token_fields import TokenFields, texts_or_tokens
+from .tool_choice import check_tools, chosen
 
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
 MAX_CHOICES = 128
@@ -277,10 +278,12 @@ class ChatRequest(Common, kw_only=True):
         return tools + sum(message.characters() for message in self.conversation())
 
     def offered(self) -> list[dict[str, Any]] | None:
-        """The tools that the model may call."""
-        choice = tool_choice(self.tool_choice)
-        tools = [one for one in self.tools or () if choice.allowed is None or tool_name(one) in choice.allowed]
-        return tools if tools and choice.mode != "none" else None
+        """The tools that the model may call, as functions."""
+        return [as_function(tool) for tool in self.chosen()] or None
+
+    def chosen(self) -> list[dict[str, Any]]:
+        """The same as the request has them."""
+        return chosen(self.tools, self.tool_choice)
 
     def conversation(self) -> list[Message]:
         """The messages; a text alone is one of the user."""
@@ -326,20 +329,7 @@ class ChatRequest(Common, kw_only=True):
 
     def check_tools(self) -> None:
         """The tools, and whether tool_choice fits them. Raises ApiError 400."""
-        for i, tool in enumerate(self.tools or ()):
-            try:
-                checked = msgspec.convert(tool, Tool)
-            except msgspec.ValidationError as error:
-                raise explain(str(error), tool, f"tools[{i}]") from None
-            if checked.type != "function":
-                raise bad("tools", f'tools[{i}].type is {show(checked.type)}: only "function" is supported')
-        choice = tool_choice(self.tool_choice)
-        offered = [tool_name(tool) for tool in self.offered() or ()]
-        if choice.mode == "required" and not offered:
-            raise bad("tool_choice", f"tool_choice is {show(self.tool_choice)}: it needs tools that may be called")
-        if choice.named and choice.named not in offered:
-            shown = ", ".join(offered)
-            raise bad("tool_choice", f"tool_choice names {show(choice.named)}, but the tools are {shown}")
+        check_tools(self.tools, self.tool_choice)
 
 
 class CompletionRequest(Common, kw_only=True):
@@ -380,19 +370,6 @@ class CompletionRequest(Common, kw_only=True):
             raise bad("suffix", "suffix is not supported: it needs a model trained to fill in the middle")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise bad("logprobs", f"logprobs is {show(self.logprobs)}: it must be between 0 and {MAX_LOGPROBS}")
-
-
-def texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Each as text or token ids."""
-    if isinstance(value, str):
-        return [value]
-    if not value:
-        raise bad(name, f"{name} is an empty list: give a text, token ids, or a list of either")
-    if all(isinstance(item, int) for item in value):
-        return [value]  # type: ignore[list-item]
-    if any(isinstance(item, int) for item in value):
-        raise bad(name, f"{name} mixes token ids with texts or lists: give one kind only")
-    return value  # type: ignore[return-value]
 
 
 def check_ranges(request: Body) -> None:

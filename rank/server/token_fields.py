@@ -66,3 +66,16 @@ def _thinking_tokens(text: Text) -> tuple[int, int]:
             "thinking_token_budget: this model has no tokens around its reasoning, which the limit needs; leave it out",
         )
     return added[form.open], added[form.close]
+
+
+def texts_or_tokens(name: str, value: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Each as text or token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise bad(name, f"{name} is an empty list: give a text, token ids, or a list of either")
+    if all(isinstance(item, int) for item in value):
+        return [value]  # type: ignore[list-item]
+    if any(isinstance(item, int) for item in value):
+        raise bad(name, f"{name} mixes token ids with texts or lists: give one kind only")
+    return value  # type: ignore[return-value]

@@ -99,8 +99,6 @@ class Engine:
         fingerprint.check(world, place.hosts, Path(options.model), options.load_format != "dummy")
         free = [kv_cache.free_memory(where, place.ranks_here) for where in (device, torch.device("cpu"))]
         world.barrier()  # nobody takes memory before all have looked
-        if device.type == "cuda" and options.kv_cache_dtype != "auto":
-            raise errors.FatalError("--kv-cache-dtype fp8: the kernels of GPUs do not read it yet", errors.MODEL)
         self.model = self._load_together(*free) if self._loaded else self._load(*free)
         self._loaded = True
         block_size = options.block_size or BLOCK_SIZE

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from phalanx.benchmarks import ops, timing
+from phalanx.benchmarks import ops_table, timing
 
 
 class Gpu:
@@ -76,9 +76,9 @@ def test_a_gpu_that_does_not_tell(gpu):
 
 
 def test_the_table_has_both(gpu, capsys):
-    table = ops.Table("sum", joules=True)
+    table = ops_table.Table("sum", joules=True)
     table.add("a sum", 4.52e6, {"ours": [gpu.call]}, least=4)
-    table.add("a product", 4.52e6, {"ours": [gpu.call]})
+    table.add("a GEMM", 4.52e6, {"ours": [gpu.call]})
     (line,) = table.lines
     assert line.pop("ours, mJ") == pytest.approx(375, rel=0.01)
     assert line == {"what": "op", "op": "a sum", "limit_us": 1.0, "ours": 500.0}

@@ -184,15 +184,19 @@ def graphs(comm, host) -> None:
     host.barrier()
 
 
-def products(comm) -> None:
-    """Products that are spread over the ranks as they are computed: their sums, and in a graph, one after the other."""
+def relative_error(got, want) -> float:
+    return ((got.float() - want).norm() / want.norm()).item()
+
+
+def gemms(comm) -> None:
+    """GEMMs whose outputs are scattered as they are computed: their sums, and in a graph, one after the other."""
     if comm.size == 2:
         return
     gemm_reduce_scatter.SENT, counts, width, inputs = 0, [80, 128, 272], 256 * comm.size, 640
     torch.manual_seed(comm.rank)
     weights = [(torch.randn(width, inputs, device="cuda") / 25).bfloat16() for _ in range(2)]
     said = autotune.tune(autotune.TuneRequest(weight, counts, comm.peers) for weight in weights)
-    assert said.startswith("0 of 0 products"), said
+    assert said.startswith("0 of 0 GEMMs"), said
     ones, rng = torch.ones(width, device="cuda", dtype=torch.bfloat16), random.Random(comm.rank)
 
     def fused(x, weight, residual):
@@ -205,9 +209,6 @@ def products(comm) -> None:
     def total(x, weight):
         return comm.all_gather((x.float() @ weight.float().T).bfloat16()).float().sum(0)
 
-    def apart(got, want):
-        return ((got.float() - want).norm() / want.norm()).item()
-
     for rows in counts * 3:
         x = torch.randn(rows, inputs, device="cuda").bfloat16()
         for weight in weights:
@@ -216,7 +217,7 @@ def products(comm) -> None:
             residual = torch.randn(rows, width, device="cuda").bfloat16()
             dawdle(rng)
             normed, stream = fused(x, weight, residual.clone())
-            assert apart(stream, want + residual.float()) < 8e-3
+            assert relative_error(stream, want + residual.float()) < 8e-3
             assert torch.equal(normed, norm.rms_norm(stream, ones, 1e-5))
             assert (comm.all_gather(stream) == stream).all()
     assert fused(x[:79], weights[0], residual[:79]) is None and fused(x.half(), weights[0], residual) is None
@@ -244,7 +245,7 @@ def products(comm) -> None:
             graph.replay()
             if i % 10 == 9:
                 want = sum(total(x, weight) for weight in weights) * 5
-                assert apart(found, want) < 2e-2, i
+                assert relative_error(found, want) < 2e-2, i
     comm.barrier()
 
 
@@ -261,7 +262,7 @@ def main() -> None:
     sums(comm)
     beside(comm)
     graphs(comm, host)
-    products(comm)
+    gemms(comm)
     gemm_reduce_scatter.SENT = allreduce.SENT
     again = custom_allreduce.CustomAllReduceComm(host)  # a second group of the same ranks
     sums(again)

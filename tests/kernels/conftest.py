@@ -9,6 +9,7 @@ import torch
 from phalanx.kernels.cpp import compiler, ops
 
 from .. import leftovers
+from . import cuda_model
 
 
 @functools.cache
@@ -31,6 +32,11 @@ def isa(request, monkeypatch):
     ops.op.cache_clear()
     yield request.param
     ops.op.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def cuda_models(tmp_path_factory):
+    return cuda_model.Builder(tmp_path_factory.mktemp("cuda_models"))
 
 
 @pytest.fixture(params=[1, 3])

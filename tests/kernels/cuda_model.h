@@ -1,8 +1,9 @@
 // A GPU's block on a CPU, for tests: each thread is a fiber, and what kernels/cuda/*.cuh do by assembly is written out.
 //
-// It stands in place of common.cuh, tma.cuh, mma.cuh, wgmma.cuh and pairs.cuh. Warps run in random order. A copy that was asked for
-// poisons the place that it goes to and lands some time later, so that what is read too early or written too early
-// shows. So do asynchronous products: they take place when they are waited for. Clusters are of one block. All fibers waiting with no copy under way is a deadlock. Memory that may be read is told, the rest is an error.
+// It stands in place of common.cuh, tma.cuh, mma.cuh, wgmma.cuh and pairs.cuh. Warps run in random order. A copy poisons
+// its target and lands some time later: what is read or written too early shows. Asynchronous GEMMs of tiles take place
+// when they are waited for. Clusters are of one block. All fibers waiting with no copy under way is a deadlock. Memory
+// that may be read is told, the rest is an error.
 
 #include <ucontext.h>
 
@@ -49,7 +50,7 @@ struct Fiber {
     Dim thread;
     bool done;
     std::function<bool()> ready;  // what it waits for
-    std::vector<std::vector<std::function<void()>>> products;  // groups under way; the last one may still grow
+    std::vector<std::vector<std::function<void()>>> gemms;  // groups under way; the last one may still grow
 };
 static ucontext_t scheduler;
 static Fiber fibers[MOST];
@@ -122,7 +123,7 @@ static void run_block() {
         fiber.context.uc_stack.ss_sp = stacks.data() + (size_t)i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
-        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.products = {{}}, fiber.ready = [] { return true; };
+        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.ready = [] { return true; };
         makecontext(&fiber.context, entry, 0);
     }
     const int all = count / 32;
@@ -153,7 +154,7 @@ static void run_block() {
         if (failed) return;
     }
     for (int i = 0; i < count; i++)
-        if (fibers[i].products.size() > 1) failed = "the block ended before its products came";
+        if (fibers[i].gemms.size() > 1) failed = "the block ended before its gemms came";
     if (!copies.empty()) failed = "the block ended before a copy came";
 }
 }  // namespace model
@@ -369,43 +370,4 @@ static float4 load_from_block(unsigned, int) {
     return {};
 }
 
-// wgmma.cuh
-
-static unsigned long long smem_descriptor(unsigned start, int) {
-    if (start % 1024 / 128 || start % 32) model::fail("an operand does not begin in the first row of a swizzled box");
-    return start;
-}
-static void wgmma_fence() {}
-static void wgmma_commit() { model::now->products.emplace_back(); }
-template <int N> static void wgmma_wait() {
-    auto& groups = model::now->products;
-    for (; groups.size() > N + 1; groups.erase(groups.begin()))
-        for (auto& product : groups[0]) product();
-}
-template <int N> static void fence_registers(float (&)[N]) {}
-template <int N> static void set_registers(bool) {}
-// c and a are read when it takes place: what is overwritten before shows.
-template <bool ACROSS, class E, int N>
-static void wgmma(E, float (&c)[N], const unsigned (&a)[4], unsigned long long b, bool add) {
-    static_assert(!ACROSS);
-    float* const sums = c;
-    const unsigned* const rows = a;
-    model::now->products.back().push_back([=] {
-        auto slots = model::together(rows, 4);
-        const int lane = model::lane();
-        float x[2][16];
-        for (int h = 0; h < 2; h++)
-            for (int k = 0; k < 16; k++) x[h][k] = to_float(half_of<E>(slots[lane / 4 * 4 + k % 8 / 2][h + k / 8 * 2], k % 2));
-        for (int r = 0; r < N; r++) {
-            const int column = r / 4 * 8 + lane % 4 * 2 + r % 2;
-            double sum = add ? sums[r] : 0;
-            for (int k = 0; k < 16; k++) {
-                const unsigned at = (unsigned)b + column * 128 + k * 2;
-                E y;
-                memcpy(&y, model::at(at ^ (at >> 7 & 7) << 4, 2), 2);
-                sum += (double)x[r / 2 % 2][k] * to_float(y);
-            }
-            sums[r] = (float)sum;
-        }
-    });
-}
+#include "cuda_model_wgmma.h"

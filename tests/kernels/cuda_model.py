@@ -12,6 +12,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 
+HEADER = Path(__file__).with_suffix(".h")
 REPLACED = ("common.cuh", "tma.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
 FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
 LAUNCH = """
@@ -35,11 +36,37 @@ class Box(ctypes.Structure):
     _fields_ = [("start", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "columns", "height"))]
 
 
-def build(source: str, sizes: dict, folder: Path) -> ctypes.CDLL:
-    """The library of a source's one kernel, for the element type T and sizes of `sizes`."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
+class Builder:
+    """Compiles kernels, each once, and before them the header that takes most of a compiler's time."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._built: dict[str, ctypes.CDLL] = {}
+
+    def build(self, source: str, sizes: dict) -> ctypes.CDLL:
+        """The library of a source's one kernel, for the element type T and sizes of `sizes`."""
+        text = model_text(source, sizes)
+        if text not in self._built:
+            if not self._built:
+                for one in HEADER.parent.glob(f"{HEADER.stem}*.h"):
+                    shutil.copy(one, self._folder)
+                self._compile("-x", "c++-header", HEADER.name, "-o", f"{HEADER.name}.gch")
+            name = f"{source}_{len(self._built)}"
+            (self._folder / f"{name}.cpp").write_text(text)
+            self._compile("-shared", f"{name}.cpp", "-o", f"{name}.so")
+            self._built[text] = ctypes.CDLL(str(self._folder / f"{name}.so"))
+        return self._built[text]
+
+    def _compile(self, *words: str) -> None:
+        compiler = shutil.which("c++") or shutil.which("g++")
+        if compiler is None:
+            pytest.skip("no C++ compiler")
+        command = [compiler, "-O1", "-std=c++17", "-fPIC", "-w", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=self._folder)
+        assert done.returncode == 0, done.stderr
+
+
+def model_text(source: str, sizes: dict) -> str:
     text = jit.SOURCES[f"{source}.cu"].read_text()
     for key, value in sizes.items():
         text = text.replace(f"#include {key}\n", f'#include "{value}.cuh"\n')
@@ -55,13 +82,7 @@ def build(source: str, sizes: dict, folder: Path) -> ctypes.CDLL:
         for key, value in sizes.items()
         if not isinstance(value, str)
     ]
-    header = Path(__file__).with_suffix(".h").read_text()
-    (folder / "kernel.cpp").write_text("\n".join([header, *given, text, LAUNCH.format(call=call)]))
-    library = folder / f"{source}.so"
-    command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-o", str(library), str(folder / "kernel.cpp")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    return "\n".join([f'#include "{HEADER.name}"', *given, text, LAUNCH.format(call=call)])
 
 
 def launch(

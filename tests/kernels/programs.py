@@ -68,6 +68,8 @@ PROGRAMS = [
             NORM=1,
             PER=8,
             INTERLEAVED=0,
+            SIZE=16,
+            FP8=0,
         ),
     ),
     (
@@ -83,6 +85,8 @@ PROGRAMS = [
             NORM=1,
             PER=8,
             INTERLEAVED=1,
+            SIZE=16,
+            FP8=1,
         ),
     ),
     (
@@ -98,6 +102,8 @@ PROGRAMS = [
             NORM=0,
             PER=1,
             INTERLEAVED=1,
+            SIZE=5,
+            FP8=0,
         ),
     ),
     ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0, BIAS=0)),

@@ -13,6 +13,7 @@ from typing import Any
 from .schema_values import TYPES, kinds_of
 
 Schema = dict[str, Any]
+GRAMMAR = "x-phalanx-grammar"  # of a text, in Lark: what custom tools bring, and no client's schema
 MOST = 64  # alternatives of a value
 DEEPEST = 32  # references and alternatives within each other
 # They say nothing about values.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .argument_schema import Schema, Unwritable, alternatives, enumerated, plain_types
+from .argument_schema import GRAMMAR, Schema, Unwritable, alternatives, enumerated, plain_types
 from .lark import Lark
 from .tool_formats import CallableTool
 
@@ -17,7 +17,7 @@ NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?/"
 KNOWN = {
     "integer": NUMBERS,
     "number": NUMBERS,
-    "string": ("minLength", "maxLength", "pattern", "format"),
+    "string": ("minLength", "maxLength", "pattern", "format", GRAMMAR),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties"),
 }

@@ -16,11 +16,12 @@ Reasoning may come more than once. An opening marker behind a quotation mark is 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .control import MARK
 from .draft import Draft
 from .events import Event, Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart, ToolResult, add_event
+from .input_text import InputText
 from .reasoning import ReasoningFormat
 from .stop_strings import StopFinder, partial_suffix
 from .tool_formats import ToolCallFormat, ToolCallParser, Tools
@@ -109,9 +110,10 @@ class OutputParser:
         tool_format: ToolCallFormat | None = None,
         parallel_calls: bool = True,
         tools: Tools | None = None,
+        custom: Collection[str] = (),
     ):
         """`thinking`: the prompt has opened the reasoning already. No tool_format leaves tool calls in the text.
-        `tools` are those that the model was offered."""
+        `tools` are those that the model was offered; of the `custom` ones the input is told instead of arguments."""
         self.calls = 0
         self.thinking = reasoning is not None and thinking
         self._stop = StopFinder(stops, keep_stop) if stops else None
@@ -119,6 +121,8 @@ class OutputParser:
         self._format = tool_format
         self._parallel = parallel_calls
         self._tools = tools or {}
+        self._custom = custom
+        self._input: InputText | None = None  # of the custom tool's call that is being read
         self._call_ended = False  # the one call of parallel_tool_calls=false is complete
         self._plain = reasoning is None and tool_format is None
         self._content = Channel(Text, self._stop)
@@ -274,10 +278,17 @@ class OutputParser:
             elif not isinstance(event, ToolResult) and (self._parallel or event.index == 0):
                 if isinstance(event, ToolCallArguments):
                     event.text = _unmarked(event.text)
+                    if self._input is not None:
+                        event.text = self._input.feed(event.text)
+                        if not event.text:
+                            continue
                 if isinstance(event, ToolCallStart):
                     self.calls += 1
                     event.name = _unmarked(event.name)
                     self._content.mark(events)
+                    self._input = InputText() if event.name in self._custom else None
+                if isinstance(event, ToolCallEnd) and self._input is not None and (rest := self._input.finish()):
+                    add_event(events, ToolCallArguments(event.index, rest))
                 add_event(events, event)
                 if isinstance(event, ToolCallEnd) and not self._parallel:
                     self._call_ended = True

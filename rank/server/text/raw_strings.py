@@ -41,7 +41,7 @@ def terminal(plain: Schema, strict: bool) -> str:
 def _searched(pattern: str, strict: bool) -> list[str]:
     """A pattern may match anywhere in the text, unless it has anchors."""
     try:
-        if re.search(r"\|", re.sub(r"\\.|\[[^\]]*\]|\((?!\?)[^()]*\)", "", pattern)) and re.search(r"[\^$]", pattern):
+        if "|" in _outermost(pattern) and re.search(r"[\^$]", pattern):
             raise Unwritable(f"the pattern {json.dumps(pattern)} has anchors beside alternatives")
         body = pattern.removeprefix("^")
         open_end = not re.search(r"(?<!\\)(\\\\)*\$$", body)
@@ -52,6 +52,14 @@ def _searched(pattern: str, strict: bool) -> list[str]:
         if strict:
             raise
         return []
+
+
+def _outermost(pattern: str) -> str:
+    """Without what stands in brackets."""
+    pattern = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "", pattern)
+    while (inner := re.sub(r"\([^()]*\)", "", pattern)) != pattern:
+        pattern = inner
+    return pattern
 
 
 def _regex(pattern: str) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .argument_schema import Parameters, Schema, Unwritable, alternatives, enumerated, plain_types
+from .argument_schema import GRAMMAR, Parameters, Schema, Unwritable, alternatives, enumerated, plain_types
 from .lark import ANY_NAME, Lark
 from .raw_strings import ANY, terminal
 from .schema_values import to_json
@@ -100,7 +100,7 @@ class _Arguments:
         if tool.strict and types != self._read.types(name):
             raise Unwritable(f"the parameter {json.dumps(name)} has other types in another alternative of the schema")
         newline = "\n" if tags.lines else ""
-        if grammar := next((one["x-lark"] for one in plain if "x-lark" in one), None):
+        if grammar := next((one[GRAMMAR] for one in plain if GRAMMAR in one), None):
             return f"{lark.part({'lark_grammar': grammar})} {lark.literal(newline)} {lark.marker(tags.close)}"
         parts = [] if "string" in types else [schema]
         texts = self._texts(plain, types, parts) if "string" in types else []

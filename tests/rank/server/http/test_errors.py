@@ -105,7 +105,7 @@ CHAT = [
     (
         {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
         "tools",
-        'tools[0].type is "retrieval": only "function" is supported',
+        'tools[0].type is "retrieval": only "function" and "custom" are supported',
     ),
     (
         {"tool_choice": "required"},

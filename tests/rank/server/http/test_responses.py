@@ -266,7 +266,7 @@ def test_a_server_that_keeps_none(make_front):
             "this model takes text only",
         ),
         ({"input": [{"type": 5}]}, "input[0].type", "input[0].type is 5"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", 'only "function" and "mcp" are supported'),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", 'only "function", "custom" and "mcp" are supported'),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
         ({"tool_choice": "required"}, "tool_choice", "it needs tools that may be called"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "expected auto, none, required"),
