@@ -93,11 +93,8 @@ def load(
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    offload = _offload(model, experts, DTYPES[chosen], device, mesh)
-    need = _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
-    if offload is not None:
-        need += offload.resident_bytes
-        host_room = _check_host(offload, room if device.type == "cpu" else host_room)
+    placed, host_room = _place(model, experts, DTYPES[chosen], device, mesh, host_room)
+    need = placed + _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):
@@ -105,16 +102,11 @@ def load(
     try:
         _fill(source, parts, Filler(model.sharded_modules(), device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
-        if offload is not None and (told := offload.attach()) and speaks:
-            log.info(told)
+        _attach(model, speaks)
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
     model.dtype = DTYPES[chosen]
-    model.offload = offload
-    for one in model.modules():
-        if isinstance(one, LatentUp):
-            one.expand(model.dtype)
-    _count_weights(model)
+    _finish(model)
     return model.eval()
 
 
@@ -126,32 +118,46 @@ def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantis
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 
-def _count_weights(model: Model) -> None:
+def _finish(model: Model) -> None:
+    """Once its weights are loaded."""
+    for one in model.modules():
+        if isinstance(one, LatentUp):
+            one.expand(model.dtype)
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
 
 
-def _offload(model: Model, experts: ExpertRoom, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> Offload | None:
-    """Marks the stage's experts as the host's, where the user asks for that."""
+def _place(
+    model: Model, experts: ExpertRoom, dtype: torch.dtype, device: torch.device, mesh: Mesh, host_room: int | None
+) -> tuple[int, int | None]:
+    """Mark the stage's experts as the host's, where the user asks for that.
+
+    Returns the bytes that they take of the device's memory, and what they leave of the host's. Raises FatalError where
+    they do not fit there.
+    """
     if not experts:
-        return None
+        return 0, host_room
     layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
     if not layers and mesh.pipe.size == 1:
         raise FatalError("--num-experts-offload-per-rank: the model has no experts: leave it out", USAGE)
-    return Offload(layers, experts, dtype, device)
-
-
-def _check_host(offload: Offload, room: int | None) -> int | None:
-    """What the experts leave of the host's memory. Raises FatalError where they do not fit."""
-    if room is not None and offload.host_bytes > room:
+    model.offload = offload = Offload(layers, experts, dtype, device)
+    if device.type == "cpu":
+        return offload.resident_bytes + offload.host_bytes, host_room
+    if host_room is not None and offload.host_bytes > host_room:
         raise FatalError(
-            f"this rank's experts take {offload.host_bytes / 1e9:.2f} GB of the host's memory, but {room / 1e9:.2f} GB "
-            "are free for it: use more ranks (--tp, --ep, --pp) or a node with more memory; `phalanx fit` shows what "
-            "fits",
+            f"this rank's experts take {offload.host_bytes / 1e9:.2f} GB of the host's memory, but "
+            f"{host_room / 1e9:.2f} GB are free for it: use more ranks (--tp, --ep, --pp) or a node with more memory; "
+            "`phalanx fit` shows what fits",
             MEMORY,
         )
-    return None if room is None else room - offload.host_bytes
+    return offload.resident_bytes, None if host_room is None else host_room - offload.host_bytes
+
+
+def _attach(model: Model, speaks: bool) -> None:
+    """Prepare the experts that are in host memory, once they are there."""
+    if model.offload is not None and (told := model.offload.attach()) and speaks:
+        log.info(told)
 
 
 def _experts_of(model: Model) -> int:
