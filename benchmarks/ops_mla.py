@@ -36,9 +36,9 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     whole, up = randn(batch, heads, NOPE + ROPE), randn(heads, NOPE + VALUE, LATENT)
     programs = batch * -(-heads // mla_triton.GROUP)
     splits = mla_triton.choose_kv_splits(programs, 32768, torch.cuda.get_device_properties(0).multi_processor_count)
-    rest = rows.block_tables, rows.lengths, out, PARAMS.scale
+    rest = rows.block_tables, rows.lengths, out, PARAMS.scale, splits, None
     versions: dict[str, list[Call]] = {
-        f"kernel, tiles of {tile}": [partial(mla_triton.decode, q, c, LATENT, *rest, splits, tile) for c in caches]
+        f"kernel, tiles of {tile}": [partial(mla_triton.decode, q, c, LATENT, *rest, tile) for c in caches]
         for tile in (32, 64)
     }
     versions["ours"] = [partial(mla.latent_attention, whole, c, up, rows, PARAMS) for c in caches]

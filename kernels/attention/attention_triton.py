@@ -15,8 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import jit
 from ..device import device_caps
+from ..rope.fp8_triton import exponent_of, round_trip, scales_at, widen
 from .attention_tma import LOG2_E
 from .backend import CurrentKV, Part
+from .decode_parts_triton import combine, softcap, turn, with_sink
 
 # Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
 PROGRAMS = 4
@@ -31,77 +33,14 @@ def _slots(tables, positions, valid, BLOCK: tl.constexpr):
     return blocks.to(tl.int64) * BLOCK + positions % BLOCK
 
 
-@triton.jit
-def _turn(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Both halves [heads, HALF] of heads, normed and rotated, rounded after either, as rope/rope.cu does it."""
-    dtype = a.dtype
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
-        wa = tl.load(weight + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-        wb = tl.load(weight + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-        a = (a * scale * wa[None, :]).to(dtype).to(tl.float32)
-        b = (b * scale * wb[None, :]).to(dtype).to(tl.float32)
-    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
-
-
-@triton.jit
-def _softcap(s, CAP: tl.constexpr):
-    """CAP * tanh(s / CAP), which an overflow makes CAP; CAP 0: s. Both are to the base 2: times log2(e)."""
-    if CAP > 0:
-        s = CAP - 2 * CAP / (tl.exp(s * (2 / CAP)) + 1)
-    return s
-
-
-@triton.jit
-def _with_sink(total, top, sinks, mask):
-    """The sums of softmaxes, relative to 2^top, with their heads' sinks, which are to the base e."""
-    return total + tl.exp2(tl.load(sinks, mask=mask, other=0.0) * 1.4426950408889634 - top)
-
-
-@triton.jit
-def _combine(
-    parts, sums, out, sinks, row, count, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Rows row:row + GROUP of out [rows, DIM] from `count` parts each, weighted by their sums. sinks: of these rows."""
-    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
-    # Parts at once: as many as fit in registers, for each round waits for memory.
-    MOST: tl.constexpr = triton.cdiv(8192, HEADS * PADDED)
-    AHEAD: tl.constexpr = MOST if MOST < SPLITS else SPLITS
-    heads, splits, dims = tl.arange(0, HEADS), tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    mine = (heads < GROUP)[:, None]
-    first = (row + heads)[:, None] * SPLITS
-    # Past the first-level cache, which need not see what other multiprocessors have written.
-    every = tl.load(sums + first + splits[None, :], mask=mine & (splits < count)[None, :], other=float("-inf"),
-                    cache_modifier=".cg")  # fmt: skip
-    top = tl.max(tl.where(mine, every, 0.0), 1)[:, None]
-    total = tl.sum(tl.exp2(every - top), 1)
-    if SINKS:
-        total = _with_sink(total, tl.max(top, 1), sinks + heads, heads < GROUP)
-    acc = tl.zeros([HEADS, PADDED], tl.float32)
-    for at in range(0, count, AHEAD):
-        split = at + tl.arange(0, AHEAD)[None, :]
-        mask = mine & (split < count)
-        weights = tl.exp2(tl.load(sums + first + split, mask=mask, other=float("-inf"), cache_modifier=".cg") - top)
-        x = tl.load(
-            parts + (first + split)[:, :, None] * DIM + dims[None, None, :],
-            mask=mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        acc += tl.sum(x * weights[:, :, None], 1)
-    y = acc / tl.where(total > 0, total, 1.0)[:, None]
-    at = out + (row + heads)[:, None] * DIM + dims[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), mask=mine & (dims < DIM)[None, :])
-
-
 @triton.jit(do_not_specialize=["table_row"])  # it differs from step to step
 def decode_kernel(
-    q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived, sinks,
-    scale, eps, q_row, k_row, v_row, table_row,
+    q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, scales, tables, lengths, out, parts, sums, arrived,
+    sinks, scale, eps, q_row, k_row, v_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
 
@@ -149,42 +88,61 @@ def decode_kernel(
         ka = tl.load(from_k, mask=low & newest, other=0.0)
         kb = tl.load(from_k + HALF, mask=low & newest, other=0.0)
         new = tl.load(v + b * v_row + head * DIM + dims, mask=(dims < DIM) & newest, other=0.0)
-        new = new.to(values.dtype.element_ty)
+        if not FP8:
+            new = new.to(values.dtype.element_ty)
         slot = tl.load(slots + b)
         by_cos = tl.load(cos + b * DIM + half[None, :], mask=low, other=0.0)
         by_sin = tl.load(sin + b * DIM + HALF + half[None, :], mask=low, other=0.0)
-        xa, xb = _turn(xa, xb, by_cos, by_sin, q_weight, half, eps, DIM, HALF, NORM)
-        ka, kb = _turn(ka, kb, by_cos, by_sin, k_weight, half, eps, DIM, HALF, NORM)
-        ka, kb = ka.to(keys.dtype.element_ty), kb.to(keys.dtype.element_ty)
+        xa, xb = turn(xa, xb, by_cos, by_sin, q_weight, half, eps, DIM, HALF, NORM)
+        ka, kb = turn(ka, kb, by_cos, by_sin, k_weight, half, eps, DIM, HALF, NORM)
         to = (slot * KV_HEADS + head) * DIM
         written = newest & (slot >= 0)
-        tl.store(keys + to + half[None, :], ka, mask=low & written)
-        tl.store(keys + to + HALF + half[None, :], kb, mask=low & written)
-        tl.store(values + to + dims, new, mask=(dims < DIM) & written)
+        if FP8:  # what the cache will give back takes part
+            most = tl.maximum(tl.max(tl.abs(ka.to(tl.float32))), tl.max(tl.abs(kb.to(tl.float32))))
+            of_k, of_v = exponent_of(most), exponent_of(tl.max(tl.abs(new.to(tl.float32))))
+            code_a, ka = round_trip(ka, of_k)
+            code_b, kb = round_trip(kb, of_k)
+            code_v, new = round_trip(new, of_v)
+            at_scale = scales + (slot // BLOCK * KV_HEADS + head) * 2 * BLOCK + slot % BLOCK
+            tl.store(at_scale, of_k.to(tl.uint8), mask=written)
+            tl.store(at_scale + BLOCK, of_v.to(tl.uint8), mask=written)
+        else:
+            code_a, code_b, code_v = ka.to(keys.dtype.element_ty), kb.to(keys.dtype.element_ty), new
+            ka, kb = code_a, code_b
+        tl.store(keys + to + half[None, :], code_a, mask=low & written)
+        tl.store(keys + to + HALF + half[None, :], code_b, mask=low & written)
+        tl.store(values + to + dims, code_v, mask=(dims < DIM) & written)
         products = xa.to(tl.float32) * ka.to(tl.float32) + xb.to(tl.float32) * kb.to(tl.float32)
-        best = tl.where(newest, _softcap(tl.sum(products, 1) * scale, CAP), float("-inf"))
+        best = tl.where(newest, softcap(tl.sum(products, 1) * scale, CAP), float("-inf"))
         total = tl.where(newest, total + 1, total)
         acc += new.to(tl.float32)[None, :]
 
     for at in range(start, stop, TILE):
         valid = at + tile < stop
-        base = (_slots(tables + b * table_row, at + tile, valid, BLOCK) * KV_HEADS + head) * DIM
+        at_slots = _slots(tables + b * table_row, at + tile, valid, BLOCK)
+        base = (at_slots * KV_HEADS + head) * DIM
         from_keys = keys + base[None, :] + half[:, None]
-        ya = tl.load(from_keys, mask=valid[None, :] & (half < HALF)[:, None], other=0.0)
-        yb = tl.load(from_keys + HALF, mask=valid[None, :] & (half < DIM - HALF)[:, None], other=0.0)
+        ya = tl.load(from_keys, mask=valid[None, :] & (half < HALF)[:, None], other=0)
+        yb = tl.load(from_keys + HALF, mask=valid[None, :] & (half < DIM - HALF)[:, None], other=0)
+        if FP8:
+            by = scales_at(scales, at_slots, head, 0, valid, KV_HEADS, BLOCK)[None, :]
+            ya, yb = widen(ya, by, q.dtype.element_ty), widen(yb, by, q.dtype.element_ty)
         s = tl.dot(xb, yb, tl.dot(xa, ya, input_precision=PRECISION), input_precision=PRECISION) * scale
-        s = tl.where(valid[None, :], _softcap(s, CAP), float("-inf"))
+        s = tl.where(valid[None, :], softcap(s, CAP), float("-inf"))
         top = tl.maximum(best, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         old = tl.exp2(best - top)
-        y = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+        y = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0)
+        if FP8:
+            by_v = scales_at(scales, at_slots, head, 1, valid, KV_HEADS, BLOCK)[:, None]
+            y = widen(y, by_v, q.dtype.element_ty)
         total = total * old + tl.sum(p, 1)
         acc = acc * old[:, None] + tl.dot(p.to(y.dtype), y, input_precision=PRECISION)
         best = top
 
     whole = total
     if SINKS:  # counted once: of several parts by who adds them up
-        whole = tl.where(count == 1, _with_sink(total, best, sinks + head * GROUP + rows, rows < GROUP), total)
+        whole = tl.where(count == 1, with_sink(total, best, sinks + head * GROUP + rows, rows < GROUP), total)
     acc = acc / tl.where(whole > 0, whole, 1.0)[:, None]  # an empty row gives zeros
     mask = mine & (dims < DIM)[None, :]
     tl.store(out + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask & (count == 1))
@@ -194,7 +152,7 @@ def decode_kernel(
         tl.debug_barrier()  # all threads' stores, before the one thread that tells of them
         before = tl.atomic_add(arrived + b * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
         if before == count - 1:
-            _combine(
+            combine(
                 parts, sums, out, sinks + head * GROUP, b * HEADS + head * GROUP, count,
                 DIM, PADDED, GROUP, SPLITS, SINKS,
             )  # fmt: skip
@@ -203,17 +161,20 @@ def decode_kernel(
 
 @triton.jit
 def _tiles(
-    acc, total, best, x, keys, values, table, head, start, stop, positions, length,
+    acc, total, best, x, keys, values, scales, table, head, start, stop, positions, length,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys start:stop, in whole tiles, for query rows x at `positions`. Unless MASKED, every row sees them all."""
     dims, tile = tl.arange(0, PADDED), tl.arange(0, TILE)
     for at in range(start, stop, TILE):
         valid = at + tile < length
-        base = (_slots(table, at + tile, valid, BLOCK) * KV_HEADS + head) * DIM
-        k = tl.load(keys + base[None, :] + dims[:, None], mask=valid[None, :] & (dims < DIM)[:, None], other=0.0)
-        s = _softcap(tl.dot(x, k, input_precision=PRECISION), CAP)
+        at_slots = _slots(table, at + tile, valid, BLOCK)
+        base = (at_slots * KV_HEADS + head) * DIM
+        k = tl.load(keys + base[None, :] + dims[:, None], mask=valid[None, :] & (dims < DIM)[:, None], other=0)
+        if FP8:
+            k = widen(k, scales_at(scales, at_slots, head, 0, valid, KV_HEADS, BLOCK)[None, :], x.dtype)
+        s = softcap(tl.dot(x, k, input_precision=PRECISION), CAP)
         if MASKED:
             seen = positions[:, None] >= (at + tile)[None, :]
             if WINDOW > 0:
@@ -224,7 +185,9 @@ def _tiles(
         base_of = tl.where(top > float("-inf"), top, 0.0) if MASKED else top
         p = tl.exp2(s - base_of[:, None])
         old = tl.exp2(best - base_of)
-        v = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+        v = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0)
+        if FP8:
+            v = widen(v, scales_at(scales, at_slots, head, 1, valid, KV_HEADS, BLOCK)[:, None], x.dtype)
         total = total * old + tl.sum(p, 1)
         acc = acc * old[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -234,10 +197,10 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["first", "table_row"])
 def prefill_kernel(
-    q, keys, values, tables, lengths, starts, out, sinks, scale, first, q_row, table_row,
+    q, keys, values, scales, tables, lengths, starts, out, sinks, scale, first, q_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens of one sequence, the `first + program_id(2)`-th, for one query head.
 
@@ -268,15 +231,15 @@ def prefill_kernel(
             middle = from_
         else:
             acc, total, best = _tiles(
-                acc, total, best, x, keys, values, table, head // group, 0, middle, positions, length,
-                KV_HEADS, DIM, PADDED, BLOCK, TILE, 0, CAP, False, PRECISION,
+                acc, total, best, x, keys, values, scales, table, head // group, 0, middle, positions, length,
+                KV_HEADS, DIM, PADDED, BLOCK, TILE, 0, CAP, False, FP8, PRECISION,
             )  # fmt: skip
         acc, total, best = _tiles(
-            acc, total, best, x, keys, values, table, head // group, middle, stop, positions, length,
-            KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, CAP, True, PRECISION,
+            acc, total, best, x, keys, values, scales, table, head // group, middle, stop, positions, length,
+            KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, CAP, True, FP8, PRECISION,
         )  # fmt: skip
         if SINKS:
-            total = _with_sink(total, best, sinks + head, True)
+            total = with_sink(total, best, sinks + head, True)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + at * (HEADS * DIM) + head * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mine)
 
@@ -306,10 +269,10 @@ def run(part: Part, plan: int) -> None:
     keys, values, tables, lengths = part.keys, part.values, part.rows.block_tables, part.rows.lengths
     if part.decodes:
         q, out = part.decoding
-        decode(q, keys, values, tables, lengths, out, *part.params, plan, part.newest)
+        decode(q, keys, values, tables, lengths, out, *part.params, plan, part.newest, part.scales)
     else:
         first, count, starts = part.first, part.stop - part.first, part.rows.query_starts
-        prefill(part.q, keys, values, tables, lengths, starts, part.out, *part.params, first, count, plan)
+        prefill(part.q, keys, values, tables, lengths, starts, part.out, *part.params, first, count, plan, part.scales)
 
 
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
@@ -322,7 +285,8 @@ def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    cap: float, sinks: Tensor | None, splits: int, newest: CurrentKV | None = None, tile: int = 0, part: int = 0,
+    cap: float, sinks: Tensor | None, splits: int, newest: CurrentKV | None = None, scales: Tensor | None = None,
+    tile: int = 0, part: int = 0,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
 
@@ -344,13 +308,16 @@ def decode(
     # What a kernel of rotated tokens does not touch.
     k, v, (cos, sin, *_), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
+    if scales is not None:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     decode_kernel[kv_heads, n, splits](
-        q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables, lengths, out, parts, sums, arrived,
+        q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, lengths if scales is None else scales, tables,
+        lengths, out, parts, sums, arrived,
         q if sinks is None else sinks, scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0),
         tables.stride(0), heads, kv_heads, dim, padded,
         max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
         cap * LOG2_E, int(sinks is not None), int(newest is not None), int(norms is not None),
-        "tf32" if narrow else "ieee", overlap,
+        int(scales is not None), "tf32" if narrow else "ieee", overlap,
         num_warps=4, num_stages=4 if narrow and padded <= 128 else 2, launch_pdl=overlap,
     )  # fmt: skip
 
@@ -358,7 +325,7 @@ def decode(
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor,
     scale: float, window: int, cap: float, sinks: Tensor | None, first: int, count: int, longest: int,
-    rows: int = 0, tile: int = 0,
+    scales: Tensor | None = None, rows: int = 0, tile: int = 0,
 ) -> None:  # fmt: skip
     """Sequences first:first + count of the tables, with up to `longest` tokens each; q and out [T, heads, head_dim]."""
     heads, dim = q.shape[1:]
@@ -367,10 +334,13 @@ def prefill(
     rows = rows or ((128 if padded <= 128 else 64) if narrow else 32)
     rows = max(16, min(rows, triton.next_power_of_2(longest)))
     tile = tile or (64 if narrow and padded <= 128 else 32)
+    if scales is not None:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     prefill_kernel[triton.cdiv(longest, rows), heads, count](
-        q, keys, values, tables, lengths, starts, out, q if sinks is None else sinks,
+        q, keys, values, lengths if scales is None else scales, tables, lengths, starts, out,
+        q if sinks is None else sinks,
         scale * LOG2_E, first, q.stride(0), tables.stride(0),
         heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, cap * LOG2_E,
-        int(sinks is not None), "tf32" if narrow else "ieee", num_warps=8 if rows >= 128 else 4,
-        num_stages=3 if narrow and padded <= 128 else 2,
+        int(sinks is not None), int(scales is not None), "tf32" if narrow else "ieee",
+        num_warps=8 if rows >= 128 else 4, num_stages=3 if narrow and padded <= 128 else 2,
     )  # fmt: skip

@@ -21,7 +21,7 @@ def supports(part: Part) -> bool:
     q, params = part.q, part.params
     if params.window or params.softcap or params.sinks is not None:
         return False
-    if part.decodes or part.keys.shape != part.values.shape:
+    if part.decodes or part.scales is not None or part.keys.shape != part.values.shape:
         return False
     fits = q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= MOST_DIM
     return fits and any(_is_long(part.rows, i) for i in range(part.first, part.stop))

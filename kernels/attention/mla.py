@@ -47,9 +47,9 @@ def rope_and_store_latents(
     and of the rotated key (rope/fp8_cache.py).
     """
     if q.is_cuda:
-        from . import mla_triton
+        from . import mla_store_triton
 
-        return mla_triton.rope_and_store_latents(q, latents, norm, cos_sin, cache, slots, scales)
+        return mla_store_triton.rope_and_store_latents(q, latents, norm, cos_sin, cache, slots, scales)
     rope_and_store_latents_reference(q, latents, norm, cos_sin, cache, slots, scales)
 
 

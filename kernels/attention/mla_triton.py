@@ -2,7 +2,7 @@
 
 As a backend it attends to latents as they are cached: one key head of [latent + rope] elements for all query heads,
 whose first part is the value, too. A tile of the cache is read once for both. Long sequences of a decode step are split
-over programs (Flash-Decoding, Dao et al. 2023). The other kernels store latents, and attend to expanded keys.
+over programs (Flash-Decoding, Dao et al. 2023). Another kernel attends to expanded keys.
 """
 
 from __future__ import annotations
@@ -15,82 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_caps
-from ..rope.rope import CosSin
+from ..rope.fp8_cache import E4M3
+from ..rope.fp8_triton import scales_at, widen
 from .attention_tma import LOG2_E
 from .backend import AttentionParams, Part
 
 if TYPE_CHECKING:
-    from .mla import Context, LatentNorm
+    from .mla import Context
 
 PROGRAMS = 2  # of a decode step, wanted for each multiprocessor
 MOST_KV_SPLITS = 64
 SPLIT = 256  # tokens: about what is worth a program of its own
 GROUP = 16  # most query heads of a program
-STORE_HEADS = 8  # query heads that one program rotates
-
-
-def rope_and_store_latents(
-    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor,
-    scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    """rope_and_store_latents of mla.py."""
-    tokens, heads, width = q.shape
-    latent, rope = len(norm.weight), cos_sin.cos.shape[-1]
-    assert q.stride()[1:] == (width, 1) and latents.stride(1) == 1 and cache.is_contiguous()
-    if tokens == 0:
-        return
-    store_kernel[tokens, 1 + triton.cdiv(heads, STORE_HEADS)](
-        q, latents, norm.weight, cos_sin.cos, cos_sin.sin, cache, slots, norm.eps, q.stride(0), latents.stride(0),
-        heads, width, latent, rope, triton.next_power_of_2(latent), triton.next_power_of_2(rope // 2), STORE_HEADS,
-        cos_sin.interleaved, num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _rotate(x, to, rows, mask, cos, sin, pairs, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Vectors of ROPE elements at x + rows, rotated, to `to` + rows; computed in f32. sin: its first half negated."""
-    HALF: tl.constexpr = ROPE // 2
-    first = 2 * pairs if INTERLEAVED else pairs
-    second = first + 1 if INTERLEAVED else pairs + HALF
-    real = pairs < HALF
-    c = tl.load(cos + pairs, mask=real, other=0.0)[None, :]
-    s = tl.load(sin + HALF + pairs, mask=real, other=0.0)[None, :]
-    mask = mask[:, None] & real[None, :]
-    a = tl.load(x + rows[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x + rows[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # `to` may be x: all is read before any of it is written
-    tl.store(to + rows[:, None] + first[None, :], (a * c - b * s).to(to.dtype.element_ty), mask=mask)
-    tl.store(to + rows[:, None] + second[None, :], (b * c + a * s).to(to.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def store_kernel(
-    q, latents, weight, cos, sin, cache, slots, eps, q_row, latents_row,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_PADDED: tl.constexpr,
-    PAIRS: tl.constexpr, EACH: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """One token: its latent and shared key by program 0, its queries by the others, EACH heads each."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pairs = tl.arange(0, PAIRS)
-    cos += token * ROPE
-    sin += token * ROPE
-    if part == 0:
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            dims = tl.arange(0, LATENT_PADDED)
-            x = tl.load(latents + token * latents_row + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
-            w = tl.load(weight + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
-            y = x * tl.rsqrt(tl.sum(x * x) / LATENT + eps) * w
-            to = cache + slot * (LATENT + ROPE)
-            tl.store(to + dims, y.to(cache.dtype.element_ty), mask=dims < LATENT)
-            one = tl.zeros([1], tl.int64)
-            _rotate(
-                latents + token * latents_row + LATENT, to + LATENT, one, one == 0, cos, sin, pairs, ROPE, INTERLEAVED
-            )
-    else:
-        heads = (part - 1) * EACH + tl.arange(0, EACH)
-        x = q + token * q_row + WIDTH - ROPE
-        _rotate(x, x, heads * WIDTH, heads < HEADS, cos, sin, pairs, ROPE, INTERLEAVED)
 
 
 @triton.jit
@@ -112,9 +48,9 @@ def _weigh(s, acc, total, best):
 
 @triton.jit
 def _latent_tiles(
-    x, xr, cache, table, start, stop, seen, scale,
+    x, xr, cache, scales, table, start, stop, seen, scale,
     LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, LATENT_PADDED: tl.constexpr,
-    ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tokens start:stop of a sequence for query rows x [ROWS, latent] and xr [ROWS, rope], of which row i sees those
     before seen[i]."""
@@ -124,9 +60,13 @@ def _latent_tiles(
     acc = tl.zeros([ROWS, LATENT_PADDED], tl.float32)
     for at in range(start, stop, TILE):
         valid = at + tile < stop
-        base = cache + (_slots(table, at + tile, valid, BLOCK) * (LATENT + ROPE))[:, None]
-        y = tl.load(base + dims[None, :], mask=valid[:, None] & (dims < LATENT)[None, :], other=0.0)
-        yr = tl.load(base + LATENT + turned[None, :], mask=valid[:, None] & (turned < ROPE)[None, :], other=0.0)
+        slots = _slots(table, at + tile, valid, BLOCK)
+        base = cache + (slots * (LATENT + ROPE))[:, None]
+        y = tl.load(base + dims[None, :], mask=valid[:, None] & (dims < LATENT)[None, :], other=0)
+        yr = tl.load(base + LATENT + turned[None, :], mask=valid[:, None] & (turned < ROPE)[None, :], other=0)
+        if FP8:
+            y = widen(y, scales_at(scales, slots, 0, 0, valid, 1, BLOCK)[:, None], x.dtype)
+            yr = widen(yr, scales_at(scales, slots, 0, 1, valid, 1, BLOCK)[:, None], x.dtype)
         s = tl.dot(x, tl.trans(y), input_precision=PRECISION)
         s = tl.dot(xr, tl.trans(yr), s, input_precision=PRECISION) * scale
         s = tl.where(valid[None, :] & ((at + tile)[None, :] < seen[:, None]), s, float("-inf"))
@@ -145,10 +85,10 @@ def _splits(length, most, SPLIT: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_row", "most"])  # they differ from step to step
 def decode_kernel(
-    q, cache, tables, lengths, out, parts, sums, scale, q_row, table_row, most,
+    q, cache, scales, tables, lengths, out, parts, sums, scale, q_row, table_row, most,
     HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
     LATENT_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for HEADS_EACH query heads, in ROWS rows.
 
@@ -169,8 +109,8 @@ def decode_kernel(
     seen = tl.zeros([ROWS], tl.int32) + length
     start = split * each
     y, total = _latent_tiles(
-        x, xr, cache, tables + b * table_row, start, tl.minimum(start + each, length), seen, scale,
-        LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, PRECISION,
+        x, xr, cache, scales, tables + b * table_row, start, tl.minimum(start + each, length), seen, scale,
+        LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, FP8, PRECISION,
     )  # fmt: skip
     row = b * HEADS + heads
     mask = mine & (dims < LATENT)[None, :]
@@ -205,10 +145,10 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["first", "table_row"])
 def prefill_kernel(
-    q, cache, tables, lengths, starts, out, scale, first, q_row, table_row,
+    q, cache, scales, tables, lengths, starts, out, scale, first, q_row, table_row,
     HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
     LATENT_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS / HEADS_EACH tokens of one sequence, the `first + program_id(2)`-th, for HEADS_EACH query heads: a power of
     two. Its tokens of this step are rows starts[i]:starts[i + 1] of q and the last ones of its `lengths`."""
@@ -226,8 +166,9 @@ def prefill_kernel(
         xr = tl.load(at + LATENT + turned[None, :], mask=mine & (turned < ROPE)[None, :], other=0.0)
         computed = length - (end - begin)
         y, _ = _latent_tiles(
-            x, xr, cache, tables + i.to(tl.int64) * table_row, 0, tl.minimum(computed + token + TOKENS, length),
-            computed + tokens + 1, scale, LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, PRECISION,
+            x, xr, cache, scales, tables + i.to(tl.int64) * table_row, 0,
+            tl.minimum(computed + token + TOKENS, length), computed + tokens + 1, scale,
+            LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, FP8, PRECISION,
         )  # fmt: skip
         to = out + ((begin + tokens).to(tl.int64) * HEADS + heads)[:, None] * LATENT + dims[None, :]
         tl.store(to, y.to(out.dtype.element_ty), mask=mine & (dims < LATENT)[None, :])
@@ -278,7 +219,8 @@ def supports(part: Part) -> bool:
     """Values are the first part of the keys, of one head; q and the cache are whole."""
     q, keys, values, params = part.q, part.keys, part.values, part.params
     shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr() and values.shape[3] < keys.shape[3]
-    plain = part.newest is None and q.dtype == keys.dtype and params == AttentionParams(params.scale)
+    same = keys.dtype == (q.dtype if part.scales is None else E4M3)
+    plain = part.newest is None and same and params == AttentionParams(params.scale)
     return shared and plain and keys.is_contiguous() and q.stride()[1:] == (q.shape[2], 1)
 
 
@@ -294,11 +236,11 @@ def run(part: Part, plan: int) -> None:
     cache, latent, rows, scale = part.keys[:, :, 0], part.values.shape[3], part.rows, part.params.scale
     if part.decodes:
         q, out = part.decoding
-        decode(q, cache, latent, rows.block_tables, rows.lengths, out, scale, plan)
+        decode(q, cache, latent, rows.block_tables, rows.lengths, out, scale, plan, part.scales)
     else:
         starts, count = rows.query_starts, part.stop - part.first
         tables, lengths = rows.block_tables, rows.lengths
-        prefill(part.q, cache, latent, tables, lengths, starts, part.out, scale, part.first, count, plan)
+        prefill(part.q, cache, latent, tables, lengths, starts, part.out, scale, part.first, count, plan, part.scales)
 
 
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
@@ -314,13 +256,18 @@ def _roomy(x: Tensor) -> bool:
     return x.element_size() == 2 and (not x.is_cuda or device_caps(x.device).has_tma)
 
 
+def _bytes(cache: Tensor) -> Tensor:
+    """Codes as kernels take them."""
+    return cache.view(torch.uint8) if cache.dtype == E4M3 else cache
+
+
 def _precision(x: Tensor) -> str:
     return "tf32" if x.element_size() == 2 else "ieee"
 
 
 def decode(
     q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int,
-    tile: int = 0, split: int = SPLIT,
+    scales: Tensor | None = None, tile: int = 0, split: int = SPLIT,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences, of up to `most` parts: q [n, heads, latent + rope], out [n, heads,
     latent], contiguous. A sequence of length 0 gives zeros."""
@@ -331,9 +278,11 @@ def decode(
         parts = torch.empty(n, heads, most, latent, dtype=torch.float32, device=q.device)
         sums = torch.empty(n, heads, most, dtype=torch.float32, device=q.device)
     decode_kernel[triton.cdiv(heads, GROUP), n, most](
-        q, cache, tables, lengths, out, parts, sums, scale * LOG2_E, q.stride(0), tables.stride(0), most,
+        q, _bytes(cache), lengths if scales is None else scales, tables, lengths, out, parts, sums, scale * LOG2_E,
+        q.stride(0), tables.stride(0), most,
         heads, GROUP, latent, width - latent, GROUP, max(16, padded),
-        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, split, _precision(q),
+        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, split, int(scales is not None),
+        _precision(q),
         num_warps=8 if _roomy(q) else 4, num_stages=2,
     )  # fmt: skip
     if most > 1:
@@ -344,7 +293,7 @@ def decode(
 
 def prefill(
     q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor, scale: float,
-    first: int, count: int, longest: int, rows: int = 0, tile: int = 0,
+    first: int, count: int, longest: int, scales: Tensor | None = None, rows: int = 0, tile: int = 0,
 ) -> None:  # fmt: skip
     """Sequences first:first + count of the tables, with up to `longest` tokens each; q [T, heads, latent + rope], out
     [T, heads, latent], contiguous."""
@@ -352,9 +301,10 @@ def prefill(
     rows, tile = rows or (64 if _roomy(q) else 16), tile or (32 if _roomy(q) else 16)
     each = min(GROUP, triton.next_power_of_2(heads))
     prefill_kernel[triton.cdiv(longest, rows // each), triton.cdiv(heads, each), count](
-        q, cache, tables, lengths, starts, out, scale * LOG2_E, first, q.stride(0), tables.stride(0),
-        heads, each, latent, width - latent, rows, max(16, triton.next_power_of_2(latent)),
-        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, _precision(q),
+        q, _bytes(cache), lengths if scales is None else scales, tables, lengths, starts, out, scale * LOG2_E, first,
+        q.stride(0), tables.stride(0), heads, each, latent, width - latent, rows,
+        max(16, triton.next_power_of_2(latent)),
+        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, int(scales is not None), _precision(q),
         num_warps=8 if _roomy(q) else 4, num_stages=2,
     )  # fmt: skip
 

@@ -56,6 +56,14 @@ def gather(codes: Tensor, scales: Tensor, part: int, slots: Tensor) -> Tensor:
 
 def gather_latents(cache: Tensor, scales: Tensor, slots: Tensor, latent: int, dtype: torch.dtype) -> Tensor:
     """What `slots` [n] of a cache of latents [blocks, block_size, latent + rope] hold: [n, latent + rope]."""
+    if cache.is_cuda:
+        from . import fp8_triton
+
+        return fp8_triton.gather_latents(cache, scales, slots, latent, dtype)
+    return gather_latents_reference(cache, scales, slots, latent, dtype)
+
+
+def gather_latents_reference(cache: Tensor, scales: Tensor, slots: Tensor, latent: int, dtype: torch.dtype) -> Tensor:
     parts = (gather(part[:, :, None], scales, i, slots)[:, 0] for i, part in enumerate(split_latents(cache, latent)))
     return torch.cat(tuple(parts), 1).to(dtype)
 

@@ -2,8 +2,10 @@
 // A warp does PER heads of a token: Q_HEADS query heads, then KV_HEADS key heads, then as many value heads.
 //
 // DIM: elements of a head, the first TURNED of them in pairs: (2i, 2i + 1) where INTERLEAVED, else (i, i + TURNED / 2).
-// V: elements at a time, a divisor of DIM and of TURNED / 2. C: the cache's element type. Rows of q, k and v are q_row,
-// k_row and v_row apart.
+// V: elements at a time, a divisor of DIM and of TURNED / 2. C: the cache's element type, or where FP8 its codes' stead:
+// they are e4m3, in blocks of SIZE tokens, with `scales` [blocks, KV_HEADS, 2, SIZE]. Rows of q, k and v are q_row, k_row
+// and v_row apart.
+#include "fp8_cache.cuh"
 
 constexpr int HALF = TURNED / 2;
 constexpr int PAIRS = (HALF / V + 31) / 32;           // vectors of a lane in each half
@@ -115,6 +117,40 @@ __device__ inline void normalise(Head& h, const T* weight, float eps, int lane) 
     }
 }
 
+__device__ inline float largest(Vector p) {
+    float y = 0;
+#pragma unroll
+    for (int j = 0; j < V; j++) y = fmaxf(y, fabsf(to_float(p.x[j])));
+    return y;
+}
+
+__device__ inline void times(Vector& p, float by) {
+#pragma unroll
+    for (int j = 0; j < V; j++) p.x[j] = from_float<T>(to_float(p.x[j]) * by);
+}
+
+// The head's codes, and its scale by one lane. A power of two leaves T's numbers what they are, but for those that have
+// no code.
+__device__ inline void quantise(e4m3* to, unsigned char* scale, Head& h, int lane) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++)
+        if ((lane + i * 32) * V < HALF) most = fmaxf(most, fmaxf(largest(h.first[i]), largest(h.second[i])));
+#pragma unroll
+    for (int i = 0; i < REST; i++)
+        if (TURNED + (lane + i * 32) * V < DIM) most = fmaxf(most, largest(h.rest[i]));
+    const int exponent = scale_exponent(warp_max(most));
+    const float by = inverse_scale(exponent);
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++)
+        if ((lane + i * 32) * V < HALF) times(h.first[i], by), times(h.second[i], by);
+#pragma unroll
+    for (int i = 0; i < REST; i++)
+        if (TURNED + (lane + i * 32) * V < DIM) times(h.rest[i], by);
+    store(to, h, lane);
+    if (lane == 0) *scale = exponent;
+}
+
 // What a lane needs of its token's cos and sin [TURNED]: both halves are alike, the first half of sin is negated.
 struct Angles {
     float cos[PAIRS][V], sin[PAIRS][V];
@@ -147,7 +183,7 @@ __device__ inline void turn(Head& h, const Angles& by, int lane) {
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_and_store_kv(T* q, const T* k, const T* v, int q_row, int k_row, int v_row, const float* cos, const float* sin,
-           const T* q_weight, const T* k_weight, float eps, C* keys, C* values, const long long* slots, int tokens) {
+           const T* q_weight, const T* k_weight, float eps, C* keys, C* values, unsigned char* scales, const long long* slots, int tokens) {
     constexpr int HEADS = Q_HEADS + 2 * KV_HEADS, UNITS = (HEADS + PER - 1) / PER;
     launch_dependents();
     grid_wait();
@@ -173,7 +209,13 @@ rope_and_store_kv(T* q, const T* k, const T* v, int q_row, int k_row, int v_row,
                 if (NORM) normalise(h, k_weight, eps, lane);
                 turn(h, by, lane);
             }
-            store((key ? keys : values) + (slot * KV_HEADS + head) * DIM, h, lane);
+            const long long to = (slot * KV_HEADS + head) * DIM;
+            if (FP8) {
+                const long long of_block = (slot / SIZE * KV_HEADS + head) * 2 + !key;
+                quantise((e4m3*)(key ? keys : values) + to, scales + of_block * SIZE + slot % SIZE, h, lane);
+            } else {
+                store((key ? keys : values) + to, h, lane);
+            }
         }
     }
 }

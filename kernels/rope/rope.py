@@ -187,8 +187,9 @@ def rope_and_store_kv_cuda(
     vector = min(jit.vector(x, dim, rotated // 2, *rows, most=2 * x.element_size()) for x in (q, k, v))
     per = 1 if tokens < ENOUGH else 8
     kernel = jit.kernel(
-        "rope", "rope_and_store_kv", q.dtype, C=keys.dtype, DIM=dim, TURNED=rotated, V=vector, Q_HEADS=heads,
-        KV_HEADS=kv_heads, NORM=int(norms is not None), PER=per, INTERLEAVED=int(cos_sin.interleaved),
+        "rope", "rope_and_store_kv", q.dtype, C=keys.dtype if scales is None else q.dtype, DIM=dim, TURNED=rotated,
+        V=vector, Q_HEADS=heads, KV_HEADS=kv_heads, NORM=int(norms is not None), PER=per, SIZE=keys.shape[1],
+        FP8=int(scales is not None), INTERLEAVED=int(cos_sin.interleaved),
     )  # fmt: skip
     q_weight, k_weight, eps = norms if norms is not None else (q, k, 0.0)
     blocks = -(-tokens * -(-(heads + 2 * kv_heads) // per) // 4)
@@ -206,6 +207,7 @@ def rope_and_store_kv_cuda(
         eps,
         keys,
         values,
+        values if scales is None else scales,
         slots,
         tokens,
     )

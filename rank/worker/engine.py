@@ -22,6 +22,7 @@ from ...kernels import jit
 from .. import heap
 from ..model import cache_spec, fingerprint
 from ..model.base import Model
+from ..model.experts.offload import ExpertRoom
 from ..model.load import check as check_model
 from ..model.load import load as load_model
 from ..model.weights.local_copy import make_local_copy
@@ -98,8 +99,6 @@ class Engine:
         fingerprint.check(world, place.hosts, Path(options.model), options.load_format != "dummy")
         free = [kv_cache.free_memory(where, place.ranks_here) for where in (device, torch.device("cpu"))]
         world.barrier()  # nobody takes memory before all have looked
-        if device.type == "cuda" and options.kv_cache_dtype != "auto":
-            raise errors.FatalError("--kv-cache-dtype fp8: the kernels of GPUs do not read it yet", errors.MODEL)
         self.model = self._load_together(*free) if self._loaded else self._load(*free)
         self._loaded = True
         block_size = options.block_size or BLOCK_SIZE
@@ -175,6 +174,8 @@ class Engine:
             model = load_model(
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
                 options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,
+                ExpertRoom(options.num_experts_offload_per_rank, options.expert_memory * kv_cache.MIB,
+                           options.expert_placement),
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model

@@ -18,6 +18,7 @@ from phalanx.kernels import jit
 from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import skinny
+from phalanx.kernels.rope.fp8_cache import E4M3
 from phalanx.kernels.rope.rope import CosSin, QKNorm
 
 from .programs import PROGRAMS
@@ -95,12 +96,18 @@ DECODES = [
     (torch.float32, 8, 2, 64, 32, 0, 0.0, True),
     (torch.float32, 16, 1, 112, 2, 100, 30.0, False),
 ]
-PROMPTS = [(*one, cap) for one in ((torch.bfloat16, 128, 0), (torch.float16, 256, 4096)) for cap in (0.0, 50.0)]
+DECODES = [(*one, False) for one in DECODES]  # and whether the cache is e4m3
+DECODES[1:1] = [(*DECODES[1][:-1], True)]
+DECODES += [(*DECODES[i][:-1], True) for i in (4, 5, 7)]
+PROMPTS = [(torch.bfloat16, 128, 0, 0.0, True)]
+PROMPTS += [(*one, cap, False) for one in ((torch.bfloat16, 128, 0), (torch.float16, 256, 4096)) for cap in (0.0, 50.0)]
 TRITON = (80, 90, 100)
 
 
-@pytest.mark.parametrize("dtype, heads, kv_heads, dim, splits, window, cap, normed, arch", checked(DECODES, TRITON))
-def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap, normed, arch, monkeypatch):
+@pytest.mark.parametrize(
+    "dtype, heads, kv_heads, dim, splits, window, cap, normed, fp8, arch", checked(DECODES, TRITON)
+)
+def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap, normed, fp8, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.attention import attention_triton
 
@@ -114,13 +121,23 @@ def test_decode_kernel_compiles(dtype, heads, kv_heads, dim, splits, window, cap
     tables, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     new = None if normed is None else new
     sinks = torch.zeros(heads) if window == 512 else None
-    attention_triton.decode(q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, sinks, splits, new)
+    cache, scales = as_stored(cache, fp8)
+    attention_triton.decode(
+        q, *cache, tables, lengths, torch.empty_like(q), dim**-0.5, window, cap, sinks, splits, new, scales
+    )
     compiled = compile_launch(kernel, *launches.found[0], arch)
     assert compiled.metadata.shared <= (227 if arch >= 90 else 163) << 10
 
 
-@pytest.mark.parametrize("dtype, dim, window, cap, arch", checked(PROMPTS, TRITON))
-def test_prompt_kernel_compiles(dtype, dim, window, cap, arch, monkeypatch):
+def as_stored(cache, fp8):
+    """Keys and values, and their scales if they are to be e4m3."""
+    if not fp8:
+        return cache, None
+    return cache.to(E4M3), torch.zeros(cache.shape[1], cache.shape[3], 2, cache.shape[2], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype, dim, window, cap, fp8, arch", checked(PROMPTS, TRITON))
+def test_prompt_kernel_compiles(dtype, dim, window, cap, fp8, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.attention import attention_triton
 
@@ -129,8 +146,9 @@ def test_prompt_kernel_compiles(dtype, dim, window, cap, arch, monkeypatch):
     q, cache = torch.zeros(200, 8, dim, dtype=dtype), torch.zeros(2, 3, 16, 4, dim, dtype=dtype)
     tables, ends = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     sinks = torch.zeros(8) if window and not cap else None
+    cache, scales = as_stored(cache, fp8)
     attention_triton.prefill(
-        q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, sinks, 0, 2, 200
+        q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, sinks, 0, 2, 200, scales
     )
     assert compile_launch(kernel, *launches.found[0], arch).metadata.shared <= (227 if arch >= 90 else 163) << 10
 

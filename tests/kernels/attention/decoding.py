@@ -15,7 +15,8 @@ from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.attention.reference import paged_attention_reference
-from phalanx.kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv_reference
+from phalanx.kernels.rope import fp8_cache
+from phalanx.kernels.rope.rope import CosSin, KVCache, QKNorm, rope_and_store_kv_reference
 from torch import Tensor
 
 from .test_attention import make_caches, make_rows
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     part: int = 32
     tile: int = 16
     sinks: bool = False
+    fp8: bool = False
     unwritten: tuple[int, ...] = ()  # rows whose slot is negative though they have tokens
 
 
@@ -60,6 +62,9 @@ CASES = [
     Case([0, 1, 20, 33, 70, 129, 300, 49], splits=4, sinks=True, unwritten=(1, 4)),
     Case([1, 2, 90, 200], 16, 2, window=33, splits=4, sinks=True),
     Case([40, 7], 3, 1, 96, block_size=5, cap=1.5, sinks=True),
+    Case([0, 1, 20, 33, 70, 129, 300, 49], splits=4, normed=True, fp8=True, unwritten=(1, 4)),
+    Case([40, 7], 3, 1, 96, block_size=5, splits=2, window=33, cap=1.5, sinks=True, fp8=True),
+    Case([66, 1], 4, 4, 128, fp8=True),
 ]
 
 
@@ -136,6 +141,53 @@ def part_of(rows, keep: list[int]) -> SimpleNamespace:
     )  # fmt: skip
 
 
+def make_kv_cache(rows, case: Case, blocks: int, dtype: torch.dtype) -> KVCache:
+    """NaN everywhere but in the slots that the sequences use."""
+    plain = make_caches(rows, case.block_size, blocks, case.kv_heads, case.dim, dtype)
+    if not case.fp8:
+        return KVCache(*(x.clone() for x in plain))
+    scales = torch.full((blocks, case.kv_heads, 2, case.block_size), 255, dtype=torch.uint8)
+    codes = []
+    for part, x in enumerate(plain):
+        by = torch.rand(*x.shape[:3], 1).mul(6).sub(5).exp2()  # heads and tokens differ in size
+        y, exponents = fp8_cache.quantize(x.float() * by)
+        unused = x.isnan()
+        codes.append(y.view(torch.uint8).masked_fill_(unused, 0x7F).view(fp8_cache.E4M3))
+        scales[:, :, part] = exponents.masked_fill_(unused[..., 0], 255).transpose(1, 2)
+    return KVCache(*codes, scales)
+
+
+def moved_cache(cache: KVCache, device: str) -> KVCache:
+    return KVCache(*(None if x is None else x.to(device, copy=True) for x in cache))
+
+
+def spoil(cache: KVCache, slots: list[int]) -> None:
+    """Nobody may read these."""
+    for x in cache[:2]:
+        flat = x.view(-1, *x.shape[2:])
+        flat = flat.view(torch.uint8) if cache.scales is not None else flat
+        flat[slots] = 0x7F if cache.scales is not None else NAN
+    if cache.scales is not None:
+        at, size = torch.tensor(slots, dtype=torch.int64), cache.scales.shape[3]
+        cache.scales[at // size, :, :, at % size] = 255
+
+
+def check_caches(found: KVCache, want: KVCache, bound: float) -> None:
+    """Of e4m3 a code may be the next one, where a sum in another order has rounded elsewhere."""
+    if want.scales is None:
+        for mine, other in zip(found[:2], want[:2], strict=True):
+            torch.testing.assert_close(mine, other, atol=bound, rtol=bound, equal_nan=True)
+        return
+    assert torch.equal(found.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(found.scales[:, :, 1], want.scales[:, :, 1])
+    mine, other = (
+        fp8_cache.dequantize(x.keys, x.scales[:, :, 0].transpose(1, 2), torch.float32).nan_to_num(7)
+        for x in (found, want)
+    )
+    torch.testing.assert_close(mine, other, atol=1e-3, rtol=0.13)
+    assert (mine != other).float().mean() < 0.01
+
+
 def random_cos_sin(tokens: int, dim: int) -> CosSin:
     angles = torch.rand(tokens, 1, dim // 2) * 6
     return CosSin(torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1))
@@ -148,10 +200,9 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     n, heads, kv_heads, dim, size = len(case.lengths), case.heads, case.kv_heads, case.dim, case.block_size
     blocks = sum(-(-length // size) for length in case.lengths) + 2
     rows = make_rows([1] * n, case.lengths, size, blocks)
-    before = torch.stack(make_caches(rows, size, blocks, kv_heads, dim, dtype))
+    before = make_kv_cache(rows, case, blocks, dtype)
     newest = [rows.block_tables[i, (x - 1) // size].item() * size + (x - 1) % size for i, x in enumerate(case.lengths)]
-    flat = before.view(2, -1, kv_heads, dim)
-    flat[:, [newest[i] for i in range(n) if case.lengths[i]]] = NAN
+    spoil(before, [newest[i] for i in range(n) if case.lengths[i]])
     slots = torch.tensor([-1 if i in case.unwritten or not case.lengths[i] else at for i, at in enumerate(newest)])
 
     turn = random_cos_sin(n, dim)
@@ -161,29 +212,30 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     q, k, v = wide[:, :-1].split([heads, kv_heads, kv_heads], 1)
 
     keep = [i for i in range(n) if case.lengths[i]]
-    turned, after = torch.zeros_like(q), before.clone()
+    turned, after = torch.zeros_like(q), KVCache(*(None if x is None else x.clone() for x in before))
     of_keep = CosSin(turn.cos[keep], turn.sin[keep])
     at = torch.tensor([newest[i] for i in keep], dtype=torch.int64)
-    turned[keep] = rope_and_store_kv_reference(q[keep], k[keep], v[keep], of_keep, norms, (after[0], after[1]), at)
+    turned[keep] = rope_and_store_kv_reference(q[keep], k[keep], v[keep], of_keep, norms, after, at)
     sinks = torch.randn(heads) * 3 if case.sinks else None
     scores = AttentionParams(dim**-0.5, case.window, case.cap, sinks)
     want = torch.zeros(n, heads, dim, dtype=dtype)
-    found = paged_attention_reference(turned[keep], after[0], after[1], part_of(rows, keep), scores)
+    found = paged_attention_reference(turned[keep], *after[:2], part_of(rows, keep), scores, after.scales)
     want[keep] = found.view(-1, heads, dim)
 
     if sinks is not None:
         scores = scores._replace(sinks=sinks.to(device))
 
-    def run(q: Tensor, cache: Tensor, new: CurrentKV | None) -> Tensor:
+    def run(q: Tensor, cache: KVCache, new: CurrentKV | None) -> Tensor:
         out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
         tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
         if by_boxes:
-            assert attention_tma.supports_decode(q, cache[0], new)
+            assert attention_tma.supports_decode(q, cache.keys, new)
             torch.cuda.synchronize()  # decode's contract: all but q, k and v is there
-            attention_tma.decode(q, cache[0], cache[1], tables, lengths, out, *scores, new)
+            attention_tma.decode(q, *cache[:2], tables, lengths, out, *scores, new)
         else:
             options = dict(tile=case.tile, part=case.part)
-            attention_triton.decode(q, cache[0], cache[1], tables, lengths, out, *scores, case.splits, new, **options)
+            arguments = tables, lengths, out, *scores, case.splits, new, cache.scales
+            attention_triton.decode(q, *cache[:2], *arguments, **options)
         torch.testing.assert_close(out.cpu(), want, atol=bound, rtol=bound)
         return out
 
@@ -191,31 +243,31 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     parts = moved[:, :-1].split([heads, kv_heads, kv_heads], 1)
     there = QKNorm(norms[0].to(device), norms[1].to(device), norms[2]) if norms else None
     new = CurrentKV(parts[1], parts[2], CosSin(turn.cos.to(device), turn.sin.to(device)), there, slots.to(device))
-    cache = before.to(device)
+    cache = moved_cache(before, device)
     for _ in range(2):  # the second time with what the first left in the counters
         run(parts[0], cache, new)
         assert torch.equal(moved.cpu().nan_to_num(7), wide.nan_to_num(7))
-    for i in case.unwritten:
-        if case.lengths[i]:
-            after.view(2, -1, kv_heads, dim)[:, newest[i]] = NAN
-    torch.testing.assert_close(cache.cpu(), after, atol=bound, rtol=bound, equal_nan=True)
+    spoil(after, [newest[i] for i in case.unwritten if case.lengths[i]])
+    check_caches(moved_cache(cache, "cpu"), after, bound)
     if not any(case.lengths[i] for i in case.unwritten):
-        run(turned.to(device), after.to(device), None)
+        run(turned.to(device), moved_cache(after, device), None)
 
 
-def check_prompts(window: int, cap: float, dtype: torch.dtype, bound: float, sinks: bool = False) -> None:
+def check_prompts(
+    window: int, cap: float, dtype: torch.dtype, bound: float, sinks: bool = False, fp8: bool = False
+) -> None:
     from phalanx.kernels.attention import attention_triton
 
     rows = make_rows([40, 1, 7, 33], [40, 5, 60, 70], 16, 16)
-    keys, values = make_caches(rows, 16, 16, 2, 40, dtype)
+    keys, values, scales = make_kv_cache(rows, Case([], dim=40, fp8=fp8), 16, dtype)
     q = torch.randn(81, 6, 40).to(dtype)
     scores = AttentionParams(40**-0.5, window, cap, torch.randn(6) * 3 if sinks else None)
     out = torch.full_like(q, NAN)
     starts = rows.query_starts
     attention_triton.prefill(
-        q, keys, values, rows.block_tables, rows.lengths, starts, out, *scores, 0, 4, 40, rows=16, tile=16
+        q, keys, values, rows.block_tables, rows.lengths, starts, out, *scores, 0, 4, 40, scales, rows=16, tile=16
     )
-    want = paged_attention_reference(q, keys, values, rows, scores)
+    want = paged_attention_reference(q, keys, values, rows, scores, scales)
     torch.testing.assert_close(out.flatten(1), want, atol=bound, rtol=bound)
 
 
@@ -249,6 +301,7 @@ def main() -> None:
         check_prompts(window, cap, torch.float16, 2e-3)
     for window in (0, 20):
         check_prompts(window, 0.0, torch.float32, 3e-6, sinks=True)
+        check_prompts(window, 0.0, torch.float16, 2e-3, fp8=True)
     assert not jit.counters(torch.device("cpu"), 0).any()
 
 

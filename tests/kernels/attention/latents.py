@@ -12,6 +12,7 @@ import torch
 from phalanx.kernels.attention import mla
 from phalanx.kernels.attention.backend import AttentionParams, Part
 from phalanx.kernels.attention.reference import paged_attention_reference
+from phalanx.kernels.rope import fp8_cache
 from phalanx.kernels.rope.rope import CosSin
 from torch import Tensor
 
@@ -48,9 +49,47 @@ def to(rows, device: str):
     return rows
 
 
+def fp8_latents(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of such a cache."""
+    blocks, size, width = cache.shape
+    used = torch.arange(blocks * size)[~cache.view(-1, width).isnan().any(1)]
+    codes = torch.full(cache.shape, 0x7F, dtype=torch.uint8).view(fp8_cache.E4M3)
+    scales = torch.full((blocks, 1, 2, size), 255, dtype=torch.uint8)
+    by = torch.rand(len(used), 1).mul(6).sub(5).exp2()  # tokens differ in size
+    fp8_cache.store_latents(cache.view(-1, width)[used].float() * by, codes, scales, latent, used)
+    return codes, scales
+
+
+def check_fp8_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, device: str = "cpu") -> None:
+    """As the reference; where a norm's sum in another order rounds elsewhere, a code may be the next one."""
+    from phalanx.kernels.attention import mla_store_triton
+
+    n, heads, latent, width = 5, sizes.heads, sizes.latent, sizes.latent + sizes.rope
+    q, latents = (torch.randn(n, heads, sizes.nope + sizes.rope).to(dtype), torch.randn(n, width).to(dtype))
+    angles = torch.rand(n, 1, sizes.rope // 2) * 6
+    turn = CosSin(*(torch.cat(x, -1) for x in ((angles.cos(),) * 2, (-angles.sin(), angles.sin()))), interleaved)
+    weight, slots = torch.rand(latent).to(dtype) + 0.5, torch.tensor([9, 0, 4, 11, 2])
+    found = []
+    for store, where in (
+        (mla.rope_and_store_latents_reference, "cpu"),
+        (mla_store_triton.rope_and_store_latents, device),
+    ):
+        codes, scales = torch.zeros(3, 4, width, dtype=fp8_cache.E4M3), torch.zeros(3, 1, 2, 4, dtype=torch.uint8)
+        codes, scales, at = codes.to(where), scales.to(where), slots.to(where)
+        there = CosSin(turn.cos.to(where), turn.sin.to(where), interleaved)
+        norm = mla.LatentNorm(weight.to(where), 1e-6)
+        store(q.to(where, copy=True), latents.to(where, copy=True), norm, there, codes, at, scales)
+        found.append(
+            fp8_cache.gather_latents_reference(codes, scales, torch.arange(12).to(where), latent, torch.float32)
+        )
+    want, got = found[0], found[1].cpu()
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=0.13)
+    assert (got != want).float().mean() < 0.02 and want[slots].abs().amin(1).max() > 0
+
+
 def check_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
     """The queries and latents are parts of a wider tensor; one slot is negative."""
-    from phalanx.kernels.attention import mla_triton
+    from phalanx.kernels.attention import mla_store_triton
 
     n, (heads, nope, rope, _, latent, _) = 5, sizes
     wide = torch.randn(n, heads * (nope + rope) + latent + rope).to(dtype)
@@ -68,51 +107,80 @@ def check_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: floa
         return q.cpu().clone(), cache.cpu()
 
     want_q, want = both(mla.rope_and_store_latents_reference, wide, cache, slots)
-    got_q, got = both(mla_triton.rope_and_store_latents, wide, cache, torch.where(slots == 4, -1, slots))
+    got_q, got = both(mla_store_triton.rope_and_store_latents, wide, cache, torch.where(slots == 4, -1, slots))
     want.view(-1, latent + rope)[4] = NAN
     torch.testing.assert_close(got_q, want_q, atol=bound, rtol=bound)
     torch.testing.assert_close(got, want, atol=bound, rtol=bound, equal_nan=True)
 
 
 def check_decode(
-    sizes: Sizes, lengths: list[int], most: int, dtype: torch.dtype, bound: float, device: str = "cpu"
-) -> None:
+    sizes: Sizes, lengths: list[int], most: int, dtype: torch.dtype, bound: float, device: str = "cpu",
+    fp8: bool = False,
+) -> None:  # fmt: skip
     from phalanx.kernels.attention import mla_triton
 
     blocks = sum(-(-n // sizes.block_size) for n in lengths) + 2
     rows = make_rows([1] * len(lengths), lengths, sizes.block_size, blocks)
-    cache = latent_cache(rows, sizes, blocks, dtype)
+    cache, scales = latent_cache(rows, sizes, blocks, dtype), None
+    if fp8:
+        cache, scales = fp8_latents(cache, sizes.latent)
     q = torch.randn(len(lengths), sizes.heads, sizes.latent + sizes.rope).to(dtype)
     keep = [i for i, n in enumerate(lengths) if n]
     want = torch.zeros(len(lengths), sizes.heads, sizes.latent, dtype=dtype)
     keys, params = cache[:, :, None], AttentionParams(0.2)
-    found = paged_attention_reference(q[keep], keys, keys[..., : sizes.latent], part_of(rows, keep), params)
+    found = paged_attention_reference(q[keep], keys, keys[..., : sizes.latent], part_of(rows, keep), params, scales)
     want[keep] = found.view(-1, *want.shape[1:])
     out = torch.full(want.shape, NAN, dtype=dtype, device=device)
     rows = to(rows, device)
     options = dict(tile=16, split=32) if device == "cpu" else {}
     mla_triton.decode(
-        q.to(device), cache.to(device), sizes.latent, rows.block_tables, rows.lengths, out, 0.2, most, **options
+        q.to(device),
+        cache.to(device),
+        sizes.latent,
+        rows.block_tables,
+        rows.lengths,
+        out,
+        0.2,
+        most,
+        None if scales is None else scales.to(device),
+        **options,
     )
     torch.testing.assert_close(out.cpu(), want, atol=bound, rtol=bound)
 
 
-def check_prompts(sizes: Sizes, step: tuple[list[int], list[int]], dtype: torch.dtype, bound: float) -> None:
+def check_prompts(
+    sizes: Sizes, step: tuple[list[int], list[int]], dtype: torch.dtype, bound: float, fp8: bool = False
+) -> None:
     """Chunks of prompts, absorbed and expanded, in the interpreter."""
     from phalanx.kernels.attention import mla_triton
 
     (heads, nope, rope, value, latent, block_size), (query_lens, kv_lens) = sizes, step
     blocks = sum(-(-n // block_size) for n in kv_lens) + 2
     rows = make_rows(query_lens, kv_lens, block_size, blocks)
-    cache, params = latent_cache(rows, sizes, blocks, dtype), AttentionParams(0.2)
+    cache, scales, params = latent_cache(rows, sizes, blocks, dtype), None, AttentionParams(0.2)
+    if fp8:
+        cache, scales = fp8_latents(cache, latent)
     n, count, tokens = rows.num_decodes, len(query_lens), sum(query_lens)
     keys = cache[:, :, None]
     q = torch.randn(tokens, heads, latent + rope).to(dtype)
-    want = paged_attention_reference(q, keys, keys[..., :latent], rows, params).view(tokens, heads, latent)
+    want = paged_attention_reference(q, keys, keys[..., :latent], rows, params, scales).view(tokens, heads, latent)
     out = torch.full(want.shape, NAN, dtype=dtype)
     starts = rows.query_starts
     mla_triton.prefill(
-        q, cache, latent, rows.block_tables, rows.lengths, starts, out, 0.2, n, count - n, max(query_lens), 16, 16
+        q,
+        cache,
+        latent,
+        rows.block_tables,
+        rows.lengths,
+        starts,
+        out,
+        0.2,
+        n,
+        count - n,
+        max(query_lens),
+        scales,
+        16,
+        16,
     )
     torch.testing.assert_close(out[n:], want[n:], atol=bound, rtol=bound)
     (context,) = mla.contexts(rows, block_size)
@@ -123,6 +191,16 @@ def check_prompts(sizes: Sizes, step: tuple[list[int], list[int]], dtype: torch.
     mla.expanded_reference(q, kv, rotated, context, params, want)
     mla_triton.prefill_expanded(q, kv, rotated, context, params, out, 16, 16)
     torch.testing.assert_close(out, want, atol=bound, rtol=bound, equal_nan=True)
+
+
+def check_gather(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
+    from phalanx.kernels.rope import fp8_triton
+
+    cache, scales = fp8_latents(torch.randn(5, sizes.block_size, sizes.latent + sizes.rope), sizes.latent)
+    slots = torch.randint(5 * sizes.block_size, (33,))
+    want = fp8_cache.gather_latents_reference(cache, scales, slots, sizes.latent, dtype)
+    there = (x.to(device) for x in (cache, scales, slots))
+    assert torch.equal(fp8_triton.gather_latents(*there, sizes.latent, dtype).cpu(), want)
 
 
 def check_supports() -> None:
@@ -151,6 +229,13 @@ def main() -> None:
         for most, lengths in zip((1, 1, 4), LENGTHS, strict=True):
             check_decode(sizes, lengths, most, dtype, bound)
         check_prompts(sizes, STEPS[i % 2], dtype, bound)
+    for i, sizes in enumerate(SIZES[:2]):
+        dtype, bound = [(torch.float32, 3e-6), (torch.float16, 3e-3)][i % 2]
+        check_fp8_store(sizes, bool(i % 2), dtype)
+        check_decode(sizes, LENGTHS[1], 1, dtype, bound, fp8=True)
+        check_decode(sizes, LENGTHS[2], 4, dtype, bound, fp8=True)
+        check_prompts(sizes, STEPS[i % 2], dtype, bound, fp8=True)
+        check_gather(sizes, dtype)
 
 
 if __name__ == "__main__":

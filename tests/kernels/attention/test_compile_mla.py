@@ -4,33 +4,41 @@ import pytest
 import torch
 from phalanx.kernels.attention.backend import AttentionParams
 from phalanx.kernels.attention.mla import Context, LatentNorm
+from phalanx.kernels.rope.fp8_cache import E4M3
 from phalanx.kernels.rope.rope import CosSin
 
 from ..test_compile import Recorder, compile_launch
 
 KERNELS = "store_kernel", "decode_kernel", "combine_kernel", "prefill_kernel", "expanded_kernel"
-CASES = [(torch.bfloat16, 16, 90), (torch.float16, 128, 80), (torch.bfloat16, 5, 100), (torch.float32, 16, 90)]
+CASES = [
+    (torch.bfloat16, 16, 90, False), (torch.bfloat16, 16, 90, True), (torch.float16, 128, 80, False),
+    (torch.bfloat16, 5, 100, False), (torch.float32, 16, 90, False), (torch.float16, 128, 80, True),
+    (torch.bfloat16, 16, 80, True), (torch.bfloat16, 5, 100, True), (torch.float32, 16, 90, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "dtype, heads, arch", [CASES[0], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[1:])]
+    "dtype, heads, arch, fp8", [*CASES[:2], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[2:])]
 )
-def test_compiles(dtype, heads, arch, monkeypatch):
+def test_compiles(dtype, heads, arch, fp8, monkeypatch):
     pytest.importorskip("triton")
-    from phalanx.kernels.attention import mla_triton
+    from phalanx.kernels.attention import mla_store_triton, mla_triton
 
-    kernels = {name: getattr(mla_triton, name) for name in KERNELS}
+    home = {name: mla_store_triton if name == "store_kernel" else mla_triton for name in KERNELS}
+    kernels = {name: getattr(module, name) for name, module in home.items()}
     launches = {name: Recorder() for name in KERNELS}
     for name, recorder in launches.items():
-        monkeypatch.setattr(mla_triton, name, recorder)
+        monkeypatch.setattr(home[name], name, recorder)
     monkeypatch.setattr(mla_triton, "_roomy", lambda x: x.element_size() == 2 and arch >= 90)
     q, latents, cache = (torch.zeros(*shape, dtype=dtype) for shape in ((6, heads, 192), (6, 576), (3, 16, 576)))
+    scales = torch.zeros(3, 1, 2, 16, dtype=torch.uint8) if fp8 else None
+    cache = cache.to(E4M3) if fp8 else cache
     numbers, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
     turn, norm = CosSin(*torch.zeros(2, 6, 1, 64), True), LatentNorm(latents[0, :512], 1e-6)
-    mla_triton.rope_and_store_latents(q, latents, norm, turn, cache, torch.zeros(6, dtype=torch.int64))
+    mla_store_triton.rope_and_store_latents(q, latents, norm, turn, cache, torch.zeros(6, dtype=torch.int64), scales)
     absorbed, mixed = (torch.zeros(6, heads, width, dtype=dtype) for width in (576, 512))
-    mla_triton.decode(absorbed, cache, 512, tables, numbers, mixed, 0.1, 4)
-    mla_triton.prefill(absorbed, cache, 512, tables, numbers, numbers, mixed, 0.1, 0, 2, 3)
+    mla_triton.decode(absorbed, cache, 512, tables, numbers, mixed, 0.1, 4, scales)
+    mla_triton.prefill(absorbed, cache, 512, tables, numbers, numbers, mixed, 0.1, 0, 2, 3, scales)
     context = Context(0, [3, 3], [30, 10], torch.zeros(40, dtype=torch.int64), numbers, numbers)
     kv, rotated = torch.zeros(40, heads, 256, dtype=dtype), torch.zeros(40, 576, dtype=dtype)[:, 512:]
     out = torch.zeros(6, heads, 128, dtype=dtype)
