@@ -269,7 +269,8 @@ def main() -> None:
         options = Options(
             model=made, ranks=asked.tp, tp=asked.tp, ep=asked.ep, dtype=asked.dtype, isq=asked.isq, device=asked.device,
             kv_cache_dtype=asked.kv_cache_dtype, prefix_cache=False, load_format=asked.load_format,
-            max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len, max_num_batched_tokens=asked.max_num_batched_tokens,
+            max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]
         ask = Ask(asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started, asked.ep)
