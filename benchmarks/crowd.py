@@ -245,8 +245,9 @@ def paced(asked: argparse.Namespace) -> Iterator[None]:
     """A server of its own, whose model only takes time."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         asked.port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, str(HERE / "serving/paced.py"), "--p", str(asked.port), "--step-ms",
-                                str(asked.step_ms), "--max-num-seqs", "512"], stdout=subprocess.PIPE,
+    options = {"p": asked.port, "step-ms": asked.step_ms, "prefill": asked.prefill, "max-num-seqs": 512}
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    process = subprocess.Popen([sys.executable, str(HERE / "serving/paced.py"), *flags], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)  # fmt: skip
     try:
         assert process.stderr is not None
@@ -270,6 +271,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=60.0, help="of each of the two runs (60)")
     made.add_argument("--tokens", type=int, default=64, help="of each polite answer (64)")
     made.add_argument("--step-ms", type=float, default=100.0, help="of the server that is started (100)")
+    made.set_defaults(prefill=45000.0)  # prompt tokens/s of that server
     made.add_argument("--json", metavar="FILE", help="the figures, also printed as the last line")
     return made
 

@@ -27,7 +27,9 @@ KEYS = {"enter": "\ue007", "escape": "\ue00c", "up": "\ue013", "control": "\ue00
 def missing() -> str:
     """What a browser's tests need and this machine lacks; "" where nothing is."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    return "" if chromium and shutil.which("chromedriver") else "chromium and chromedriver are needed"
+    if chromium and shutil.which("chromedriver"):
+        return ""
+    return "chromium and chromedriver are needed; on Debian: apt install chromium chromium-driver"
 
 
 class Browser:

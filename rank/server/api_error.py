@@ -8,9 +8,13 @@ TYPES = {
     403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
+    500: "server_error",
     503: "service_unavailable_error",
+    507: "server_error",
 }
 
 

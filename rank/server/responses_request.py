@@ -306,6 +306,7 @@ def _messages(items: list[InputItem]) -> list[Message]:
 def _calls_of_servers(items: list[InputItem]) -> Iterator[InputItem]:
     """The items with calls of tool servers as functions' calls and outputs. One that was denied has that as output."""
     asked = {item.id: item for item in items if item.type == "mcp_approval_request"}
+    labels = {item.server_label for item in items if item.server_label}
     for item in items:
         output, made = item.output or item.error, item
         if item.type == "mcp_approval_response" and not item.approve and item.approval_request_id in asked:
@@ -313,7 +314,7 @@ def _calls_of_servers(items: list[InputItem]) -> Iterator[InputItem]:
         elif item.type in ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"):
             continue
         if made.type in ("mcp_call", "mcp_approval_request"):
-            name = full_name(made.server_label, made.name)
+            name = full_name(made.server_label, made.name, labels)
             words = output if isinstance(output, str) else _words(output) if isinstance(output, list) else str(output)
             yield InputItem("function_call", call_id=made.id, name=name, arguments=made.arguments)
             yield InputItem("function_call_output", call_id=made.id, output=words)

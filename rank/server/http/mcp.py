@@ -11,7 +11,7 @@ from ..api_error import bad
 from ..conversation import Message
 from ..mcp.request_tools import RequestTools
 from ..mcp.rounds import MOST_CALLS, ToolSession
-from ..mcp.tool_servers import Offered, full_name
+from ..mcp.tool_servers import Offered
 from ..mcp.tool_servers import call as call_tool
 from ..responses_request import ResponsesRequest
 from ..session import Session
@@ -45,6 +45,9 @@ async def respond(
     if not call.engine.takes_tools:
         raise bad("tools", "this model's chat template does not take tools: leave them out")
     given = RequestTools(entries, call.server.tools)
+    own = {str(tool.get("name")) for tool in request.tools or () if tool.get("type") == "function"}
+    if both := own & given.offered.keys():
+        raise bad("tools", f"tools has a function {min(both)!r}, which a tool server's tool is called, too: rename it")
     begin, made = await _approved(items, given)
     chat = request.chat([*items, *made], given.functions())
     if not chat.tools:  # the servers are not there, and no call can be forced
@@ -94,10 +97,11 @@ async def _approved(items: list[dict[str, Any]], given: RequestTools) -> tuple[l
 
 def _offered(request: dict[str, Any], given: RequestTools) -> Offered:
     """The tool that a person has approved to be called."""
-    name = full_name(str(request.get("server_label")), str(request.get("name")))
-    if name not in given.offered:
-        raise bad("input", f"input approves of a call of {name}, which tools does not offer")
-    return given.offered[name]
+    label, name = str(request.get("server_label")), str(request.get("name"))
+    found = next((one for one in given.lists.get(label, ()) if one.tool.name == name), None)
+    if found is None:
+        raise bad("input", f"input approves of a call of {name[:100]!r} of {label[:100]!r}, which tools does not offer")
+    return found
 
 
 ROUTES = [Route("/v1/mcp/tools", tools, method="GET")]

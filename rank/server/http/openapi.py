@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from ..api_error import TYPES, ApiError
 from ..field_meanings import meaning
-from .routes import EVENTS, PART, Call, Reply, Route, routes
+from .routes import EVENTS, JSON, PART, Call, Reply, Route, routes
 from .upload import PURPOSES
 
 ERROR = {
@@ -27,6 +28,18 @@ ERROR = {
         }
     },
     "required": ["error"],
+}
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
 }
 FORM = {  # of an upload
     "type": "object",
@@ -73,7 +86,8 @@ def description() -> bytes:
             "info": {"title": "Phalanx", "version": "1"},
             "paths": found,
             "components": {
-                "schemas": {**components, "Error": ERROR},
+                "schemas": {**components, "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR},
+                "responses": {name: _error(name) for name in ("Error", "AnthropicError")},
                 "securitySchemes": {
                     "bearer": {"type": "http", "scheme": "bearer"},
                     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -83,17 +97,21 @@ def description() -> bytes:
     )
 
 
+def _error(name: str) -> dict[str, Any]:
+    return {
+        "description": "an error",
+        "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}},
+    }
+
+
 def _operation(route: Route, path: str, ref: dict[str, Any] | None) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"$ref": f"#/components/responses/{'Error' if route.error is ApiError.body else 'AnthropicError'}"}
     media = (*route.media, EVENTS) if route.render is not None else route.media
     answer: dict[str, Any] = {"description": "the answer"} | ({"content": {one: {} for one in media}} if media else {})
     operation: dict[str, Any] = {
         "summary": route.about,
         "operationId": route.method.lower() + PART.sub(r"\1", path).replace("/", "_").replace("-", "_"),
-        "responses": {
-            "200": answer,
-            "default": {"description": "an error", "content": error},
-        },
+        "responses": {"200": answer, **{str(status): error for status in TYPES}},
     }
     if parts := PART.findall(path):
         operation["parameters"] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from typing import IO
 
 from python_multipart.exceptions import FormParserError
@@ -36,6 +37,8 @@ class Upload:
         self._header = self._value = b""
         self._disposition: dict[bytes, bytes] = {}
         self._whole = False
+        self._closed = False
+        self._busy = threading.Lock()  # held by the thread that parses, and by whoever removes the file
         kind, options = parse_options_header(content_type)
         self._parser: MultipartParser | None = None
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
@@ -73,12 +76,16 @@ class Upload:
 
     def _parse(self, data: bytes) -> None:
         assert self._parser is not None
-        try:
-            self._parser.write(data)
-        except FormParserError as error:
-            self._error = ApiError(400, f"the request's body is no multipart form: {error}")
-        except (ApiError, OSError, ValueError) as error:
-            self._error = error
+        with self._busy:
+            try:
+                if not self._closed:
+                    self._parser.write(data)
+            except FormParserError as error:
+                self._error = ApiError(400, f"the request's body is no multipart form: {error}")
+            except (ApiError, OSError, ValueError) as error:
+                self._error = error
+        if self._closed:  # meanwhile: `close` could not wait for it
+            self._remove()
 
     async def finish(self) -> StoredFile:
         """The file, which is in the store now. Raises ApiError."""
@@ -112,13 +119,23 @@ class Upload:
 
     def close(self) -> None:
         """The request is over; what was not finished is removed."""
+        self._closed = True
         self._error = self._error or ApiError(400, "the upload was given up")
-        if self._out is not None:
-            with contextlib.suppress(OSError):
-                self._out.close()
-        if self._file is not None:
-            self._store.drop(self._file)
-            self._file = None
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove what was not finished, unless a thread is writing it: that does so then."""
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            if self._out is not None:
+                with contextlib.suppress(OSError):
+                    self._out.close()
+            if self._file is not None:
+                self._store.drop(self._file)
+                self._file = None
+        finally:
+            self._busy.release()
 
     # The parser's calls, in a thread of the pool.
 

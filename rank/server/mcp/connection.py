@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 20.0  # seconds for a server to start and to list its tools
 RETRY = (1.0, 60.0)  # seconds before the first and before later attempts to connect again
+CLOSE_TIMEOUT = 2.0  # seconds to take leave of a server
 PING_EVERY = 20.0  # seconds of silence after which a server is asked whether it is there
 MOST_TOOLS = 256  # of one server
 MOST_TEXT = 1 << 20  # characters of a call's result that are kept
@@ -60,8 +61,10 @@ class Connection:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            for _ in range(2):  # a server that does not answer holds up the first: it is told of the end
+                self._task.cancel()
+                if (await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT))[0]:
+                    break
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Result:
         """Call a tool. What goes wrong is a result too: the model is told."""
@@ -89,8 +92,6 @@ class Connection:
                 self._fail(reason(error))
             else:
                 pause = RETRY[0]
-            self._client = None
-            self.tools = {}
             await asyncio.sleep(pause)
             pause = min(2 * pause, most)
 
@@ -100,14 +101,17 @@ class Connection:
         from mcp import Client
 
         async with contextlib.AsyncExitStack() as stack:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                client = await stack.enter_async_context(Client(await self._transport(stack), cache=None))
-                self.tools = await _list(client)
-            self._client = client
-            self.state, self.why = "ready", ""
-            self.settled.set()
-            log.info("tool server %s is ready: %d tools", self.server.name, len(self.tools))
-            yield client
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT):
+                    client = await stack.enter_async_context(Client(await self._transport(stack), cache=None))
+                    self.tools = await _list(client)
+                self._client = client
+                self.state, self.why = "ready", ""
+                self.settled.set()
+                log.info("tool server %s is ready: %d tools", self.server.name, len(self.tools))
+                yield client
+            finally:  # before leave is taken, which may last
+                self._client, self.tools = None, {}
 
     async def _watch(self, client: Client) -> None:
         """Return when the server has gone."""

@@ -84,6 +84,7 @@ class RequestTools:
         self.labels: dict[str, str] = {}  # of each tool's name
         self.approved: dict[str, str] = {}  # ids of calls that a person has approved, and of the requests for that
         self._asks: set[str] = set()
+        self._servers = [entry.server_label for entry in entries]
         for i, entry in enumerate(entries):
             self._add(entry, _server(entry, servers, f"tools[{i}]"))
 
@@ -92,7 +93,8 @@ class RequestTools:
         if connection.state != "ready":
             self.missing[label] = f"the tool server is not there: {connection.why or connection.state}"
         tools = [tool for tool in connection.tools.values() if entry.allows(tool.name)]
-        self.lists[label] = [Offered(full_name(label, tool.name), connection, tool) for tool in tools]
+        named = [(full_name(label, tool.name, self._servers), tool) for tool in tools]
+        self.lists[label] = [Offered(name, connection, tool) for name, tool in named]
         for one in self.lists[label]:
             self.offered[one.name] = one
             self.labels[one.name] = label

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from ..conversation import Call, Function, Message
 from ..session import Session, Update
@@ -44,6 +46,8 @@ class ToolSession(Session):
         self._waiting: deque[ToolCall] = deque()  # calls to make now
         self._results: dict[str, Result] = {}  # of this round, by the calls' ids
         self._state = "generates"  # or "calls", or "over"
+        self._closed = False
+        self._calling: asyncio.Future[Result] | None = None  # the call that is being made
 
     async def __anext__(self) -> list[Update]:
         if self._begin:
@@ -54,7 +58,8 @@ class ToolSession(Session):
             raise StopAsyncIteration
         if self._state == "calls":
             if self._waiting:
-                return [self._update([await self._call(self._waiting.popleft())])]
+                made = await self._call(self._waiting.popleft())
+                return [self._update([made])]
             if self._left_to_client():
                 self._state = "over"
                 update = self._update([])
@@ -89,12 +94,24 @@ class ToolSession(Session):
 
     async def _call(self, one: ToolCall) -> ToolResult:
         if self._calls_left > 0:
-            result = await call(self._tools.offered[one.name], one.arguments)
+            result = await self._while_read(call(self._tools.offered[one.name], one.arguments))
         else:
             result = Result("not called: this response has had all the calls it may have", failed=True)
         self._calls_left -= 1
         self._results[one.id] = result
         return ToolResult(one.id, result.text, result.failed)
+
+    async def _while_read(self, made: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a call, which is given up once nobody reads on."""
+        self._calling = asyncio.ensure_future(made)
+        try:
+            return await self._calling
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            raise StopAsyncIteration from None
+        finally:
+            self._calling = None
 
     def _left_to_client(self) -> bool:
         """Whether calls are left that somebody else has to make or to approve."""
@@ -110,9 +127,14 @@ class ToolSession(Session):
         self._rounds += 1
         tools = self._calls_left > 0 and self._rounds < MOST_ROUNDS
         self._session = await self._again(self._messages, self.completion_tokens, tools)
+        if self._closed:
+            self._session.close()
+            raise StopAsyncIteration
         self.prompts += self._session.prompts
         self.choices += self._session.choices
 
     def close(self) -> None:
-        self._state, self._begin = "over", []
+        self._state, self._begin, self._closed = "over", [], True
+        if self._calling is not None:
+            self._calling.cancel()
         self._session.close()

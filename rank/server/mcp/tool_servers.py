@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,9 +29,18 @@ class Offered(NamedTuple):
         return {"type": "function", "function": function}
 
 
-def full_name(server: str, tool: str) -> str:
-    """What the model calls a server's tool."""
-    return re.sub(r"[^A-Za-z0-9_-]", "_", f"{server}_{tool}")[:LONGEST_NAME]
+def full_name(server: str, tool: str, others: Iterable[str] = ()) -> str:
+    """What the model calls a server's tool: `server_tool`, and no other tool by the same name.
+
+    `others` are the servers beside it. A name that could be another tool's, too, ends with a hash: one of which
+    characters were replaced or cut off, and "a_b_c" of server "a_b" beside "a", whose tool "b_c" has it already.
+    """
+    plain = f"{server}_{tool}"
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", plain)
+    if name == plain and len(name) <= LONGEST_NAME and not any(server.startswith(f"{other}_") for other in others):
+        return name
+    mark = blake2b(f"{server}\0{tool}".encode(), digest_size=3).hexdigest()
+    return f"{name[: LONGEST_NAME - 1 - len(mark)]}_{mark}"
 
 
 class ToolServers:
@@ -61,7 +72,7 @@ class ToolServers:
         for connection in self.connections.values():
             if server in (None, connection.server.name):
                 for tool in connection.tools.values():
-                    name = full_name(connection.server.name, tool.name)
+                    name = full_name(connection.server.name, tool.name, self.connections)
                     found.setdefault(name, Offered(name, connection, tool))
         return found
 

@@ -1,5 +1,6 @@
 """Tool servers for clients: chats that are offered tools, responses whose calls are made here."""
 
+import http.client
 import json
 
 import openai
@@ -225,3 +226,24 @@ def test_a_call_that_is_required_is_enforced_in_the_first_round(server, response
     assert response.output_text == "five"
     first, second = server.lead.requests[before:]
     assert "local_add" in first.grammar and second.grammar == ""
+
+
+def test_a_client_that_leaves_during_a_call(server, says):
+    says(calls("local_slow", seconds=20), "never asked")
+    requests, before = len(server.lead.requests), server.state.used[0].requests
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    body = {"input": "hi", "tools": [MCP], "stream": True}
+    connection.request("POST", "/v1/responses", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    while b"mcp_call_arguments.done" not in answer.readline():
+        pass
+    connection.close()
+    answer.close()
+    server.wait(lambda: server.state.used[0].requests > before)
+    assert len(server.lead.requests) == requests + 1
+
+
+def test_a_function_by_a_tool_s_name(server):
+    tool = WEATHER | {"name": "local_add"}
+    answer = server.post("responses", input="hi", tools=[MCP, tool])
+    assert answer.status == 400 and "local_add" in answer.body["error"]["message"]

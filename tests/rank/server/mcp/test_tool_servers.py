@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 
 import pytest
 from phalanx.rank.server.mcp import connection
@@ -112,5 +113,34 @@ def test_a_server_that_comes_later(monkeypatch):
 
 
 def test_names_that_clients_take():
-    assert full_name("a-b", "c.d/e") == "a-b_c_d_e"
+    assert full_name("my_files", "read") == "my_files_read"
+    assert re.fullmatch(r"a-b_c_d_e_[0-9a-f]{6}", full_name("a-b", "c.d/e"))
     assert len(full_name("a" * 40, "b" * 60)) == 64
+
+
+def test_no_two_tools_have_one_name():
+    servers = ["a", "a_b", "a-b"]
+    tools = ["b_c", "c", "c.d", "c_d", "x" * 70, "x" * 71]
+    names = {full_name(server, tool, servers) for server in servers for tool in tools}
+    assert len(names) == len(servers) * len(tools) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in names)
+    assert {"a_b_c", "a_c"} < names  # as long as nothing else could be meant, nothing is added
+
+
+def test_a_server_that_does_not_let_go_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(connection, "CLOSE_TIMEOUT", 0.05)
+
+    async def stuck():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()  # as a request that tells of the end, and is not answered
+
+    async def run():
+        one = connection.Connection(ToolServer(name="web", url="http://127.0.0.1:1/mcp"))
+        monkeypatch.setattr(one, "_keep", stuck)
+        one.start()
+        await asyncio.sleep(0)
+        await asyncio.wait_for(one.close(), 10)
+        assert one._task.done()
+
+    asyncio.run(run())

@@ -1,0 +1,26 @@
+"""benchmarks/streams.py: a few streams for a moment."""
+
+import json
+
+import pytest
+from phalanx.benchmarks import streams
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_both_ways_take_the_steps_that_the_model_takes(capsys):
+    """How near they are to each other is for a quiet machine."""
+    asked = {"streams": 130, "step-ms": 5, "tokens": 12, "rounds": 1, "most": 1000}
+    assert streams.main([f"--{name}={value}" for name, value in asked.items()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(len(rounds) == 1 and rounds[0] >= 5 for rounds in found["ms_a_step"].values())
+    assert found["ratio"] == pytest.approx(found["median_ms"]["streams"] / found["median_ms"]["whole"], abs=1e-3)
+
+
+def test_too_many(capsys, monkeypatch):
+    async def measured(asked):
+        return {"ratio": 1.06}
+
+    monkeypatch.setattr(streams, "measure", measured)
+    assert streams.main(["--streams", "1"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"ratio": 1.06}

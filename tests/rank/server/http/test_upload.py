@@ -1,0 +1,29 @@
+"""An upload whose client leaves."""
+
+import threading
+
+from phalanx.rank.server.file_store import FileStore
+from phalanx.rank.server.http.upload import Upload
+
+HEAD = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}'
+
+
+def test_a_client_that_leaves_while_a_thread_writes(tmp_path):
+    store = FileStore(str(tmp_path))
+    began, go = threading.Event(), threading.Event()
+    made = store.new
+
+    def new(*args):
+        began.set()
+        assert go.wait(20)
+        return made(*args)
+
+    store.new = new
+    upload = Upload("multipart/form-data; boundary=x", store, "", None)
+    thread = threading.Thread(target=upload._parse, args=[HEAD])
+    thread.start()
+    assert began.wait(20)
+    upload.close()  # does not wait
+    go.set()
+    thread.join(20)
+    assert upload._out.closed and not list((tmp_path / "files").iterdir())
