@@ -142,6 +142,15 @@ def test_strict_tools_that_may_be_called(text, takes):
         assert takes(grammar, words) == "no", words
 
 
+def test_no_call_in_thoughts(text, takes):
+    """One that nothing follows would be made as it is."""
+    form, call = of_format(text, "mistral"), '[TOOL_CALLS][{"name": "clock", "arguments": {}}]'
+    thoughts = f"<think>I might say {call.replace('{}', '5')}</think>"
+    assert takes(answer_grammar(form, None, Calls(STRICT, False, True), Thoughts(THINK, False)), thoughts) == "no"
+    must = answer_grammar(form, None, Calls(STRICT, True, True), Thoughts(THINK, False))
+    assert takes(must, thoughts) == "beginning" and takes(must, f"{thoughts}\n{call}") == "all"
+
+
 def test_a_schema_beside_tools(text, takes):
     grammar = answer_grammar(text, json_schema("x", {"type": "integer"}), Calls(TOOLS, False, True), None)
     assert takes(grammar, "12") == takes(grammar, CALL) == "all"
