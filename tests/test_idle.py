@@ -10,6 +10,7 @@ from .checkpoints import make_checkpoint
 from .processes import tree
 from .server import Server, Stream
 
+pytestmark = pytest.mark.alone
 SECONDS = 10.0
 TICK = 100.0  # of /proc/PID/stat, per second
 

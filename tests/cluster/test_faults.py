@@ -13,7 +13,7 @@ from ..checkpoints import make_checkpoint
 from ..processes import gone
 from .hosts import HostsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(180)]
 
 TIMEOUT = 10  # also what ranks that import torch side by side may take to meet
 PATIENT = ("--device", "cpu", "--mem", "64")

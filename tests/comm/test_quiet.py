@@ -5,6 +5,8 @@ import pytest
 
 from ..ranks import run_ranks
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.long
 @pytest.mark.timeout(150)

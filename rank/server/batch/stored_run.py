@@ -93,9 +93,13 @@ class StoredRun:
 
     async def run(self) -> None:
         """Until all is answered, or `stop`. Raises FatalError where the journal cannot be used."""
-        in_thread = asyncio.get_running_loop().run_in_executor
-        self._journal = await in_thread(None, Journal, self._path, self.input, {})
-        self.before = await in_thread(None, self._journal.recover)
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open)
+        try:
+            self.before = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.wait([opening])  # nothing ends the thread; what it opens is for `close`
+            raise
+        assert self._journal is not None
         self._answers = Answers(self._sessions, self._journal, Deadline(), self._fail, self._used)
         feed = Feed(iter(Reader(self.input, self.before.finished)))
         work = asyncio.ensure_future(self._answer_all(feed))
@@ -112,6 +116,10 @@ class StoredRun:
         await self._answers.settle()
         if not work.cancelled():
             work.result()
+
+    def _open(self) -> Found:
+        self._journal = Journal(self._path, self.input, {})
+        return self._journal.recover()
 
     async def _answer_all(self, feed: Feed) -> None:
         assert self._answers is not None and self._journal is not None

@@ -14,6 +14,7 @@ from phalanx.launcher.job.mpirun import Mpi
 
 from ...ranks import environment, run_ranks
 
+pytestmark = pytest.mark.alone
 DOCTOR = [sys.executable, "-m", "phalanx.launcher.cli", "doctor"]
 
 

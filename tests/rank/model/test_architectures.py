@@ -180,6 +180,11 @@ MODELS = {
         model_type="phi", num_attention_heads=6, partial_rotary_factor=0.75, num_key_value_heads=None,
         hidden_act="gelu",
     ),
+    "smollm3": dict(model_type="smollm3", tie_word_embeddings=True),
+    "smollm3 sliding": dict(
+        model_type="smollm3", use_sliding_window=True, sliding_window=11, no_rope_layers=[0, 1, 1, 0],
+        attention_bias=True, mlp_bias=True, rope_parameters=dict(rope_type="default", rope_theta=1e3),
+    ),
     "stablelm": dict(model_type="stablelm", num_attention_heads=6, num_key_value_heads=6, use_qkv_bias=True),
     "stablelm parallel": dict(
         model_type="stablelm", num_attention_heads=6, num_key_value_heads=1, use_parallel_residual=True,
@@ -344,6 +349,7 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
         ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta, which this model type needs"),
         ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block is false, which is not supported for cohere2"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
         ("apertus", {"hidden_act": "silu"}, "activation 'silu' is not supported for apertus"),
         ("deepseek_v2", DEEPSEEK | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
         ("deepseek_v2", DEEPSEEK | {"attention_bias": True}, "attention_bias without q_lora_rank is not supported"),

@@ -14,7 +14,7 @@ from phalanx.rank.server.text_engine import LARGE
 
 from .test_server import read_all, send
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(60)]
 ROOM = protocol.Ready(
     max_model_len=4_000_000, vocab_size=400, kv_tokens=4_000_000, block_size=16, max_num_seqs=4, ranks=1
 )
