@@ -54,7 +54,7 @@ template <> __device__ inline void widen<bf16>(unsigned word, unsigned& even, un
     odd = add_pairs<bf16>(and_xor(above, 0x007f007f, 0x43004300), and_xor(above, 0x00800080, 0xc380c380));
 }
 
-// Codes of inputs 16 step to 16 step + 15, as the first operand of a product.
+// Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
 template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
     widen<E>(piece.words[2 * step], a[0], a[2]);
     widen<E>(piece.words[2 * step + 1], a[1], a[3]);
@@ -67,7 +67,7 @@ __device__ inline float dequantized(unsigned word, int byte, float scale) {
     return fmaf(shifted, scale, -32896.0f * scale);
 }
 
-// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a product.
+// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
     const float2 by = scales(piece, step);
 #pragma unroll

@@ -64,7 +64,7 @@ __device__ inline float code(const Piece& piece, int step, int i, int second) {
     return __uint_as_float(0x4b000000 | found) - (8388608.0f + ZERO);  // 2^23 + code has no more bits than a float
 }
 
-// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a product.
+// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
     const float2 of_scales = unpack<f16>(piece.of_scales[step * 16 / SUPER]);
     const float2 of_minima = unpack<f16>(piece.of_minima[step * 16 / SUPER]);
