@@ -270,10 +270,18 @@ def test_custom_tools_with_a_grammar(text, takes, name):
     assert takes(grammar, call.format("1 + 22")) == "all" and takes(grammar, call.format("1 +")) == "no"
 
 
+def test_tools_that_are_too_large_together(text):
+    one = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"description": "x" * 200_000}}}}
+    with pytest.raises(ApiError, match="at most 1048576: offer fewer"):
+        answer_grammar(text, None, Calls([{"function": one}] * 6, True, True), None)
+
+
 def test_what_a_format_cannot_be_held_to(text):
     some = {"name": "f", "parameters": {"type": "object", "patternProperties": {"^a": {}}}}
     name = {"name": "f", "parameters": {"type": "object", "properties": {"a<b": {}}, "required": ["a<b"]}}
     form = of_format(text, "qwen3_coder")
+    with pytest.raises(ApiError, match='calls of "a b" cannot be enforced'):
+        answer_grammar(form, None, Calls([{"function": {"name": "a b"}}], True, True), None)
     with pytest.raises(ApiError, match="patternProperties cannot be enforced in this model's calls"):
         answer_grammar(form, None, Calls([{"function": {**some, "strict": True}}], True, True), None)
     with pytest.raises(ApiError, match='name "a<b" cannot be written in this model\'s calls'):
