@@ -20,10 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-# A rank is this file as a program, the others import it from its folder.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import step
+from phalanx.benchmarks import step
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.layers.moe import Router
 from phalanx.rank.options import Options
