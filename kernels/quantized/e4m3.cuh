@@ -5,6 +5,7 @@
 // 16 s + 2 t, + 8, + 1 and + 9. e4m3_cuda.py makes pieces.
 
 constexpr int PIECE = 576, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
+constexpr bool MINIMA = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales[2];
@@ -39,6 +40,7 @@ __device__ inline Piece shared_piece(unsigned from, int lane) {
 __device__ inline float2 scales(const Piece& piece, int step) {
     return {__uint_as_float(piece.scales[0]), __uint_as_float(piece.scales[1])};
 }
+__device__ inline float2 minima(const Piece&, int) { return {}; }
 
 // The codes of bytes 0 and 2 as 16-bit elements, exactly: exponent and mantissa are moved to where those of E lie, and
 // a power of two makes up for the other bias. Both formats have the smallest codes as they have them.
@@ -50,7 +52,7 @@ template <> __device__ inline unsigned element_pair<bf16>(unsigned word) {
     return multiply_pairs<bf16>((word & 0x00800080) << 8 | (word & 0x007f007f) << 4, 0x7b807b80);  // 2^120
 }
 
-// Codes of inputs 16 step to 16 step + 15, as the first operand of a product.
+// Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
 template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -59,7 +61,7 @@ template <class E> __device__ inline void codes(const Piece& piece, int step, un
     }
 }
 
-// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a product.
+// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
     const float2 by = scales(piece, step);
     codes<E>(piece, step, a);

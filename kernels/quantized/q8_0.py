@@ -69,6 +69,12 @@ def from_blocks(blocks: Tensor) -> Encoded:
     return signed(groups[..., 2:].contiguous().view(torch.int8).view(len(blocks), -1), scales)
 
 
+def to_blocks(encoded: Encoded) -> Tensor:
+    """The reverse: uint8 [O, I / 32 * 34]."""
+    scales, codes = encoded.scales.contiguous().unsqueeze(2).view(torch.uint8), encoded.codes.view(torch.uint8)
+    return torch.cat((scales, codes.unflatten(1, (-1, GROUP))), 2).flatten(1)
+
+
 def signed(codes: Tensor, scales: Tensor) -> Encoded:
     """codes int8 [O, I] above -128 and scales f16 [O, I / 32], of any sign: kernels for CPUs know none below 0."""
     below = scales.signbit()

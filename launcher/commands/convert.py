@@ -11,30 +11,38 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from ...errors import MODEL, STOPPED, USAGE, FatalError
+from ...rank.gguf import mixes
 from ...rank.gguf.checkpoint import is_gguf
-from ...rank.options import flag
+from ...rank.options import ISQ_SPELLINGS, flag
 from .. import hf_hub
 from ..job.linux import say
 from ..options import option_sources
 from ..options.help import options_help, show_config
 
-HELP = "quantise a model into a checkpoint of 4 or 8 bits"
-USAGE_TEXT = """phalanx convert SRC DST --to gptq|awq [options]: quantise a model into a checkpoint that loads at once
+HELP = "quantise a model into a checkpoint of few bits"
+USAGE_TEXT = """phalanx convert SRC DST --to FORMAT [options]: quantise a model into a checkpoint that loads at once
 
+  phalanx convert Qwen/Qwen3-8B qwen3-8b.gguf --to q4km
   phalanx convert Qwen/Qwen3-8B qwen3-8b-int4 --to gptq
   phalanx convert DIR DIR-int8 --to gptq --bits 8 --calibration text.txt
 
-GPTQ rounds each matrix so that the layer's outputs over a calibration text change least; --to says in which layout the
-result is stored. It runs on one GPU where there is one, else on all cores. Embeddings, norms and the head stay as
-they are. A line for each layer tells the error of its outputs, the last one the perplexity before and after.
+q4km and the others that begin with q, f16, bf16 and f32 make a GGUF file, with tokenizer and chat template in it; DST
+is its name. gptq, awq and marlin are three layouts of what GPTQ rounds: each matrix so that the layer's outputs over a
+calibration text change least. A line for each layer tells the error of its outputs, the last one the perplexity before
+and after. fp8 stores e4m3 in blocks of 128 x 128. Of these four, embeddings, norms and the head stay as they are. It
+runs on one GPU where there is one, else on all cores.
 """
 _GROUP = "Convert"
 PROGRAM = ("-m", "phalanx.rank.model.convert")
+CALIBRATED = "gptq", "awq", "marlin"
+IN_FILES = (  # of GGUF
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", *mixes.MIXES, "f32", "f16", "bf16",
+)  # fmt: skip
 HELD_OUT = 8  # windows of the text that only the perplexity is measured on
 
 
@@ -45,14 +53,14 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
              help="directory with config.json and safetensors, or a hub id"),
     ] = ""  # fmt: skip
     target: Annotated[
-        str, flag("--dst", group=_GROUP, metavar="DST", positional=True, help="a directory that is to be made")
+        str, flag("--dst", group=_GROUP, metavar="DST", positional=True, help="directory or file that is to be made")
     ] = ""
     to: Annotated[
-        str, flag("--to", "--method", group=_GROUP, choices=("gptq", "awq"), help="the layout of the result")
-    ] = "gptq"
-    bits: Annotated[
-        int, flag("--bits", group=_GROUP, metavar="N", low=4, high=8, help="of a code, 4 or 8; awq has 4")
-    ] = 4
+        str,
+        flag("--to", "--method", group=_GROUP, choices=(*CALIBRATED, "fp8", *IN_FILES), spellings=ISQ_SPELLINGS,
+             help="the format of the result"),
+    ] = "gptq"  # fmt: skip
+    bits: Annotated[int, flag("--bits", group=_GROUP, metavar="N", low=4, high=8, help="of gptq's codes, 4 or 8")] = 4
     group: Annotated[
         int, flag("--group", "--group-size", group=_GROUP, metavar="N", low=0,
                   help="inputs that share a scale, a multiple of 32; 0: a whole row"),
@@ -91,10 +99,11 @@ def main(argv: Sequence[str]) -> int:
     options = chosen.options
     _check(options)
     target = Path(options.target).expanduser()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FatalError(f"{target} is there already: name a directory that is to be made", USAGE)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir()) and options.to not in IN_FILES):
+        raise FatalError(f"{target} is there already: name another place", USAGE)
     source = _find(options.source)
-    windows = read_windows(options, source)
+    windows = read_windows(options, source) if options.to in CALIBRATED else ([], [])
+    tokenizer = _tokenizer(source) if options.to in IN_FILES else {}
     making = target.with_name(f"{target.name}.part")  # so that what is there under the name is whole
     try:
         making.mkdir(parents=True)
@@ -105,8 +114,9 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise FatalError(f"{making} cannot be made: {error.strerror}", USAGE) from None
     try:
-        _run(options, source, making, *windows)
-        making.replace(target)
+        made = making / target.name if options.to in IN_FILES else making
+        _run(options, source, made, windows, tokenizer)
+        made.replace(target)
     finally:
         shutil.rmtree(making, ignore_errors=True)
     say(f"complete; serve it with: phalanx serve {shlex.quote(str(target))}")
@@ -120,9 +130,15 @@ def _check(options: ConvertOptions) -> None:
         raise FatalError(f"--bits {options.bits}: codes have 4 or 8 bits", USAGE)
     if options.group % 32:
         raise FatalError(f"--group {options.group}: kernels take groups of a multiple of 32 inputs", USAGE)
-    if options.to == "awq" and (options.bits != 4 or options.desc_act):
+    if options.to in ("awq", "marlin") and (options.bits != 4 or options.desc_act):
         wrong = "--desc-act" if options.desc_act else f"--bits {options.bits}"
-        raise FatalError(f"{wrong}: AWQ's layout has codes of 4 bits, their groups in order; use --to gptq", USAGE)
+        raise FatalError(
+            f"{wrong}: {options.to}'s layout has codes of 4 bits, their groups in order; use --to gptq", USAGE
+        )
+    if options.to == "marlin" and not options.sym:
+        raise FatalError("--no-sym: Marlin's layout has no zero points; use --to gptq", USAGE)
+    if options.to in IN_FILES and not is_gguf(options.target):
+        raise FatalError(f"{options.target}: --to {options.to} makes a GGUF file; name one that ends in .gguf", USAGE)
 
 
 def _find(model: str) -> Path:
@@ -135,6 +151,17 @@ def _find(model: str) -> Path:
     if not hf_hub.is_id(model):
         raise FatalError(f"model {model!r}: there is no such directory", USAGE)
     return Path(hf_hub.model(model))
+
+
+def _tokenizer(source: Path) -> dict[str, Any]:
+    """What a GGUF file has of it in its metadata, with the chat template."""
+    from ...rank.server.text import gguf_keys  # not for --help: it takes a third of a second
+
+    try:
+        config = msgspec.json.decode((source / "config.json").read_bytes())
+        return gguf_keys.keys(source, config.get("text_config", config)["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise FatalError(f"the tokenizer of {source} cannot be written: {error}", MODEL) from None
 
 
 def read_windows(options: ConvertOptions, source: Path) -> tuple[list[list[int]], list[list[int]]]:
@@ -175,21 +202,26 @@ def _manual() -> str:
 
 
 def _run(
-    options: ConvertOptions, source: Path, target: Path, windows: list[list[int]], held_out: list[list[int]]
+    options: ConvertOptions,
+    source: Path,
+    target: Path,
+    windows: tuple[list[list[int]], list[list[int]]],
+    tokenizer: dict[str, Any],
 ) -> None:
     """In a process of its own: the launcher never imports torch. Raises FatalError where it fails."""
     question = {
         "source": str(source),
         "target": str(target),
-        "layout": options.to,
+        "to": options.to,
         "bits": options.bits,
         "group": options.group,
         "symmetric": options.sym and options.to != "awq",
         "ordered": options.desc_act,
         "device": options.device,
         "dtype": options.dtype,
-        "windows": windows,
-        "held_out": held_out,
+        "windows": windows[0],
+        "held_out": windows[1],
+        "tokenizer": tokenizer,
     }
     with tempfile.NamedTemporaryFile("wb", suffix=".json") as file:
         file.write(msgspec.json.encode(question))

@@ -13,6 +13,7 @@ from .types import BY_NAME
 MIXES = {"q3km": "Q3_K", "q4km": "Q4_K", "q5km": "Q5_K"}  # what most tensors have
 # Of rows that are no whole super-blocks.
 SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+WIDE = "F32", "F16", "BF16", "Q8_0"  # which the output has, too
 VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
 
 
@@ -30,8 +31,8 @@ def type_of(mix: str, part: str, layer: int, sizes: Sizes) -> str:
     part: GGUF's name of it, without layer and ending; layer: its number. mix: one of MIXES, or a type that all have.
     """
     usual = MIXES.get(mix, mix)
-    if part == "output":
-        return usual if usual == "Q8_0" else "Q6_K"
+    if part == "output" and usual not in WIDE:
+        return "Q6_K"
     if mix not in MIXES:
         return usual
     if part in VALUES:

@@ -1,4 +1,4 @@
-"""Grammars of constrained sequences: compiled in a thread, then asked before each step which tokens may come.
+"""Grammars of constrained sequences: compiled in threads, then asked before each step which tokens may come.
 
 llguidance does both (https://github.com/guidance-ai/llguidance). It is imported when the first grammar comes.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 KEPT = 256  # compiled grammars
 MOST_THREADS = 8  # that compute masks
+COMPILERS = 4  # threads; a grammar of the largest schema that is taken needs about a second
+LONGEST = 60.0  # seconds from a request to its compiled grammar, the waiting for others included
 
 
 class Grammar:
@@ -113,31 +116,61 @@ class Compiled:
             vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=list(vocabulary.ends) or None
         )
         self.executor: LLExecutor = llguidance.LLExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))))
+        self._lock = threading.Lock()
         self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()  # by grammar, least recently used first
 
     def grammar(self, text: str) -> Grammar:
         """Raises ValueError where the text is no grammar, or one that is too large."""
         from llguidance import LLMatcher
 
-        matcher = self._matchers.pop(text, None)
+        with self._lock:
+            matcher = self._matchers.pop(text, None)
         if matcher is None:
             matcher = LLMatcher(self.tokenizer, text, log_level=0)
             if matcher.is_error():
                 raise ValueError(matcher.get_error().strip())
-        self._matchers[text] = matcher
-        while len(self._matchers) > KEPT:
-            self._matchers.popitem(last=False)
-        return Grammar(self, matcher.deep_copy())
+        grammar = Grammar(self, matcher.deep_copy())
+        with self._lock:
+            self._matchers[text] = matcher
+            while len(self._matchers) > KEPT:
+                self._matchers.popitem(last=False)
+        return grammar
+
+
+class _Shared:
+    """A vocabulary's `Compiled`, which the first grammar makes."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary: Vocabulary | None = vocabulary
+        self._lock = threading.Lock()
+        self._made: Compiled | Exception
+
+    def get(self) -> Compiled:
+        with self._lock:
+            if self._vocabulary is not None:
+                try:
+                    self._made = Compiled(self._vocabulary)
+                except Exception as error:
+                    self._made = error
+                self._vocabulary = None
+        if isinstance(self._made, Exception):
+            raise self._made
+        return self._made
 
 
 class Grammars:
-    """Compiles the grammars of requests in a thread of its own, in order, so that no step waits for it."""
+    """Compiles the grammars of requests in a few threads, so that no step waits for it, and seldom one for another.
+
+    What takes too long is given up: its request ends with an error, though its thread is busy until it is done.
+    """
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[Vocabulary | Request | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[Request, _Shared | None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, Grammar | str]] = queue.SimpleQueue()
-        self._open: set[str] = set()  # ids of requests that are being compiled and were not aborted
-        self._thread: threading.Thread | None = None
+        # By their ids, when they have to be done: requests that are being compiled and were not aborted; in order.
+        self._open: dict[str, tuple[float, Request]] = {}
+        self._threads: list[threading.Thread] = []
+        self._shared: _Shared | None = None
 
     @property
     def pending(self) -> bool:
@@ -145,47 +178,50 @@ class Grammars:
 
     def know(self, vocabulary: Vocabulary) -> None:
         """Requests that come from now on are for this vocabulary."""
-        self._todo.put(vocabulary)
+        self._shared = _Shared(vocabulary)
 
     def compile(self, request: Request) -> None:
-        self._open.add(request.id)
-        self._todo.put(request)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
-            self._thread.start()
+        self._open[request.id] = time.monotonic() + LONGEST, request
+        self._todo.put((request, self._shared))
+        if len(self._threads) < min(COMPILERS, len(self._open)):
+            self._threads.append(threading.Thread(target=self._work, name="grammars", daemon=True))
+            self._threads[-1].start()
 
     def close(self) -> None:
-        """End the thread, and with it what is kept of the model."""
-        self._todo.put(None)
+        """End the threads, and with them what is kept of the model."""
+        self._shared = None
+        for _ in self._threads:
+            self._todo.put(None)
 
     def abort(self, ids: Iterable[str]) -> None:
-        self._open.difference_update(ids)
+        for id in ids:
+            self._open.pop(id, None)
 
     def take(self) -> list[tuple[Request, Grammar | str]]:
         """The requests that are compiled, with their grammars, or with why there is none."""
-        found = []
+        found: list[tuple[Request, Grammar | str]] = []
         while not self._done.empty():
             request, grammar = self._done.get()
-            if request.id in self._open:
-                self._open.remove(request.id)
+            if self._open.pop(request.id, None) is not None:
                 found.append((request, grammar))
+        now = time.monotonic()
+        while self._open and (first := next(iter(self._open.values())))[0] < now:
+            why = f"it was not compiled within {LONGEST:g} s, make the schema or the grammar simpler"
+            found.append((first[1], f"the output cannot be constrained: {why}"))
+            del self._open[first[1].id]
         return found
 
     def _work(self) -> None:
-        compiled: Any = None
         while (one := self._todo.get()) is not None:
-            try:
-                if isinstance(one, Vocabulary):
-                    compiled = Compiled(one)
-                elif compiled is None:
-                    self._done.put((one, "the output cannot be constrained: the vocabulary is not known"))
-                elif isinstance(compiled, str):
-                    self._done.put((one, compiled))
-                else:
-                    self._done.put((one, compiled.grammar(one.grammar)))
-            except Exception as error:
-                why = f"the output cannot be constrained: {error}"
-                if isinstance(one, Vocabulary):
-                    compiled = why
-                else:
-                    self._done.put((one, why))
+            self._compile(*one)
+            del one  # it keeps a model's vocabulary
+
+    def _compile(self, request: Request, shared: _Shared | None) -> None:
+        if request.id not in self._open:  # aborted, or given up
+            return
+        try:
+            if shared is None:
+                raise ValueError("the vocabulary is not known")
+            self._done.put((request, shared.get().grammar(request.grammar)))
+        except Exception as error:
+            self._done.put((request, f"the output cannot be constrained: {error}"))

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 from .api_error import bad
 from .constraint import Constraint, checked, json_schema
+from .decoding import show
 from .text.argument_schema import Unwritable
 from .text.lark import Lark, without
 from .text.load import Text
 from .text.reasoning import ReasoningFormat
 from .text.tool_formats import CallableTool, ToolCallFormat
 
+LARGEST_TOOLS = 1 << 20  # bytes of their schemas together; llguidance checks about 400 KB a second
+LARGEST_ANSWER = 1 << 22  # bytes of the whole grammar
+NAME = re.compile(r"[\w.-]{1,128}")  # of functions: what the parsers of all formats read
 NEWLINES = r"/\n{0,3}/"  # between thoughts and answer
 
 
@@ -60,7 +64,12 @@ def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | Non
         assert text.tool_format is not None
         free = constraint is None and not calls.required
         answers += _answers_with_calls(lark, calls, text.tool_format, form, free)
-    return lark.grammar(f"{_before(lark, thoughts)} ({' | '.join(answers)})")
+    # A call in thoughts counts if nothing follows them (text/draft.py), and an answer in text may be nothing.
+    drafts = text.tool_format.opens if calls is not None and not calls.required and text.tool_format else ()
+    written = lark.grammar(f"{_before(lark, thoughts, drafts)} ({' | '.join(answers)})")
+    if len(written) > LARGEST_ANSWER:
+        raise bad("tools", f"tools: their grammar has {len(written)} bytes, at most {LARGEST_ANSWER}: offer fewer")
+    return written
 
 
 def plain_grammar(constraint: Constraint | None) -> str:
@@ -68,12 +77,12 @@ def plain_grammar(constraint: Constraint | None) -> str:
     return "" if constraint is None else json.dumps({"grammars": [checked(constraint)]})
 
 
-def _before(lark: Lark, thoughts: Thoughts | None) -> str:
-    """The thoughts, and what stands between them and the answer."""
+def _before(lark: Lark, thoughts: Thoughts | None, without: tuple[str, ...]) -> str:
+    """The thoughts, which have none of these markers in them, and what stands between them and the answer."""
     if thoughts is None:
         return '""'
     form, begun = thoughts
-    rest = f"{lark.until(form.closes)} {lark.marker(form.joint) if form.joint else NEWLINES}"
+    rest = f"{lark.until(form.closes, without)} {lark.marker(form.joint) if form.joint else NEWLINES}"
     return rest if begun else f"(({' | '.join(map(lark.marker, form.opens))}) {rest})?"
 
 
@@ -126,8 +135,14 @@ def _pieces(lark: Lark, form: ToolCallFormat, reasoning: ReasoningFormat | None)
 
 def _callable(lark: Lark, tools: list[dict[str, Any]]) -> list[CallableTool]:
     found = []
+    size = sum(len(json.dumps(tool["function"].get("parameters"))) for tool in tools)
+    if size > LARGEST_TOOLS:
+        raise bad("tools", f"tools: schemas of {size} bytes are to be enforced, at most {LARGEST_TOOLS}: offer fewer")
     for tool in tools:
         function = tool["function"]
+        if not NAME.fullmatch(function["name"]):
+            shown = show(function["name"])
+            raise bad("tools", f"tools: calls of {shown} cannot be enforced: name it in letters, digits, _, - and .")
         schema = {"type": "object", **(function.get("parameters") or {})}
         strict = bool(function.get("strict"))
         part = checked(json_schema(f"tools: parameters of {function['name']}", schema, lenient=not strict))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from .api_error import bad
-from .decoding import Body, show
+from .decoding import show
+from .hints import Hints
 from .text.load import Text
 
 MAX_WORDS = 256
 
 
-class TokenFields(Body, kw_only=True):
+class TokenFields(Hints, kw_only=True):
     """What all that generates takes of these."""
 
     allowed_token_ids: list[int] | None = None

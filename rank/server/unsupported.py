@@ -96,7 +96,7 @@ COMPLETION: dict[str, Field] = {
     **_COMMON,
     **_RESPONSES,
     "tool_choice": Field(_CHAT, ("none", "auto")),
-    **_all(_CHAT, "tools", "messages"),
+    **_all(_CHAT, "tools", "messages", "conversation_id", "record_conversation"),
     **_all("use prompt", "input"),
     **_all("write it into the prompt", "system", "instructions"),
     **_all("use stop", "stop_sequences"),
@@ -155,6 +155,7 @@ MESSAGES: dict[str, Field] = {
     **_all("use system", "instructions"),
     **_all("use max_tokens", "max_completion_tokens", "max_output_tokens"),
     **_all("use stop_sequences", "stop"),
+    **_all(_ELSEWHERE, "conversation_id", "record_conversation"),
     **_all("there are no tool servers, send the tools that the client runs", "mcp_servers"),
     **_all("nothing is run here, send the tools that the client runs", "container"),
 }
@@ -169,7 +170,10 @@ RESPONSES: dict[str, Field] = {
     **_all("use instructions", "system"),
     **_all("use stop", "stop_sequences"),
     "output_config": Field("use reasoning and text", ({},)),
-    **_all("use previous_response_id, or record_conversation of /v1/chat/completions", "conversation"),
+    **_all(
+        "use previous_response_id, or record_conversation of /v1/chat/completions",
+        *("conversation", "conversation_id", "record_conversation"),
+    ),
     **_all("there are no stored prompts, write it into instructions and input", "prompt"),
     **_all("this is for /v1/chat/completions: use input", "messages"),
     **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),

@@ -6,6 +6,9 @@ an ending stand for weight and bias, and what becomes empty is not read as a wei
 linears whose outputs a file holds in the order of interleaved rotary pairs, `ADDED`, what files add to the weights of
 norms, `ROWS`, vectors that are matrices of one row in the model, `STACKED`, matrices whose rows are vectors there, by
 what stands before their numbers, and `ENDINGS`, what tensors end with there in place of weight or bias.
+
+Those that `phalanx convert` writes have `WRITES`, the model types that become files of it, and may have `keys(raw)`: of
+config.json the metadata besides those that all have.
 """
 
 from __future__ import annotations
@@ -23,6 +26,16 @@ def supported() -> list[str]:
 def spelled(architecture: str) -> str:
     """The file's name: of gpt-oss gpt_oss."""
     return architecture.replace("-", "_")
+
+
+def of_model(model_type: str) -> str | None:
+    """The architecture of files that models of this type are written as; None: they are not."""
+    return next((one for one in supported() if model_type in getattr(find(one), "WRITES", ())), None)
+
+
+def written() -> list[str]:
+    """The model types that can be written."""
+    return sorted(kind for one in supported() for kind in getattr(find(one), "WRITES", ()))
 
 
 def find(architecture: str) -> ModuleType:

@@ -106,3 +106,78 @@ def rope(m: Metadata) -> dict[str, Any]:
     elif kind != "none":
         raise FatalError(f"{m.file}: the metadata's {m.architecture}.rope.scaling.type is {kind!r}, not known", MODEL)
     return found
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """The reverse of `config`: the metadata, without the architecture's name in front, of config.json as it is read."""
+    dim, heads = head_dim(raw), raw["num_attention_heads"]
+    named = {
+        "attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": raw.get("layer_norm_eps"),
+    }
+    return {
+        "context_length": raw["max_position_embeddings"],
+        "embedding_length": raw["hidden_size"],
+        "block_count": raw["num_hidden_layers"],
+        "feed_forward_length": raw["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": raw.get("num_key_value_heads") or heads,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "vocab_size": raw["vocab_size"],
+    } | {key: float(value) for key, value in named.items() if value is not None}
+
+
+def expert_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """The reverse of `experts`."""
+    inner = {"expert_feed_forward_length": raw["moe_intermediate_size"]} if raw.get("moe_intermediate_size") else {}
+    return inner | {
+        "expert_count": raw.get("num_experts") or raw["num_local_experts"],
+        "expert_used_count": raw["num_experts_per_tok"],
+    }
+
+
+def head_dim(raw: dict[str, Any]) -> int:
+    return int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
+
+
+def rope_keys(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The reverse of `rope`: keys, and vectors by their names. Raises FatalError where files cannot say it."""
+    given = raw.get("rope_parameters") or {}
+    given = given.get("full_attention", given)
+    dim, base = head_dim(raw), float(given.get("rope_theta", 10000.0))
+    found: dict[str, Any] = {"rope.freq_base": base}
+    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    rotated = int(dim * partial) if partial else dim
+    if partial:
+        found["rope.dimension_count"] = rotated
+    kind = given.get("rope_type", "default")
+    original = given.get("original_max_position_embeddings", raw["max_position_embeddings"])
+    if kind == "llama3":
+        return found, {"rope_freqs.weight": _llama3(given, rotated, base, original)}
+    if kind in ("longrope", "su"):
+        stretch = raw["max_position_embeddings"] / original
+        usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+        found["rope.scaling.original_context_length"] = original
+        found["rope.scaling.attn_factor"] = float(given.get("attention_factor") or usual)
+        return found, {f"rope_factors_{one}.weight": given[f"{one}_factor"] for one in ("long", "short")}
+    if kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(given["factor"])}
+    if kind == "yarn":
+        found["rope.scaling.original_context_length"] = original
+        betas = {f"rope.scaling.yarn_{one}": given.get(one) for one in ("beta_fast", "beta_slow")}
+        found |= {key: float(value) for key, value in betas.items() if value is not None}
+    elif kind not in ("default", "linear"):
+        raise FatalError(f"GGUF files cannot say a rope of the type {kind!r}", MODEL)
+    return found, {}
+
+
+def _llama3(given: dict[str, Any], rotated: int, base: float, original: int) -> list[float]:
+    """By what each frequency is divided: long waves by the factor, short ones by 1."""
+    factor, low, high = (float(given[one]) for one in ("factor", "low_freq_factor", "high_freq_factor"))
+    found = []
+    for at in range(0, rotated, 2):
+        turns = original / (2 * math.pi * base ** (at / rotated))  # that the original context has
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / ((1 - share) / factor + share))
+    return found

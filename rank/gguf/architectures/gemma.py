@@ -10,6 +10,7 @@ from ._common import config as common
 
 TENSORS = DECODER
 ADDED = 1.0
+WRITES = ("gemma",)
 
 
 def config(m: Metadata) -> dict[str, Any]:

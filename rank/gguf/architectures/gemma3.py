@@ -11,6 +11,7 @@ from ._common import config as common
 TENSORS = DECODER | FOUR_NORMS | QK_NORM
 ADDED = 1.0
 LARGEST = 62  # layers: of the 27B, where it is not the size of a head
+WRITES = ("gemma3_text",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -26,4 +27,13 @@ def config(m: Metadata) -> dict[str, Any]:
             "rope_local_base_freq": m.number("rope.freq_base_swa", 10000.0),
         }
         | m.given(final_logit_softcapping="final_logit_softcapping")
+    )
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    rope = raw.get("rope_parameters") or {}
+    local = rope.get("sliding_attention", {}).get("rope_theta", raw.get("rope_local_base_freq", 10000.0))
+    capped = raw.get("final_logit_softcapping")
+    return {"attention.sliding_window": raw["sliding_window"], "rope.freq_base_swa": float(local)} | (
+        {"final_logit_softcapping": float(capped)} if capped else {}
     )

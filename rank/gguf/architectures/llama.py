@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import DECODER, EXPERTS
+from ._common import DECODER, EXPERTS, expert_keys
 from ._common import config as common
 
 TENSORS = DECODER | EXPERTS
 PAIRED = ("attn_q", "attn_k")
+WRITES = "llama", "mistral", "mixtral"
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -19,3 +20,7 @@ def config(m: Metadata) -> dict[str, Any]:
         return keys | {"model_type": "llama"}
     experts = {"num_local_experts": m.integer("expert_count"), "num_experts_per_tok": m.integer("expert_used_count")}
     return keys | experts | {"model_type": "mixtral"}
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return expert_keys(raw) if raw["model_type"] == "mixtral" else {}

@@ -13,6 +13,7 @@ TENSORS = (
     | QK_NORM
     | layer(post_attention_norm="post_attention_layernorm", post_ffw_norm="post_feedforward_layernorm")
 )
+WRITES = ("olmo2",)
 
 
 def config(m: Metadata) -> dict[str, Any]:

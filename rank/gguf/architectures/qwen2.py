@@ -9,6 +9,7 @@ from ._common import DECODER
 from ._common import config as common
 
 TENSORS = DECODER
+WRITES = ("qwen2",)
 
 
 def config(m: Metadata) -> dict[str, Any]:

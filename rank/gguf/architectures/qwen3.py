@@ -9,6 +9,7 @@ from ._common import DECODER, QK_NORM
 from ._common import config as common
 
 TENSORS = DECODER | QK_NORM
+WRITES = ("qwen3",)
 
 
 def config(m: Metadata) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..base import Model
 from ..config import Config, read_config
 from ..experts.fused import FusedExperts
 from ..load import load
-from . import calibrate, gptq, layouts
+from . import calibrate, gptq, layouts, to_fp8, to_gguf
 from .writer import Writer
 
 KEPT = ".json", ".jinja", ".model", ".txt", ".md"  # endings of files that stay as they are
@@ -34,16 +34,17 @@ class Question(msgspec.Struct, frozen=True):
     """What is to be done."""
 
     source: str  # a directory with config.json and safetensors
-    target: str  # a directory that is empty
-    layout: str  # of LAYOUTS
+    target: str  # a directory that is empty; a file that is to be made where `to` is a type of GGUF files
+    to: str  # of LAYOUTS or to_gguf.TARGETS, or fp8
     bits: int
     group: int  # 0: the whole row
     symmetric: bool
     ordered: bool  # desc_act
     device: str
     dtype: str  # that is computed in
-    windows: list[list[int]]  # token ids of the calibration text, equally many in each
+    windows: list[list[int]]  # token ids of the calibration text, equally many in each; none where none is needed
     held_out: list[list[int]]  # more of it, by which the loss is measured
+    tokenizer: dict[str, Any] = {}  # the metadata of a GGUF file
 
 
 def convert(question: Question) -> None:
@@ -54,22 +55,38 @@ def convert(question: Question) -> None:
         raise FatalError(
             f"{source} is quantised already, by its config.json: convert the model that it was made of", MODEL
         )
-    scheme = gptq.Scheme(question.bits, question.group, question.symmetric, question.ordered)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if question.device == "auto" else question.device
+    if question.to in to_gguf.TARGETS:
+        file = Path(question.target)
+        to_gguf.write(source, file, question.to, question.tokenizer, device, _counter("encoding", unit_scale=True))
+        for one in to_gguf.differences(source, file):
+            _say(f"the file cannot say all of config.json: {one}")
+    elif question.to == "fp8":
+        writer = Writer(target)
+        settings = to_fp8.write(source, config, writer, device, _counter("encoding", unit="tensor"))
+        writer.finish()
+        _copy_files(source, target, settings)
+    else:
+        _round(question, config, device)
+
+
+def _round(question: Question, config: Config, device: str) -> None:
+    source, target = Path(question.source), Path(question.target)
+    scheme = gptq.Scheme(question.bits, question.group, question.symmetric, question.ordered)
+    layout = layouts.LAYOUTS[question.to]
     model = _load(config, question, device)
     index = read_index(source)
     names = {type(model).rename(name): name for name in index.files}
     before = calibrate.perplexity(model, question.held_out)
     writer = Writer(target)
-    tensors, settings = layouts.LAYOUTS[question.layout]
     replaced, plain = set(), []
     try:
-        for layer in _progress(model, question, scheme):
+        for layer in _progress(model, question, scheme, (layout.outputs, layout.inputs)):
             plain += layer.skipped
             for path, matrix, _ in layer.linears:
                 name = names[f"{path}.weight"]
                 replaced.add(name)
-                for field, tensor in tensors(matrix, scheme).items():
+                for field, tensor in layout.tensors(matrix, scheme).items():
                     writer.add(f"{name.removesuffix('weight')}{field}", tensor)
     except ValueError as error:
         raise FatalError(f"{error}: choose another calibration text (--calibration), or more of it", USAGE) from None
@@ -82,7 +99,7 @@ def convert(question: Question) -> None:
     left = (
         {"modules_to_not_convert": [names[f"{path}.weight"].removesuffix(".weight") for path in plain]} if plain else {}
     )
-    _copy_files(source, target, settings(scheme) | left)
+    _copy_files(source, target, layout.settings(scheme) | left)
 
 
 def _load(config: Config, question: Question, device: str) -> Model:
@@ -99,15 +116,22 @@ def _load(config: Config, question: Question, device: str) -> Model:
     return model
 
 
-def _progress(model: Model, question: Question, scheme: gptq.Scheme) -> Iterator[calibrate.LayerResult]:
+def _progress(
+    model: Model, question: Question, scheme: gptq.Scheme, units: tuple[int, int]
+) -> Iterator[calibrate.LayerResult]:
     """The rounded layers, with a bar and a line for each that tells what its linears lose."""
-    rounded = calibrate.round_model(model, question.windows, scheme)
+    rounded = calibrate.round_model(model, question.windows, scheme, units)
     with tqdm(rounded, "rounding", len(model.model.layers), unit="layer", disable=not sys.stderr.isatty()) as bar:
         for layer in bar:
             lost = ", ".join(f"{one.path.rpartition('.')[2]} {one.error:.4f}" for one in layer.linears)
             plain = f"; plain: {', '.join(path.rpartition('.')[2] for path in layer.skipped)}" if layer.skipped else ""
             bar.write(f"layer {layer.number}: error of the outputs: {lost}{plain}", sys.stderr)
             yield layer
+
+
+def _counter(what: str, **options: Any) -> Any:
+    """Makes a bar of so many steps."""
+    return lambda total: tqdm(desc=what, total=total, disable=not sys.stderr.isatty(), **options)
 
 
 def _bar(what: str) -> Any:

@@ -23,7 +23,7 @@ from . import gptq
 
 TOKENS = 4096  # of a forward pass
 BLOCK = 16  # tokens of a block of the cache
-UNIT = 32  # outputs and inputs come in multiples of it, as stored codes and kernels do
+UNIT = 32  # inputs of a group come in multiples of it, as kernels take them
 
 
 class LinearResult(NamedTuple):
@@ -39,10 +39,13 @@ class LayerResult(NamedTuple):
 
 
 @torch.inference_mode()
-def round_model(model: Model, windows: Sequence[Sequence[int]], scheme: gptq.Scheme) -> Iterator[LayerResult]:
+def round_model(
+    model: Model, windows: Sequence[Sequence[int]], scheme: gptq.Scheme, units: tuple[int, int] = (UNIT, UNIT)
+) -> Iterator[LayerResult]:
     """Round the linears of all layers, and leave what was rounded in their place.
 
-    model: whole, on one rank, unquantised. windows: token ids, equally many in each. Raises ValueError where the text
+    model: whole, on one rank, unquantised. windows: token ids, equally many in each. units: outputs and inputs of which
+    linears that are rounded have multiples. Raises ValueError where the text
     does not do for a linear.
     """
     caches = Shared(model)
@@ -53,7 +56,7 @@ def round_model(model: Model, windows: Sequence[Sequence[int]], scheme: gptq.Sch
         for batch, x in zip(batches, hidden, strict=True):
             _run(model, index, batch, x)
         inputs.stop()
-        yield _round_layer(index, layer, inputs, scheme)
+        yield _round_layer(index, layer, inputs, scheme, units)
         hidden = [_run(model, index, batch, x) for batch, x in zip(batches, hidden, strict=True)]
 
 
@@ -100,13 +103,15 @@ class _Inputs:
             hook.remove()
 
 
-def _round_layer(index: str, layer: nn.Module, inputs: _Inputs, scheme: gptq.Scheme) -> LayerResult:
+def _round_layer(
+    index: str, layer: nn.Module, inputs: _Inputs, scheme: gptq.Scheme, units: tuple[int, int]
+) -> LayerResult:
     done: list[LinearResult] = []
     skipped: list[str] = []
     for linear in (one for one in layer.modules() if isinstance(one, Linear)):
         part = cast(Part, linear.parts[0])
         hessian = inputs.hessians.pop(linear, None)
-        if hessian is None or not _fits(part, scheme):
+        if hessian is None or not _fits(part, scheme, units):
             skipped += dict.fromkeys(source.path for source in part.sources)
             continue
         try:
@@ -122,11 +127,12 @@ def _round_layer(index: str, layer: nn.Module, inputs: _Inputs, scheme: gptq.Sch
     return LayerResult(index, done, skipped)
 
 
-def _fits(part: Part, scheme: gptq.Scheme) -> bool:
+def _fits(part: Part, scheme: gptq.Scheme, units: tuple[int, int]) -> bool:
     """Whether all of its tensors can be stored and read."""
     inputs = part.inputs.size
     group = scheme.group_of(inputs)
-    return not inputs % group and not group % UNIT and all(not shard.size % UNIT for shard in part.outputs)
+    fits = not inputs % group and not group % UNIT and not inputs % units[1]
+    return fits and all(not shard.size % units[0] for shard in part.outputs)
 
 
 def _rows(sources: Sequence[Source], widths: Sequence[int]) -> Iterator[tuple[str, slice]]:

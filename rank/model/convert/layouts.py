@@ -1,16 +1,17 @@
-"""How rounded matrices are stored: the tensors and the quantization_config of GPTQ and AWQ checkpoints.
+"""How rounded matrices are stored: the tensors and the quantization_config of GPTQ, AWQ and Marlin checkpoints.
 
-The layouts are described where they are read: rank/model/stored_formats/gptq.py and awq.py.
+The layouts are described where they are read: rank/model/stored_formats/gptq.py, awq.py and marlin.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..stored_formats import awq
+from ..stored_formats import awq, marlin
 from .gptq import Rounded, Scheme
 
 PACKED = 32  # bits of an entry
@@ -55,7 +56,34 @@ def awq_config(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-LAYOUTS = {"gptq": (gptq_tensors, gptq_config), "awq": (awq_tensors, awq_config)}
+def marlin_tensors(matrix: Rounded, scheme: Scheme) -> dict[str, Tensor]:
+    outputs, inputs = matrix.codes.shape
+    scales = matrix.scales.t().to(torch.float16)
+    return {
+        "B": pack(marlin.codes_for_threads(matrix.codes.t()), scheme.bits, along=1),
+        "s": marlin.scales_in_order(scales, scheme.group in (0, inputs)).contiguous(),
+        "workspace": torch.zeros(outputs // 128 * 16, dtype=torch.int32),
+    }
+
+
+def marlin_config(scheme: Scheme) -> dict[str, Any]:
+    return gptq_config(scheme) | {"checkpoint_format": "marlin", "is_marlin_format": True}
+
+
+class Layout(NamedTuple):
+    """How a checkpoint stores what is rounded."""
+
+    tensors: Callable[[Rounded, Scheme], dict[str, Tensor]]  # of a linear, by the ends of their names
+    settings: Callable[[Scheme], dict[str, Any]]  # quantization_config
+    outputs: int = 32  # of which linears have a multiple; others stay plain
+    inputs: int = 32
+
+
+LAYOUTS = {
+    "gptq": Layout(gptq_tensors, gptq_config),
+    "awq": Layout(awq_tensors, awq_config),
+    "marlin": Layout(marlin_tensors, marlin_config, outputs=64, inputs=128),
+}
 
 
 def pack(codes: Tensor, bits: int, along: int = 0) -> Tensor:

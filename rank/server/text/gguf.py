@@ -40,6 +40,8 @@ DEEPSEEK = (
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+BUILT_IN = r"\p{Lu}?\p{Ll}+|\p{L}|\p{N}|[^\s\p{L}\p{N}]+|\n+| +|\s"  # Phalanx's own model's
+
 
 def _split(*patterns: str) -> list[Any]:
     pieces = [pre_tokenizers.Split(tokenizers.Regex(one), "isolated") for one in patterns]
@@ -71,6 +73,7 @@ STEPS: dict[Callable[[], list[Any]], tuple[str, ...]] = {
     functools.partial(_split, QWEN2): ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez"),
     functools.partial(_split, O200K): ("gpt-4o", "llama4"),
     functools.partial(_split, TEKKEN): ("tekken",),
+    functools.partial(_split, BUILT_IN): ("phalanx",),
     functools.partial(_split, r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK): ("deepseek-v3",),
 }  # fmt: skip
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")  # a word that is a token is taken so

@@ -15,7 +15,9 @@ from phalanx.rank.model.convert import __main__ as program
 from phalanx.rank.model.convert import calibrate, writer
 from phalanx.rank.model.convert.gptq import Scheme
 from phalanx.rank.model.load import load
+from phalanx.rank.server.text.load import Text
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from ...checkpoints import CORPUS, make_checkpoint
 from ...rank.model.harness import run_steps
@@ -47,6 +49,17 @@ def run(*words):
     return done.returncode, done.stderr
 
 
+def rounded_logits(checkpoint, text, scheme, units=(32, 32)):
+    """Some tokens, and what the model makes of them that is rounded here."""
+    windows, held_out = convert.read_windows(convert.ConvertOptions(calibration=text, samples=6, seqlen=48), checkpoint)
+    model = load(checkpoint, threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0])
+    for _ in calibrate.round_model(model, windows, scheme, units):
+        pass
+    ids = held_out[0][:20]
+    with torch.inference_mode():
+        return ids, model.logits(model([calibrate.Shared(model).batch([ids])]))[:, : model.vocab_size]
+
+
 @pytest.mark.parametrize(
     "options, scheme, tp",
     [
@@ -66,18 +79,54 @@ def test_what_is_written_is_what_was_rounded(checkpoint, text, tmp_path, options
     settings = json.loads((target / "config.json").read_text())["quantization_config"]
     assert (settings["quant_method"], settings["group_size"]) == (options[1], 32)
 
-    chosen = convert.ConvertOptions(calibration=text, samples=6, seqlen=48)
-    windows, held_out = convert.read_windows(chosen, checkpoint)
-    model = load(checkpoint, threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0])
-    for _ in calibrate.round_model(model, windows, scheme):
-        pass
-    rounded = calibrate.Shared(model)
-    ids = held_out[0][:20]
-    with torch.inference_mode():
-        expected = model.logits(model([rounded.batch([ids])]))[:, : model.vocab_size]
+    ids, expected = rounded_logits(checkpoint, text, scheme)
     for degree in tp:
         (found,) = run_steps(target, [ids], tp=degree)
         assert (found - expected).abs().max() < 1e-4
+
+
+MARLIN = dict(hidden_size=128, head_dim=32, num_attention_heads=4, num_key_value_heads=4, intermediate_size=192)
+
+
+def test_marlin(tmp_path, text):
+    """Linears of multiples of 64 outputs and 128 inputs; what is stored is what GPTQ rounds it to."""
+    source = make_checkpoint(tmp_path / "model", **MARLIN, num_hidden_layers=2)
+    words = "--group", "64", "--calibration", text, "--samples", "6", "--seqlen", "48"
+    code, said = run(source, tmp_path / "made", "--method", "marlin", *words)
+    assert code == 0 and "; plain: down_proj" in said
+    with safe_open(tmp_path / "made" / "model.safetensors", "pt") as opened:
+        names = set(opened.keys())
+    assert {"model.layers.1.self_attn.q_proj.B", "model.layers.0.mlp.up_proj.workspace"} <= names
+    ids, expected = rounded_logits(source, text, Scheme(4, 64, True), (64, 128))
+    (found,) = run_steps(tmp_path / "made", [ids])
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_fp8(checkpoint, tmp_path):
+    code, said = run(checkpoint, tmp_path / "made", "--to", "fp8")
+    assert code == 0 and f"phalanx serve {tmp_path / 'made'}" in said
+    settings = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == "fp8" and settings["weight_block_size"] == [128, 128]
+    stored, plain = (load_file(one / "model.safetensors") for one in (tmp_path / "made", checkpoint))
+    name = "model.layers.1.mlp.down_proj.weight"  # 64 x 128
+    assert stored[name].dtype == torch.float8_e4m3fn and stored[f"{name}_scale_inv"].shape == (1, 1)
+    meant = stored[name].float() * stored[f"{name}_scale_inv"]
+    assert 0 < (meant - plain[name].float()).abs().max() <= plain[name].float().abs().max() / 16
+    assert torch.equal(stored["model.norm.weight"], plain["model.norm.weight"])
+    (logits,) = run_steps(tmp_path / "made", [[5, 6, 7]], tp=2)
+    assert logits.isfinite().all()
+
+
+def test_a_gguf_file_has_all_that_is_needed(checkpoint, tmp_path):
+    file = tmp_path / "made.gguf"
+    code, said = run(checkpoint, file, "--to", "Q8_0")
+    assert code == 0 and f"phalanx serve {file}" in said and [*tmp_path.iterdir()] == [file]
+    one, other = Text(str(checkpoint)), Text(str(file))
+    words = "The quick brown fox: 12"
+    ids = one.tokenizer.encode(words, True)
+    assert other.tokenizer.encode(words, True) == ids and other.template.source == one.template.source
+    (got,), (want,) = (run_steps(path, [ids]) for path in (file, checkpoint))
+    assert (got - want).abs().max() < 0.4
 
 
 def test_linears_that_do_not_fit_stay_plain(tmp_path, text):
@@ -113,10 +162,12 @@ def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
         (("{model}", "{model}"), 2, "is there already"),
         (("{model}", "{to}", "--group", "48"), 2, "--group 48: kernels take groups of a multiple of 32"),
         (("{model}", "{to}", "--bits", "6"), 2, "--bits 6: codes have 4 or 8 bits"),
-        (("{model}", "{to}", "--to", "awq", "--bits", "8"), 2, "--bits 8: AWQ's layout has codes of 4 bits"),
+        (("{model}", "{to}", "--to", "awq", "--bits", "8"), 2, "--bits 8: awq's layout has codes of 4 bits"),
         (("{model}", "{to}", "--calibration", "/no/such/file"), 2, "--calibration /no/such/file: "),
         (("{model}", "{to}", "--calibration", "{short}"), 2, "two pieces of 512 are needed"),
         (("{gguf}", "{to}"), 2, "is a GGUF file"),
+        (("{model}", "{to}", "--to", "q4km"), 2, "makes a GGUF file; name one that ends in .gguf"),
+        (("{model}", "{to}", "--to", "marlin", "--no-sym"), 2, "--no-sym: Marlin's layout has no zero points"),
         (("{model}", "{to}", "third"), 2, "unexpected argument 'third'"),
         (("{to}/none", "{to}"), 2, "there is no such directory"),
         (("{made}", "{to}", "--calibration", "{text}", "--seqlen", "48"), 3, "is quantised already"),

@@ -3,12 +3,14 @@
 import itertools
 import json
 import re
+import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from phalanx.rank import protocol
+from phalanx.rank.scheduler import grammar as grammar_module
 from phalanx.rank.scheduler.grammar import KEPT, Compiled, Grammars, masks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -135,10 +137,32 @@ def test_compiling_beside_the_loop():
     found = take(grammars, 2)
     assert not isinstance(found["good"], str) and "the output cannot be constrained" in found["wrong"]
     assert not grammars.pending and take(grammars, 0) == {}
-    thread = grammars._thread
+    threads = grammars._threads
     grammars.close()
-    thread.join(20)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_grammar_that_takes_long_blocks_no_other(monkeypatch):
+    go, compile = threading.Event(), Compiled.grammar
+    slow = lambda self, text: compile(self, text) if text != "slow" else go.wait(60)  # noqa: E731
+    monkeypatch.setattr(Compiled, "grammar", slow)
+    grammars = Grammars()
+    grammars.know(protocol.Vocabulary(tokenizer_json(), SIZE, (END,)))
+    monkeypatch.setattr(grammar_module, "LONGEST", 0.0)  # seconds: given up at the next look
+    grammars.compile(request("long", "slow"))
+    monkeypatch.setattr(grammar_module, "LONGEST", 60.0)
+    for name in "abc":
+        grammars.compile(request(name))
+    found = take(grammars, 4)
+    assert "not compiled within" in found.pop("long")
+    assert not any(isinstance(one, str) for one in found.values()) and not grammars.pending
+    go.set()
+    grammars.close()
+    for thread in grammars._threads:
+        thread.join(20)
+    assert take(grammars, 0) == {}
 
 
 def test_a_tokenizer_that_cannot_be_read():

@@ -4,6 +4,7 @@ import pytest
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.decoding import convert
 from phalanx.rank.server.embedding_request import EmbeddingRequest
+from phalanx.rank.server.hints import Hints
 from phalanx.rank.server.http.messages import CountRequest, MessagesRequest
 from phalanx.rank.server.responses_request import ResponsesRequest
 from phalanx.rank.server.schema import ChatRequest, CompletionRequest
@@ -67,6 +68,7 @@ REASONS = {
     CompletionRequest: {
         **COMMON,
         **dict.fromkeys(("tools", "tool_choice", "messages", "output_config"), CHAT),
+        **dict.fromkeys(("conversation_id", "record_conversation"), CHAT),
         "input": "use prompt",
         **dict.fromkeys(("system", "instructions"), "write it into the prompt"),
         "max_completion_tokens": "use max_tokens",
@@ -106,12 +108,22 @@ TEMPLATES = {
     *("enable_thinking", "thinking", "reasoning", "reasoning_effort", "include_reasoning", "parallel_tool_calls"),
 }
 IGNORED = {"include", "store", "user", "stream_options"}
+HINTS = {*Hints.__struct_fields__}
 HARMLESS = {
     ChatRequest: {"include"},
     CompletionRequest: {"include", *TEMPLATES},  # a completion's prompt is written by the client
     ResponsesRequest: IGNORED,
-    MessagesRequest: {*IGNORED, "continue_final_message"},  # the last message of the assistant is continued anyway
-    CountRequest: {*IGNORED, "continue_final_message", *MessagesRequest.__struct_fields__},  # the prompt is the same
+    MessagesRequest: {
+        *IGNORED,
+        *HINTS,
+        "continue_final_message",
+    },  # the last message is continued anyway
+    CountRequest: {
+        *IGNORED,
+        *HINTS,
+        "continue_final_message",
+        *MessagesRequest.__struct_fields__,
+    },  # same prompt
 }
 
 

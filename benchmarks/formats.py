@@ -1,0 +1,158 @@
+"""The built-in model in every weight format: the perplexity of its held-out answers beside that of its own weights.
+
+    python benchmarks/formats.py [--formats q8_0 gptq] [--documents 60] [--device cuda] [--json FILE] [--table]
+
+Each format comes by --isq, and as a checkpoint that `phalanx convert` has written. Of the types that gguf-py quantises,
+the third column has the plain model with the weights that gguf-py makes of them. --table prints a Markdown table of the
+lines in FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from phalanx.benchmarks.builtin_model.heldout import documents
+from phalanx.comm import mesh, threads
+from phalanx.launcher import builtin_model
+from phalanx.launcher.commands.convert import CALIBRATED, IN_FILES, ConvertOptions, read_windows
+from phalanx.rank.model.convert import __main__ as program
+from phalanx.rank.model.convert.calibrate import Shared
+from phalanx.rank.model.load import load
+from phalanx.rank.options import IN_SITU
+from safetensors.torch import load_file, save_file
+
+MODEL = Path(builtin_model.__file__).parent
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+# Options of `convert` beside --to, by the names of formats.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gptq": {}, "gptq-8": {"bits": 8}, "gptq-asymmetric": {"symmetric": False}, "awq": {"symmetric": False},
+    "marlin": {}, "fp8": {},
+}  # fmt: skip
+FLAGS = {"bits": "--bits", "symmetric": "--no-sym"}
+FORMATS = ("plain", *OPTIONS, *(one for one in IN_FILES if one not in ("f32", "f16", "bf16")))
+BY_GGUF_PY = "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"
+
+
+def perplexity(path: Path, count: int, device: str, dtype: str, isq: str = "none") -> float:
+    """Of the answers in so many held-out documents."""
+    alone = threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0]
+    model = load(path, alone, device, dtype, isq=isq)
+    caches, lost, tokens = Shared(model), 0.0, 0
+    with torch.inference_mode():
+        for ids, learn in documents(count):
+            logits = model.logits(model([caches.batch([ids])]))[:-1, : model.vocab_size].float().cpu()
+            losses = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+            answers = torch.tensor(learn[1:])
+            lost, tokens = lost + float(losses[answers].sum()), tokens + int(answers.sum())
+    return math.exp(lost / tokens)
+
+
+def convert(name: str, folder: Path, device: str) -> tuple[Path, str]:
+    """The checkpoint in this format, and the command that makes it."""
+    to = name.partition("-")[0]
+    target = folder / (f"{name}.gguf" if to in IN_FILES else name)
+    windows: tuple[list[Any], list[Any]] = ([], [])
+    if to in CALIBRATED:
+        windows = read_windows(ConvertOptions(samples=32, seqlen=256), MODEL)
+    if to not in IN_FILES:
+        target.mkdir()
+    chosen = {"bits": 4, "symmetric": True} | OPTIONS.get(name, {})
+    program.convert(
+        program.Question(
+            str(MODEL), str(target), to, chosen["bits"], 64, chosen["symmetric"], False, device, "f32", *windows
+        )
+    )
+    words = [FLAGS[key] + (f" {value}" if key == "bits" else "") for key, value in OPTIONS.get(name, {}).items()]
+    group = ["--group 64 --samples 32 --seqlen 256"] if to in CALIBRATED else []
+    no_sym = [one for one in words if to != "awq" or one != "--no-sym"]
+    return target, " ".join(["phalanx convert launcher/builtin_model DST --to", to, *no_sym, *group])
+
+
+def by_gguf_py(name: str, folder: Path) -> Path:
+    """The checkpoint with the matrices that gguf-py makes of its blocks, the head's in a table of its own."""
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    target = folder / f"{name}-gguf-py"
+    target.mkdir()
+    tensors = {key: x.float() for key, x in load_file(MODEL / "model.safetensors").items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    for key, x in tensors.items():
+        if x.dim() == 2 and "embed" not in key:
+            blocks = gguf.quants.quantize(x.numpy(), kind)
+            tensors[key] = torch.from_numpy(gguf.quants.dequantize(blocks, kind)).contiguous()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    for file in FILES:
+        shutil.copy(MODEL / file, target)
+    config = json.loads((target / "config.json").read_text()) | {"tie_word_embeddings": False, "torch_dtype": "float32"}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def measure(name: str, count: int, device: str, dtype: str) -> Iterator[dict[str, Any]]:
+    """Lines of the raw results."""
+
+    def line(how: str, command: str, ask: Callable[[], float]) -> dict[str, Any]:
+        found = {"format": name, "how": how, "command": command, "device": device, "dtype": dtype}
+        return found | {"documents": count, "perplexity": ask()}
+
+    if name == "plain":
+        yield line("plain", "phalanx serve", lambda: perplexity(MODEL, count, device, dtype))
+        return
+    if name in IN_SITU:
+        command = f"phalanx serve --isq {name}"
+        yield line("isq", command, lambda: perplexity(MODEL, count, device, dtype, isq=name))
+    with tempfile.TemporaryDirectory() as made:
+        path, command = convert(name, Path(made), device)
+        yield line("convert", command, lambda: perplexity(path, count, device, dtype))
+        if name in BY_GGUF_PY:
+            same = by_gguf_py(name, Path(made))
+            yield line("gguf-py", "gguf.quants.quantize", lambda: perplexity(same, count, device, dtype))
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Markdown: a row for each format, perplexities and by how much they are above the plain model's."""
+    found = {(one["format"], one["how"]): one for one in lines}
+    plain = found["plain", "plain"]["perplexity"]
+    rows = ["| format | `--isq` | `phalanx convert` | gguf-py's own | command |", "|---|---|---|---|---|"]
+    for name in dict.fromkeys(one["format"] for one in lines):
+        cells = []
+        for how in ("isq", "convert", "gguf-py"):
+            one = found.get((name, how))
+            cells.append(f"{one['perplexity']:.4f} ({one['perplexity'] / plain - 1:+.2%})" if one else "")
+        command = found.get((name, "convert"), found.get((name, "plain")))
+        if name == "plain":
+            cells[0] = f"{plain:.4f}"
+        rows.append(f"| {name} | {' | '.join(cells)} | `{command['command'] if command else ''}` |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--documents", type=int, default=60)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="f32")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", action="store_true", help="print FILE's lines, and measure nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(table([json.loads(line) for line in args.json.read_text().splitlines()]))
+        return
+    for name in args.formats:
+        for found in measure(name, args.documents, args.device, args.dtype):
+            print(json.dumps(found), flush=True)
+            if args.json:
+                with args.json.open("a") as out:
+                    out.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

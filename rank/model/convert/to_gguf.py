@@ -1,0 +1,208 @@
+"""Writes a GGUF file of a checkpoint: each matrix in the type that a mix has for it, one after the other.
+
+gguf-py writes the metadata. What a file cannot say of a model is told once it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ....errors import MODEL, FatalError
+from ....kernels import quantized
+from ....kernels.quantized import q8_0, super_blocks
+from ...gguf import architectures as gguf_architectures
+from ...gguf import mixes
+from ...gguf.architectures import _common
+from ...gguf.types import BY_NAME
+from ...safetensors_header import Index, read_index
+from .. import architectures
+from ..config import Config, read_config
+from ..load import HARMLESS, sizes_of
+
+# --to → the mix or the type, and the number of general.file_type in llama.h.
+TARGETS = {
+    "f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32),
+    "q4_0": ("Q4_0", 2), "q4_1": ("Q4_1", 3), "q8_0": ("Q8_0", 7), "q5_0": ("Q5_0", 8), "q5_1": ("Q5_1", 9),
+    "q2k": ("Q2_K", 21), "q3k": ("Q3_K", 11), "q4k": ("Q4_K", 14), "q5k": ("Q5_K", 16), "q6k": ("Q6_K", 18),
+    "q3km": ("q3km", 12), "q4km": ("q4km", 15), "q5km": ("q5km", 17),
+}  # fmt: skip
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of a model's arguments: files say it in another way, or it follows from the rest.
+SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "layer_types", "num_local_experts"
+KEPT = ("ffn_gate_inp",)  # matrices that stay in F32: routers
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+class Planned(NamedTuple):
+    """A tensor of the file."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    sources: list[str]  # the checkpoint's tensors: of experts one each
+
+
+def write(source: Path, file: Path, to: str, tokenizer: dict[str, Any], device: str, bar: Callable[..., Any]) -> None:
+    """source: a directory with config.json and safetensors. tokenizer: its metadata. bar: makes one by its total.
+
+    Raises FatalError where the architecture, or one of the tensors, has no place in GGUF files.
+    """
+    config = read_config(source)
+    name = gguf_architectures.of_model(config.model_type)
+    if name is None:
+        raise FatalError(
+            f"{source}: GGUF files of {config.model_type} models cannot be written; of these they can: "
+            f"{', '.join(gguf_architectures.written())}",
+            MODEL,
+        )
+    architecture = gguf_architectures.find(name)
+    index = read_index(source)
+    plan = _plan(config, architecture, index, TARGETS[to][0])
+    writer = gguf.GGUFWriter(file, name)
+    vectors = _metadata(writer, config, name, to, tokenizer)
+    for key, values in vectors.items():
+        writer.add_tensor_info(key, (len(values),), torch.zeros(0).numpy().dtype, 4 * len(values))
+    for one in plan:
+        shape = (*one.shape[:-1], _bytes_of(one.type, one.shape[-1]))
+        writer.add_tensor_info(
+            one.name,
+            shape,
+            torch.zeros(0, dtype=torch.uint8).numpy().dtype,
+            _product(shape),
+            gguf.GGMLQuantizationType[one.type],
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for values in vectors.values():
+        writer.write_tensor_data(torch.tensor(values, dtype=torch.float32).numpy())
+    with bar(sum(_product(one.shape) for one in plan)) as progress:
+        for one in plan:
+            weight = _read(source, index, one, config, architecture)
+            writer.write_tensor_data(_encode(weight.to(device), one.type).cpu().numpy())
+            progress.update(weight.numel())
+    writer.close()
+
+
+def differences(source: Path, file: Path) -> list[str]:
+    """What the file does not say of the model as config.json does, in words."""
+    found = []
+    kinds = [architectures.find(read_config(one).model_type).Args for one in (source, file)]
+    there, here = (kind.from_config(read_config(one)) for kind, one in zip(kinds, (source, file), strict=True))
+    for one in dataclasses.fields(there):
+        mine, its = getattr(there, one.name), getattr(here, one.name, None)
+        if not mine or one.name in SPELLED_ANEW:
+            continue
+        if isinstance(mine, float) and isinstance(its, int | float) and abs(mine - its) <= 1e-6 * abs(mine):
+            continue
+        if mine != its:
+            found.append(f"{one.name} is {mine}, in the file {its}")
+    return found
+
+
+def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Planned]:
+    rename = architectures.find(config.model_type).Model.rename
+    theirs = {ours: key for key, ours in architecture.TENSORS.items() if ours}
+    tied = bool(config.raw.get("tie_word_embeddings"))
+    gathered: dict[str, dict[int, str]] = {}
+    for source in index.files:
+        ours = rename(source)
+        if ours.endswith(HARMLESS) or (tied and ours == "lm_head.weight"):
+            continue
+        expert = EXPERT.search(ours)
+        stem, _, ending = EXPERT.sub(".experts.", ours).rpartition(".")
+        numbers = NUMBER.findall(f"{stem}.")
+        pattern = theirs.get(NUMBER.sub("{}", f"{stem}.").removesuffix("."))
+        if pattern is None or ending not in ("weight", "bias"):
+            raise FatalError(f"{config.path}: tensor {source} has no place in GGUF files of this architecture", MODEL)
+        gathered.setdefault(f"{pattern.format(*numbers)}.{ending}", {})[int(expert[1]) if expert else 0] = source
+    found = []
+    for name, parts in sorted(gathered.items(), key=lambda one: _order(one[0])):
+        sources = [parts[i] for i in sorted(parts)]
+        shape = index.headers[index.files[sources[0]]][sources[0]].shape
+        if "_exps." in name:
+            shape = (len(sources), *shape)
+        found.append(Planned(name, _type_of(name, shape, mix, config, tied), shape, sources))
+    return found
+
+
+def _order(name: str) -> tuple[int, str]:
+    numbers = NUMBER.findall(name)
+    return (int(numbers[0]) if numbers else -1), name
+
+
+def _type_of(name: str, shape: tuple[int, ...], mix: str, config: Config, tied: bool) -> str:
+    part, layer = name.removesuffix(".weight").split(".")[-1], max(_order(name)[0], 0)
+    if len(shape) < 2 or part in KEPT or not name.endswith(".weight"):
+        return "F32"
+    if part == "token_embd" and tied:
+        part = "output"
+    return mixes.fitting(mixes.type_of(mix, part, layer, sizes_of(config)), shape[-1])
+
+
+def _read(source: Path, index: Index, one: Planned, config: Config, architecture: Any) -> Tensor:
+    """In the form and order that files have it."""
+    part = one.name.split(".")[-2]
+    tensors = []
+    for name in one.sources:
+        with safe_open(source / index.files[name], "pt") as opened:
+            tensors.append(opened.get_tensor(name))
+    weight = torch.stack(tensors) if "_exps." in one.name else tensors[0]
+    if part in getattr(architecture, "PAIRED", ()):  # the two of a rotary pair side by side
+        weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    if one.name.endswith("norm.weight") and (added := getattr(architecture, "ADDED", 0.0)):
+        weight = weight.float() + added
+    return weight.contiguous()
+
+
+def _encode(weight: Tensor, type: str) -> Tensor:
+    """[..., inputs] → uint8 [..., bytes]."""
+    if type in PLAIN:
+        plain = weight.to(PLAIN[type]).contiguous()
+        return plain.view(torch.uint8) if plain.dim() else plain
+    rows = weight.flatten(0, -2)
+    if type == "Q8_0":
+        blocks = q8_0.to_blocks(q8_0.encode(rows))
+    else:
+        codec = importlib.import_module(f"{quantized.__name__}.{type.lower()}")
+        blocks = super_blocks.encode(rows, codec.FORM, codec.encode_groups)
+    return blocks.view(*weight.shape[:-1], -1)
+
+
+def _bytes_of(type: str, elements: int) -> int:
+    return elements // BY_NAME[type].group * BY_NAME[type].bytes
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _metadata(writer: Any, config: Config, name: str, to: str, tokenizer: dict[str, Any]) -> dict[str, list[float]]:
+    """Returns vectors that are tensors in the file."""
+    raw = config.raw | {"model_type": config.model_type}
+    rope, vectors = _common.rope_keys(raw)
+    more: Callable[[dict[str, Any]], dict[str, Any]] = getattr(gguf_architectures.find(name), "keys", lambda raw: {})
+    writer.add_name(config.path.resolve().name)
+    writer.add_file_type(TARGETS[to][1])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for key, value in (_common.keys(raw) | rope | more(raw)).items():
+        _add(writer, f"{name}.{key}", value)
+    for key, value in tokenizer.items():
+        _add(writer, key, value)
+    return vectors
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add.get(type(value), writer.add_array)(key, value)

@@ -1,0 +1,114 @@
+"""GGUF files that are written here compute as the checkpoints that they were made of, and gguf-py reads them."""
+
+import contextlib
+import json
+
+import gguf
+import numpy as np
+import pytest
+from phalanx.errors import FatalError
+from phalanx.rank.model.convert import to_gguf
+from safetensors.torch import load_file
+
+from ..harness import distance, run_steps, tokens
+from ..test_architectures import MODELS as ALL
+from ..test_architectures import write
+
+LLAMA3 = dict(
+    rope_theta=5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+MODELS = {
+    "llama": dict(model_type="llama", rope_parameters=LLAMA3),
+    "mistral": dict(model_type="mistral", sliding_window=None),
+    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2),
+    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(model_type="qwen3", head_dim=16),
+    "qwen3_moe": ALL["qwen3_moe"] | dict(decoder_sparse_step=1),
+    "gemma": ALL["gemma"],
+    "gemma2": ALL["gemma2"] | dict(query_pre_attn_scalar=16),
+    "gemma3_text": ALL["gemma3_text"] | dict(query_pre_attn_scalar=16),
+    "phi3": ALL["phi3"],
+    "olmo2": ALL["olmo2"],
+}
+
+
+class Bar(contextlib.nullcontext):
+    """Counts as a progress bar does."""
+
+    def __init__(self, total):
+        super().__init__(self)
+        self.total, self.done = total, 0
+
+    def update(self, count):
+        self.done += count
+
+
+def convert(path, file, to, keys=None):
+    bars = []
+    to_gguf.write(path, file, to, keys or {}, "cpu", lambda total: bars.append(Bar(total)) or bars[0])
+    assert [one.done for one in bars] == [bars[0].total] and bars[0].total > 0
+    return file
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_architecture(tmp_path, name):
+    path = write(tmp_path / "plain", **MODELS[name])
+    file, ids = convert(path, tmp_path / "x.gguf", "f32"), tokens(40)
+    one, other = (run_steps(where, [ids], max_model_len=512)[0] for where in (path, file))
+    assert distance(one, other) < 1e-5
+    assert to_gguf.differences(path, file) == []
+
+
+SIZES = dict(model_type="llama", hidden_size=256, intermediate_size=480, head_dim=64, num_attention_heads=4,
+             num_key_value_heads=2, vocab_size=509, num_hidden_layers=8)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("plain"), **SIZES)
+
+
+@pytest.mark.parametrize("to, kind", [("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("q5_0", "Q5_0"), ("bf16", "BF16")])
+def test_bytes_are_those_of_gguf_py(plain, tmp_path, to, kind):
+    found = {one.name: one for one in gguf.GGUFReader(convert(plain, tmp_path / "x.gguf", to)).tensors}
+    weights = load_file(plain / "model.safetensors")
+    for theirs, ours in {"token_embd": "embed_tokens", "blk.3.ffn_up": "layers.3.mlp.up_proj"}.items():
+        tensor = found[f"{theirs}.weight"]
+        want = gguf.quants.quantize(weights[f"model.{ours}.weight"].float().numpy(), gguf.GGMLQuantizationType[kind])
+        assert tensor.tensor_type.name == kind
+        assert (tensor.data.reshape(-1).view("u1") == want.reshape(-1).view("u1")).all()
+
+
+def test_a_mix_and_its_metadata(plain, tmp_path):
+    reader = gguf.GGUFReader(convert(plain, tmp_path / "x.gguf", "Q4_K_M".lower().replace("_", "")))
+    kinds = {one.name: one.tensor_type.name for one in reader.tensors}
+    assert kinds["output.weight"] == "Q6_K" and kinds["token_embd.weight"] == "Q4_K"
+    assert [kinds[f"blk.{i}.attn_v.weight"][:2] for i in range(8)] == ["Q6", "Q4", "Q4", "Q6", "Q4", "Q4", "Q6", "Q6"]
+    assert {kinds[f"blk.{i}.ffn_down.weight"] for i in range(8)} == {"Q5_0", "Q8_0"}, "480 inputs: no super-blocks"
+    assert kinds["blk.0.attn_norm.weight"] == "F32" and kinds["blk.0.attn_q.weight"] == "Q4_K"
+    fields = {name: one.contents() for name, one in reader.fields.items()}
+    assert fields["general.architecture"] == "llama" and fields["general.file_type"] == 15
+    assert fields["llama.attention.head_count_kv"] == 2 and fields["llama.attention.key_length"] == 64
+    weights, tensors = load_file(plain / "model.safetensors"), {one.name: one for one in reader.tensors}
+    for theirs, ours in {"output": "lm_head", "blk.3.ffn_up": "model.layers.3.mlp.up_proj"}.items():
+        one, want = tensors[f"{theirs}.weight"], weights[f"{ours}.weight"].numpy()
+        got = gguf.quants.dequantize(one.data, one.tensor_type)
+        assert 0.001 < np.abs(got - want).mean() / np.abs(want).mean() < 0.1
+    assert len(run_steps(tmp_path / "x.gguf", [tokens(20, vocab=509)], tp=2)[0]) == 20
+
+
+def test_models_that_files_cannot_hold(plain, tmp_path):
+    config = json.loads((plain / "config.json").read_text())
+    for model_type, words in {
+        "olmo3": "GGUF files of olmo3 models cannot be written; of these they can: gemma, "
+    }.items():
+        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+        with pytest.raises(FatalError, match=words):
+            to_gguf.write(tmp_path, tmp_path / "x.gguf", "q8_0", {}, "cpu", Bar)
+
+
+def test_what_a_file_does_not_say_is_told(tmp_path):
+    path = write(tmp_path / "plain", model_type="mistral", sliding_window=64)
+    (told,) = to_gguf.differences(path, convert(path, tmp_path / "x.gguf", "q8_0"))
+    assert told == "sliding_window is 64, in the file None"
