@@ -147,7 +147,7 @@ def decode(
     """The newest token of each of n sequences, as attention_triton.decode: q, out [n, heads, head_dim], out contiguous.
 
     With `newest`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made q, k
-    and v, a product, may still run: all else that is read must be what the kernels before that one wrote.
+    and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
     group, tile = heads // kv_heads, TILES[dim]
