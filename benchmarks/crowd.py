@@ -93,6 +93,7 @@ class Run:
     streams: int = 0
     errors: list[str] = dataclasses.field(default_factory=list)
     first: list[float] = dataclasses.field(default_factory=list)  # seconds to each stream's first token
+    texts: list[str] = dataclasses.field(default_factory=list)
     peak: float = 0.0  # MB
     rude: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -112,27 +113,31 @@ class Run:
         }
 
 
-async def polite(client: Client, number: int, tokens: int, until: float, run: Run) -> None:
-    """Streams one after the other; the last one ends after the time."""
+async def polite(client: Client, number: int, tokens: int, until: float, run: Run, text: str = "") -> None:
+    """Streams one after the other; the last one ends after the time. text: what each has to be, where that is known."""
     messages = [{"role": "user", "content": f"Client {number} asks for a story."}]
     body = {
         "model": "any",
         "messages": messages,
         "stream": True,
+        "temperature": 0,
         "max_tokens": tokens,
         "ignore_eos": True,
         "return_token_ids": True,
         "stream_options": {"include_usage": True},
     }
     while time.perf_counter() < until:
-        answer, sent = Whole(), time.perf_counter()
+        answer, sent = Whole(keep_text=True), time.perf_counter()
         try:
             await client.call("POST", "/v1/chat/completions", json.dumps(body).encode(), answer)
             counted = answer.usage.completion_tokens if answer.usage else 0
             if not answer.tokens == counted == tokens or answer.finish != "length":
                 raise Failure(f"{answer.tokens} tokens came, usage says {counted}, asked were {tokens}")
+            run.texts.append("".join(answer.text or ()))
+            if text and run.texts[-1] != text:
+                raise Failure(f"the answer was {run.texts[-1]!r}, alone it was {text!r}")
             run.streams += 1
-            run.first.append(answer.times[0] - sent)
+            run.first.append((answer.times or [answer.ended])[0] - sent)  # a few tokens may have no text
         except Failure as failure:
             run.errors.append(str(failure))
 
@@ -143,8 +148,8 @@ async def watch(server: Server, run: Run) -> None:
         await asyncio.sleep(0.02)
 
 
-async def crowd(asked: argparse.Namespace, server: Server, large: bool) -> Run:
-    """Everybody at once, until all polite streams have ended."""
+async def crowd(asked: argparse.Namespace, server: Server, large: bool, alone: dict[int, str]) -> Run:
+    """Everybody at once, until all polite streams have ended. alone: texts of some, by their numbers."""
     run = Run()
     client = Client(f"http://127.0.0.1:{asked.port}", "EMPTY", timeout=asked.seconds + 120)
     command = [
@@ -162,7 +167,8 @@ async def crowd(asked: argparse.Namespace, server: Server, large: bool) -> Run:
     rude = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         until = time.perf_counter() + asked.seconds
-        await asyncio.gather(*(polite(client, i, asked.tokens, until, run) for i in range(asked.streams)))
+        clients = range(asked.streams)
+        await asyncio.gather(*(polite(client, i, asked.tokens, until, run, alone.get(i, "")) for i in clients))
         said, _ = await rude.communicate()
         run.rude = json.loads(said)
     finally:
@@ -191,6 +197,18 @@ async def settled(client: Client, server: Server, files: int, memory: float) -> 
         await asyncio.sleep(0.2)
 
 
+async def texts(client: Client, asked: argparse.Namespace) -> dict[int, str]:
+    """What every tenth client is answered while nobody else asks."""
+    found = {}
+    for number in range(0, asked.streams, 10):
+        run = Run()
+        await polite(client, number, asked.tokens, time.perf_counter() + 1e-3, run)
+        if run.errors:
+            raise Failure(run.errors[0])
+        found[number] = run.texts[0]
+    return found
+
+
 async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """Both runs, and what is left after them."""
     server, client = server_of(asked.port), Client(f"http://127.0.0.1:{asked.port}", "EMPTY", 60)
@@ -199,9 +217,10 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     if warm.errors:
         raise Failure(warm.errors[0])
     files, memory = server.num_fds(), server.megabytes()
-    without = await crowd(asked, server, large=False)
+    alone = await texts(client, asked) if asked.texts else {}
+    without = await crowd(asked, server, False, alone)
     await settled(client, server, files, memory)
-    large = await crowd(asked, server, large=True)
+    large = await crowd(asked, server, True, alone)
     left = await settled(client, server, files, memory)
     kept = {
         "every polite stream is whole": not without.errors + large.errors and bool(without.streams and large.streams),
@@ -212,6 +231,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     return {
         "without_large": without.figures(),
         "with_large": large.figures(),
+        "texts_compared": len(alone),
         "before_mb": memory,
         "left": left,
         "kept": kept,
@@ -272,6 +292,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=64, help="of each polite answer (64)")
     made.add_argument("--step-ms", type=float, default=100.0, help="of the server that is started (100)")
     made.set_defaults(prefill=45000.0)  # prompt tokens/s of that server
+    made.add_argument("--texts", action="store_true",
+                      help="every tenth client's text has to be what it was alone (not of paced.py)")  # fmt: skip
     made.add_argument("--json", metavar="FILE", help="the figures, also printed as the last line")
     return made
 

@@ -1,18 +1,20 @@
 """Mixture of experts: router and experts beside the least time their bytes or their arithmetic take.
 
-    python benchmarks/ops_moe.py [--shapes qwen3-30b-a3b] [--rows 1 4 16] [--tune] [--json FILE]
+    python benchmarks/ops_moe.py [--shapes qwen3-30b-a3b] [--rows 1 4 16] [--formats q4_k q8_0] [--tune] [--json FILE]
 
 Rows choose experts at random, each number of rows with several choices. The byte limit counts each expert that is
-chosen once, the router, and all rows. --tune: the tiles of both grouped GEMMs that are the fastest of a few, by number
+chosen once, the router, and all rows, in bf16. --formats: the same experts quantised, as files of kernels/quantized/
+have it. --tune: the tiles of both grouped GEMMs that are the fastest of a few, by number
 of rows. As in ops.py, calls rotate over copies of their weights that do not fit in the cache together.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import expert_gemm, moe
 from phalanx.kernels.moe.moe import TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
+from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
 ROWS = 1, 2, 4, 8, 16, 64, 256, 1024, 8192
@@ -49,13 +52,15 @@ SHAPES = {
 class Layers:
     """Copies of a layer's weights, and what they are called with."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, formats: Sequence[str] = ()):
         self.shape = experts, _, hidden, inner = shape
         size = experts * 3 * hidden * inner * 2
         count = max(2, min(4, int(MOST_BYTES / size)))
         self.routers = [randn(experts, hidden) * hidden**-0.5 for _ in range(count)]
         self.w13 = [randn(experts, 2 * inner, hidden).mul_(hidden**-0.5) for _ in range(count)]
         self.w2 = [randn(experts, hidden, inner).mul_(inner**-0.5) for _ in range(count)]
+        copies = list(zip(self.w13, self.w2, strict=True))
+        self.quantized = {name: [(quantize(a, name), quantize(b, name)) for a, b in copies] for name in formats}
 
     def calls(self, rows: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """x, ids, weights, w13, w2 of several calls."""
@@ -74,6 +79,12 @@ class Layers:
         touched = sum(len(ids.unique()) for _, ids, *_ in calls) / len(calls)
         rows = len(calls[0][0])
         return touched * 3 * hidden * inner * 2 + 2 * rows * hidden * 2, 2.0 * rows * k * 3 * hidden * inner
+
+
+def quantize(weights: Tensor, name: str) -> Stack:
+    codec = importlib.import_module(f"phalanx.kernels.quantized.{name}")
+    experts, outputs, inputs = weights.shape
+    return stack(codec, lambda expert: codec.encode(weights[expert]), (experts, outputs, inputs))
 
 
 def router(table: Table, layers: Layers, rows: int) -> None:
@@ -96,6 +107,11 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
             versions[f"pipelined {outputs}"] = [partial(moe.pipelined, *one, "silu", outputs) for one in calls]
     versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, *one, "silu", tiles=tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
+    for name, stacks in layers.quantized.items():
+        pairs = [(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
+        versions[name] = [partial(moe.fused_experts, *one) for one in pairs]
+        for tiles in (1, 2, 4, 8) if rows * layers.shape.top_k <= 64 * layers.shape.experts else ():
+            versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, *one, tiles=tiles) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
 
@@ -143,13 +159,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--formats", nargs="*", default=(), help="of quantised experts beside")
     parser.add_argument("--tune", action="store_true", help="try tiles")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     torch.manual_seed(0)
     table = Table("")
     with torch.no_grad():
-        layers = Layers(SHAPES[asked.shapes])
+        layers = Layers(SHAPES[asked.shapes], asked.formats)
         for rows in asked.rows:
             if asked.tune:
                 tune(layers, rows)

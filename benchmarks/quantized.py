@@ -147,7 +147,7 @@ def bench(
         rate, share = bytes_ / times[form] / 1e6, limit / times[form]
         lines.append(dict(what=form, op=name, rows=n, outputs=outputs, inputs=inputs, limit_us=limit, **times))
         rest = "   ".join(f"{k} {v}" for k, v in times.items() if k not in ("bf16", form))
-        print(f"{n:4} x {name:8} bf16 {times['bf16']:8.2f}  q8_0 {times['q8_0']:8.2f} us  {rate:5.2f} TB/s  "
+        print(f"{n:4} x {name:8} bf16 {times['bf16']:8.2f}  {form} {times[form]:8.2f} us  {rate:5.2f} TB/s  "
               f"{share:4.0%} of the limit   {rest}", flush=True)  # fmt: skip
     return lines
 

@@ -251,8 +251,12 @@ def variant_text(source: str, sizes: Mapping[str, Size]) -> str:
     for name, value in sizes.items():
         if isinstance(value, str):
             text = text.replace(f"#include {name}\n", f'#include "{value}.cuh"\n')
-    text = re.sub(r'#include "(.*)"', lambda line: SOURCES[line[1]].read_text(), text)
-    return "".join([SOURCES["common.cuh"].read_text(), *given, text])
+    return "".join([SOURCES["common.cuh"].read_text(), *given, _included(text)])
+
+
+def _included(text: str) -> str:
+    """With the headers in place of the lines that name them, and theirs in them."""
+    return re.sub(r'#include "(.*)"', lambda line: _included(SOURCES[line[1]].read_text()), text)
 
 
 def compile_text(name: str, text: str, arch: str) -> bytes:

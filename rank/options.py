@@ -60,37 +60,31 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What the user chose; 0, "" and "auto" leave the choice to the program."""
 
     model: Annotated[
-        str,
-        flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
-             help="directory, GGUF file, or hub id; none: the built-in model"),
+        str, flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
+                  help="directory, GGUF file, or hub id; none: the built-in model"),
     ] = ""  # fmt: skip
     weight_file: Annotated[
-        str,
-        flag("--f", "--weight-file", group=_MODEL, metavar="FILE",
-             help="a GGUF file, its first shard; in --model's directory or hub id"),
+        str, flag("--f", "--weight-file", group=_MODEL, metavar="FILE",
+                  help="a GGUF file, its first shard; in --model's directory or hub id"),
     ] = ""  # fmt: skip
     models_config: Annotated[
-        str,
-        flag("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
-             help="models.yaml: several models, of which one is loaded at a time"),
+        str, flag("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
+                  help="models.yaml: several models, of which one is loaded at a time"),
     ] = ""  # fmt: skip
     served_model_name: Annotated[
         str, flag("--served-model-name", group=_MODEL, metavar="NAME", help="the name that clients see")
     ] = ""
     dtype: Annotated[
-        str,
-        flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
-             help="of weights and arithmetic"),
+        str, flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
+                  help="of weights and arithmetic"),
     ] = "auto"  # fmt: skip
     isq: Annotated[
-        str,
-        flag("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
-             help="quantise the weights while they are loaded"),
+        str, flag("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
+                  help="quantise the weights while they are loaded"),
     ] = "none"  # fmt: skip
     quantization: Annotated[
-        str,
-        flag("--quantization", "--quant", group=_MODEL, choices=("auto", *STORED), spellings=STORED_SPELLINGS,
-             help="how the checkpoint is quantised; auto: as its config.json says"),
+        str, flag("--quantization", "--quant", group=_MODEL, choices=("auto", *STORED), spellings=STORED_SPELLINGS,
+                  help="how the checkpoint is quantised; auto: as its config.json says"),
     ] = "auto"  # fmt: skip
     max_model_len: Annotated[
         int, flag("--max-model-len", group=_MODEL, metavar="N", low=0, help="longest prompt + output; 0: the model's")
@@ -99,17 +93,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--load-format", group=_MODEL, choices=("auto", "dummy"), help="dummy: random weights, for measuring")
     ] = "auto"
     load: Annotated[
-        str,
-        flag("--load", group=_MODEL, choices=("auto", "direct", "striped"),
-             help="striped: each byte is read once a job; auto: if over a network"),
+        str, flag("--load", group=_MODEL, choices=("auto", "direct", "striped"),
+                  help="striped: each byte is read once a job; auto: if over a network"),
     ] = "auto"  # fmt: skip
     stage: Annotated[
         str, flag("--stage", group=_MODEL, metavar="DIR", help="copy the weights there on each node, and load the copy")
     ] = ""
     generation_config: Annotated[
-        bool,
-        flag("--generation-config", group=_MODEL, off=("--no-generation-config",),
-             help="ignore the sampling defaults in the model's generation_config.json"),
+        bool, flag("--generation-config", group=_MODEL, off=("--no-generation-config",),
+                   help="ignore the sampling defaults in the model's generation_config.json"),
     ] = True  # fmt: skip
 
     host: Annotated[str, flag("--host", "--h", group=_SERVER, metavar="HOST", help="address to listen on")] = (
@@ -119,24 +111,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int, flag("--port", "--p", group=_SERVER, metavar="N", low=0, high=65535, help="0 picks a free one")
     ] = 2000
     api_key: Annotated[  # of several, read from a file, each is a line: KEY, or NAME KEY
-        str,
-        flag("--api-key", group=_SERVER, metavar="KEY", secret=True,
-             help="clients must send it; better in a file; none: anybody may call"),
+        str, flag("--api-key", group=_SERVER, metavar="KEY", secret=True,
+                  help="clients must send it; better in a file; none: anybody may call"),
     ] = ""  # fmt: skip
     api_key_file: Annotated[
-        str,
-        flag("--api-key-file", group=_SERVER, metavar="FILE",
-             help="a file of keys, a line each: KEY, or NAME KEY; # begins a comment"),
+        str, flag("--api-key-file", group=_SERVER, metavar="FILE",
+                  help="a file of keys, a line each: KEY, or NAME KEY; # begins a comment"),
     ] = ""  # fmt: skip
     tls_cert: Annotated[
-        str,
-        flag("--tls-cert", "--ssl-certfile", group=_SERVER, metavar="FILE",
-             help="serve HTTPS with this certificate (PEM, with its chain)"),
+        str, flag("--tls-cert", "--ssl-certfile", group=_SERVER, metavar="FILE",
+                  help="serve HTTPS with this certificate (PEM, with its chain)"),
     ] = ""  # fmt: skip
     tls_key: Annotated[
-        str,
-        flag("--tls-key", "--ssl-keyfile", group=_SERVER, metavar="FILE",
-             help="the certificate's private key; none: it is in --tls-cert's file"),
+        str, flag("--tls-key", "--ssl-keyfile", group=_SERVER, metavar="FILE",
+                  help="the certificate's private key; none: it is in --tls-cert's file"),
     ] = ""  # fmt: skip
     allowed_origins: Annotated[
         tuple[str, ...],
@@ -256,10 +244,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int,
         flag("--mem", "--kvcache-mem-gpu", group=_MEMORY, metavar="MB", low=0, help="KV cache of a rank; 0: by share"),
     ] = 0  # fmt: skip
+    num_experts_offload_per_rank: Annotated[
+        int, flag("--num-experts-offload-per-rank", group=_MEMORY, metavar="N", low=0,
+                  help="experts of a layer on each rank in host memory alone"),
+    ] = 0  # fmt: skip
+    expert_memory: Annotated[
+        int, flag("--expert-memory", group=_MEMORY, metavar="MB", low=0,
+                  help="of a rank's GPU for experts, the others being in host memory"),
+    ] = 0  # fmt: skip
+    expert_placement: Annotated[
+        str, flag("--expert-placement", group=_MEMORY, choices=("auto", "resident", "cpu", "stream"),
+                  help="how experts in host memory are served; auto: the fastest"),
+    ] = "auto"  # fmt: skip
     kvcache_mem_cpu: Annotated[
-        int,
-        flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
-             help="host memory of a rank for what the KV cache has no room for"),
+        int, flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
+                  help="host memory of a rank for what the KV cache has no room for"),
     ] = 0  # fmt: skip
     kv_fraction: Annotated[
         float,

@@ -147,6 +147,10 @@ class Stats(msgspec.Struct, frozen=True):
     host_blocks_used: int = 0
     host_stores: int = 0  # blocks copied to host memory
     host_loads: int = 0  # and back
+    experts_resident: int = 0  # on rank 0: experts that layers' steps have used, by how those in host memory are served
+    experts_cpu: int = 0
+    experts_streamed: int = 0
+    experts_loaded: int = 0  # experts that became resident
     chunks: int = 0  # pieces of prompts that did not reach the prompt's end: chunked prefill at work
     aborted: int = 0
 

@@ -51,6 +51,7 @@ ROOMS = (
     "kernels.jit",
     "kernels.device",
     "kernels.host_memory",
+    "kernels.graph_pieces",
     "rank.options",
     "rank.flags",
     "rank.protocol",

@@ -7,7 +7,20 @@ __device__ inline unsigned and_xor(unsigned x, unsigned mask, unsigned with) {
     return y;
 }
 
-// The product of both, rounded once.
+// a b + c of both, rounded once.
+template <class E> __device__ inline unsigned fma_pairs(unsigned a, unsigned b, unsigned c);
+template <> __device__ inline unsigned fma_pairs<f16>(unsigned a, unsigned b, unsigned c) {
+    unsigned y;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+    return y;
+}
+template <> __device__ inline unsigned fma_pairs<bf16>(unsigned a, unsigned b, unsigned c) {
+    unsigned y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+    return y;
+}
+
+// a b of both, rounded once.
 template <class E> __device__ inline unsigned multiply_pairs(unsigned a, unsigned b);
 template <> __device__ inline unsigned multiply_pairs<f16>(unsigned a, unsigned b) {
     unsigned y;
@@ -15,17 +28,13 @@ template <> __device__ inline unsigned multiply_pairs<f16>(unsigned a, unsigned 
     return y;
 }
 template <> __device__ inline unsigned multiply_pairs<bf16>(unsigned a, unsigned b) {
-    unsigned y;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0x80008000));  // sm_80 has no product; - 0
-    return y;
+    return fma_pairs<bf16>(a, b, 0x80008000);  // sm_80 has no multiplication alone; - 0
 }
 
 // The sum of both, rounded once: exact where codes of quantised weights are made.
 template <class E> __device__ inline unsigned add_pairs(unsigned a, unsigned b);
 template <> __device__ inline unsigned add_pairs<bf16>(unsigned a, unsigned b) {
-    unsigned y;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3f803f80), "r"(b));  // sm_80 has no addition
-    return y;
+    return fma_pairs<bf16>(a, 0x3f803f80, b);  // sm_80 has no addition
 }
 template <> __device__ inline unsigned add_pairs<f16>(unsigned a, unsigned b) {
     unsigned y;

@@ -19,7 +19,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import expert_gemm, quantized_cpu
+from . import expert_gemm, quantized_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
@@ -104,6 +104,8 @@ def fused_experts(
     x = x.contiguous()
     if len(x) == 0:
         return torch.empty_like(x)
+    if isinstance(w13, Stack) and isinstance(w2, Stack) and quantized_cuda.supports(x, w13, w2):
+        return in_pieces(x, ids, weights, w13, w2, act, biases, held)
     w13, w2 = plain(w13, x.dtype), plain(w2, x.dtype)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in biases):
         return grouped(x, ids, weights, w13, w2, act, biases, held=held)
@@ -291,6 +293,28 @@ def pipelined(
     groups = group(ids, len(w13), rows, held)
     h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(rows, outputs[0]))
     y = expert_gemm.expert_down(h, w2, groups, ItemConfig(rows, outputs[1]))
+    return moe_triton.combine(y, ids, held.ids if held else None)
+
+
+def in_pieces(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Stack,
+    w2: Stack,
+    act: str = "silu",
+    biases: Biases = UNBIASED,
+    held: Held | None = None,
+    tiles: int = 0,
+) -> Tensor:
+    """Of quantised weights, where `quantized_cuda` takes them. tiles: of 8 rows; chosen unless given."""
+    from . import moe_triton
+
+    experts = w13.shape[0]
+    tiles = tiles or quantized_cuda.choose_tiles(ids.numel(), held.total if held else experts)
+    groups = group(ids, experts, 8 * tiles, held)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, tiles, biases.up)
+    y = quantized_cuda.expert_down(h, weights, w2, groups, tiles, biases.down)
     return moe_triton.combine(y, ids, held.ids if held else None)
 
 

@@ -34,14 +34,14 @@ class Affine(NamedTuple):
 Packed = Affine | q8_0.Packed
 
 
-def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> Packed:
-    """What `linear` likes best on their device."""
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = False) -> Packed:
+    """What `linear` likes best on their device. stored_zeros: where all are in the middle, too."""
     (outputs, inputs), groups = codes.shape, scales.shape[1]
     if not codes.numel() or ((scales - scales.to(torch.float16).float()).abs() > TINY).any():
         return Affine(codes, scales, zeros)
     few = codes.max() < 16 and zeros.min() >= 0 and zeros.max() <= int4_cuda.MOST_ZERO
     if codes.is_cuda and few and inputs % int4_cuda.INPUTS == 0:
-        return int4_cuda.pack(codes, scales, zeros)
+        return int4_cuda.pack(codes, scales, zeros, stored_zeros)
     signs = torch.where(scales < 0, -1, 1).to(torch.int16)  # q8_0's scales have none
     ends = torch.stack([(end - zeros) * signs for end in codes.view(outputs, groups, -1).aminmax(dim=2)])
     if ends.min() < -128 or ends.max() > 127:
@@ -51,7 +51,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> Packed:
     return q8_0.pack(signed.to(torch.int8).view(outputs, inputs), by)
 
 
-FORMS = (pack, Affine)  # of a stack's weights: what `pack` makes of one, not all may fit
+# Of a stack's weights: what `pack` makes of one, not all may fit.
+FORMS = (pack, functools.partial(pack, stored_zeros=True), Affine)
 
 
 def kept_bits(bits: int, group: int, inputs: int, symmetric: bool, device: torch.device) -> float:

@@ -5,6 +5,7 @@
 // 16 s + 2 t, + 8, + 1 and + 9. e4m3_cuda.py makes pieces.
 
 constexpr int PIECE = 576, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
+constexpr bool MINIMA = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales[2];
@@ -39,6 +40,7 @@ __device__ inline Piece shared_piece(unsigned from, int lane) {
 __device__ inline float2 scales(const Piece& piece, int step) {
     return {__uint_as_float(piece.scales[0]), __uint_as_float(piece.scales[1])};
 }
+__device__ inline float2 minima(const Piece&, int) { return {}; }
 
 // The codes of bytes 0 and 2 as 16-bit elements, exactly: exponent and mantissa are moved to where those of E lie, and
 // a power of two makes up for the other bias. Both formats have the smallest codes as they have them.

@@ -8,6 +8,7 @@
 // inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28. int4_cuda.py makes pieces.
 
 constexpr int SPAN = 64, GROUPS_OF_PIECE = SPAN / SCALED, PIECE = 512 + GROUPS_OF_PIECE * (32 + 16 * ZEROS);  // bytes
+constexpr bool MINIMA = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales[GROUPS_OF_PIECE], zeros[GROUPS_OF_PIECE];
@@ -54,6 +55,7 @@ __device__ inline Piece shared_piece(unsigned from, int lane) {
 
 // What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
 __device__ inline float2 scales(const Piece& piece, int step) { return unpack<f16>(piece.scales[step * 16 / SCALED]); }
+__device__ inline float2 minima(const Piece&, int) { return {}; }
 
 // Twice `above` and the zero point of output lane / 4, or of 8 below, as its lower byte.
 __device__ inline unsigned zero_pair(const Piece& piece, int step, int half, unsigned above) {

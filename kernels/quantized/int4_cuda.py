@@ -16,19 +16,20 @@ HEADER = "int4"
 def layout(scaled: int, zeros: bool) -> Layout:
     """scaled: inputs with one scale, 32 or 64. zeros: whether zero points are stored."""
     size = 512 + INPUTS // scaled * (32 + 16 * zeros)
-    return Layout(HEADER, INPUTS, size, widening=0.6, sizes=(("SCALED", scaled), ("ZEROS", int(zeros))))
+    return Layout(HEADER, INPUTS, size, widening=0.43, sizes=(("SCALED", scaled), ("ZEROS", int(zeros))))
 
 
-def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> Packed:
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = False) -> Packed:
     """codes [O, I] uint8 below 16, scales [O, G] f16 and zeros [O, G] up to MOST_ZERO, on any device.
 
-    Groups have a multiple of 32 inputs, pieces 64. Weights are (code - zero) * scale.
+    Groups have a multiple of 32 inputs, pieces 64. Weights are (code - zero) * scale. stored_zeros: also where all are
+    ZERO.
     """
     (outputs, inputs), group = codes.shape, codes.shape[1] // scales.shape[1]
     if inputs % INPUTS or group % 32 or scales.shape != zeros.shape or scales.shape != (outputs, inputs // group):
         raise ValueError(f"int4 takes groups of 32, 64 or more inputs: codes {codes.shape}, scales {scales.shape}")
     scaled = INPUTS if group % INPUTS == 0 else 32
-    form = layout(scaled, bool((zeros != ZERO).any()))
+    form = layout(scaled, stored_zeros or bool((zeros != ZERO).any()))
     strips, pieces = -(-outputs // STRIP), inputs // INPUTS
     whole = codes.new_zeros(strips * STRIP, inputs)
     whole[:outputs] = codes

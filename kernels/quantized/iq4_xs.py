@@ -14,7 +14,7 @@ from . import block_bits, iq4_nl, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=256, group=32, bits=8, zero=128, bytes=136)
+FORM = Form(super=256, group=32, bits=8, zero=128, bytes=136, minima=False)
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants

@@ -33,6 +33,7 @@ RUN = 4  # pieces that a warp of dequantize.cu takes
 WGMMA_ROWS = range(33, 257)  # that quantized_wgmma.cu takes, on Hopper
 WGMMA_TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 WGMMA_LENGTHS = (128, 64)
+MOST_BYTES_OF_FOUR = 576  # of a piece that four warpgroups have registers for beside sums of 128 rows
 LEAST_WGMMA_STAGES = 3
 CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
 
@@ -194,19 +195,24 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
 
 
 def _wgmma_time(rows: int, outputs: int, inputs: int, layout: Layout, cut: WgmmaConfig, num_sms: int) -> float:
-    """Cycles on an H200, roughly: of the waves of blocks, each as long as its slowest of four parts."""
+    """Cycles on an H200, roughly: of the waves of blocks, each as long as its chunks.
+
+    Fitted to 544 times of int4 and q8_0 with 64 and 256 rows of the linears of an 8B Llama (benchmarks/quantized.py
+    --ways, H200, 2026-11-25): what it chooses takes 1 % longer than the fastest.
+    """
     row_tiles, cluster = -(-rows // cut.rows), cut.split * cut.share
     # An H200 takes 28 clusters of four blocks, but not 32, as one lies within a part of the GPU (2026-11-23).
     at_once = num_sms // cluster * cluster if cluster < 4 else num_sms * 7 // 32 * 4
+    weights = cut.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
 
     def wave(count: int) -> float:
-        weights = cut.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
-        moved = weights + cut.rows * 32 / cut.share
-        tensor_cores, widening = cut.outputs * cut.rows / 128, cut.outputs * layout.widening
-        second_level = moved * max(count / 3000, 1 / 50)
-        step = max(tensor_cores, widening, second_level, weights * count / row_tiles / 2400)
-        exchange = cut.outputs * cut.rows / 10 if cut.split > 1 else 0
-        return inputs / 16 / cut.split * step + exchange + 3000
+        multiplied, widened = cut.outputs * cut.rows / 173, cut.outputs * layout.widening
+        second_level = (weights + cut.rows * 32 / cut.share) * max(count / 12600, 1 / 190)
+        memory = weights * count / row_tiles / 4850
+        # They overlap, but none of them wholly.
+        step = sum(part**1.75 for part in (multiplied, widened, second_level, memory)) ** (1 / 1.75)
+        exchange = 230 + cut.outputs * cut.rows / 4.8 if cut.split > 1 else 0
+        return inputs / cut.split * (step / 16 + 280 / cut.inputs) + exchange + 5900
 
     whole, rest = divmod(cut.blocks(rows, outputs), at_once)
     return whole * wave(at_once) + (wave(rest) if rest else 0)
@@ -215,7 +221,7 @@ def _wgmma_time(rows: int, outputs: int, inputs: int, layout: Layout, cut: Wgmma
 def wgmma_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[WgmmaConfig]:
     """All that `wgmma` takes for these sizes."""
     for outputs, height in WGMMA_TILES:
-        if height >= 2 * rows:
+        if height >= 2 * rows or (outputs * height == 256 * 128 and layout.bytes > MOST_BYTES_OF_FOUR):
             continue
         for split, share in CLUSTERS:
             for length in WGMMA_LENGTHS:

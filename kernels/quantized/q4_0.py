@@ -13,7 +13,7 @@ from . import affine, block_bits, super_blocks, super_blocks_cpu
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=32, group=32, bits=4, zero=8, bytes=18)
+FORM = Form(super=32, group=32, bits=4, zero=8, bytes=18, minima=False)
 GROUP = FORM.super
 Packed = affine.Packed | super_blocks.Packed
 

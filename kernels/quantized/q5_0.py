@@ -10,7 +10,7 @@ from torch import Tensor
 from . import block_bits, q8_0, super_blocks
 from .super_blocks_form import Form
 
-FORM = Form(super=32, group=32, bits=8, zero=16, bytes=22)
+FORM = Form(super=32, group=32, bits=8, zero=16, bytes=22, minima=False)
 GROUP = FORM.super
 dequantize, linear, variants, kept_bits = q8_0.dequantize, q8_0.linear, q8_0.variants, q8_0.kept_bits
 

@@ -5,7 +5,10 @@
 // + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9: bytes 0 and 2 are neighbours for the tensor cores, and so are 1 and
 // 3. A byte is the code plus 128. q8_0_cuda.py makes pieces.
 
+#include "bytes.cuh"
+
 constexpr int PIECE = 544, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
+constexpr bool MINIMA = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales;
@@ -38,33 +41,12 @@ __device__ inline Piece shared_piece(unsigned from, int lane) {
 
 // What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
 __device__ inline float2 scales(const Piece& piece, int step) { return unpack<f16>(piece.scales); }
-
-// A word's codes as 16-bit elements, exactly: those of bytes 0 and 2, and of 1 and 3.
-template <class E> __device__ inline void widen(unsigned word, unsigned& even, unsigned& odd);
-template <> __device__ inline void widen<f16>(unsigned word, unsigned& even, unsigned& odd) {
-    // 0x6400 + byte is 1024 + byte.
-    even = add_pairs<f16>(__byte_perm(word, 0x64646464, 0x4240), 0xe480e480);
-    odd = add_pairs<f16>(__byte_perm(word, 0x64646464, 0x4341), 0xe480e480);
-}
-template <> __device__ inline void widen<bf16>(unsigned word, unsigned& even, unsigned& odd) {
-    // A bf16 has room for seven bits of the byte: 0x4300 + those is 128 + them, and 0xc380 less the eighth bit is -256
-    // or -128.
-    const unsigned above = word >> 8;
-    even = add_pairs<bf16>(and_xor(word, 0x007f007f, 0x43004300), and_xor(word, 0x00800080, 0xc380c380));
-    odd = add_pairs<bf16>(and_xor(above, 0x007f007f, 0x43004300), and_xor(above, 0x00800080, 0xc380c380));
-}
+__device__ inline float2 minima(const Piece&, int) { return {}; }
 
 // Codes of inputs 16 step to 16 step + 15, as the first operand of a product.
 template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
-    widen<E>(piece.words[2 * step], a[0], a[2]);
-    widen<E>(piece.words[2 * step + 1], a[1], a[3]);
-}
-
-// The code in this byte of the word times its scale, rounded to f32 nowhere: 0x4700 0000 + byte * 256 is 32768 + byte,
-// and (32768 + 128) * scale has no more bits than a float.
-__device__ inline float dequantized(unsigned word, int byte, float scale) {
-    const float shifted = __uint_as_float(__byte_perm(word, 0x47000000, 0x7604 | byte << 4));
-    return fmaf(shifted, scale, -32896.0f * scale);
+    centred_bytes<E>(piece.words[2 * step], a[0], a[2]);
+    centred_bytes<E>(piece.words[2 * step + 1], a[1], a[3]);
 }
 
 // Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a product.
@@ -74,7 +56,7 @@ template <class E> __device__ inline void weights(const Piece& piece, int step, 
     for (int h = 0; h < 2; h++) {
         const unsigned word = piece.words[2 * step + h];
         const float scale = h ? by.y : by.x;
-        a[h] = pack<E>(dequantized(word, 0, scale), dequantized(word, 2, scale));
-        a[2 + h] = pack<E>(dequantized(word, 1, scale), dequantized(word, 3, scale));
+        a[h] = pack<E>(byte_times(word, 0, scale), byte_times(word, 2, scale));
+        a[2 + h] = pack<E>(byte_times(word, 1, scale), byte_times(word, 3, scale));
     }
 }

@@ -9,7 +9,7 @@ from .pieces_cuda import STRIP, Layout, Packed
 
 GROUP = 32  # inputs of a scale, and of a piece
 PIECE = 544  # bytes of a piece
-LAYOUT = Layout("q8_0", GROUP, PIECE, widening=0.45)
+LAYOUT = Layout("q8_0", GROUP, PIECE, widening=0.56)
 
 
 def pack(codes: Tensor, scales: Tensor) -> Packed:

@@ -13,6 +13,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr int PIECES = I / SPAN, STEPS = (PIECES + WARPS - 1) / WARPS;  // of a strip; that a warp takes
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x: what an instruction reads of eight lies in different banks
 constexpr int SUMS = STRIPS * 128;  // of a warp
+constexpr int GROUPS = SPAN / SCALED, STEPS_OF_GROUP = SCALED / 16;  // of a piece, with one scale each; of 16 inputs
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int outputs) {
@@ -42,6 +43,7 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
     __syncthreads();
     // A lane's row of x, and there its eight of the first piece's inputs. Columns past R repeat the last row.
     unsigned x_from = smem_address(xs) + min(lane % 8, R - 1) * PITCH + warp * SPAN * 2 + lane / 8 * 16;
+    const unsigned one = pack<T>(1, 1), ones[4] = {one, one, one, one};
     float sum[STRIPS][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int s = 0; s < STEPS; s += AHEAD) {
@@ -53,21 +55,33 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
             unsigned b[SPAN / 32][4];
 #pragma unroll
             for (int p = 0; p < SPAN / 32; p++) ldmatrix(b[p], x_from + u * WARPS * SPAN * 2 + p * 64);
+            float whole[GROUPS][4] = {};  // x itself, summed up over a group: minima are multiplied by it
+            if constexpr (MINIMA) {
+#pragma unroll
+                for (int s = 0; s < SPAN / 16; s++)
+                    mma<T>(whole[s / STEPS_OF_GROUP], ones, b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
+            }
 #pragma unroll
             for (int o = 0; o < STRIPS; o++) {
 #pragma unroll
-                for (int p = 0; p < SPAN / 32; p += SCALED / 32) {
+                for (int g = 0; g < GROUPS; g++) {
                     float part[4] = {};
 #pragma unroll
-                    for (int s = 2 * p; s < 2 * p + SCALED / 16; s++) {
+                    for (int s = g * STEPS_OF_GROUP; s < (g + 1) * STEPS_OF_GROUP; s++) {
                         unsigned a[4];
                         codes<T>(ring[u][o], s, a);
                         mma<T>(part, a, b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
                     }
-                    const float2 by = scales(ring[u][o], 2 * p);
+                    const float2 by = scales(ring[u][o], g * STEPS_OF_GROUP);
 #pragma unroll
                     for (int i = 0; i < 4; i++)
                         if (i % 2 < R) sum[o][i] += (i < 2 ? by.x : by.y) * part[i];
+                    if constexpr (MINIMA) {
+                        const float2 less = minima(ring[u][o], g * STEPS_OF_GROUP);
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            if (i % 2 < R) sum[o][i] -= (i < 2 ? less.x : less.y) * whole[g][i];
+                    }
                 }
                 if (there(s + u + AHEAD)) ring[u][o] = from[o].stream(u * WARPS);
             }

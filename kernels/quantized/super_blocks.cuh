@@ -1,20 +1,23 @@
 // super_blocks: ggml's types with scales of two levels: (code - ZERO) * scale - minimum, where scale and minimum of a
-// group of inputs are whole numbers of 8 bits times two f16 factors of a super-block.
+// group of inputs are whole numbers of 8 bits times two f16 factors of a super-block. Without MINIMA there are no minima.
 //
 // A piece is 16 outputs by 64 inputs, as tensor cores take them from registers: for each of 32 lanes 4 * BITS bytes of
 // codes, 16 bytes of all lanes at a time; then, for each SUPER inputs, 4 bytes for outputs g and g + 8: the factors of
-// their scales; then the same of minima; then, for each GROUP inputs, 4 bytes for outputs g and g + 8: their scales,
-// their minima. Codes of 4 bits: lane 4 g + t has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0
-// and 16, of output g + 8 in bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24,
-// and 12 and 28. Codes of 8 bits: in word 2 s + h those of output g + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9.
-// super_blocks_cuda.py makes pieces.
+// their scales; then the same of minima. Then the numbers, each more by 128, two words of 4 bytes for outputs g and g + 8
+// a pair of GROUPs: with MINIMA a word has a group's scales, then its minima; without, two groups' scales. Codes of 4
+// bits: lane 4 g + t has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of output g + 8 in
+// bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28. Codes of 8
+// bits: in word 2 s + h those of output g + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9. super_blocks_cuda.py makes
+// pieces.
+#include "bytes.cuh"
 
-constexpr int SPAN = 64, SCALED = SPAN, WORDS = BITS;  // inputs of a piece; a lane's words of codes
-constexpr int SUPERS = SPAN / SUPER, GROUPS_OF_PIECE = SPAN / GROUP;
-constexpr int FACTORS = 128 * WORDS, NUMBERS = FACTORS + 64 * SUPERS, PIECE = NUMBERS + 32 * GROUPS_OF_PIECE;  // bytes
+constexpr int SPAN = 64, SCALED = GROUP, WORDS = BITS, KINDS = 1 + MINIMA;  // WORDS: of a lane's codes
+constexpr int SUPERS = SPAN / SUPER, NUMBERS = SPAN / GROUP * KINDS / 2;    // NUMBERS: words of them
+constexpr int FACTORS_AT = 128 * WORDS, NUMBERS_AT = FACTORS_AT + 32 * KINDS * SUPERS;
+constexpr int PIECE = NUMBERS_AT + 32 * NUMBERS;  // bytes
 
 struct Piece {  // a lane's part
-    unsigned words[WORDS], of_scales[SUPERS], of_minima[SUPERS], numbers[GROUPS_OF_PIECE];
+    unsigned words[WORDS], factors[KINDS * SUPERS], numbers[NUMBERS];
 };
 
 // A piece by what reads 16 bytes, and 4, at a distance from its begin.
@@ -26,12 +29,9 @@ template <class Read16, class Read4> __device__ inline Piece read_piece(int lane
         y.words[4 * i] = x.x, y.words[4 * i + 1] = x.y, y.words[4 * i + 2] = x.z, y.words[4 * i + 3] = x.w;
     }
 #pragma unroll
-    for (int i = 0; i < SUPERS; i++) {
-        y.of_scales[i] = read4(FACTORS + i * 32 + lane / 4 * 4);
-        y.of_minima[i] = read4(FACTORS + (SUPERS + i) * 32 + lane / 4 * 4);
-    }
+    for (int i = 0; i < KINDS * SUPERS; i++) y.factors[i] = read4(FACTORS_AT + i * 32 + lane / 4 * 4);
 #pragma unroll
-    for (int i = 0; i < GROUPS_OF_PIECE; i++) y.numbers[i] = read4(NUMBERS + i * 32 + lane / 4 * 4);
+    for (int i = 0; i < NUMBERS; i++) y.numbers[i] = read4(NUMBERS_AT + i * 32 + lane / 4 * 4);
     return y;
 }
 
@@ -54,31 +54,44 @@ __device__ inline Piece shared_piece(unsigned from, int lane) {
     return read_piece(lane, [&](int i) { return load_shared16(from + i); }, [&](int i) { return load_shared4(from + i); });
 }
 
-// A signed byte of a word.
-__device__ inline float byte_of(unsigned word, int byte) { return (int)(word << (24 - 8 * byte)) >> 24; }
-
-// The code of input 2 (lane % 4) + 8 (i / 2) + `second` of inputs from 16 step on, of output lane / 4 + 8 (i % 2).
-__device__ inline float code(const Piece& piece, int step, int i, int second) {
-    const unsigned found = BITS == 4 ? piece.words[step] >> (4 * i + 16 * second) & 15
-                                     : piece.words[2 * step + i % 2] >> (8 * (i / 2) + 16 * second) & 255;
-    return __uint_as_float(0x4b000000 | found) - (8388608.0f + ZERO);  // 2^23 + code has no more bits than a float
+// Scales (KIND 0) or minima (1) of outputs lane / 4 and 8 below, of inputs from 16 step on: exact in f32.
+template <int KIND> __device__ inline float2 of_two_levels(const Piece& piece, int step) {
+    const float2 factors = unpack<f16>(piece.factors[KIND * SUPERS + step * 16 / SUPER]);
+    const int number = step * 16 / GROUP * KINDS + KIND;
+    const unsigned word = piece.numbers[number / 2];
+    return {byte_times(word, number % 2 * 2, factors.x), byte_times(word, number % 2 * 2 + 1, factors.y)};
 }
+__device__ inline float2 scales(const Piece& piece, int step) { return of_two_levels<0>(piece, step); }
+__device__ inline float2 minima(const Piece& piece, int step) { return of_two_levels<MINIMA>(piece, step); }
 
-// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a product.
-template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
-    const float2 of_scales = unpack<f16>(piece.of_scales[step * 16 / SUPER]);
-    const float2 of_minima = unpack<f16>(piece.of_minima[step * 16 / SUPER]);
-    const unsigned numbers = piece.numbers[step * 16 / GROUP];
-    const float scales[2] = {of_scales.x * byte_of(numbers, 0), of_scales.y * byte_of(numbers, 1)};
-    const float minima[2] = {of_minima.x * byte_of(numbers, 2), of_minima.y * byte_of(numbers, 3)};
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        a[i] = pack<E>(fmaf(code(piece, step, i, 0), scales[i % 2], -minima[i % 2]),
-                       fmaf(code(piece, step, i, 1), scales[i % 2], -minima[i % 2]));
-}
-
-// What is multiplied is weights: minima leave no codes that could be scaled afterwards.
+// Codes less ZERO, exactly, of inputs 16 step to 16 step + 15, as the first operand of an mma.
 template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
-    weights<E>(piece, step, a);
+    constexpr unsigned LESS = ZERO | ZERO << 16;
+    if constexpr (BITS == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            a[i] = add_pairs<E>(and_xor(piece.words[step] >> 4 * i, 0x000f000f, whole_pair(E())),
+                                (whole_pair(E()) | 0x80008000) + LESS);
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const unsigned word = piece.words[2 * step + h];
+            if constexpr (ZERO == 128)
+                centred_bytes<E>(word, a[h], a[2 + h]);
+            else
+                small_bytes<E>(word, ZERO, a[h], a[2 + h]);
+        }
+    }
 }
-__device__ inline float2 scales(const Piece& piece, int step) { return {1, 1}; }
+
+// Weights of the same, rounded once.
+template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
+    codes<E>(piece, step, a);
+    const float2 by = scales(piece, step), less = MINIMA ? minima(piece, step) : float2{0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 code = unpack<E>(a[i]);
+        const float scale = i % 2 ? by.y : by.x, minimum = i % 2 ? less.y : less.x;
+        a[i] = pack<E>(fmaf(code.x, scale, -minimum), fmaf(code.y, scale, -minimum));
+    }
+}

@@ -134,7 +134,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
         if dtype != torch.float32:
             return pieces_cuda.dequantize(part, dtype)
         form, *decoded = super_blocks_cuda.unpack(part)
-        return weights(Decoded(*decoded), Form(*form, 0))
+        return weights(Decoded(*decoded), form)
     some = packed.blocks[first:last]
     made = [weights(one, packed.form).to(dtype) for one in _decoded(some, packed.form, packed.decode)]
     return torch.cat(made)

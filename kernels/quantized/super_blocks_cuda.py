@@ -10,7 +10,7 @@ from .super_blocks_form import Form
 
 INPUTS = 64  # of a piece
 HEADER = "super_blocks"
-WIDENING = 1.2  # as Layout has it, by the number of instructions
+WIDENING = 0.56  # as Layout has it, by the number of instructions
 
 
 def takes(inputs: int, form: Form) -> bool:
@@ -18,10 +18,10 @@ def takes(inputs: int, form: Form) -> bool:
 
 
 def layout(form: Form) -> Layout:
-    each, groups = INPUTS // min(form.super, INPUTS), INPUTS // form.group
-    size = 128 * form.bits + 64 * each + 32 * groups
+    each, groups, kinds = INPUTS // min(form.super, INPUTS), INPUTS // form.group, 1 + form.minima
+    size = 128 * form.bits + (32 * each + 16 * groups) * kinds
     sizes = ("BITS", form.bits), ("SUPER", INPUTS // each), ("GROUP", form.group), ("ZERO", form.zero)
-    return Layout(HEADER, INPUTS, size, WIDENING, sizes)
+    return Layout(HEADER, INPUTS, size, WIDENING, (*sizes, ("MINIMA", int(form.minima))))
 
 
 def pack(codes: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, form: Form) -> Tensor:
@@ -43,28 +43,34 @@ def pack(codes: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, form: F
     else:  # strip h g piece s e t b   ->   strip piece, first byte of s, g t, second of s, h b e
         halves = parts.view(strips, 2, 8, pieces, 2, 2, 2, 4, 2)
         words = halves.permute(0, 3, 4, 2, 7, 5, 1, 8, 6).reshape(strips, pieces, 1024)
-    wide = factors.repeat_interleave(max(1, form.super // INPUTS), 1)
-    # output, super-block of a piece, scales or minima   ->   strip piece, scales or minima, super-block, g, half
-    halves = whole(wide).view(strips, 2, 8, pieces, each, 2).permute(0, 3, 5, 4, 2, 1)
-    numbers = whole(torch.stack((scales, minima), 2)).view(strips, 2, 8, pieces, groups, 2).permute(0, 3, 4, 2, 5, 1)
-    tables = (x.reshape(strips, pieces, -1).view(torch.uint8) for x in (halves, numbers))
+    kinds = 1 + form.minima
+    wide = factors.repeat_interleave(max(1, form.super // INPUTS), 1)[..., :kinds]
+    # output, super-block of a piece, kind   ->   strip piece, kind, super-block, g, half
+    halves = whole(wide).view(strips, 2, 8, pieces, each, kinds).permute(0, 3, 5, 4, 2, 1)
+    # output, pair of groups and kinds, first or second of it   ->   strip piece, pair, g, first or second, half
+    numbers = torch.stack((scales, minima)[:kinds], 2).view(torch.uint8) ^ 128
+    pairs = whole(numbers.flatten(1)).view(strips, 2, 8, pieces, groups * kinds // 2, 2).permute(0, 3, 4, 2, 5, 1)
+    tables = (x.reshape(strips, pieces, -1).view(torch.uint8) for x in (halves, pairs))
     return torch.cat((words, *tables), 2)
 
 
-def unpack(packed: Packed) -> tuple[tuple[int, int, int, int], Tensor, Tensor, Tensor, Tensor]:
-    """The form, whose super-blocks have at most 64 inputs, and codes, factors, scales and minima."""
+def unpack(packed: Packed) -> tuple[Form, Tensor, Tensor, Tensor, Tensor]:
+    """The form, whose super-blocks have at most 64 inputs and no bytes, and codes, factors, scales and minima."""
     strips, pieces, _ = packed.pieces.shape
     sizes = dict(packed.layout.sizes)
-    each, groups, bits, outputs = INPUTS // sizes["SUPER"], INPUTS // sizes["GROUP"], sizes["BITS"], packed.outputs
-    words, rest = packed.pieces.split((128 * bits, 64 * each + 32 * groups), 2)
-    if bits == 4:
+    form = Form(sizes["SUPER"], sizes["GROUP"], sizes["BITS"], sizes["ZERO"], 0, bool(sizes["MINIMA"]))
+    each, groups, kinds, outputs = INPUTS // form.super, INPUTS // form.group, 1 + form.minima, packed.outputs
+    words, of_factors, of_numbers = packed.pieces.split((128 * form.bits, 32 * each * kinds, 16 * groups * kinds), 2)
+    if form.bits == 4:
         both = words.reshape(strips, pieces, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5)
         codes = torch.stack((both & 15, both >> 4), 1)
     else:
         codes = words.reshape(strips, pieces, 2, 8, 4, 2, 2, 2, 2).permute(0, 6, 3, 1, 2, 5, 8, 4, 7)
-    halves = rest[..., : 64 * each].contiguous().view(torch.float16).view(strips, pieces, 2, each, 8, 2)
-    numbers = rest[..., 64 * each :].contiguous().view(torch.int8).view(strips, pieces, groups, 8, 2, 2)
-    scales, minima = numbers.permute(4, 0, 5, 3, 1, 2).reshape(2, strips * STRIP, -1)[:, :outputs]
-    factors = halves.permute(0, 5, 4, 1, 3, 2).reshape(strips * STRIP, -1, 2)[:outputs]
-    codes = codes.reshape(strips * STRIP, pieces * INPUTS)[:outputs]
-    return (sizes["SUPER"], sizes["GROUP"], bits, sizes["ZERO"]), codes, factors, scales, minima
+    halves = of_factors.contiguous().view(torch.float16).view(strips, pieces, kinds, each, 8, 2)
+    factors = halves.permute(0, 5, 4, 1, 3, 2).reshape(strips * STRIP, -1, kinds)[:outputs]
+    pairs = (of_numbers ^ 128).view(torch.int8).view(strips, pieces, groups * kinds // 2, 8, 2, 2)
+    numbers = pairs.permute(0, 5, 3, 1, 2, 4).reshape(strips * STRIP, -1, kinds)[:outputs]
+    scales, minima = numbers[..., 0], numbers[..., -1] if form.minima else torch.zeros_like(numbers[..., 0])
+    if not form.minima:
+        factors = torch.cat((factors, torch.zeros_like(factors)), 2)
+    return form, codes.reshape(strips * STRIP, pieces * INPUTS)[:outputs], factors, scales, minima

@@ -13,3 +13,4 @@ class Form(NamedTuple):
     bits: int  # of a code as it is kept, 4 or 8
     zero: int  # what all codes have too much
     bytes: int  # of a super-block in ggml's files
+    minima: bool = True  # whether groups have them

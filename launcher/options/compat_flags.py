@@ -46,7 +46,6 @@ FOREIGN: dict[str, CompatFlag] = {
     "--repeat-last-n": _refuse("penalties see the whole text; --repetition-penalty sets how strong they are"),
     "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
     "--mamba-fraction": _refuse("models with state-space layers are not supported yet"),
-    "--num-experts-offload-per-rank": _refuse("experts in the host's memory are not supported yet; --tp splits them"),
     "--mcp-command": _TOOLS,
     "--mcp-args": _TOOLS,
     "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),

@@ -34,8 +34,7 @@ def resolve(options: Options, place: RankPlace | None) -> Options:
     _check_devices(options, numbers["ranks"], place)
     if options.mem and options.kv_fraction:
         raise FatalError("--mem and --kv-fraction both size the KV cache: give one of them", USAGE)
-    if options.kvcache_mem_cpu and not options.prefix_cache:
-        raise FatalError("--kvcache-mem-cpu keeps blocks of the prefix cache: leave --disable-prefix-cache out", USAGE)
+    _check_host_memory(options)
     _check_names(options)
     options = _check_tool_servers(options)
     api_key, model = _api_key(options), model_path(options, place)
@@ -47,6 +46,19 @@ def resolve(options: Options, place: RankPlace | None) -> Options:
     return msgspec.structs.replace(
         options, model=model, weight_file="", served_model_name=name, api_key=api_key, api_key_file="", **numbers
     )
+
+
+def _check_host_memory(options: Options) -> None:
+    if options.num_experts_offload_per_rank and options.expert_memory:
+        raise FatalError("--num-experts-offload-per-rank and --expert-memory say the same: give one of them", USAGE)
+    if options.expert_placement != "auto" and not (options.num_experts_offload_per_rank or options.expert_memory):
+        raise FatalError(
+            f"--expert-placement {options.expert_placement} is for experts in host memory: give "
+            "--num-experts-offload-per-rank or --expert-memory as well",
+            USAGE,
+        )
+    if options.kvcache_mem_cpu and not options.prefix_cache:
+        raise FatalError("--kvcache-mem-cpu keeps blocks of the prefix cache: leave --disable-prefix-cache out", USAGE)
 
 
 def in_force(options: Options, place: RankPlace | None) -> dict[str, int]:

@@ -18,6 +18,7 @@ from .batch import Batch
 from .cache_spec import CacheSpec
 from .config import Config, spelled
 from .experts.fused import FusedExperts, StackedLinear
+from .experts.offload import Offload
 from .experts.stacks import APART
 from .formats import ChooseFormat, dense
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -166,6 +167,7 @@ class Model(nn.Module):
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
 
     # Set by load():
+    offload: Offload | None = None  # this stage's experts in host memory
     dtype: torch.dtype
     weight_bytes: int  # on this rank
     num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits

@@ -21,6 +21,7 @@ from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
+from .experts.offload import ON_DEVICE, ExpertRoom, Offload
 from .experts.stacks import StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
@@ -60,6 +61,7 @@ def load(
     host_room: int | None = None,
     isq: str = "none",
     quantization: str = "auto",
+    experts: ExpertRoom = ON_DEVICE,
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
@@ -67,8 +69,8 @@ def load(
     which needs config.json alone. way: direct, where each rank reads its own slices; striped, where one rank reads each
     byte and sends it to those that need it; or auto. progress gets this rank's bytes or, striped, the job's.
     room: bytes that weights may take of the device's memory; None: unlimited. host_room: of the host's memory, where
-    the device is a GPU. isq: the format that linears are quantised to while they are loaded, or none. Raises
-    FatalError with a message for the user.
+    the device is a GPU. isq: the format that linears are quantised to while they are loaded, or none.
+    experts: what of them is in host memory. Raises FatalError with a message for the user.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -91,7 +93,8 @@ def load(
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    need = _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
+    placed, host_room = _place(model, experts, DTYPES[chosen], device, mesh, host_room)
+    need = placed + _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):
@@ -99,13 +102,11 @@ def load(
     try:
         _fill(source, parts, Filler(model.sharded_modules(), device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
+        _attach(model, speaks)
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
     model.dtype = DTYPES[chosen]
-    for one in model.modules():
-        if isinstance(one, LatentUp):
-            one.expand(model.dtype)
-    _count_weights(model)
+    _finish(model)
     return model.eval()
 
 
@@ -117,10 +118,46 @@ def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantis
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 
-def _count_weights(model: Model) -> None:
+def _finish(model: Model) -> None:
+    """Once its weights are loaded."""
+    for one in model.modules():
+        if isinstance(one, LatentUp):
+            one.expand(model.dtype)
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
+
+
+def _place(
+    model: Model, experts: ExpertRoom, dtype: torch.dtype, device: torch.device, mesh: Mesh, host_room: int | None
+) -> tuple[int, int | None]:
+    """Mark the stage's experts as the host's, where the user asks for that.
+
+    Returns the bytes that they take of the device's memory, and what they leave of the host's. Raises FatalError where
+    they do not fit there.
+    """
+    if not experts:
+        return 0, host_room
+    layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
+    if not layers and mesh.pipe.size == 1:
+        raise FatalError("--num-experts-offload-per-rank: the model has no experts: leave it out", USAGE)
+    model.offload = offload = Offload(layers, experts, dtype, device)
+    if device.type == "cpu":
+        return offload.resident_bytes + offload.host_bytes, host_room
+    if host_room is not None and offload.host_bytes > host_room:
+        raise FatalError(
+            f"this rank's experts take {offload.host_bytes / 1e9:.2f} GB of the host's memory, but "
+            f"{host_room / 1e9:.2f} GB are free for it: use more ranks (--tp, --ep, --pp) or a node with more memory; "
+            "`phalanx fit` shows what fits",
+            MEMORY,
+        )
+    return offload.resident_bytes, None if host_room is None else host_room - offload.host_bytes
+
+
+def _attach(model: Model, speaks: bool) -> None:
+    """Prepare the experts that are in host memory, once they are there."""
+    if model.offload is not None and (told := model.offload.attach()) and speaks:
+        log.info(told)
 
 
 def _experts_of(model: Model) -> int:
@@ -175,7 +212,7 @@ def _memory(
     device: torch.device,
 ) -> int:
     """Bytes that loading takes at most: all weights as they are kept, and what is read but not yet encoded."""
-    kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared)
+    kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared and not module.in_host)
     if isinstance(source, Striped):
         return kept + source.peak(lambda module: module.plain_bytes(stored))
     return kept + max((module.plain_bytes(stored) for module in modules), default=0)

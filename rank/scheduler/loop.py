@@ -149,5 +149,5 @@ class StepLoop:
     def _stats(self) -> protocol.Stats:
         total: Counter[str] = Counter()
         for replica in self.replicas:
-            total.update(msgspec.structs.asdict(replica.scheduler.stats()))
+            total.update(msgspec.structs.asdict(replica.stats()))
         return protocol.Stats(**total)

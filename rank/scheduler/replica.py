@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
+import msgspec
+
 from .. import protocol
 from .grammar import masks
 from .scheduler import Scheduler
@@ -35,6 +37,9 @@ class Executor(Protocol):
     def progress(self) -> bool:
         """Progress outstanding sends; False when none is left."""
 
+    def counters(self) -> dict[str, int]:
+        """Of protocol.Stats, what ranks count; empty where they are other processes."""
+
 
 class Replica:
     """Keeps one step in flight for each pipeline stage and one more, which is planned and sent meanwhile."""
@@ -62,6 +67,9 @@ class Replica:
             self._unmasked.append(planned)
             self._send_masks()
         return len(self._in_flight) < self.depth
+
+    def stats(self) -> protocol.Stats:
+        return msgspec.structs.replace(self.scheduler.stats(), **self.executor.counters())
 
     @property
     def busy(self) -> bool:

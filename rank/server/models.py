@@ -17,6 +17,7 @@ from .text_engine import TextEngine
 
 log = logging.getLogger(__name__)
 PATIENCE = 10.0  # seconds that a request waits before no new ones of the running model go before it
+FIRST = 0  # the number of the model that the ranks load when they start
 UNLOAD = -1  # the number of no model
 LOOK = 0.05  # seconds between two looks at whether the running model has finished
 
@@ -116,8 +117,11 @@ class Models:
 
     def status(self, engine: TextEngine) -> str:
         """loaded, loading, failed or unloaded."""
-        if engine.model in (self.loaded, self.switching):
-            return "loading" if engine.model == self.switching else "loaded"
+        starts = self.switching is None and self.link.state in ("loading", "restarting")
+        if engine.model == (FIRST if starts else self.switching):
+            return "loading"
+        if engine.model == self.loaded:
+            return "loaded"
         return "failed" if engine.model in self.failed else "unloaded"
 
     def describe(self) -> list[dict[str, Any]]:

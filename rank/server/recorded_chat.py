@@ -28,6 +28,7 @@ class RecordedChat(ChatRenderer):
         self._store = store
         self._conversation = conversation
         self._answer = Answer()
+        self._held = True  # no other answer is made in it
         super().__init__(session, request, tokenizer)
 
     def about(self, kind: str) -> dict[str, Any]:
@@ -39,6 +40,7 @@ class RecordedChat(ChatRenderer):
             if update.finish:
                 assert isinstance(self.request, ChatRequest)
                 self._store.end(self._conversation, [*self.request.conversation(), self._message()])
+                self._release()  # now: the client may ask again as soon as it has the last event
 
     def _message(self) -> Message:
         answer = self._answer
@@ -48,4 +50,9 @@ class RecordedChat(ChatRenderer):
 
     def close(self) -> None:
         super().close()
-        self._store.release(self._conversation)
+        self._release()
+
+    def _release(self) -> None:
+        if self._held:
+            self._held = False
+            self._store.release(self._conversation)

@@ -22,6 +22,7 @@ from ...kernels import jit
 from .. import heap
 from ..model import cache_spec, fingerprint
 from ..model.base import Model
+from ..model.experts.offload import ExpertRoom
 from ..model.load import check as check_model
 from ..model.load import load as load_model
 from ..model.weights.local_copy import make_local_copy
@@ -173,6 +174,8 @@ class Engine:
             model = load_model(
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
                 options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,
+                ExpertRoom(options.num_experts_offload_per_rank, options.expert_memory * kv_cache.MIB,
+                           options.expert_placement),
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model

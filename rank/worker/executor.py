@@ -51,6 +51,10 @@ class LocalExecutor:
     def progress(self) -> bool:
         return self.control.progress()
 
+    def counters(self) -> dict[str, int]:
+        offload = self.runner.model.offload
+        return {f"experts_{name}": n for name, n in vars(offload.counters).items()} if offload is not None else {}
+
 
 class RemoteExecutor:
     """The executor of another replica, which computes in other processes."""
@@ -75,6 +79,9 @@ class RemoteExecutor:
 
     def progress(self) -> bool:
         return self.control.progress()
+
+    def counters(self) -> dict[str, int]:
+        return {}
 
     def collect(self) -> None:
         """Assign the step outputs that have arrived."""

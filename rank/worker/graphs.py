@@ -1,12 +1,14 @@
 """CUDA graphs of decode steps: one call replays a step in which every sequence has one token.
 
 A graph reads what DeviceDecodeBatch has sent and ends with the residual stream; head and sampler run outside it. A few
-batch sizes are captured, and batches are padded with rows that write and read nothing. NCCL's collectives are captured
+batch sizes are captured, and batches are padded with rows that write and read nothing. Where experts are in host
+memory, what is captured is pieces between the host's parts (kernels/graph_pieces.py). NCCL's collectives are captured
 too, so all ranks must capture the same sizes in the same order, and must free the graphs before the communicators.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -19,6 +21,7 @@ from ...kernels.device import device_caps
 from ...kernels.gemm import skinny
 from ...kernels.gemm.autotune import TuneRequest
 from ...kernels.gemm.skinny import MOST_ROWS
+from ...kernels.graph_pieces import Pieces
 from ..model.base import Model
 from ..model.cache_spec import Caches
 from ..model.formats import Part
@@ -80,7 +83,7 @@ class DecodeGraphs:
         self.sizes = capture_sizes(len(state.length))
         self._inputs = DeviceDecodeBatch(state, last, caches, self.sizes[-1], upload)
         self._longest = min(model.max_model_len, state.table.shape[1] * state.block_size)
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._captured: dict[int, tuple[Pieces, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, reached: Callable[[int], None]) -> None:
@@ -89,11 +92,9 @@ class DecodeGraphs:
             reached(done)
             self._run(size)  # a warm-up: compiling, loading and first allocations must not happen in a capture
             torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            hidden = self._run(size)
-            graph.capture_end()
-            self._captured[size] = graph, hidden
+            pieces = Pieces(self._pool)
+            hidden = pieces.capture(functools.partial(self._run, size))
+            self._captured[size] = pieces, hidden
 
     def close(self) -> None:
         torch.cuda.current_stream().synchronize()
@@ -107,8 +108,8 @@ class DecodeGraphs:
         """The residual stream [B, hidden] of a supported step, and its rows [B] int32. Valid until the next replay."""
         n = len(scheduled.rows)
         rows = self._inputs.send(scheduled)
-        graph, hidden = self._captured[next(size for size in self.sizes if size >= n)]
-        graph.replay()
+        pieces, hidden = self._captured[next(size for size in self.sizes if size >= n)]
+        pieces.replay(n)
         return hidden[:n], rows
 
     def _run(self, size: int) -> Tensor:

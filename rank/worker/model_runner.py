@@ -113,10 +113,11 @@ def _to_host(x: Tensor) -> Tensor:
 def min_microbatch_tokens(model: Model, mesh: Mesh, device: torch.device) -> int:
     """The fewest tokens of a microbatch. Two of them hide one's all-reduces behind the other's GEMMs.
 
-    0: steps are not split. That is so on CPUs, which cannot overlap them, and on GPUs other than Hopper, where cuDNN
-    computes whole prompts. All-reduces that the kernels of allreduce.py support are too fast to be worth hiding.
+    0: steps are not split. That is so on CPUs, which cannot overlap them, on GPUs other than Hopper, where cuDNN
+    computes whole prompts, and where experts are in host memory, as a rank has the buffers of one step. All-reduces
+    that the kernels of allreduce.py support are too fast to be worth hiding.
     """
-    if device.type != "cuda" or mesh.tensor.size == 1 or not device_caps(device).hopper:
+    if device.type != "cuda" or mesh.tensor.size == 1 or not device_caps(device).hopper or model.offload is not None:
         return 0
     return max(MIN_MICROBATCH_TOKENS, allreduce.SLOT // (model.hidden_size * model.dtype.itemsize) + 1)
 

@@ -36,7 +36,7 @@ def test_a_broken_stream_breaks_the_promise(monkeypatch, capsys):
     broken = crowd.Run(streams=1, errors=["2 tokens came"], first=[3.0], peak=400.0)
     runs = iter([run, broken])
 
-    async def crowded(asked, server, large):
+    async def crowded(asked, server, large, alone):
         return next(runs)
 
     async def left(*_):

@@ -271,6 +271,10 @@ template <class E> static unsigned multiply_pairs(unsigned a, unsigned b) {
     const float2 x = unpack<E>(a), y = unpack<E>(b);
     return pack<E>(x.x * y.x, x.y * y.y);
 }
+template <class E> static unsigned fma_pairs(unsigned a, unsigned b, unsigned c) {
+    const float2 x = unpack<E>(a), y = unpack<E>(b), z = unpack<E>(c);
+    return pack<E>(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
+}
 static void ldmatrix(unsigned (&y)[4], unsigned from) {
     auto slots = model::together(&from, 1);
     const int lane = model::lane();

@@ -66,12 +66,18 @@ class Builder:
         assert done.returncode == 0, done.stderr
 
 
+def included(text: str) -> str:
+    def header(line: re.Match) -> str:
+        return "" if line[1] in REPLACED else included(jit.SOURCES[line[1]].read_text())
+
+    return re.sub(r'#include "(.*)"', header, text)
+
+
 def model_text(source: str, sizes: dict) -> str:
     text = jit.SOURCES[f"{source}.cu"].read_text()
     for key, value in sizes.items():
         text = text.replace(f"#include {key}\n", f'#include "{value}.cuh"\n')
-    include = lambda line: "" if line[1] in REPLACED else jit.SOURCES[line[1]].read_text()  # noqa: E731
-    text = re.sub(r'#include "(.*)"', include, text)
+    text = included(text)
     text = text.replace("extern __shared__ uint4 memory[];", "uint4* const memory = (uint4*)(model::smem + 16);")
     text = text.replace("__shared__ alignas(8)", "static").replace("__shared__", "static")
     ((name, parameters),) = FUNCTION.findall(text)

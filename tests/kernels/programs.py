@@ -3,21 +3,24 @@
 import torch
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.collective import allreduce
-from phalanx.kernels.moe import expert_gemm, moe, router
+from phalanx.kernels.moe import expert_gemm, moe, quantized_cuda, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import e4m3_cuda, int4_cuda, pieces_cuda, q8_0_cuda, super_blocks, super_blocks_cuda
+from phalanx.kernels.quantized.stack import Stack
 
-LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0)
-OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1)
-GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0)
-GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1)
+LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0, FP8=0)
+OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1, FP8=0)
+GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0, FP8=0)
+GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1, FP8=0)
+LLAMA_FP8, GEMMA_FP8 = LLAMA | dict(FP8=1), GEMMA | dict(FP8=1)
 
 
 def room(sizes):
     """How attention_tma.decode has decode.cu share out its memory."""
-    stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"])
-    few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * 2))
+    wide = 1 if sizes["FP8"] else 2
+    stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"], wide)
+    few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * wide))
     fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
     return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
 
@@ -34,9 +37,15 @@ def quantized_wgmma(inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
     return pieces_cuda._wgmma_sizes(inputs, pieces_cuda.WgmmaConfig(*cut), gate, bias, layout)
 
 
+def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT):
+    packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
+    stack = Stack(q8_0_cuda, packed, (8, outputs, inputs))
+    return quantized_cuda.sizes(stack, quantized_cuda.choose(tiles, inputs, layout, bool(act)), act, 8, bias)
+
+
 E4M3 = e4m3_cuda.LAYOUT
 Q4_K = super_blocks_cuda.layout(super_blocks.Form(256, 32, 4, 0, 144))
-Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 8, 32, 210))
+Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 8, 32, 210, False))
 Q4_1 = super_blocks_cuda.layout(super_blocks.Form(32, 32, 4, 0, 20))
 INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 
@@ -169,6 +178,11 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (128, 128, 64, 4), "", False, Q6_K))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, Q4_K))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(192, Q4_1))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(1, 2048, 1536, "silu", False, Q4_K))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(8, 2048, 1536, "silu", True, Q6_K))),
+    ("quantized_experts", dict(T=torch.float16, **quantized_experts(8, 768, 2048, "", True, INT4_ZEROS))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(2, 768, 2048, "", False, E4M3))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(4, 4096, 28672, "gelu", False))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),
@@ -176,6 +190,8 @@ PROGRAMS = [
     ("prefill", dict(T=torch.bfloat16, **GEMMA, TILE=64, STAGES=2)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),
     ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), TURN=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA_FP8, **room(LLAMA_FP8), TURN=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **GEMMA_FP8, **room(GEMMA_FP8), TURN=1, NORM=1)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
     ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),

@@ -338,10 +338,6 @@ def test_degrees_that_do_not_fit(size, tp, pp, dp, message):
     "flags, message",
     [
         (["--enable-expert-parallel"], "--enable-expert-parallel: say over how many ranks: --ep N, as many as --tp"),
-        (
-            ["--num-experts-offload-per-rank", "8"],
-            "--num-experts-offload-per-rank: experts in the host's memory are not",
-        ),
     ],
 )
 def test_placements_of_experts_that_there_are_not(flags, message):

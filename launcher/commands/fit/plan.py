@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from ....rank.options import Options, specs
 from .devices import Device
 from .memory import Layout, MemoryFit, Workload, memory_fit
 from .shape import ModelShape
@@ -90,7 +89,7 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
     lacks = _host_lacks(held, layout, cluster)
     verdict = _verdict(held, asked, lacks, together)
     runs = not held.problem and not lacks
-    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout))
+    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout, shape))
 
 
 def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:
@@ -109,11 +108,11 @@ def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> s
     return ""
 
 
-def _lacking(layout: Layout) -> str:
-    """What Phalanx does not do yet; options that appear in rank/options.py are taken as served."""
-    for wanted, name in ((layout.dp > 1, "dp"), (layout.ep > 1, "ep"), (layout.offload, "offload")):
-        if wanted and name not in specs(Options):
-            return f"{name} is not served yet"
+def _lacking(layout: Layout, shape: ModelShape) -> str:
+    """What Phalanx does not do yet."""
+    experts = (one for layer in shape.kinds(layout.tp, layout.ep) for one in layer.weights if one.expert)
+    if layout.offload and any(one.bytes < 2 * one.elements for one in experts):
+        return "experts in host memory are not served yet where they are quantised"
     return "ep over several copies is not served yet" if layout.ep > layout.tp else ""
 
 
@@ -140,8 +139,10 @@ def fewest(shape: ModelShape, cluster: Cluster, asked: Workload, most: int = 102
     return None
 
 
-def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, usual: str) -> list[str]:
-    """The lines that start it; `usual` is the dtype that serve chooses by itself."""
+def command(
+    model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, usual: str, experts: int = 1
+) -> list[str]:
+    """The lines that start it; `usual` is the dtype that serve chooses by itself. experts: of a layer."""
     layout = one.layout
     words = ["--w", model]
     if cluster.device.cpu:
@@ -151,7 +152,7 @@ def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, 
     words += ["--tp", str(layout.tp), "--pp", str(layout.pp)]
     words += ["--dp", str(layout.dp)] if layout.dp > 1 else []
     words += ["--ep", str(layout.ep)] if layout.ep > 1 else []
-    words += ["--offload", "experts"] if layout.offload else []
+    words += ["--num-experts-offload-per-rank", str(experts)] if layout.offload else []
     words += ["--max-model-len", str(asked.context), "--max-num-seqs", str(-(-asked.concurrency // layout.dp))]
     if asked.dtype != usual:
         words += ["--dtype", asked.dtype]

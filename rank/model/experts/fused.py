@@ -22,6 +22,7 @@ from ..layers.residual import Partial
 from ..shard import Shard, even, in_groups, scaled, spread, whole
 from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
 from . import stacks
+from .host import HostExperts, Pending
 from .stacks import APART, ExpertLayout, StoredStack
 
 
@@ -159,6 +160,7 @@ class FusedExperts(nn.Module):
         self.down_proj.adds_bias = index == 0
         self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
         self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
+        self.host: HostExperts | None = None  # where they are in host memory
 
     def build(self, up: Sequence[Source], down: Sequence[Source], format_of: ChooseFormat) -> None:
         """Choose both linears' formats, and cut experts where that of `down` leaves its groups whole."""
@@ -174,11 +176,16 @@ class FusedExperts(nn.Module):
         one.build(tuple(down), stacks.build(of_down, one, down))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
-        """x [T, H], ids [T, k] int32, weights [T, k] f32. Nothing is multiplied before somebody reads it."""
+        """x [T, H], ids [T, k] int32, weights [T, k] f32. On the device, nothing is multiplied before somebody reads
+        it."""
+        if self.host is not None:
+            return Partial((self, self.host.begin(x, ids, weights)))
         return Partial((self, Routed(x, ids, weights)))
 
-    def multiply(self, routed: Routed) -> Tensor:
+    def multiply(self, routed: Routed | Pending) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
+        if self.host is not None and isinstance(routed, Pending):
+            return self.host.finish(routed)
         up, down = self.gate_up_proj, self.down_proj
         biases = Biases(up.added_bias, down.added_bias)
         return fused_experts(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held)

@@ -99,7 +99,7 @@ class GroupedPart(StoredPart):
     def finish(self) -> None:
         encoded = self.encoded()
         self.drop()
-        self.hold(affine.pack(*encoded))
+        self.hold(affine.pack(encoded[0], encoded[1], encoded[2]))
 
     def spread(self, table: Tensor) -> Tensor:
         """[O, groups] of the checkpoint's groups that this rank's inputs touch → of its own groups of `unit`."""

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from ....kernels import host_memory
 from .slicing import ShardedModule, Slice, slices
 
 
@@ -67,6 +68,11 @@ class Filler:
             made = self._made.get(parameter)
             if made is None:
                 dtype = self._stored if name in stored else layer.dtype_of(name, self._dtype)
-                data = torch.zeros(parameter.shape, device=self._device, dtype=dtype)
+                data = self._zeros(layer, tuple(parameter.shape), dtype)
                 made = self._made[parameter] = nn.Parameter(data, requires_grad=False)
             setattr(layer, name, made)
+
+    def _zeros(self, layer: ShardedModule, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if layer.in_host:
+            return host_memory.zeros(shape, dtype, pin=self._device.type == "cuda")
+        return torch.zeros(shape, device=self._device, dtype=dtype)

@@ -81,6 +81,7 @@ class ShardedModule(nn.Module):
     outputs: tuple[Shard, ...]
     inputs: Shard
     experts: Shard  # of modules that stack the weights of several experts
+    in_host = False  # its weights stay in the host's memory, whatever the device
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """A parameter's dtype in a model of this dtype."""

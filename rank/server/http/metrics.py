@@ -117,6 +117,14 @@ class _Engine(Collector):
             ("swapped_in", "Preempted sequences that came back from host memory", s.swapped_in),
             ("kv_cache_host_stores", "Blocks copied from the KV cache to host memory", s.host_stores),
             ("kv_cache_host_loads", "Blocks copied from host memory to the KV cache", s.host_loads),
+            (
+                "experts_resident",
+                "Experts used that were on the device already, on rank 0",
+                s.experts_resident,
+            ),
+            ("experts_cpu", "Experts that the CPU computed, on rank 0", s.experts_cpu),
+            ("experts_streamed", "Experts copied to the device for a step, on rank 0", s.experts_streamed),
+            ("experts_loaded", "Experts that became resident, on rank 0", s.experts_loaded),
             ("prefill_chunks", "Pieces of prompts that did not reach the prompt's end", s.chunks),
             ("aborted", "Sequences aborted", s.aborted),
         ):

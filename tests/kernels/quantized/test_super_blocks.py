@@ -177,11 +177,14 @@ def test_layout_on_gpus(name):
                         assert mine[s] >> (4 * i + 16 * second) & 15 == code
                     else:
                         assert mine[2 * s + i % 2] >> (8 * (i // 2) + 16 * second) & 255 == code
-    end = layout.bytes - 32 * (64 // form.group)
-    numbers = piece[end:].view(torch.int8).view(-1, 8, 4)
-    group = 192 // form.group + 1
-    assert torch.equal(numbers[1, :, 0], decoded.scales[16:24, group])
-    assert torch.equal(numbers[1, :, 3], decoded.minima[24:32, group])
+    kinds = 1 + form.minima
+    numbers = (piece[layout.bytes - 16 * kinds * (64 // form.group) :] ^ 128).view(torch.int8).view(-1, 8, 4)
+    group, at = 192 // form.group + 1, kinds  # of the piece's second group
+    assert torch.equal(numbers[at // 2, :, at % 2 * 2], decoded.scales[16:24, group])
+    if form.minima:
+        assert torch.equal(numbers[1, :, 3], decoded.minima[24:32, group])
+    else:
+        assert not decoded.minima.any()
 
 
 @pytest.mark.parametrize("size", [16, 32])

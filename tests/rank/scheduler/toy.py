@@ -120,6 +120,9 @@ class ToyRanks:
     def progress(self) -> bool:
         return False
 
+    def counters(self):
+        return {}
+
 
 def request(name: str, prompt, max_tokens: int = 10, priority: int = 0, salt: str = "", **sampling) -> protocol.Request:
     return protocol.Request(

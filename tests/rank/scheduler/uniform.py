@@ -58,6 +58,9 @@ class UniformRanks:
     def progress(self):
         return False
 
+    def counters(self):
+        return {}
+
     def _run(self):
         while self.steps:
             one = self.steps[0]

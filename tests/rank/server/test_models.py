@@ -228,3 +228,14 @@ def test_an_idle_model_is_unloaded():
         assert turns.link.loads == ["", "a"]
 
     played(script, idle_unload=0.2)
+
+
+def test_the_first_model_is_loading_while_the_ranks_start():
+    async def script(turns):
+        for state in ("loading", "restarting"):
+            turns.link.state = state
+            assert [turns.status(one) for one in turns.engines] == ["loading", "unloaded", "unloaded"]
+        turns.link.state = "ready"
+        assert turns.status(turns.named("a")) == "loaded"
+
+    played(script)

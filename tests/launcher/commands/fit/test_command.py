@@ -103,6 +103,7 @@ def test_experts(fit):
     assert code == 0
     assert "30.53 billion parameters, 3.04 billion at work for a token; " in out.splitlines()[0]
     assert "  experts in the host's memory (" in out and " GB a rank)" in out
+    assert "\nRun:" in out and " --num-experts-offload-per-rank 128 " in out
 
 
 def test_experts_shared_out(fit):

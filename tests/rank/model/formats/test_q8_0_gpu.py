@@ -51,6 +51,7 @@ def test_memory_of_loading(tmp_path):
     grid = threads.run(lambda comm: [mesh.build(comm, 1, 1)], 1)[0][0]
     model = load(tmp_path, grid, "cuda", load_format="dummy", isq="q8_0")
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    assert held == pytest.approx(model.weight_bytes + model.rope.nbytes, rel=0.02)
+    # Within the workspace that torch's BLAS keeps once it has been called.
+    assert held == pytest.approx(model.weight_bytes + model.rope.nbytes, abs=10 << 20)
     assert model.weight_bytes < 2 * 32000 * 1024 + 1.1 * model.num_weights
     assert peak < held + 4 * 32000 * 1024 + (200 << 20)

@@ -1,12 +1,17 @@
 """Conversations that the server remembers where a chat asks for it."""
 
 import threading
+from types import SimpleNamespace
 
 import openai
 import pytest
 from phalanx.rank.server import conversation_store
+from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.conversation import Message
 from phalanx.rank.server.conversation_store import Conversation, ConversationStore
+from phalanx.rank.server.recorded_chat import RecordedChat
+from phalanx.rank.server.schema import ChatRequest
+from phalanx.rank.server.text.events import Text
 
 from ..conftest import Front
 
@@ -147,6 +152,20 @@ def test_one_answer_at_a_time(server, lead):
     lead.hold = False
     thread.join(20)
     assert answers[0].status == 200 and chat(server, said("again"), conversation_id="a").status == 200
+
+
+def test_the_next_message_may_follow_the_last_event():
+    """Before the first request's handler has ended, which then leaves the second one's place alone."""
+    store = ConversationStore(3)
+    conversation = store.begin("a", 0)
+    session = SimpleNamespace(id="1", created=0, model="m", fingerprint="", close=lambda: None)
+    request = ChatRequest(messages=[Message("user", "hello")])
+    chat = RecordedChat(session, request, None, store, conversation)
+    chat.see([SimpleNamespace(events=[Text("fine")], finish="stop")])
+    assert [one.content for one in store.begin("a", 0).messages] == ["hello", "fine"]
+    chat.close()
+    with pytest.raises(ApiError, match="is being answered"):
+        store.begin("a", 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""CUDA graphs in pieces: where something on the host stands between two kernels, a capture ends and another begins.
+
+`on_host` says that a function has to run there. While `Pieces` captures, it is kept, to be called at each replay
+between the pieces; else it is called at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Host = Callable[[int], None]  # told how many of the step's tokens are real: captured steps are padded
+
+
+class _Capturing(threading.local):
+    pieces: Pieces | None = None  # what this thread captures
+
+
+_capturing = _Capturing()
+
+
+def on_host(function: Host, tokens: int) -> None:
+    """Call function(tokens) on the host once all kernels before are launched, and before any kernel after is."""
+    if _capturing.pieces is not None:
+        _capturing.pieces.cut(function)
+    else:
+        function(tokens)
+
+
+class Pieces:
+    """What one captured step replays: graphs, and functions on the host between them."""
+
+    def __init__(self, pool: Any):
+        """pool: torch's graph_pool_handle(), which the graphs of a model share."""
+        self._pool = pool
+        self._parts: list[tuple[torch.cuda.CUDAGraph, Host | None]] = []
+
+    def __len__(self) -> int:
+        """How many graphs."""
+        return len(self._parts)
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """function()'s result. Other threads may use the GPU meanwhile."""
+        _capturing.pieces = self
+        try:
+            self._begin()
+            result = function()
+            self._end(None)
+        finally:
+            _capturing.pieces = None
+        return result
+
+    def cut(self, function: Host) -> None:
+        self._end(function)
+        self._begin()
+
+    def replay(self, tokens: int) -> None:
+        """tokens: that are real, of those that were captured."""
+        for graph, function in self._parts:
+            graph.replay()
+            if function is not None:
+                function(tokens)
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+
+    def _end(self, function: Host | None) -> None:
+        self._graph.capture_end()
+        self._parts.append((self._graph, function))

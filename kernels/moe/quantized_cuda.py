@@ -1,0 +1,131 @@
+"""Quantised experts on GPUs: quantized_experts.cu, over pairs that are sorted by expert, in tiles of 8 to 64 pairs."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import ACTIVATIONS
+from ..quantized import pieces_cuda
+from ..quantized.pieces_cuda import STRIP, Layout
+from ..quantized.stack import Stack
+
+if TYPE_CHECKING:
+    from .moe import Groups
+
+# Most pairs per expert → tiles of 8 rows of a block; of more it has 8. moe.tiling_rows has the same borders.
+TILES = {3: 1, 8: 2, 24: 4}
+WARPS = 8
+WHOLE = 32 << 10  # elements of x that lie in shared memory at once
+CHUNK = 8 << 10  # or so many twice, which threads have in their registers on the way
+LARGE = 800  # bytes of a piece
+
+
+class Cut(NamedTuple):
+    """How a block shares out its work."""
+
+    tiles: int  # of 8 rows
+    groups: int  # of warps that share a strip
+    inputs: int  # of a chunk of x
+    ahead: int  # pieces of a strip that a warp has under way
+
+    @property
+    def rows(self) -> int:
+        return 8 * self.tiles
+
+
+def supports(x: Tensor, w13: object, w2: object) -> bool:
+    """Whether `expert_up` and `expert_down` take these."""
+    if not isinstance(w13, Stack) or not isinstance(w2, Stack) or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    pieces = isinstance(w13.packed, pieces_cuda.Packed) and isinstance(w2.packed, pieces_cuda.Packed)
+    return pieces and w2.shape[2] % STRIP == 0 and jit.plain(x, *w13.tensors, *w2.tensors)
+
+
+def choose_tiles(pairs: int, experts: int) -> int:
+    """Tiles of 8 rows of a block, for so many pairs of all experts."""
+    return next((tiles for most, tiles in TILES.items() if pairs <= most * experts), 8)
+
+
+@functools.cache
+def choose(tiles: int, inputs: int, layout: Layout, gated: bool) -> Cut:
+    """For so many tiles of rows: few of them leave warps to share a strip, many want strips to share x."""
+    rows, span = 8 * tiles, layout.inputs
+    groups = next(n for n in (8, 4, 2, 1) if n * tiles <= WARPS and inputs % (span * n) == 0)
+    if rows * inputs <= WHOLE:
+        length = inputs
+    else:
+        while not (lengths := _lengths(inputs, span * groups, CHUNK // rows)):
+            groups //= 2
+        length = lengths[-1]
+    steps = length // span // groups
+    most = 2 if layout.bytes > LARGE or (gated and tiles == 8) else 4
+    even = [n for n in (4, 2, 1) if n <= most and (length == inputs or steps % n == 0)]
+    return Cut(tiles, groups, length, even[0])
+
+
+def _lengths(inputs: int, unit: int, most: int) -> list[int]:
+    """Multiples of `unit` up to `most` that divide the inputs."""
+    return [n for n in range(unit, most + 1, unit) if inputs % n == 0]
+
+
+def shared(cut: Cut, inputs: int, gated: bool) -> int:
+    """Bytes of shared memory, as quantized_experts.cu lays it out."""
+    buffers = 1 if cut.inputs == inputs else 2
+    sums = WARPS * (1 + gated) * STRIP * (cut.rows + 1) * 4
+    return max(buffers * cut.rows * (cut.inputs * 2 + 16), sums)
+
+
+def sizes(stack: Stack, cut: Cut, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
+    """What quantized_experts.cu is compiled for. act: of the gate; "": there is none."""
+    layout: Layout = stack.packed.layout
+    return dict(
+        FORMAT=layout.header,
+        **dict(layout.sizes),
+        I=stack.shape[2],
+        OUTPUTS=stack.shape[1],
+        TILES=cut.tiles,
+        SUBS=WARPS // cut.groups,
+        GROUPS=cut.groups,
+        KC=cut.inputs,
+        AHEAD=cut.ahead,
+        TOP=top,
+        GATED=int(bool(act)),
+        ACT=ACTIVATIONS.index(act) if act else 0,
+        BIAS=int(bias),
+    )
+
+
+def expert_up(
+    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, tiles: int, bias: Tensor | None = None
+) -> Tensor:
+    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; tiles of the groups'."""
+    h = x.new_empty(len(groups.order), w13.shape[1] // 2)
+    _launch(x, w13, groups, weights, h, act, top, tiles, bias)
+    return h
+
+
+def expert_down(
+    h: Tensor, weights: Tensor, w2: Stack, groups: Groups, tiles: int, bias: Tensor | None = None
+) -> Tensor:
+    """[pairs, H], in the pairs' own order, of h [pairs, I] in that of the groups. weights: of the bias."""
+    y = h.new_empty(len(h), w2.shape[1])
+    _launch(h, w2, groups, weights, y, "", 1, tiles, bias)
+    return y
+
+
+def _launch(
+    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int, tiles: int,
+    bias: Tensor | None,
+) -> None:  # fmt: skip
+    cut = choose(tiles, stack.shape[2], stack.packed.layout, bool(act))
+    memory = shared(cut, stack.shape[2], bool(act))
+    of = sizes(stack, cut, act, top, bias is not None)
+    kernel = jit.kernel("quantized_experts", "quantized_experts", x.dtype, memory, **of)
+    blocks = -(-y.shape[1] // (STRIP * (WARPS // cut.groups)))
+    args = x, stack.packed.pieces, x if bias is None else bias, *groups, weights, y
+    kernel((blocks, len(groups.tile_expert), 1), WARPS * 32, *args, shared=memory)

@@ -1,0 +1,145 @@
+// Grouped GEMMs of experts whose weights are quantised, in pieces (kernels/quantized/pieces_cuda.py), from sm_80 on: y of
+// each pair of a token and an expert, for tiles of ROWS pairs that are sorted by expert (group.cu). The weights [experts,
+// OUTPUTS, I] lie in strips of 16 outputs.
+//
+// A block has a tile and SUBS strips; with GATED, SUBS strips of gate and the same of up. GROUPS of its warps share a
+// strip and take its pieces in turn: they are asked for AHEAD of where they are multiplied, and widened in registers. x
+// lies in shared memory, in chunks of KC inputs: while one is multiplied, the next comes through registers. With GATED,
+// y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up, in the order of the tiles, of x [tokens, I], TOP pairs
+// a token. Else y [pairs, OUTPUTS] is in the pairs' own order, of x [pairs, I] in that of the tiles. With BIAS, bias
+// [experts, OUTPUTS] is added, times the pair's weight where x has it in already.
+#include "mma.cuh"
+#include "pairs.cuh"
+#include FORMAT
+
+constexpr int ROWS = 8 * TILES, WARPS = SUBS * GROUPS, THREADS = WARPS * 32, STRIPS = 1 + GATED;  // strips of a warp
+constexpr int WIDTH = OUTPUTS / STRIPS, STRIPS_OF_Y = (WIDTH + 15) / 16, STRIPS_OF_EXPERT = (OUTPUTS + 15) / 16;
+constexpr int PIECES = I / SPAN, CHUNKS = I / KC, STEPS = KC / SPAN / GROUPS;  // of a strip; a warp's in a chunk
+constexpr int PITCH = KC * 2 + 16;  // bytes from row to row: what an instruction reads of eight lies in different banks
+constexpr int LOADS = (ROWS * KC / 8 + THREADS - 1) / THREADS;  // a thread's 16 bytes of a chunk of x
+constexpr int WIDE = ROWS + 1;
+
+// A piece of each strip times 32 inputs of all rows at a time.
+__device__ inline void multiply(const Piece (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][TILES][4]) {
+#pragma unroll
+    for (int p = 0; p < SPAN / 32; p++) {
+        unsigned b[TILES][4];
+#pragma unroll
+        for (int j = 0; j < TILES; j++) ldmatrix(b[j], x_from + j * 8 * PITCH + p * 64);
+#pragma unroll
+        for (int o = 0; o < STRIPS; o++) {
+            const float2 by = scales(pieces[o], 2 * p);
+            unsigned a[2][4];
+            codes<T>(pieces[o], 2 * p, a[0]);
+            codes<T>(pieces[o], 2 * p + 1, a[1]);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                float part[4] = {};
+                mma<T>(part, a[0], b[j][0], b[j][1]);
+                mma<T>(part, a[1], b[j][2], b[j][3]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) sum[o][j][i] += (i < 2 ? by.x : by.y) * part[i];
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+quantized_experts(const T* x, const unsigned char* weight, const T* bias, const int* order, const int* ends,
+                  const int* tile_expert, const int* tile_start, const float* weights, T* y) {
+    extern __shared__ uint4 memory[];
+    unsigned char* const xs = (unsigned char*)memory;
+    float* const sums = (float*)memory;  // in the place of x, once that is multiplied
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sub = warp % SUBS, group = warp / SUBS;
+    grid_wait();
+    launch_dependents();
+    const int expert = tile_expert[blockIdx.y];
+    if (expert < 0) return;
+    const int start = tile_start[blockIdx.y], rows = min(ends[expert + 1] - start, ROWS);
+    const int strip = min((int)blockIdx.x * SUBS + sub, STRIPS_OF_Y - 1);  // what is past the end is not stored
+    Pieces from[STRIPS];
+    Piece ring[AHEAD][STRIPS];
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++) {
+        const long long at = (long long)expert * STRIPS_OF_EXPERT + strip + o * STRIPS_OF_Y;
+        from[o] = Pieces(weight + (at * PIECES + group) * PIECE, lane);
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+        for (int o = 0; o < STRIPS; o++)
+            if (u < STEPS * CHUNKS) ring[u][o] = from[o].stream(u * GROUPS);
+    // Rows past the end repeat the last one.
+    uint4 next[LOADS];
+    auto load = [&](int chunk) {
+#pragma unroll
+        for (int l = 0; l < LOADS; l++) {
+            const int i = l * THREADS + threadIdx.x, place = start + min(i / (KC / 8), rows - 1);
+            if (i >= ROWS * KC / 8) break;
+            const long long row = GATED ? order[place] / TOP : place;
+            next[l] = *(const uint4*)(x + row * I + chunk * KC + i % (KC / 8) * 8);
+        }
+    };
+    auto keep = [&](int buffer) {
+#pragma unroll
+        for (int l = 0; l < LOADS; l++) {
+            const int i = l * THREADS + threadIdx.x;
+            if (i < ROWS * KC / 8) *(uint4*)(xs + (buffer * ROWS + i / (KC / 8)) * PITCH + i % (KC / 8) * 16) = next[l];
+        }
+    };
+    load(0);
+    keep(0);
+    __syncthreads();
+    // A lane's row of x, and there its eight of the first piece's inputs.
+    const unsigned x_from = smem_address(xs) + lane % 8 * PITCH + group * SPAN * 2 + lane / 8 * 16;
+    float sum[STRIPS][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
+#pragma unroll 1
+    for (int c = 0; c < CHUNKS; c++) {
+        if (c + 1 < CHUNKS) load(c + 1);
+        const unsigned chunk = x_from + c % 2 * ROWS * PITCH;
+#pragma unroll 1
+        for (int s = 0; s < STEPS; s += AHEAD) {
+#pragma unroll
+            for (int o = 0; o < STRIPS; o++) from[o].advance(AHEAD * GROUPS);
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++) {
+                if (STEPS % AHEAD && s + u >= STEPS) break;  // of one chunk alone
+                multiply(ring[u], chunk + (s + u) * GROUPS * SPAN * 2, sum);
+                if (c * STEPS + s + u + AHEAD < STEPS * CHUNKS)
+#pragma unroll
+                    for (int o = 0; o < STRIPS; o++) ring[u][o] = from[o].stream(u * GROUPS);
+            }
+        }
+        if (c + 1 < CHUNKS) keep((c + 1) % 2);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++)
+#pragma unroll
+        for (int j = 0; j < TILES; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sums[((warp * STRIPS + o) * 16 + lane / 4 + i / 2 * 8) * WIDE + j * 8 + lane % 4 * 2 + i % 2] = sum[o][j][i];
+    __syncthreads();
+    auto total = [&](int of, int o, int out, int row) {
+        float value = 0;
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) value += sums[(((g * SUBS + of) * STRIPS + o) * 16 + out) * WIDE + row];
+        return value;
+    };
+    for (int i = threadIdx.x; i < rows * SUBS * 16; i += THREADS) {
+        const int out = i % 16, of = i / 16 % SUBS, row = i / 16 / SUBS, column = (blockIdx.x * SUBS + of) * 16 + out;
+        if (column >= WIDTH) continue;
+        const int pair = order[start + row];
+        const T* const more = bias + (long long)expert * OUTPUTS + column;
+        float value = total(of, 0, out, row);
+        if (GATED) {
+            float up = total(of, STRIPS - 1, out, row);
+            if (BIAS) value += to_float(more[0]), up += to_float(more[WIDTH]);
+            y[(long long)(start + row) * WIDTH + column] = from_float<T>(gated<T, ACT>(value, up) * weights[pair]);
+        } else {
+            if (BIAS) value += to_float(more[0]) * weights[pair];
+            y[(long long)pair * WIDTH + column] = from_float<T>(value);
+        }
+    }
+}

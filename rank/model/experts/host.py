@@ -1,0 +1,246 @@
+"""Experts in host memory, and three ways to serve one: resident on the device, computed by the CPU, or copied over.
+
+A step knows which experts its tokens have chosen. Those in the layer's resident set are computed on the device as ever.
+Of the others, the CPU computes some where they lie while copies of the rest come to the device (residents.py chooses).
+With very many tokens nearly every expert is chosen: then nobody waits to learn which, and all others are copied.
+
+Captured decode steps are in pieces around the host's part (kernels/graph_pieces.py): a piece ends with copies of the
+layer's tokens and choices to the host; the next one computes the resident experts meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.graph_pieces import on_host
+from ....kernels.moe.host_experts import HostPairs, Stack
+from ....kernels.moe.moe import Biases, Held, fused_experts
+from .host_buffers import HostView, SharedBuffers, Streamer
+from .residents import Costs, Residents
+
+ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
+TURN = 4  # steps between two looks at a layer's resident set
+AUTO, CPU, STREAM, RESIDENT = "auto", "cpu", "stream", "resident"
+WAYS = AUTO, RESIDENT, CPU, STREAM
+
+
+@dataclass
+class Counters:
+    """Experts that a layer's step has used, by how they were served, and experts that became resident."""
+
+    resident: int = 0
+    cpu: int = 0
+    streamed: int = 0
+    loaded: int = 0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all layers of a rank have together."""
+
+    way: str
+    costs: Costs
+    counters: Counters
+    buffers: SharedBuffers | None  # None: the device is the CPU
+    streamer: Streamer
+
+
+class HostExperts:
+    """One layer's experts: `stack` in host memory, some of them in `slots` on the device as well."""
+
+    def __init__(self, stack: Stack, biases: Biases, act: str, held: Held, slots: Stack, shared: Shared):
+        """biases: on the device. held: the router's numbers of the experts in `stack`."""
+        self.stack, self.act, self.held, self.slots, self.shared = stack, act, held, slots, shared
+        self.biases = biases
+        self.device = slots.w13.device
+        self.host_biases = Biases(*(None if one is None else one.cpu() for one in biases))
+        self.set = Residents(held.size, len(slots.w13))
+        self._size = stack.w13[0].numel() + stack.w2[0].numel()
+        self._steps = 0
+        self._chosen = np.zeros(held.size, bool)  # by the step's tokens
+        # Of the router's numbers, the slot on the device; as many as there are slots: it has none.
+        self._slot = torch.from_numpy(self._numbers(self.set.slot_of, self.set.slots)).to(self.device)
+        self._in_slot = torch.arange(self.set.slots, device=self.device)  # each slot's expert, for biases
+        self._coming: tuple[int, int, torch.cuda.Event] | None = None  # an expert, its slot, and when it is there
+        for mine, theirs in zip(slots, stack, strict=True):
+            mine.copy_(theirs[: len(mine)])
+
+    # -- a step
+
+    def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        """Begin what the device does alone. x [T, H], ids [T, k] int32, weights [T, k] f32."""
+        pending = Pending(x, ids, weights)
+        if self.device.type == "cpu":
+            return pending
+        assert self.shared.buffers is not None
+        if self.shared.way == CPU or ids.numel() < ALL * self.held.total:
+            view = pending.view = self.shared.buffers.view(x, ids)
+            view.send(x, ids, weights)
+            if self.set.slots:
+                on_host(view.sent, len(x))
+        if self.set.slots:
+            pending.made = self._on_device(x, ids, weights, self.slots, self._slot, self._in_slot)
+        return pending
+
+    def finish(self, pending: Pending) -> Tensor:
+        """This rank's part of the experts' weighted sums, [T, H]."""
+        x, view = pending.x, pending.view
+        if self.device.type == "cpu":
+            return self._on_cpu(*pending.parts).to(x.dtype)
+        if view is None:
+            missing = np.flatnonzero(self.set.slot_of < 0)
+            self._count(self.set.slots, 0, len(missing))
+            made = pending.made
+            for part in self._streamed(*pending.parts, missing, keep=False):
+                made = part if made is None else made.add_(part)
+            return torch.zeros_like(x) if made is None else made
+        on_host(functools.partial(self._from_host, view), len(x))
+        return view.out.to(x.dtype) if pending.made is None else pending.made.add_(view.out)
+
+    def _on_device(self, x: Tensor, ids: Tensor, weights: Tensor, stack: Stack, numbers: Tensor, of: Tensor) -> Tensor:
+        """numbers: of each of the router's experts, its index in `stack`, or len(stack). of: each index's expert."""
+        biases = Biases(*(None if one is None else one.index_select(0, of) for one in self.biases))
+        held = Held(0, len(stack.w13), self.held.total + 1)
+        return fused_experts(x, numbers[ids.long()], weights, stack.w13, stack.w2, self.act, biases, held)
+
+    def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray, keep: bool) -> Iterator[Tensor]:
+        """What each buffer of copied experts makes, [T, H]. keep: those experts become resident."""
+        for some, buffer in self.shared.streamer.copies(self.stack, experts):
+            at = np.full(self.held.size, -1)
+            at[some] = np.arange(len(some))
+            numbers = torch.from_numpy(self._numbers(at, len(buffer.w13))).to(self.device, non_blocking=True)
+            rest = np.zeros(len(buffer.w13) - len(some), some.dtype)
+            of = torch.from_numpy(np.concatenate((some, rest))).to(self.device, non_blocking=True)
+            yield self._on_device(x, ids, weights, buffer, numbers, of)
+            if keep:
+                self._adopt(some, buffer)
+
+    def _from_host(self, view: HostView, tokens: int) -> None:
+        """The host's part of a step on a GPU: fill view.out for `tokens` real tokens."""
+        view.wait(fresh=not self.set.slots)
+        counts, cpu, streamed = self._choose(view.ids[:tokens])
+        out = view.out[:tokens]
+        if cpu.any():
+            pairs = HostPairs(view.x[:tokens], view.ids[:tokens], view.weights[:tokens], self.act, self.host_biases,
+                              self.held.first)  # fmt: skip
+            pairs.add(self.stack, np.where(cpu, np.arange(len(cpu)), -1), int(counts[cpu].sum()))
+            pairs.sum(view.made[:tokens])
+            out.copy_(view.made[:tokens], non_blocking=True)
+        else:
+            out.zero_()
+        x, ids, weights = (one[:tokens] for one in view.on_device)
+        for part in self._streamed(x, ids, weights, streamed, keep=self.shared.way == RESIDENT):
+            out += part
+        self._move(counts)
+
+    def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """All of a step where the device is the CPU. The three ways differ in where the weights are read."""
+        counts, cpu, streamed = self._choose(ids)
+        pairs = HostPairs(x.contiguous(), ids, weights, self.act, self.host_biases, self.held.first)
+        used = (counts > 0) & (self.set.slot_of >= 0)
+        pairs.add(self.slots, np.where(used, self.set.slot_of, -1), int(counts[used].sum()))
+        pairs.add(self.stack, np.where(cpu, np.arange(len(cpu)), -1), int(counts[cpu].sum()))
+        for some, buffer in self.shared.streamer.copies(self.stack, streamed):
+            at = np.full(len(cpu), -1)
+            at[some] = np.arange(len(some))
+            pairs.add(buffer, at, int(counts[some].sum()))
+            if self.shared.way == RESIDENT:
+                self._adopt(some, buffer)
+        self._move(counts)
+        return pairs.sum()
+
+    # -- decisions
+
+    def _choose(self, ids: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """How many pairs each expert has [E], which experts the CPU computes [E] bool, and those that are copied."""
+        local = ids.numpy().reshape(-1) - self.held.first
+        counts = np.bincount(local[(local >= 0) & (local < self.held.size)], minlength=self.held.size)
+        missing = (counts > 0) & (self.set.slot_of < 0)
+        streamed = np.flatnonzero(missing)
+        if self.shared.way == CPU:
+            streamed = streamed[:0]
+        elif self.shared.way == AUTO:
+            streamed = self.shared.costs.streamed(streamed, counts[streamed], self._size, self.stack.w13.element_size())
+        cpu = missing.copy()
+        cpu[streamed] = False
+        self._count(int((counts > 0).sum()) - int(missing.sum()), int(cpu.sum()), len(streamed))
+        self.set.observe(counts)
+        self._chosen = counts > 0
+        return counts, cpu, streamed
+
+    def _count(self, resident: int, cpu: int, streamed: int) -> None:
+        total = self.shared.counters
+        total.resident += resident
+        total.cpu += cpu
+        total.streamed += streamed
+
+    def _adopt(self, experts: np.ndarray, buffer: Stack) -> None:
+        """Keep experts that were copied, each in the place of one that this step has not chosen."""
+        for index, expert in enumerate(experts.tolist()):
+            slot = self.set.least(self._chosen)
+            if slot < 0:
+                return
+            self._set_slot(self.set.leave(slot), self.set.slots)
+            for mine, theirs in zip(self.slots, buffer, strict=True):
+                mine[slot].copy_(theirs[index])
+            self._enter(expert, slot)
+
+    def _move(self, counts: np.ndarray) -> None:
+        """Now and then let an expert that is chosen more often take the place of a resident one, in the background."""
+        if self._coming is not None:
+            expert, slot, there = self._coming
+            if not there.query():
+                return
+            self._enter(expert, slot)
+            self._coming = None
+        self._steps += 1
+        wanted = self.set.exchange() if self.shared.way == AUTO and self._steps % TURN == 0 else None
+        if wanted is None:
+            return
+        expert, slot = wanted
+        self._set_slot(self.set.leave(slot), self.set.slots)  # what is launched from now on does not read the slot
+        done = self.shared.streamer.replace(self.slots, slot, self.stack, expert)
+        if done is None:
+            self._enter(expert, slot)
+        else:
+            self._coming = expert, slot, done
+
+    def _enter(self, expert: int, slot: int) -> None:
+        self.set.enter(expert, slot)
+        self._set_slot(expert, slot)
+        if self.device.type == "cuda":
+            self._in_slot[slot : slot + 1].fill_(expert)
+        self.shared.counters.loaded += 1
+
+    def _set_slot(self, expert: int, slot: int) -> None:
+        if self.device.type == "cuda":
+            number = self.held.first + expert
+            self._slot[number : number + 1].fill_(slot)
+
+    def _numbers(self, at: np.ndarray, none: int) -> np.ndarray:
+        """[experts of the router] int32: each one's index; `none` where it has none or is another rank's."""
+        found = np.full(self.held.total, none, np.int32)
+        found[self.held.first : self.held.first + self.held.size] = np.where(at < 0, none, at)
+        return found
+
+
+class Pending:
+    """What `begin` hands to `finish`."""
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor):
+        self.x, self.ids, self.weights = x, ids, weights
+        self.view: HostView | None = None
+        self.made: Tensor | None = None  # by resident experts
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.ids, self.weights

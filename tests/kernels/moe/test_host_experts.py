@@ -1,0 +1,49 @@
+"""Experts computed on CPUs beside moe.py's, whatever is computed in which round."""
+
+import numpy as np
+import pytest
+import torch
+from phalanx.kernels.activation.activation import ACTIVATIONS
+from phalanx.kernels.moe import host_experts
+from phalanx.kernels.moe.host_experts import HostPairs, Stack
+from phalanx.kernels.moe.moe import UNBIASED, Biases, Held, fused_experts_reference
+
+from ..conftest import close
+from .cases import CASES, make
+
+
+def rounds(case, act, cuts, biases=UNBIASED, first=0):
+    """The sum where experts are computed in so many rounds, each from a stack of its own."""
+    x, ids, weights, w13, w2 = case
+    pairs = HostPairs(x, ids, weights, act, biases, first)
+    local = ids.flatten().numpy() - first
+    counts = np.bincount(local[(local >= 0) & (local < len(w13))], minlength=len(w13))
+    for some in np.array_split(np.random.default_rng(0).permutation(len(w13)), cuts):
+        at = np.full(len(w13), -1)
+        at[some] = np.arange(len(some))
+        pairs.add(Stack(w13[some].contiguous(), w2[some].contiguous()), at, int(counts[some].sum()))
+    return pairs.sum()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_sums(monkeypatch, sizes, dtype, compiled):
+    if not compiled:
+        monkeypatch.setattr(host_experts.ops, "takes", lambda x: False)
+    case = make(sizes, dtype)
+    want = fused_experts_reference(*case)
+    one = rounds(case, "silu", 1)
+    close(one.to(dtype), want, dtype, atol=2e-5 if dtype == torch.float32 else 3e-2)
+    if compiled and dtype == torch.float32:
+        assert all(torch.equal(rounds(case, "silu", cuts), one) for cuts in (2, 3)), "bit by bit, in any rounds"
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_biases_and_experts_of_other_ranks(act):
+    case = make(CASES[1], torch.float32)
+    w13, w2 = case.w13[3:9].contiguous(), case.w2[3:9].contiguous()
+    biases = Biases(torch.randn(6, w13.shape[1]), torch.randn(6, w2.shape[1]))
+    got = rounds(case._replace(w13=w13, w2=w2), act, 2, biases, first=3)
+    want = fused_experts_reference(*case[:3], w13, w2, act, biases, Held(3, 6, 12))
+    close(got, want, torch.float32, atol=2e-5)

@@ -1,0 +1,108 @@
+"""The kernel for quantised experts in pieces, thread by thread on a CPU."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.moe import moe, quantized_cuda
+from phalanx.kernels.moe.moe import Biases, Held, fused_experts_reference
+from phalanx.kernels.quantized import pieces_cuda
+from phalanx.kernels.quantized.stack import Stack
+
+from .. import cuda_model
+from ..quantized.test_pieces_cuda import make
+
+
+class Case(NamedTuple):
+    tokens: int
+    k: int
+    experts: int
+    hidden: int
+    inner: int
+    up: str
+    down: str
+    tiles: int
+    biased: bool = False
+    held: Held | None = None
+
+
+CASES = [
+    Case(1, 2, 4, 256, 256, "q4_k", "q6_k", 1),
+    Case(9, 3, 4, 512, 96, "q8_0", "q8_0", 1, biased=True),
+    Case(7, 2, 3, 320, 64, "int4 64", "int4 32 zeros", 2),
+    Case(40, 2, 3, 704, 192, "int4 64 zeros", "q8_0", 4, biased=True),
+    Case(90, 1, 2, 768, 704, "q4_k", "e4m3", 8),
+    Case(20, 2, 6, 256, 64, "e4m3", "q4_1", 2, held=Held(2, 3, 6)),
+    Case(5, 2, 4, 96, 32, "q8_0", "q8_0", 1),
+    Case(3, 2, 4, 4352, 64, "int4 64", "int4 64", 1),
+]
+
+
+def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack, torch.Tensor]:
+    made = [make(outputs, inputs, form, seed) for seed in range(experts)]
+    strips = -(-outputs // 16) * 16
+    packed = pieces_cuda.Packed(torch.cat([one.pieces for one, _ in made]), experts * strips, made[0][0].layout)
+    codec: Any = None
+    return Stack(codec, packed, (experts, outputs, inputs)), torch.stack([weight for _, weight in made]).float()
+
+
+@pytest.fixture
+def launched(monkeypatch, cuda_models):
+    """Kernels run in the model; new tensors hold NaN. Gives what they were compiled for."""
+    found = []
+
+    def kernel(source, name, dtype, shared=0, **sizes):
+        library = cuda_models.build(source, {"T": dtype, **sizes})
+        found.append(sizes)
+
+        def launch(grid, threads, *args, shared=0):
+            assert shared <= 160 << 10
+            weights = next(one for one in args if one.dtype == torch.uint8)
+            cuda_model.launch(library, grid, threads, args, weights, seed=len(found))
+
+        return launch
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    real = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", CASES, ids=lambda one: f"{one.up}-{one.down}-{one.tiles}")
+def test_experts(launched, case, dtype):
+    """Hidden sizes that strips do not divide, one tile and several of an expert, one chunk of x and several."""
+    torch.manual_seed(0)
+    held = case.held or Held(0, case.experts, case.experts)
+    hidden = case.hidden
+    w13, up = stack_of(held.size, 2 * case.inner, hidden, case.up)
+    w2, down = stack_of(held.size, hidden, case.inner, case.down)
+    up_scale, down_scale = (1 / (one.std() * one.shape[2] ** 0.5) for one in (up, down))
+    x = (torch.randn(case.tokens, hidden) * up_scale).to(dtype)
+    ids = torch.stack([torch.randperm(case.experts)[: case.k] for _ in range(case.tokens)]).int()
+    weights = torch.rand(case.tokens, case.k) * down_scale
+    biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down)))
+    groups = moe.group(ids, held.size, 8 * case.tiles, held)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", case.tiles, biases.up)
+    y = quantized_cuda.expert_down(h, weights, w2, groups, case.tiles, biases.down)
+    here = (ids >= held.first) & (ids < held.first + held.size)
+    got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, hidden).float(), 0).sum(1)
+    wide = Biases(*(None if one is None else one.float() for one in biases))
+    want = fused_experts_reference(x.float(), ids, weights, up, down, "silu", wide, held)
+    assert got.isfinite().all() and len(launched) == 2
+    assert ((got - want).norm() / want.norm()).item() < (6e-3 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("form", ["q8_0", "int4 64", "q6_k"])
+@pytest.mark.parametrize("tiles", [1, 2, 4, 8])
+def test_cuts_are_what_the_kernel_takes(form, tiles):
+    """Of all inputs that pieces can have: whole chunks, whole pieces for each warp, and room in shared memory."""
+    layout = make(16, 512, form)[0].layout
+    for inputs in range(layout.inputs, 16384, layout.inputs):
+        for gated in (False, True):
+            cut = quantized_cuda.choose(tiles, inputs, layout, gated)
+            steps = cut.inputs / layout.inputs / cut.groups
+            assert inputs % cut.inputs == 0 and steps == int(steps) > 0 and cut.groups * tiles <= 8
+            assert cut.inputs == inputs or int(steps) % cut.ahead == 0
+            assert quantized_cuda.shared(cut, inputs, gated) <= 99 << 10, "two blocks share a multiprocessor of sm_90"

@@ -1,0 +1,142 @@
+"""Quantised experts on a GPU beside f64 of their dequantised weights, with NaN in all that must not be left."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activation_reference
+from phalanx.kernels.moe import moe, quantized_cuda
+from phalanx.kernels.moe.moe import Biases, Held
+from phalanx.kernels.quantized import affine
+from phalanx.kernels.quantized.stack import stack
+
+from ...devices import require_gpu
+from .cases import Sizes, make, shares
+
+require_gpu()
+KINDS = [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)]  # of the error's norm beside the output's
+QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
+FORMS = [
+    ("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q4_0", "q8_0"), ("q5_k", "q5_0"), ("e4m3", "e4m3"), ("int4", "int4 zeros"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Fresh memory holds NaN: what a kernel does not write shows."""
+    torch.manual_seed(0)
+    held = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)]
+    del held
+    yield
+    torch.cuda.synchronize()
+
+
+def quantised(weight, form):
+    """A stack of weights [E, O, I] in a format."""
+    weight = weight.nan_to_num(0)
+    if form.startswith("int4"):
+        experts, outputs, inputs = weight.shape
+        codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device="cuda")
+        scales = (torch.rand(experts, outputs, inputs // 64, device="cuda") * inputs**-0.5 / 4).half().float()
+        zeros = torch.full(scales.shape, 8, dtype=torch.int16, device="cuda")
+        if "zeros" in form:
+            zeros[1:] = torch.randint(0, 16, zeros[1:].shape, dtype=torch.int16, device="cuda")  # not the first one's
+        return stack(affine, lambda e: (codes[e], scales[e], zeros[e]), weight.shape)
+    codec = importlib.import_module(f"phalanx.kernels.quantized.{form}")
+    return stack(codec, lambda e: codec.encode(weight[e]), weight.shape)
+
+
+@functools.cache
+def weights_of(experts, hidden, inner, up, down):
+    w13 = torch.randn(experts, 2 * inner, hidden, device="cuda") * hidden**-0.5
+    w2 = torch.randn(experts, hidden, inner, device="cuda") * inner**-0.5
+    return quantised(w13, up), quantised(w2, down)
+
+
+def reference(x, ids, weights, w13, w2, act, biases, held):
+    """Expert by expert, in f64."""
+    y = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+    for e in range(w13.shape[0]):
+        rows, place = (ids == e + (held.first if held else 0)).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
+        up, down = (one.expert(e, torch.float32).double() for one in (w13, w2))
+        of_up, of_down = (0 if one is None else one[e].double() for one in biases)
+        inner = gated_activation_reference((x[rows].double() @ up.T + of_up).float(), act).double()
+        y.index_add_(0, rows, (inner @ down.T + of_down) * weights[rows, place].double().unsqueeze(1))
+    return y
+
+
+def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0):
+    given = make(sizes._replace(inner=1), torch.float32, "cuda")
+    w13, w2 = weights_of(sizes.experts if held is None else held.size, sizes.hidden, sizes.inner, up, down)
+    x = given.x.to(dtype)
+    assert quantized_cuda.supports(x, w13, w2)
+    biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
+    call = moe.fused_experts if not tiles else functools.partial(moe.in_pieces, tiles=tiles)
+    got = [call(x, given.ids, given.weights, w13, w2, act, biases, held) for _ in range(2)]
+    want = reference(x, given.ids, given.weights, w13, w2, act, biases, held)
+    assert got[0].shape == want.shape and got[0].isfinite().all()
+    assert ((got[0].double() - want).norm() / want.norm()).item() < bound or (held is not None and not got[0].any())
+    assert torch.equal(*got)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("up, down", FORMS)
+@pytest.mark.parametrize("tokens", [1, 3, 16, 40, 200])
+def test_experts(tokens, up, down, dtype, bound):
+    check(QWEN._replace(tokens=tokens), up, down, dtype, bound)
+
+
+@pytest.mark.parametrize("spread", ["any", "few", "one"])
+@pytest.mark.parametrize("tiles", [1, 2, 4, 8])
+@pytest.mark.parametrize("up, down", [("q4_k", "q6_k"), ("q8_0", "q8_0")])
+def test_tiles(up, down, tiles, spread):
+    for tokens in (1, 9, 100):
+        check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles)
+
+
+@pytest.mark.parametrize("hidden, inner", [(96, 32), (4352, 64), (2880, 2880), (4096, 14336)])
+def test_sizes(hidden, inner):
+    """Inputs that few chunks divide, and those of Mixtral and gpt-oss."""
+    for tokens in (1, 7, 60):
+        check(Sizes(tokens, 2, 4, hidden, inner), "q8_0", "q8_0", torch.bfloat16, 1e-2)
+
+
+@pytest.mark.parametrize("act", ["gelu_tanh", CLAMPED_SWIGLU])
+def test_biases_and_activations(act):
+    for tokens in (1, 50):
+        check(Sizes(tokens, 4, 8, 512, 256), "q4_0", "q8_0", torch.bfloat16, 1.5e-2, act, biased=True)
+
+
+@pytest.mark.parametrize("held", shares(12), ids=str)
+def test_experts_of_other_ranks_are_left_out(held):
+    for tokens in (1, 30):
+        check(Sizes(tokens, 3, 12, 512, 256), "q4_k", "q8_0", torch.bfloat16, 1e-2, held=Held(*held))
+
+
+def test_stacks_that_no_kernel_takes_are_dequantised():
+    """Half a piece of inputs."""
+    given = make(Sizes(5, 2, 4, 96, 48), torch.bfloat16, "cuda")
+    w13, w2 = quantised(given.w13, "q4_0"), given.w2.nan_to_num(0)
+    got = moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
+    want = moe.fused_experts_reference(given.x, given.ids, given.weights, w13.plain(torch.bfloat16), w2)
+    torch.testing.assert_close(got, want, atol=4e-2, rtol=4e-2)
+
+
+def test_a_graph_of_other_choices():
+    """What is captured holds for whatever the router chooses."""
+    w13, w2 = weights_of(24, 2048, 768, "q4_k", "q6_k")
+    given = make(QWEN._replace(tokens=4, inner=1), torch.bfloat16, "cuda")
+    moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        other = make(QWEN._replace(tokens=4, inner=1), torch.bfloat16, "cuda")
+        for to, one in zip(given[:3], other[:3], strict=True):
+            to.copy_(one)
+        graph.replay()
+        assert torch.equal(y, moe.fused_experts(given.x, given.ids, given.weights, w13, w2))

@@ -1,0 +1,134 @@
+"""Experts in host memory: whatever is resident, and however the others are served, logits are the same."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.errors import MEMORY, MODEL, USAGE, FatalError
+from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.experts.residents import Costs, Residents
+from phalanx.rank.model.load import load
+
+from ....checkpoints import make_checkpoint
+from ..harness import distance, run_steps, tokens
+from ..test_architectures import MODELS, write
+
+NAMES = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
+ALL = 1 << 20
+ROOMS = [
+    *(ExpertRoom(offload=ALL, way=way) for way in ("auto", "cpu", "stream")),
+    *(ExpertRoom(offload=3, way=way) for way in ("auto", "cpu", "stream", "resident")),
+    ExpertRoom(memory=1 << 40),
+]
+STEPS = [[(0, 1)], [(1, 7)], [(0, 1), (1, 1)], [(1, 4), (0, 30)], [(0, 2)]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return functools.cache(lambda name: write(tmp_path_factory.mktemp(name), **MODELS[name]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(made, name):
+    """Bit by bit among all ways, and within rounding what is computed where all experts are on the device."""
+    sequences = [tokens(34, seed=1), tokens(12, seed=2)]
+    plain = run_steps(made(name), sequences, STEPS)
+    first = None
+    for room in ROOMS:
+        got = run_steps(made(name), sequences, STEPS, experts=room)
+        first = first or got
+        assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True)), room
+    assert all(distance(a, b) < 1e-5 for a, b in zip(first, plain, strict=True))
+
+
+@pytest.mark.parametrize("tp, pp, ep", [(2, 1, 1), (2, 1, 2), (1, 2, 1), (2, 2, 2)])
+def test_ranks(made, tp, pp, ep):
+    ids = [tokens(30)]
+    (want,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep)
+    for room in (ExpertRoom(offload=2), ExpertRoom(offload=ALL, way="stream")):
+        (got,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep, experts=room)
+        assert distance(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_16_bits(made, dtype):
+    ids = [tokens(30)]
+    (want,) = run_steps(made("qwen3_moe"), ids, dtype=dtype)
+    (got,) = run_steps(made("qwen3_moe"), ids, dtype=dtype, experts=ExpertRoom(offload=4))
+    assert distance(got.float(), want.float()) < 0.15  # a few of bf16's last places
+
+
+def counters(path, room, steps=6):
+    """After so many steps of a few tokens."""
+
+    def rank(world):
+        model = load(path, mesh.build(world, 1, 1), experts=room)
+        layers = [one for one in model.modules() if getattr(one, "host", None) is not None]
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(steps):
+            for layer in layers:
+                x = torch.randn(2, layer.down_proj.outputs[0].size, generator=draw)
+                ids = torch.randint(7, 10, (2, 2), generator=draw, dtype=torch.int32)  # of ten; 0 to 6 are resident
+                layer(x, ids, torch.ones(2, 2)).local()
+        assert len(layers) > 0
+        return model.offload.counters
+
+    return threads.run(rank, 1)[0]
+
+
+def test_counters_prove_which_way_ran(made):
+    path = made("qwen3_moe")
+    cpu, stream = (counters(path, ExpertRoom(offload=3, way=way)) for way in ("cpu", "stream"))
+    assert cpu.cpu == stream.streamed > 0 and not (cpu.resident or cpu.streamed or stream.resident or stream.cpu)
+    assert not (cpu.loaded or stream.loaded)
+    resident = counters(path, ExpertRoom(offload=3, way="resident"))
+    assert resident.resident + resident.streamed == cpu.cpu and resident.loaded == resident.streamed
+    assert resident.resident > resident.streamed, "what was copied once is there"
+    auto = counters(path, ExpertRoom(offload=3), steps=40)
+    assert auto.loaded > 0 and auto.resident > auto.cpu + auto.streamed, "the set follows what is chosen"
+    everything = counters(path, ExpertRoom(memory=1 << 40))
+    assert everything.resident > 0 and not (everything.cpu or everything.streamed)
+
+
+def test_copies_are_for_the_experts_with_the_most_tokens():
+    costs = Costs(read=1.0, compute=0.1, copy=3.0)  # an expert: a copy takes 30, the CPU 10 up to 10 tokens, then more
+    missing, tokens = np.array([4, 5, 6, 7]), np.array([1, 200, 2, 1])
+    assert costs.streamed(missing, tokens, size=10, itemsize=1).tolist() == [5]
+    assert costs.streamed(missing[:1], tokens[:1], size=10, itemsize=1).tolist() == []
+    assert costs.streamed(missing[:0], tokens[:0], size=10, itemsize=1).tolist() == []
+    free = Costs(read=1.0, compute=0.1, copy=0.0)
+    assert sorted(free.streamed(missing, tokens, size=10, itemsize=1).tolist()) == [4, 5, 6, 7]
+
+
+def test_the_resident_set_keeps_what_is_chosen_often_and_lately():
+    residents = Residents(experts=6, slots=2)
+    assert residents.exchange() is None
+    counts = np.array([3, 0, 0, 0, 9, 0])
+    for _ in range(3):
+        residents.observe(counts)
+    assert residents.exchange() == (4, 1)
+    assert residents.leave(1) == 1
+    residents.enter(4, 1)
+    assert residents.exchange() is None and residents.slot_of.tolist() == [0, -1, -1, -1, 1, -1]
+    assert residents.least(counts > 0) == -1 and residents.least(np.array([True] + [False] * 5)) == 1
+    for _ in range(200):
+        residents.observe(np.array([1, 0, 1, 0, 0, 0]))
+    assert residents.exchange() == (2, 1)
+
+
+def test_what_cannot_be_served_is_refused(made, tmp_path):
+    def refused(path, **options):
+        with pytest.raises(FatalError) as stop:
+            threads.run(lambda world: load(path, mesh.build(world, 1, 1), experts=ExpertRoom(1), **options), 1)
+        return str(stop.value), stop.value.code
+
+    dense = make_checkpoint(tmp_path / "dense", num_hidden_layers=1, tokenizer=False)
+    message, code = refused(dense)
+    assert "the model has no experts" in message and code == USAGE
+    message, code = refused(made("qwen3_moe"), room=1000)
+    assert "this rank's weights take" in message and code == MEMORY
+    quantised = write(tmp_path / "fp8", **MODELS["gpt_oss"], quantization_config={"quant_method": "mxfp4"})
+    message, code = refused(quantised, load_format="dummy")
+    assert "experts that are quantised cannot be in host memory yet" in message and code == MODEL
