@@ -59,6 +59,7 @@ class HostExperts:
         self.stack, self.act, self.held, self.slots, self.shared = stack, act, held, slots, shared
         self.biases = biases
         self.device = slots.w13.device
+        self.on_gpu = self.device.type == "cuda"
         self.host_biases = Biases(*(None if one is None else one.cpu() for one in biases))
         self.set = Residents(held.size, len(slots.w13))
         self._size = stack.w13[0].numel() + stack.w2[0].numel()
@@ -76,7 +77,7 @@ class HostExperts:
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """Begin what the device does alone. x [T, H], ids [T, k] int32, weights [T, k] f32."""
         pending = Pending(x, ids, weights)
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return pending
         assert self.shared.buffers is not None
         if self.shared.way == CPU or ids.numel() < ALL * self.held.total:
@@ -91,7 +92,7 @@ class HostExperts:
     def finish(self, pending: Pending) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
         x, view = pending.x, pending.view
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return self._on_cpu(*pending.parts).to(x.dtype)
         if view is None:
             missing = np.flatnonzero(self.set.slot_of < 0)
@@ -214,12 +215,12 @@ class HostExperts:
     def _enter(self, expert: int, slot: int) -> None:
         self.set.enter(expert, slot)
         self._set_slot(expert, slot)
-        if self.device.type == "cuda":
+        if self.on_gpu:
             self._in_slot[slot : slot + 1].fill_(expert)
         self.shared.counters.loaded += 1
 
     def _set_slot(self, expert: int, slot: int) -> None:
-        if self.device.type == "cuda":
+        if self.on_gpu:
             number = self.held.first + expert
             self._slot[number : number + 1].fill_(slot)
 
