@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--n-mixed", type=int, default=512)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--isq", default="none", help="quantise the weights while loading, as serve does")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"), help="of the KV cache")
     parser.add_argument("--quantized", choices=QUANTISED, help="a checkpoint that is quantised so")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     asked = parser.parse_args()
@@ -267,8 +268,9 @@ def main() -> None:
         Path(made, "config.json").write_text(json.dumps(config))
         options = Options(
             model=made, ranks=asked.tp, tp=asked.tp, ep=asked.ep, dtype=asked.dtype, isq=asked.isq, device=asked.device,
-            prefix_cache=False, load_format=asked.load_format, max_num_seqs=asked.max_num_seqs,
-            max_model_len=asked.max_model_len, max_num_batched_tokens=asked.max_num_batched_tokens,
+            kv_cache_dtype=asked.kv_cache_dtype, prefix_cache=False, load_format=asked.load_format,
+            max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]
         ask = Ask(asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started, asked.ep)

@@ -10,6 +10,7 @@ as they do in a model. --energy: each call's millijoules, too, at which a GPU at
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from phalanx.kernels.embedding import embedding
 from phalanx.kernels.gemm import skinny, swiglu_gemm
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.norm import norm
-from phalanx.kernels.rope import rope
+from phalanx.kernels.rope import fp8_cache, rope
 from phalanx.kernels.sampling import argmax
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -231,6 +232,8 @@ def attentions(table: Table) -> None:
     draw = random.Random(0)
     for batch in (64, 256, 512):
         decode_attention(table, f"{batch} of 64 to 1400", [draw.randint(64, 1400) for _ in range(batch)])
+    for batch, length in itertools.product((1, 16), (1024, 8192, 32768)):
+        fp8_attention(table, batch, length)
     for batch, length in ((1, 8192), (16, 1024)):
         prompt_attention(table, batch, length)
 
@@ -279,6 +282,40 @@ def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
     for key, calls in versions.items():
         versions[key] = [partial(_behind, tick, call) for call in calls]
     table.add(f"attention decode {name}", bytes_, versions)
+
+
+def fp8_attention(table: Table, batch: int, length: int) -> None:
+    """A decode step of a cache in e4m3, beside one of bf16 with as many tokens; in DRAM, whatever their bytes are."""
+    from phalanx.kernels.attention import attention_triton
+
+    bytes_ = batch * length * 2 * 8 * (128 + 1)
+    rows, blocks = make_rows([1] * batch, [length] * batch)
+    newest = rows.lengths.long() - 1
+    rows.slots = rows.block_tables.gather(1, newest[:, None] // 16)[:, 0].long() * 16 + newest % 16
+    plain = [randn(2, blocks, 16, 8, 128) for _ in range(min(4, copies(bytes_)))]
+    narrow = []
+    for c in plain:
+        (keys, k_scales), (values, v_scales) = (fp8_cache.quantize(x) for x in c)
+        scales = torch.stack((k_scales, v_scales), 2).permute(0, 3, 2, 1).contiguous()  # [blocks, heads, 2, size]
+        narrow.append((keys, values, scales))
+    q, k, v = randn(batch, 48, 128).split([32, 8, 8], 1)
+    turn = rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda"))
+    out = torch.empty(q.shape, device="cuda", dtype=BF16)
+    splits = attention_triton.choose_kv_splits(batch * 8, length, device_caps(q.device).num_sms)
+
+    def by_triton(keys: Tensor, values: Tensor, scales: Tensor) -> None:
+        new = CurrentKV(k, v, turn, None, rows.slots)
+        attention_triton.decode(q, keys, values, rows.block_tables, rows.lengths, out, *SCORES, splits, new, scales)
+
+    versions: dict[str, list[Call]] = {
+        "fp8": [partial(store_and_attend, q, k, v, turn, None, c, rows, SCORES) for c in narrow],
+        "fp8 by triton": [partial(by_triton, *c) for c in narrow],
+        "bf16": [partial(store_and_attend, q, k, v, turn, None, (c[0], c[1]), rows, SCORES) for c in plain],
+    }
+    tick = torch.zeros(1, device="cuda")
+    for key, calls in versions.items():
+        versions[key] = [partial(_behind, tick, call) for call in calls]
+    table.add(f"attention decode, fp8 cache {batch} x {length}", bytes_, versions)
 
 
 def _behind(tick: Tensor, call: Call) -> None:

@@ -36,7 +36,9 @@ class ToolThread:
 
     def failed(self) -> dict[str, str]:
         """The servers that are not there, and why."""
-        return {name: one["message"] for name, one in self._servers.health().items() if one["status"] != "ready"}
+        late = f"it has not answered within {CONNECT_TIMEOUT:g} s"
+        health = self._servers.health().items()
+        return {name: one.get("message", late) for name, one in health if one["status"] != "ready"}
 
     def call(self, name: str, arguments: str) -> Result:
         """Call a tool with arguments as JSON; blocks as long as its server may take."""

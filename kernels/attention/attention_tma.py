@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .. import jit
 from ..device import SHARED, device_caps
+from ..rope.fp8_cache import E4M3
 from .backend import CurrentKV, Part
 
 LOG2_E = 1.4426950408889634
@@ -19,10 +21,12 @@ DIMS = 64, 128, 256  # head sizes
 TILES = {64: 64, 128: 64, 256: 32}  # tokens, by head size: a warp to 16 of them
 SEQUENCES = 512  # at most: a block counts what is read of each
 LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
+FP8_LEAST = 128  # head size of a cache in e4m3: a run of TMA's, 128 bytes
 FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empty on average, is fetched at a time
 # Of prefill.cu.
 ROWS = 128  # of queries that a block takes at once
 KEYS = {64: 128, 128: 128, 256: 64}  # of a tile, by head size
+WIDENED_BYTES = 1 << 28  # of keys and values in e4m3 that prompts' steps have in 16 bits, of one layer
 STAGES = {64: 6, 128: 3, 256: 2}  # tiles of keys, and as many of values, that lie in shared memory
 
 
@@ -30,8 +34,53 @@ def supports(part: Part) -> bool:
     if part.values.shape != part.keys.shape:
         return False
     if part.decodes:
-        return supports_decode(part.q, part.keys, part.newest)
-    return supports_prefill(part.q, part.keys)
+        return supports_decode(part.q, part.keys, part.newest, part.scales)
+    if part.scales is None:
+        return supports_prefill(part.q, part.keys)
+    return supports_widened(part)
+
+
+def supports_widened(part: Part) -> bool:
+    """Whether the prompts' blocks of a cache in e4m3 are to be widened for `prefill`, which takes 16 bits alone: they
+    are written and read once more, which is little beside what many tokens multiply, where there is memory for it."""
+    q, keys = part.q, part.keys
+    if sum(part.rows.query_lens[part.first : part.stop]) < ROWS:
+        return False
+    size, kv_heads, dim = keys.shape[1:]
+    blocks = sum(-(-length // size) for length in part.rows.kv_lens[part.first : part.stop])
+    fits = 2 * blocks * size * kv_heads * dim * q.element_size() <= WIDENED_BYTES
+    return fits and _boxed(q, keys, E4M3) and device_caps(q.device).hopper
+
+
+class WidenedBlocks(NamedTuple):
+    """The blocks of a part's sequences, one after the other."""
+
+    blocks: Tensor  # [n] int32, of the cache
+    tables: Tensor  # [sequences of the step, most blocks of one] int32: the sequences' blocks among these
+
+
+def widened_blocks(part: Part) -> WidenedBlocks:
+    """Made once a step."""
+    key = "widened blocks", part.first
+    found = part.rows.scratch.get(key)
+    if found is None:
+        rows, size = part.rows, part.keys.shape[1]
+        counts = np.array([-(-length // size) for length in rows.kv_lens[part.first : part.stop]])
+        starts = np.cumsum(counts) - counts
+        tables = np.zeros((len(rows.kv_lens), counts.max()), np.int32)
+        tables[part.first : part.stop] = starts[:, None] + np.arange(counts.max())
+        device = rows.block_tables.device
+        sequence = _upload(np.repeat(np.arange(part.first, part.stop), counts), device)
+        place = _upload(np.arange(counts.sum()) - np.repeat(starts, counts), device)
+        blocks = rows.block_tables[sequence, place].contiguous()
+        found = part.rows.scratch[key] = WidenedBlocks(blocks, _upload(tables, device))
+    return found
+
+
+def _upload(x: np.ndarray, device: torch.device) -> Tensor:
+    """Without waiting for the device."""
+    found = torch.from_numpy(x)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def plan(part: Part) -> Tensor | None:
@@ -41,8 +90,8 @@ def plan(part: Part) -> Tensor | None:
     rows, key = part.rows, "prefill_work"
     items = rows.scratch.get(key)
     if items is None:
-        listed = torch.from_numpy(prefill_work(rows.query_lens, rows.kv_lens, part.first, part.stop)).pin_memory()
-        items = rows.scratch[key] = listed.to(part.q.device, non_blocking=True)
+        listed = prefill_work(rows.query_lens, rows.kv_lens, part.first, part.stop)
+        items = rows.scratch[key] = _upload(listed, part.q.device)
     return items
 
 
@@ -50,14 +99,23 @@ def run(part: Part, plan: Tensor | None) -> None:
     keys, values, rows, params = part.keys, part.values, part.rows, part.params
     if plan is None:
         q, out = part.decoding
-        decode(q, keys, values, rows.block_tables, rows.lengths, out, *params, part.newest)
-    else:
+        decode(q, keys, values, rows.block_tables, rows.lengths, out, *params, part.newest, part.scales)
+    elif part.scales is None:
         prefill(part.q, keys, values, rows.block_tables, plan, part.out, *params)
+    else:
+        from ..rope import fp8_triton
+
+        some, scales = widened_blocks(part), part.scales
+        k, v = (fp8_triton.gather_blocks(x, scales, i, some.blocks, part.q.dtype) for i, x in enumerate((keys, values)))
+        prefill(part.q, k, v, some.tables, plan, part.out, *params)
 
 
-def supports_decode(q: Tensor, keys: Tensor, newest: CurrentKV | None = None) -> bool:
-    """Whether `decode` takes q [n, heads, dim] and caches like keys [blocks, size, kv_heads, dim]."""
-    if len(q) > SEQUENCES or not _boxed(q, keys):
+def supports_decode(q: Tensor, keys: Tensor, newest: CurrentKV | None = None, scales: Tensor | None = None) -> bool:
+    """Whether `decode` takes q [n, heads, dim] and caches like keys [blocks, size, kv_heads, dim], with scales if they
+    are e4m3."""
+    if len(q) > SEQUENCES or not _boxed(q, keys, q.dtype if scales is None else E4M3):
+        return False
+    if scales is not None and (q.shape[2] < FP8_LEAST or TILES[q.shape[2]] % keys.shape[1]):
         return False
     norms = newest.norms if newest else None
     narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
@@ -66,13 +124,13 @@ def supports_decode(q: Tensor, keys: Tensor, newest: CurrentKV | None = None) ->
 
 def supports_prefill(q: Tensor, keys: Tensor) -> bool:
     """Whether `prefill` takes q [T, heads, dim] and caches like keys."""
-    return _boxed(q, keys) and device_caps(q.device).hopper
+    return _boxed(q, keys, q.dtype) and device_caps(q.device).hopper
 
 
-def _boxed(q: Tensor, keys: Tensor) -> bool:
+def _boxed(q: Tensor, keys: Tensor, kept: torch.dtype) -> bool:
     """Whether TMA can bring them."""
     size, dim = keys.shape[1], q.shape[2]
-    if not q.is_cuda or not device_caps(q.device).has_tma or q.element_size() != 2 or q.dtype != keys.dtype:
+    if not q.is_cuda or not device_caps(q.device).has_tma or q.element_size() != 2 or keys.dtype != kept:
         return False
     whole = size % 8 == 0  # a box is of one block, and 8 rows are a swizzle
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
@@ -84,23 +142,24 @@ def _boxed(q: Tensor, keys: Tensor) -> bool:
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    cap: float, sinks: Tensor | None, newest: CurrentKV | None = None,
+    cap: float, sinks: Tensor | None, newest: CurrentKV | None = None, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences, as attention_triton.decode: q, out [n, heads, head_dim], out contiguous.
 
     With `newest`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made q, k
-    and v, a product, may still run: all else that is read must be what the kernels before that one wrote.
+    and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
     group, tile = heads // kv_heads, TILES[dim]
     box = math.gcd(size, tile)
-    few = min(box, FEW_BYTES // (dim * 2))
-    stages, shared = _decode_room(group, dim)
+    wide = keys.element_size()
+    few = min(box, FEW_BYTES // (dim * wide))
+    stages, shared = _decode_room(group, dim, wide)
     kernel = jit.kernel(
         "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
         TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared,
         TURN=int(newest is not None), NORM=int(newest is not None and newest.norms is not None), WINDOW=window,
-        CAPPED=int(cap > 0), SINKS=int(sinks is not None),
+        CAPPED=int(cap > 0), SINKS=int(sinks is not None), FP8=int(scales is not None),
     )  # fmt: skip
     grid = max(2 * device_caps(q.device).num_sms, kv_heads)
     parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
@@ -109,21 +168,23 @@ def decode(
     # What a kernel of rotated tokens does not touch.
     k, v, (cos, sin, *_), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
-    maps = *_caches(keys, values, box, dim // 64), *_caches(keys, values, few, dim // 64)
+    runs = dim * wide // 128
+    maps = *_caches(keys, values, box, runs), *_caches(keys, values, few, runs)
     kernel(
-        (grid, 1, 1), (tile // 16 + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values, tables,
-        lengths, out, parts, sums, arrived, sums if sinks is None else sinks, n, q.stride(0), k.stride(0), v.stride(0),
-        tables.stride(0), scale * LOG2_E,
+        (grid, 1, 1), (tile // 16 + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values,
+        sums if scales is None else scales, tables, lengths, out, parts, sums, arrived,
+        sums if sinks is None else sinks, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
         float(eps), float(cap), shared=shared,
     )  # fmt: skip
 
 
-def _decode_room(group: int, dim: int) -> tuple[int, int]:
-    """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out."""
+def _decode_room(group: int, dim: int, wide: int = 2) -> tuple[int, int]:
+    """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out. wide: bytes of an
+    element; of one, there are scales."""
     rows, warps = 16 if group > 8 else 8, TILES[dim] // 16
     heads = rows * (dim + 8) * 2 + dim * 2 + 64
     rest = 1024 + warps * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
-    tile = 2 * TILES[dim] * dim * 2
+    tile = 2 * TILES[dim] * (dim * wide + (wide == 1))
     stages = min(6, (SHARED - rest) // tile)
     return stages, rest + stages * tile
 
@@ -168,6 +229,6 @@ def prefill(
 
 def _caches(keys: Tensor, values: Tensor, box: int, runs: int = 0) -> tuple[jit.TensorMap, jit.TensorMap]:
     blocks, size, kv_heads, dim = keys.shape
-    width = kv_heads * dim
+    width = kv_heads * dim * keys.element_size() // 2  # maps count elements of two bytes
     of_k, of_v = (jit.tensor_map(x.data_ptr(), blocks * size, width, box, width, runs) for x in (keys, values))
     return of_k, of_v

@@ -8,11 +8,18 @@
 // newest token is still in q, k and v: heads are normed (NORM) and turned here, key and value are written to the cache
 // and taken from registers. Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691), even shares after
 // Stream-K (Osama et al. 2023, arXiv 2301.03598).
+//
+// FP8: the cache has e4m3 codes, and their scales of a block and key head side by side (rope/fp8_cache.py); BOX is SIZE
+// then. Codes become elements of T between shared memory and the tensor cores: fp8_operand.cuh.
 #include "tma.cuh"
 #include "mma.cuh"
+#include "pairs.cuh"
+#include "fp8_cache.cuh"
 
-constexpr int WARPS = TILE / 16, THREADS = WARPS * 32, ALL = THREADS + 64, HALVES = DIM / 64, HALF = DIM / 2;
-constexpr int TILE_BYTES = TILE * DIM * 2, GROUP = HEADS / KV_HEADS;
+constexpr int WARPS = TILE / 16, THREADS = WARPS * 32, ALL = THREADS + 64, HALF = DIM / 2;
+constexpr int BYTES = FP8 ? 1 : 2, RUNS = DIM * BYTES / 128;  // of an element in the cache; of 128 bytes, of a token
+constexpr int TILE_BYTES = TILE * DIM * BYTES, GROUP = HEADS / KV_HEADS;
+constexpr int SCALE_BYTES = FP8 ? 2 * TILE : 0;  // of a tile, of each box its keys' and then its values'
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
 constexpr int PAIRS = HALF / 32;                          // of elements that are turned together, of a lane
 
@@ -20,24 +27,27 @@ struct Step {  // pointers and sizes that the warps share
     const T *q, *k, *v, *q_weight, *k_weight;
     const float *cos, *sin;
     const long long* slots;
-    T *keys, *values;
+    T *keys, *values;  // codes where FP8
+    unsigned char* scales;
     float *parts, *sums;
     int q_row, k_row, v_row;
     float scale, eps, cap;
 };
 
 #if __CUDA_ARCH__ >= 900
-// Where a token's piece of 16 bytes lies in a tile, whose runs of 64 elements of a token stand side by side:
+// Where a token's piece of 16 bytes lies in a tile, whose runs of 128 bytes of a token stand side by side:
 // TMA's swizzle changes places of pieces by the run's number.
 __device__ inline unsigned lies(int token, int half, int piece) {
-    const int run = token * HALVES + half;
+    const int run = token * RUNS + half;
     return run * 128 + (piece ^ run % 8) * 16;
 }
 
 #include "stream_k.cuh"
 #include "q_prep.cuh"
 #include "online_softmax.cuh"
-static_assert(1024 + STAGES * 2 * TILE_BYTES + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
+#include "fp8_operand.cuh"
+static_assert(!FP8 || (BOX == SIZE && DIM >= 128), "a box has its block's scales, and a token whole runs");
+static_assert(1024 + STAGES * (2 * TILE_BYTES + SCALE_BYTES) + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
               "attention_tma.py reckons with another layout of shared memory");
 
 // The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see. They,
@@ -89,18 +99,19 @@ __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, 
 extern "C" __global__ void __launch_bounds__(ALL, 2)
 decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v, const __grid_constant__ TensorMap few_k,
        const __grid_constant__ TensorMap few_v, const T* q, const T* k, const T* v, const float* cos, const float* sin,
-       const T* q_weight, const T* k_weight, const long long* slots, T* keys, T* values, const int* tables, const int* lengths,
-       T* out, float* parts, float* sums, int* arrived, const float* sinks, int n, int q_row, int k_row, int v_row, int table_row, float scale,
+       const T* q_weight, const T* k_weight, const long long* slots, T* keys, T* values, unsigned char* scales, const int* tables,
+       const int* lengths, T* out, float* parts, float* sums, int* arrived, const float* sinks, int n, int q_row, int k_row, int v_row, int table_row, float scale,
        float eps, float cap) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2], told;
     __shared__ Border borders[2];
     __shared__ int complete, latest;
-    const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, parts, sums, q_row, k_row, v_row,
+    const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, scales, parts, sums, q_row, k_row, v_row,
                        scale, eps, cap};
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
-    float* const mixed = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * 2 * TILE_BYTES);
+    unsigned char* const kept_scales = (unsigned char*)memory + (ring - smem_address(memory)) + STAGES * 2 * TILE_BYTES;
+    float* const mixed = (float*)(kept_scales + STAGES * SCALE_BYTES);
     float* const tops = mixed + WARPS * GROUP * DIM;  // mixed [WARPS, GROUP, DIM], tops [WARPS, 2, GROUP]
     Heads* const heads = (Heads*)(tops + WARPS * 2 * GROUP);  // [2]
     int* const kept = (int*)(heads + 2);  // lengths of all sequences
@@ -121,7 +132,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
     // Runs of whole sequences, where all are of one length and there are enough of them.
     const int most = gridDim.x / KV_HEADS, per_run = (n + most - 1) / most, whole = (n + per_run - 1) / per_run;
     const int run = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
-    // q, k and v are made by a product. Ours launch_dependents() late, and the library's begin when what is before them
+    // q, k and v are made by a GEMM. Ours launch_dependents() late, and the library's begin when what is before them
     // has ended: all else that is read was there before. Without TURN keys and values come from the kernel before.
     if (!TURN) grid_wait();
     if (!find_run(lengths, n, whole * 10 >= most * 9 ? whole : most, run, kept, borders)) return;
@@ -139,18 +150,22 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
             way.at += TILE, more = way.at < way.stop || way.next();
             if (more) ahead = row();  // what comes next is asked for beforehand
             if (t >= STAGES) mbarrier_wait(empty + stage, t / STAGES - 1);
-            if (lane == 0) mbarrier_expect(full + stage, (left + FEW - 1) / FEW * FEW * 2 * DIM * 2);
+            const int scaled = FP8 ? (left + BOX - 1) / BOX * BOX * 2 : 0;
+            if (lane == 0) mbarrier_expect(full + stage, (left + FEW - 1) / FEW * FEW * 2 * DIM * BYTES + scaled);
             __syncwarp();
             if (now < 0) continue;
-            const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * 2;
+            const unsigned at = ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * BYTES;
+            if (FP8)
+                bulk_load(smem_address(kept_scales) + stage * SCALE_BYTES + lane * BOX * 2,
+                          scales + ((long long)(now / SIZE) * KV_HEADS + head) * 2 * SIZE, BOX * 2, full + stage);
             if (of_box > BOX - FEW) {
-                tma_load_runs(at, &of_k, head * HALVES, now, full + stage);
-                tma_load_runs(at + TILE_BYTES, &of_v, head * HALVES, now, full + stage);
+                tma_load_runs(at, &of_k, head * RUNS, now, full + stage);
+                tma_load_runs(at + TILE_BYTES, &of_v, head * RUNS, now, full + stage);
             } else {  // a sequence's last box: a few tokens at a time, so that none is fetched in vain
 #pragma unroll 1
                 for (int i = 0; i < of_box; i += FEW) {
-                    tma_load_runs(at + i * DIM * 2, &few_k, head * HALVES, now + i, full + stage);
-                    tma_load_runs(at + i * DIM * 2 + TILE_BYTES, &few_v, head * HALVES, now + i, full + stage);
+                    tma_load_runs(at + i * DIM * BYTES, &few_k, head * RUNS, now + i, full + stage);
+                    tma_load_runs(at + i * DIM * BYTES + TILE_BYTES, &few_v, head * RUNS, now + i, full + stage);
                 }
             }
         }
@@ -176,7 +191,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
     do {
         const Span span(kept[way.b]);
         const Heads& now = heads[item % 2];
-        unsigned columns[DIM / 16][ROWS / 4];  // q as the second operand of products, of each 8 heads two
+        unsigned columns[DIM / 16][ROWS / 4];  // q as the second operand of matmuls, of each 8 heads two
         OnlineSoftmax softmax;
         mbarrier_wait(ready + item % 2, item / 2);
 #pragma unroll
@@ -194,27 +209,32 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
             const unsigned k_at = ring + stage * 2 * TILE_BYTES, v_at = k_at + TILE_BYTES;
             mbarrier_wait(full + stage, t / STAGES);
             if (first < last) {
-                unsigned x[DIM / 16][4];
+                constexpr int LOADS = DIM * BYTES / 32;
+                unsigned x[LOADS][4];
                 float s[2][4] = {};  // of 8 heads each, or for 8 alone by even and by odd i
+                const TileScales by(kept_scales + stage * SCALE_BYTES, warp * 16, first, last);
 #pragma unroll
-                for (int i = 0; i < DIM / 16; i++) {
+                for (int i = 0; i < LOADS; i++) {
                     const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i % 4 * 2 + lane / 16;
                     ldmatrix(x[i], k_at + lies(row, i / 4, piece));
                 }
 #pragma unroll
-                for (int i = 0; i < DIM / 16; i++)
+                for (int i = 0; i < DIM / 16; i++) {
+                    unsigned keys_of[4];
+                    by.keys_operand(keys_of, x, i);
 #pragma unroll
                     for (int h = 0; h < ROWS / 8; h++)
-                        mma<T>(s[ROWS == 16 ? h : i % 2], x[i], columns[i][2 * h], columns[i][2 * h + 1]);
-                if (first > 0 || last < 16) {  // whatever lies beside them, a NaN too, stays out
-                    for (int i = lane; i < 16 * 8 * HALVES; i += 32) {
+                        mma<T>(s[ROWS == 16 ? h : i % 2], keys_of, columns[i][2 * h], columns[i][2 * h + 1]);
+                }
+                if (!FP8 && (first > 0 || last < 16)) {  // whatever lies beside them, a NaN too, stays out
+                    for (int i = lane; i < 16 * 8 * RUNS; i += 32) {
                         const int row = i / 8 % 16;
                         if (row < first || row >= last) zero_smem(v_at + lies(warp * 16 + row, i / 128, i % 8));
                     }
                     __syncwarp();
                 }
 #pragma unroll
-                for (int i = 0; i < DIM / 16; i++) {
+                for (int i = 0; i < LOADS; i++) {
                     const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i % 4 * 2 + lane / 8 % 2;
                     ldmatrix_transposed(x[i], v_at + lies(row, i / 4, piece));
                 }
@@ -223,9 +243,12 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
                 for (int i = 0; i < 4; i++) s[0][i] += ROWS == 8 ? s[1][i] : 0;
                 softmax.take(s, first, last, scale, cap, p);
 #pragma unroll
-                for (int i = 0; i < DIM / 16; i++)
+                for (int i = 0; i < DIM / 16; i++) {
+                    unsigned values_of[4];
+                    by.values_operand(values_of, x, i);
 #pragma unroll
-                    for (int h = 0; h < ROWS / 8; h++) mma<T>(softmax.o[i][h], x[i], p[h][0], p[h][1]);
+                    for (int h = 0; h < ROWS / 8; h++) mma<T>(softmax.o[i][h], values_of, p[h][0], p[h][1]);
+                }
             }
             release_stage(empty + stage);
             at += TILE, t++;

@@ -1,10 +1,15 @@
 // What decode.cu has seen of a sequence: by one warp, by the warps of a block, by several blocks.
 
 // The softmax of GROUP heads over what one warp has seen, tokens as rows and heads as columns: of each 8 heads a lane
-// has the two from lane % 4 * 2 on, of each 16 elements of a value those at lane / 4 and 8 below.
+// has the two from lane % 4 * 2 on, of each 16 elements of a value the two of `element`: those at lane / 4 and 8 below,
+// or where FP8 neighbours, as fp8_operand.cuh hands them over.
 struct OnlineSoftmax {
     float top[ROWS / 8][2], sum[ROWS / 8][2], o[DIM / 16][ROWS / 8][4];
 
+    __device__ static int element(int j) {
+        const int lane = threadIdx.x % 32;
+        return FP8 ? lane / 4 * 2 + j : lane / 4 + j * 8;
+    }
     __device__ OnlineSoftmax() {
 #pragma unroll
         for (int h = 0; h < ROWS / 8; h++) {
@@ -27,10 +32,10 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int i = 0; i < DIM / 16; i++)
 #pragma unroll
-                for (int j = 0; j < 4; j++) o[i][h][j] = to_float(heads.v[i * 16 + j / 2 * 8 + lane / 4]);
+                for (int j = 0; j < 4; j++) o[i][h][j] = to_float(heads.v[i * 16 + element(j / 2)]);
         }
     }
-    // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of products.
+    // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of matmuls.
     __device__ void take(float (&s)[2][4], int from, int to, float scale, float cap, unsigned (&p)[ROWS / 8][2]) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -84,8 +89,8 @@ struct OnlineSoftmax {
                 if (lane < 4) tops[head] = top[h][j], tops[GROUP + head] = all;
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
-                    float* const to = values + head * DIM + i * 16 + lane / 4;
-                    to[0] = o[i][h][j], to[8] = o[i][h][2 + j];
+                    float* const to = values + head * DIM + i * 16;
+                    to[element(0)] = o[i][h][j], to[element(1)] = o[i][h][2 + j];
                 }
             }
     }

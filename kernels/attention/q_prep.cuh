@@ -1,14 +1,33 @@
-// What decode.cu multiplies keys by: a sequence's query heads of one key head.
+// What decode.cu multiplies keys by: a sequence's query heads of one key head. Where FP8, of each 16 elements the even ones
+// come first, as keys' codes do (fp8_operand.cuh).
 
 struct Heads {  // of a sequence, as one warp prepares them for the others
     T turned[ROWS * WIDE], v[DIM];
     float scores[16];  // of the newest token
 };
 
+typedef Vec<T, PAIRS> HeadPart;  // of a head, both halves of a lane
+
+// The lane's parts of a head as codes, whose scale is returned, and as the cache will give them back.
+__device__ inline int round_trip(HeadPart& low, HeadPart& high, Vec<e4m3, PAIRS>& low_codes, Vec<e4m3, PAIRS>& high_codes) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) most = fmaxf(most, fmaxf(fabsf(to_float(low.x[i])), fabsf(to_float(high.x[i]))));
+    const int exponent = scale_exponent(warp_max(most));
+    const float by = inverse_scale(exponent), back = scale_of(exponent);
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        low_codes.x[i] = from_float<e4m3>(to_float(low.x[i]) * by);
+        high_codes.x[i] = from_float<e4m3>(to_float(high.x[i]) * by);
+        low.x[i] = from_float<T>(to_float(low_codes.x[i]) * back), high.x[i] = from_float<T>(to_float(high_codes.x[i]) * back);
+    }
+    return exponent;
+}
+
 // Heads are normed and turned where TURN; with `newest` its key and value go to the cache.
 __device__ inline void prepare(const Step& step, int b, int head, bool newest, Heads& to) {
     const int lane = threadIdx.x % 32, at = lane * PAIRS;
-    typedef Vec<T, PAIRS> Part;
+    typedef HeadPart Part;
     Part low[GROUP + 1], high[GROUP + 1], v_low, v_high;  // the last one: the key
     const long long slot = newest ? step.slots[b] : -1, in_cache = (slot * KV_HEADS + head) * DIM + at;
 #pragma unroll
@@ -46,9 +65,25 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
         }
     }
 #pragma unroll
-    for (int g = 0; g < GROUP; g++)
-        *(Part*)(to.turned + g * WIDE + at) = low[g], *(Part*)(to.turned + g * WIDE + HALF + at) = high[g];
+    for (int g = 0; g < GROUP; g++) {
+        T* const turned = to.turned + g * WIDE;
+        if constexpr (FP8) {
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) {
+                const int d = at + i, place = d / 16 * 16 + d % 2 * 8 + d % 16 / 2;
+                turned[place] = low[g].x[i], turned[HALF + place] = high[g].x[i];
+            }
+        } else {
+            *(Part*)(turned + at) = low[g], *(Part*)(turned + HALF + at) = high[g];
+        }
+    }
     if (!newest) return;
+    Vec<e4m3, PAIRS> codes[4];
+    int of_k = 0, of_v = 0;
+    if (FP8) {
+        of_k = round_trip(low[GROUP], high[GROUP], codes[0], codes[1]);
+        of_v = round_trip(v_low, v_high, codes[2], codes[3]);
+    }
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
         float s = 0;
@@ -60,6 +95,15 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
     }
     *(Part*)(to.v + at) = v_low, *(Part*)(to.v + HALF + at) = v_high;
     if (slot < 0) return;
+    if (FP8) {
+        e4m3 *const keys = (e4m3*)step.keys + in_cache, *const values = (e4m3*)step.values + in_cache;
+        typedef Vec<e4m3, PAIRS> Codes;
+        *(Codes*)keys = codes[0], *(Codes*)(keys + HALF) = codes[1];
+        *(Codes*)values = codes[2], *(Codes*)(values + HALF) = codes[3];
+        unsigned char* const scales = step.scales + (slot / SIZE * KV_HEADS + head) * 2 * SIZE + slot % SIZE;
+        if (lane == 0) scales[0] = of_k, scales[SIZE] = of_v;
+        return;
+    }
     *(Part*)(step.keys + in_cache) = low[GROUP], *(Part*)(step.keys + in_cache + HALF) = high[GROUP];
     *(Part*)(step.values + in_cache) = v_low, *(Part*)(step.values + in_cache + HALF) = v_high;
 }

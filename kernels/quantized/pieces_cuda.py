@@ -64,7 +64,7 @@ class Packed(NamedTuple):
 
 
 class GemvConfig(NamedTuple):
-    """How quantized_gemv.cu shares out a product."""
+    """How quantized_gemv.cu shares out a GEMV."""
 
     strips: int  # of a block
     ahead: int  # pieces of each that a warp has under way
@@ -72,14 +72,14 @@ class GemvConfig(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """How quantized_gemm.cu cuts a product."""
+    """How quantized_gemm.cu cuts a GEMM."""
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
 
 
 class WgmmaConfig(NamedTuple):
-    """How quantized_wgmma.cu cuts a product."""
+    """How quantized_wgmma.cu cuts a GEMM."""
 
     outputs: int  # of a tile
     rows: int  # of a tile, at most
@@ -96,7 +96,7 @@ Way = GemvConfig | TileConfig | WgmmaConfig
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a product."""
+    """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a GEMM."""
     if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     if bias is not None and bias.dtype != x.dtype:
@@ -133,7 +133,7 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
 def variants(
     rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
-    """What the product of so many rows, each, is compiled as; nothing of a weight that is not in pieces."""
+    """What the GEMM of so many rows, each, is compiled as; nothing of a weight that is not in pieces."""
     if not isinstance(packed, Packed):
         return
     for n in rows:
@@ -147,7 +147,7 @@ def variants(
 
 
 def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Way | None, str]:
-    """How the product is computed, and the gate if that takes it: not where its halves share a strip."""
+    """How the GEMM is computed, and the gate if that takes it: not where its halves share a strip."""
     sizes = packed.outputs, packed.inputs, packed.layout
     if gate and packed.outputs % (2 * STRIP) == 0:
         way = choose(rows, *sizes, True, found)

@@ -7,7 +7,7 @@
 //
 // One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared memory, STAGES ahead;
 // as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: a warp
-// makes the weights of its strip of 16 in registers while the products of those before are under way. So x is read from the second-level cache once for M outputs, and from shared memory once for 64. With GATED, W
+// makes the weights of its strip of 16 in registers while the matmuls of those before are under way. So x is read from the second-level cache once for M outputs, and from shared memory once for 64. With GATED, W
 // is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs] is added. x lies in boxes of 64
 // inputs of `height` rows with TMA's 128-byte swizzle; rows below that are whatever lies there.
 #include "tma.cuh"
@@ -102,7 +102,7 @@ template <> __device__ inline void scaled_codes<bf16>(const Piece& piece, int st
 // each eight.
 __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    unsigned a[2][2][4];  // of 32 inputs each: the products of some are under way while the others' weights are made
+    unsigned a[2][2][4];  // of 32 inputs each: the matmuls of some are under way while the others' weights are made
 #pragma unroll 1
     for (int n = 0; n < CHUNKS; n++) {
         const unsigned stage = ring + n % STAGES * STAGE;

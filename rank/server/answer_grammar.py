@@ -64,7 +64,9 @@ def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | Non
         assert text.tool_format is not None
         free = constraint is None and not calls.required
         answers += _answers_with_calls(lark, calls, text.tool_format, form, free)
-    written = lark.grammar(f"{_before(lark, thoughts)} ({' | '.join(answers)})")
+    # A call in thoughts counts if nothing follows them (text/draft.py), and an answer in text may be nothing.
+    drafts = text.tool_format.opens if calls is not None and not calls.required and text.tool_format else ()
+    written = lark.grammar(f"{_before(lark, thoughts, drafts)} ({' | '.join(answers)})")
     if len(written) > LARGEST_ANSWER:
         raise bad("tools", f"tools: their grammar has {len(written)} bytes, at most {LARGEST_ANSWER}: offer fewer")
     return written
@@ -75,12 +77,12 @@ def plain_grammar(constraint: Constraint | None) -> str:
     return "" if constraint is None else json.dumps({"grammars": [checked(constraint)]})
 
 
-def _before(lark: Lark, thoughts: Thoughts | None) -> str:
-    """The thoughts, and what stands between them and the answer."""
+def _before(lark: Lark, thoughts: Thoughts | None, without: tuple[str, ...]) -> str:
+    """The thoughts, which have none of these markers in them, and what stands between them and the answer."""
     if thoughts is None:
         return '""'
     form, begun = thoughts
-    rest = f"{lark.until(form.closes)} {lark.marker(form.joint) if form.joint else NEWLINES}"
+    rest = f"{lark.until(form.closes, without)} {lark.marker(form.joint) if form.joint else NEWLINES}"
     return rest if begun else f"(({' | '.join(map(lark.marker, form.opens))}) {rest})?"
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from .. import protocol
 from .answer_grammar import Calls, Thoughts, answer_grammar, plain_grammar
+from .api_error import bad
 from .conversation import tool_name
 from .custom_tools import custom_names, enforced
 from .prompts import Prompt, chat_prompt, completion_prompts, context_of
@@ -105,6 +106,9 @@ def _generation(
     grammar: str = "",
 ) -> Generation:
     text, ready, (tool_format, tools, custom) = model.text, model.ready, called
+    if grammar and (request.allowed_token_ids or request.bad_words):  # together they might leave no token
+        name = "allowed_token_ids" if request.allowed_token_ids else "bad_words"
+        raise bad(name, f"{name} and calls that are enforced (tool_choice, strict) exclude each other: leave one out")
     tokenizer, stops = text.tokenizer, request.stops()
     # A special token has no text, so a stop string that names one is matched by its id.
     named = [tokenizer.added.get(stop) for stop in stops]

@@ -9,16 +9,18 @@ from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import e4m3_cuda, int4_cuda, pieces_cuda, q8_0_cuda, super_blocks, super_blocks_cuda
 from phalanx.kernels.quantized.stack import Stack
 
-LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0)
-OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1)
-GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0)
-GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1)
+LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0, FP8=0)
+OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1, FP8=0)
+GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0, FP8=0)
+GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1, FP8=0)
+LLAMA_FP8, GEMMA_FP8 = LLAMA | dict(FP8=1), GEMMA | dict(FP8=1)
 
 
 def room(sizes):
     """How attention_tma.decode has decode.cu share out its memory."""
-    stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"])
-    few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * 2))
+    wide = 1 if sizes["FP8"] else 2
+    stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"], wide)
+    few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * wide))
     fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
     return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
 
@@ -188,6 +190,8 @@ PROGRAMS = [
     ("prefill", dict(T=torch.bfloat16, **GEMMA, TILE=64, STAGES=2)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),
     ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), TURN=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA_FP8, **room(LLAMA_FP8), TURN=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **GEMMA_FP8, **room(GEMMA_FP8), TURN=1, NORM=1)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
     ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),

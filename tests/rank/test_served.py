@@ -55,14 +55,13 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 def cases():
     """Layouts and models.
 
-    The short suite has the first model of each architecture. Of the long suite's layouts, the product of both ways to
-    cut has all models, the others the first of each class: an architecture whose file hands on another's Model differs
-    from it by its Args.
+    Of the long suite's layouts, the one that cuts both ways has all models. The others, and the short suite's, have the
+    first of each class: an architecture whose file hands on another's Model differs from it by its Args.
     """
-    first, representative = {}, {}
-    for name, options in reversed(SERVED.items()):
-        first[options["model_type"]] = representative[architectures.find(options["model_type"]).Model] = name
-    yield from ((SHORT, name) for name in SERVED if name in first.values())
+    representative = {
+        architectures.find(options["model_type"]).Model: name for name, options in reversed(SERVED.items())
+    }
+    yield from ((SHORT, name) for name in SERVED if name in representative.values())
     for layout, (tp, pp, *_, ep) in list(LAYOUTS.items())[1:]:
         for name, options in SERVED.items():
             heads = (COMMON | options | options.get("text_config", {}))["num_attention_heads"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from .... import errors
+from ....rank.server.mcp import connection
 from ... import find_server
 from ...options import option_sources
 from ...options.help import options_help, show_config
@@ -63,6 +65,7 @@ def _display(options: ChatOptions) -> Display:
 
 def _tools(path: str) -> ToolThread:
     """The tool servers of a file; the user is told of those that are not there."""
+    logging.getLogger(connection.__name__).setLevel(logging.ERROR)  # its warnings would stand between the answers
     try:
         tools = ToolThread(path)
     except ValueError as error:

@@ -163,4 +163,4 @@ class Values:
 
 
 def _repeated(expression: str, fewest: int, most: int | None) -> str:
-    return f"{expression}{{{fewest},{'' if most is None else most}}}"
+    return "" if most == 0 else f"{expression}{{{fewest},{'' if most is None else most}}}"

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from phalanx.kernels.attention import attention, reference
+from phalanx.kernels.attention import attention, attention_tma, reference
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.rope import fp8_cache, rope
 
-from ...devices import require_gpu
+from ...devices import needs_tma, require_gpu
 from ..gpu import KINDS, near, poison  # noqa: F401
 from . import decoding, latents
 from .latents import DEEPSEEK, LENGTHS, SIZES
@@ -62,6 +62,11 @@ def test_prompts_and_mixtures(dim, window, cap, sinks, dtype, bound):
     near(attention.paged_attention(q, *cache[:2], rows, params, cache.scales), want, max(bound, 5e-5))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_blocks_in_16_bits(dtype):
+    decoding.check_widened(dtype, "cuda")
+
+
 @pytest.mark.parametrize("sizes", [*SIZES[:2], DEEPSEEK, DEEPSEEK._replace(heads=128)])
 @pytest.mark.parametrize("dtype, bound", MLA_KINDS)
 def test_latents(sizes, dtype, bound):
@@ -70,3 +75,11 @@ def test_latents(sizes, dtype, bound):
         latents.check_fp8_store(sizes, interleaved, dtype, "cuda")
     for most, lengths in zip((1, 4, 64), (*LENGTHS[1:], [5000, 0, 257, 1]), strict=True):
         latents.check_decode(sizes, lengths, most, dtype, bound, "cuda", fp8=True)
+
+
+@needs_tma
+@pytest.mark.parametrize("dtype, bound", KINDS[1:])
+def test_tma_decodes(dtype, bound):
+    for case in decoding.BOXES + decoding.random_boxes(40):
+        if attention_tma.TILES[case.dim] % case.block_size == 0 and case.dim >= attention_tma.FP8_LEAST:
+            decoding.check(case._replace(fp8=True), dtype, bound, "cuda", by_boxes=True)

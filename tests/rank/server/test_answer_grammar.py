@@ -1,6 +1,7 @@
 """The grammars of whole answers: thoughts, calls in every format, schemas; what they take and what they do not."""
 
 import json
+import random
 from types import SimpleNamespace
 
 import jsonschema
@@ -16,6 +17,7 @@ from phalanx.rank.server.text import reasoning
 from phalanx.rank.server.text.load import Text
 from phalanx.rank.server.text.tool_formats import find, names
 
+from ..scheduler.schemas import random_schema
 from ..scheduler.uniform import Uniform
 from .text.parsing import parse
 
@@ -140,6 +142,15 @@ def test_strict_tools_that_may_be_called(text, takes):
         assert takes(grammar, words) == "no", words
 
 
+def test_no_call_in_thoughts(text, takes):
+    """One that nothing follows would be made as it is."""
+    form, call = of_format(text, "mistral"), '[TOOL_CALLS][{"name": "clock", "arguments": {}}]'
+    thoughts = f"<think>I might say {call.replace('{}', '5')}</think>"
+    assert takes(answer_grammar(form, None, Calls(STRICT, False, True), Thoughts(THINK, False)), thoughts) == "no"
+    must = answer_grammar(form, None, Calls(STRICT, True, True), Thoughts(THINK, False))
+    assert takes(must, thoughts) == "beginning" and takes(must, f"{thoughts}\n{call}") == "all"
+
+
 def test_a_schema_beside_tools(text, takes):
     grammar = answer_grammar(text, json_schema("x", {"type": "integer"}), Calls(TOOLS, False, True), None)
     assert takes(grammar, "12") == takes(grammar, CALL) == "all"
@@ -235,6 +246,27 @@ def test_calls_as_models_write_them(text, takes, name, call, between):
         assert takes(free, f"Let me see.\n{one}") == "all" and takes(free, f"Let me see.\n{long}") == "no"
     parsed = parse(list(begun + one), tool_format=form.tool_format, tools=SCHEMAS, reasoning=thoughts.format)[0]
     assert wanted in parsed
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma", "pythonic"])
+def test_calls_of_tools_with_random_schemas(text, compiled, name, count):
+    """Of formats that do not write arguments as JSON."""
+    form, draws = of_format(text, name), random.Random(count)
+    schemas = {str(i): random_schema(draws, 2) for i in range(count)}
+    closing = [i for i in range(text.tokenizer.size) if text.tokenizer.piece(i)[-1:] in (b'"', b"}", b"]", b">", b"\n")]
+    one = Uniform(VOCAB, seed=count, eager=closing)
+    for i, schema in schemas.items():
+        tool = {"function": {"name": i, "parameters": schema, "strict": True}}
+        one.add(i, [1], compiled.grammar(answer_grammar(form, None, Calls([tool], True, False), None)), 200)
+    one.run()
+    whole = [i for i in schemas if one.ends[i].finish == "stop"]
+    for i in whole:
+        words = b"".join(map(text.tokenizer.piece, one.tokens[i])).decode(errors="replace")
+        ((_, called, arguments),) = parse([words], tool_format=form.tool_format, tools=schemas)[0]
+        assert called == i
+        jsonschema.validate(json.loads(arguments), schemas[i])
+    assert 2 * len(whole) > count
 
 
 CUSTOM = {"type": "custom", "custom": {"name": "sql"}}

@@ -94,6 +94,7 @@ REFUSED = [
     ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "cannot be enforced"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "expected an object with a schema"),
     ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format.json_schema", "is 5"),
+    ({"tools": [TOOL], "tool_choice": "required", "bad_words": ["x"]}, "bad_words", "exclude each other"),
     ({"tool_choice": "sometimes"}, "tool_choice", "expected auto, none, required"),
 ]
 

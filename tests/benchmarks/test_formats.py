@@ -1,0 +1,38 @@
+"""benchmarks/formats.py on a few documents: each way to a format loads, and loses next to nothing."""
+
+import json
+
+import pytest
+from phalanx.benchmarks import formats
+
+
+def lines(*names, count=2):
+    return [line for name in names for line in formats.measure(name, count, "cpu", "f32")]
+
+
+def test_ways_and_the_table(tmp_path, monkeypatch, capsys):
+    found = lines("plain", "q8_0")
+    assert [one["how"] for one in found] == ["plain", "isq", "convert", "gguf-py"]
+    plain, isq, file, theirs = (one["perplexity"] for one in found)
+    assert 1 < plain < 3 and isq == pytest.approx(theirs, abs=1e-6) and abs(file / plain - 1) < 0.005
+    results = tmp_path / "x.jsonl"
+    results.write_text("".join(json.dumps(one) + "\n" for one in found))
+    monkeypatch.setattr("sys.argv", ["formats.py", "--json", str(results), "--table"])
+    formats.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[2].startswith(f"| plain | {plain:.4f} |")
+    assert rows[3].endswith("| `phalanx convert launcher/builtin_model DST --to q8_0` |") and "%)" in rows[3]
+
+
+def test_commands(monkeypatch):
+    monkeypatch.setattr(formats, "perplexity", lambda *a, **k: 1.0)
+    monkeypatch.setattr(formats.program, "convert", lambda question: None)
+    monkeypatch.setattr(formats, "read_windows", lambda options, source: ([], []))
+    found = {one["format"]: one["command"] for one in lines("gptq-8", "awq", "gptq-asymmetric", "fp8")}
+    begin, end = "phalanx convert launcher/builtin_model DST --to", "--group 64 --samples 32 --seqlen 256"
+    assert found == {
+        "gptq-8": f"{begin} gptq --bits 8 {end}",
+        "awq": f"{begin} awq {end}",
+        "gptq-asymmetric": f"{begin} gptq --no-sym {end}",
+        "fp8": f"{begin} fp8",
+    }
