@@ -19,15 +19,26 @@ from ..model import test_architectures
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 BLOCK, LENGTH, SEATS = 4, 64, 6
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v2", "deepseek_v3", "gpt_oss"}
+EXPERTS = {
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "minimax_m2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+}
 MODELS = {
     "llama": dict(),
     "qwen3": dict(model_type="qwen3"),
     "biased": dict(attention_bias=True, mlp_bias=True),
     "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
 }
-# Models of test_architectures.py whose decode steps are not recorded: torch computes experts on CPUs.
-EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS}
+# Models of test_architectures.py whose decode steps are not recorded: torch computes experts and recurrent states on
+# CPUs.
+RECURRENT = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"}
+EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS | RECURRENT}
 
 
 @pytest.fixture(autouse=True)
