@@ -79,6 +79,8 @@ class StepModel:
             kinds[layer] = kinds.get(layer, 0) + 1
         total = sum(count * self._layer(layer, tokens) for layer, count in kinds.items())
         total += context * sum(layer.kv for layer in stage.layers) / (self.device.bandwidth * CACHED)
+        states = sampled * sum(layer.state for layer in stage.layers)  # read and written
+        total += 2 * states / (self.device.bandwidth * CACHED)
         for head in stage.ends:
             if head.matrix:
                 total += self._gemm(head, sampled)

@@ -25,6 +25,7 @@ from .host_buffers import HostView, SharedBuffers, Streamer
 from .residents import Costs, Residents
 
 ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
+LOOKED = 512  # tokens up to which steps look in any case, as captured steps must: copies are the host's part of these
 TURN = 4  # steps between two looks at a layer's resident set
 AUTO, CPU, STREAM, RESIDENT = "auto", "cpu", "stream", "resident"
 WAYS = AUTO, RESIDENT, CPU, STREAM
@@ -80,7 +81,7 @@ class HostExperts:
         if not self.on_gpu:
             return pending
         assert self.shared.buffers is not None
-        if self.shared.way == CPU or ids.numel() < ALL * self.held.total:
+        if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.held.total:
             view = pending.view = self.shared.buffers.view(x, ids)
             view.send(x, ids, weights)
             if self.set.slots:

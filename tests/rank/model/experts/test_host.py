@@ -9,7 +9,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MEMORY, MODEL, USAGE, FatalError
 from phalanx.kernels import host_memory
-from phalanx.rank.model.experts import host_buffers
+from phalanx.rank.model.experts import host, host_buffers
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.experts.residents import Costs, Residents
@@ -78,6 +78,7 @@ def test_what_a_gpu_does(made, monkeypatch, room):
     """The parts of a step as a GPU's, its kernels being the CPU's: few tokens by a look at them, many without one."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
     monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host, "LOOKED", 4)
 
     def rank(world):
         plain, model = (load(made("gpt_oss"), mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))
