@@ -5,7 +5,7 @@
 Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
 elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
 all ways; of more than two ranks a row or two are normed after the sum ("chosen, norm"). --search tries numbers of
-blocks and threads, --only measures what has this in its name. --inputs: also what a product of so many inputs takes
+blocks and threads, --only measures what has this in its name. --inputs: also what a GEMM of so many inputs takes
 with the sum and the norm that follow, one after the other and spread (kernels/gemm/gemm_reduce_scatter.py).
 """
 
@@ -84,9 +84,7 @@ def versions(
     return found
 
 
-def products(
-    rows: int, width: int, inputs: list[int], group: custom_allreduce.CustomAllReduceComm
-) -> dict[str, Callable]:
+def gemms(rows: int, width: int, inputs: list[int], group: custom_allreduce.CustomAllReduceComm) -> dict[str, Callable]:
     """Products of so many inputs each, the sum over the group and the norm, with weights that come from memory."""
     residual = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     weights = {
@@ -125,7 +123,7 @@ def rank_main(asked: argparse.Namespace) -> None:
     for rows in map(int, asked.rows.split(",")):
         calls = versions(rows, asked.width, group, nccl, asked.search)
         if asked.inputs:
-            calls |= products(rows, asked.width, [int(n) for n in asked.inputs.split(",")], group)
+            calls |= gemms(rows, asked.width, [int(n) for n in asked.inputs.split(",")], group)
         times = {name: round(measure(call, host), 2) for name, call in calls.items() if asked.only in name}
         if host.rank == 0:
             print(f"{rows:5} x {asked.width} " + "   ".join(f"{k} {v}" for k, v in times.items()), flush=True)
@@ -143,7 +141,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--only", default="", help="part of a name")
-    parser.add_argument("--inputs", default="", help="of products, as 2048,7168")
+    parser.add_argument("--inputs", default="", help="of GEMMs, as 2048,7168")
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--json", default="", help="append the lines to this file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

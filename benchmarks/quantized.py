@@ -3,7 +3,7 @@
     python benchmarks/quantized.py [--format int4] [--shapes 70b-tp4] [--rows 1 16 256] [--ways] [--json FILE]
 
 Timed as benchmarks/ops.py does; the gate and up matrices with their activation. Below each number of rows stands what
-all linears of a model of 32 such layers take. --ways: also every other way to cut a product, compiled beforehand.
+all linears of a model of 32 such layers take. --ways: also every other way to cut a GEMM, compiled beforehand.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=SHAPES, default="8b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES)
-    parser.add_argument("--ways", action="store_true", help="every way to cut a product")
+    parser.add_argument("--ways", action="store_true", help="every way to cut a GEMM")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     torch.manual_seed(0)

@@ -168,11 +168,11 @@ def say(**line: Any) -> None:
     print("RESULT " + json.dumps(line), flush=True)
 
 
-def start(options: Options, ask: Ask) -> list[dict[str, Any]]:
-    """Run the ranks; the lines that rank 0 said."""
+def start(options: Options, ask: Ask, script: str = __file__) -> list[dict[str, Any]]:
+    """Run the ranks; the lines that rank 0 said. script: what a rank runs, with --rank."""
     job = Job(options=options, announced_size=1 if options.multithread else options.ranks)
     environ = dict(os.environ) | {JOB_ENV: encode_job(job), ASK: msgspec.json.encode(ask).decode()}
-    command = [sys.executable, str(Path(__file__).resolve()), "--rank"]
+    command = [sys.executable, str(Path(script).resolve()), "--rank"]
     if job.announced_size > 1:
         mpi = mpirun.find(os.environ)
         environ |= mpirun.environment(mpi, options.ranks, os.environ)

@@ -91,7 +91,7 @@ class Rank:
             reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
             return self._stopped(follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None))
         tiers = [HostTier(limits.host_blocks, limits.least_swap) for _ in lines]
-        pools = [Blocks(limits.blocks, limits.block_size, engine.options.prefix_cache, tier) for tier in tiers]
+        pools = [Blocks(limits.blocks, limits.block_size, limits.prefix_cache, tier) for tier in tiers]
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
         executors += [RemoteExecutor(*line) for line in lines[1:]]
         counts = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages

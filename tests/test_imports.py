@@ -40,6 +40,7 @@ ROOMS = (
     "kernels.attention",
     "kernels.moe",
     "kernels.quantized",
+    "kernels.recurrent",
     "kernels.gemm",
     "kernels.rope",
     "kernels.collective",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empt
 # Of prefill.cu.
 ROWS = 128  # of queries that a block takes at once
 KEYS = {64: 128, 128: 128, 256: 64}  # of a tile, by head size
+WIDENED_BYTES = 1 << 28  # of keys and values in e4m3 that prompts' steps have in 16 bits, of one layer
 STAGES = {64: 6, 128: 3, 256: 2}  # tiles of keys, and as many of values, that lie in shared memory
 
 
@@ -33,7 +35,52 @@ def supports(part: Part) -> bool:
         return False
     if part.decodes:
         return supports_decode(part.q, part.keys, part.newest, part.scales)
-    return part.scales is None and supports_prefill(part.q, part.keys)
+    if part.scales is None:
+        return supports_prefill(part.q, part.keys)
+    return supports_widened(part)
+
+
+def supports_widened(part: Part) -> bool:
+    """Whether the prompts' blocks of a cache in e4m3 are to be widened for `prefill`, which takes 16 bits alone: they
+    are written and read once more, which is little beside what many tokens multiply, where there is memory for it."""
+    q, keys = part.q, part.keys
+    if sum(part.rows.query_lens[part.first : part.stop]) < ROWS:
+        return False
+    size, kv_heads, dim = keys.shape[1:]
+    blocks = sum(-(-length // size) for length in part.rows.kv_lens[part.first : part.stop])
+    fits = 2 * blocks * size * kv_heads * dim * q.element_size() <= WIDENED_BYTES
+    return fits and _boxed(q, keys, E4M3) and device_caps(q.device).hopper
+
+
+class WidenedBlocks(NamedTuple):
+    """The blocks of a part's sequences, one after the other."""
+
+    blocks: Tensor  # [n] int32, of the cache
+    tables: Tensor  # [sequences of the step, most blocks of one] int32: the sequences' blocks among these
+
+
+def widened_blocks(part: Part) -> WidenedBlocks:
+    """Made once a step."""
+    key = "widened blocks", part.first
+    found = part.rows.scratch.get(key)
+    if found is None:
+        rows, size = part.rows, part.keys.shape[1]
+        counts = np.array([-(-length // size) for length in rows.kv_lens[part.first : part.stop]])
+        starts = np.cumsum(counts) - counts
+        tables = np.zeros((len(rows.kv_lens), counts.max()), np.int32)
+        tables[part.first : part.stop] = starts[:, None] + np.arange(counts.max())
+        device = rows.block_tables.device
+        sequence = _upload(np.repeat(np.arange(part.first, part.stop), counts), device)
+        place = _upload(np.arange(counts.sum()) - np.repeat(starts, counts), device)
+        blocks = rows.block_tables[sequence, place].contiguous()
+        found = part.rows.scratch[key] = WidenedBlocks(blocks, _upload(tables, device))
+    return found
+
+
+def _upload(x: np.ndarray, device: torch.device) -> Tensor:
+    """Without waiting for the device."""
+    found = torch.from_numpy(x)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def plan(part: Part) -> Tensor | None:
@@ -43,8 +90,8 @@ def plan(part: Part) -> Tensor | None:
     rows, key = part.rows, "prefill_work"
     items = rows.scratch.get(key)
     if items is None:
-        listed = torch.from_numpy(prefill_work(rows.query_lens, rows.kv_lens, part.first, part.stop)).pin_memory()
-        items = rows.scratch[key] = listed.to(part.q.device, non_blocking=True)
+        listed = prefill_work(rows.query_lens, rows.kv_lens, part.first, part.stop)
+        items = rows.scratch[key] = _upload(listed, part.q.device)
     return items
 
 
@@ -53,8 +100,14 @@ def run(part: Part, plan: Tensor | None) -> None:
     if plan is None:
         q, out = part.decoding
         decode(q, keys, values, rows.block_tables, rows.lengths, out, *params, part.newest, part.scales)
-    else:
+    elif part.scales is None:
         prefill(part.q, keys, values, rows.block_tables, plan, part.out, *params)
+    else:
+        from ..rope import fp8_triton
+
+        some, scales = widened_blocks(part), part.scales
+        k, v = (fp8_triton.gather_blocks(x, scales, i, some.blocks, part.q.dtype) for i, x in enumerate((keys, values)))
+        prefill(part.q, k, v, some.tables, plan, part.out, *params)
 
 
 def supports_decode(q: Tensor, keys: Tensor, newest: CurrentKV | None = None, scales: Tensor | None = None) -> bool:
@@ -94,7 +147,7 @@ def decode(
     """The newest token of each of n sequences, as attention_triton.decode: q, out [n, heads, head_dim], out contiguous.
 
     With `newest`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made q, k
-    and v, a product, may still run: all else that is read must be what the kernels before that one wrote.
+    and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
     group, tile = heads // kv_heads, TILES[dim]

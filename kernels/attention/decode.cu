@@ -132,7 +132,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
     // Runs of whole sequences, where all are of one length and there are enough of them.
     const int most = gridDim.x / KV_HEADS, per_run = (n + most - 1) / most, whole = (n + per_run - 1) / per_run;
     const int run = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
-    // q, k and v are made by a product. Ours launch_dependents() late, and the library's begin when what is before them
+    // q, k and v are made by a GEMM. Ours launch_dependents() late, and the library's begin when what is before them
     // has ended: all else that is read was there before. Without TURN keys and values come from the kernel before.
     if (!TURN) grid_wait();
     if (!find_run(lengths, n, whole * 10 >= most * 9 ? whole : most, run, kept, borders)) return;
@@ -191,7 +191,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
     do {
         const Span span(kept[way.b]);
         const Heads& now = heads[item % 2];
-        unsigned columns[DIM / 16][ROWS / 4];  // q as the second operand of products, of each 8 heads two
+        unsigned columns[DIM / 16][ROWS / 4];  // q as the second operand of matmuls, of each 8 heads two
         OnlineSoftmax softmax;
         mbarrier_wait(ready + item % 2, item / 2);
 #pragma unroll

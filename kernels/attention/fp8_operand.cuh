@@ -1,4 +1,4 @@
-// Between what decode.cu loads from shared memory and the first operand of its products.
+// Between what decode.cu loads from shared memory and the first operand of its matmuls.
 //
 // ldmatrix moves pairs of bytes. Where FP8 that is two neighbouring codes, so that an operand of 16 elements comes in an
 // order of its own. Keys, tokens by elements: the even elements first, which q_prep.cuh does to queries, too. Values,

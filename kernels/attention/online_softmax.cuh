@@ -35,7 +35,7 @@ struct OnlineSoftmax {
                 for (int j = 0; j < 4; j++) o[i][h][j] = to_float(heads.v[i * 16 + element(j / 2)]);
         }
     }
-    // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of products.
+    // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of matmuls.
     __device__ void take(float (&s)[2][4], int from, int to, float scale, float cap, unsigned (&p)[ROWS / 8][2]) {
         const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 // One warp has TMA bring keys and values from the cache, block by block, to shared memory, STAGES tiles of TILE
 // tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous
-// tensor-core instructions, 64 rows each. While a tile's scores become weights, the products of the next scores and of
+// tensor-core instructions, 64 rows each. While a tile's scores become weights, the GEMMs of the next scores and of
 // the last values are under way. Heads of more than 128 elements leave no registers for q, which is read from shared
 // memory then. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
 // 2407.08608). All operands lie in boxes of 64 elements with TMA's 128-byte swizzle.
@@ -75,7 +75,7 @@ struct Rowwise {
     }
 };
 
-// As the operand of a product: not while products are under way that read the one before.
+// As the operand of a matmul: not while matmuls are under way that read the one before.
 __device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
     fence_registers(s);
 #pragma unroll

@@ -29,7 +29,7 @@ MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than Peers.bl
 THREADS = 512
 MOST_THREADS = 1024
 MOST_RANKS = 8
-RECV_BUFFER = SLOT  # bytes of a region where others' parts of a product arrive, of gemm_reduce_scatter.py
+RECV_BUFFER = SLOT  # bytes of a region where others' parts of a GEMM arrive, of gemm_reduce_scatter.py
 ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MOST_BLOCKS}  # constants of the kernels
 
 

@@ -106,7 +106,7 @@ two_shot_add_norm(T* x, T* residual, const T* weight, const Table* table, int ra
     end_call(call);
 }
 
-// What others' products have sent of this rank's share, received [SIZE, rows, SHARE]: added up as above.
+// What others' GEMMs have sent of this rank's share, received [SIZE, rows, SHARE]: added up as above.
 extern "C" __global__ void __launch_bounds__(THREADS)
 received_add_norm(const T* received, T* x, T* residual, const T* weight, const Table* table, int rank, int rows, float eps) {
     prefetch(weight);

@@ -2,7 +2,7 @@
 // it step by step.
 //
 // Each rank has a region that the others have mapped: two slots for what it contributes, its signals, two LL buffers of
-// ll.cuh, a landing for products (kernels/gemm/gemm_reduce_scatter.py). A call lays its input out in one slot and the
+// ll.cuh, a receive buffer for GEMMs (kernels/gemm/gemm_reduce_scatter.py). A call lays its input out in one slot and the
 // next call in the other, so that one meeting a call is enough: whoever has passed the meeting of call n + 1 knows that
 // every other rank has begun call n + 1, so that its call n, the last reader of the slot that call n + 2 writes, has
 // ended. For this the calls of a rank must follow each other on its stream, none of the kernels between them may end

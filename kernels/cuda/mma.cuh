@@ -1,4 +1,4 @@
-// What a warp does with tensor cores: tiles of 8 rows of 16 bytes from shared memory, and products of them, from sm_80
+// What a warp does with tensor cores: tiles of 8 rows of 16 bytes from shared memory, and matmuls of them, from sm_80
 // on.
 
 #define MINUS_INFINITY __int_as_float(0xff800000)  // -infinity

@@ -11,7 +11,7 @@ __device__ inline void mbarrier_init(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// What was written to shared memory, or read from it, comes before what TMA and asynchronous products do there.
+// What was written to shared memory, or read from it, comes before what TMA and asynchronous matmuls do there.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // After the last mbarrier_init(), before the barriers are used.
@@ -80,7 +80,7 @@ __device__ inline void mbarrier_arrive_at(Barrier* barrier, int rank) {
         : "memory");
 }
 
-// Only if so, without a branch: around one, ptxas would have asynchronous products wait for each other.
+// Only if so, without a branch: around one, ptxas would have asynchronous matmuls wait for each other.
 __device__ inline void mbarrier_arrive_at_if(bool arrives, Barrier* barrier, int rank) {
     asm volatile(
         "{ .reg .pred arrives; .reg .b32 there; setp.ne.b32 arrives, %2, 0; mapa.shared::cluster.u32 there, %0, %1; "

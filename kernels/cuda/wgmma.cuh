@@ -1,4 +1,4 @@
-// Hopper's asynchronous tensor-core products, whose operands lie in shared memory in boxes of 64 elements with
+// Hopper's asynchronous tensor-core matmuls, whose operands lie in shared memory in boxes of 64 elements with
 // TMA's 128-byte swizzle (PTX ISA, Asynchronous Warpgroup Level Matrix Multiply-Accumulate). Four warps do each of
 // them.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -10,9 +10,9 @@ __device__ inline unsigned long long smem_descriptor(unsigned start, int apart) 
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most N of the groups of products are under way.
+// Until at most N of the groups of matmuls are under way.
 template <int N> __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-// Registers that products under way read or write must not be moved past here.
+// Registers that matmuls under way read or write must not be moved past here.
 template <int N> __device__ inline void fence_registers(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");

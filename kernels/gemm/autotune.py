@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's algorithms products of many rows take: measured once per node, beside what torch takes.
+"""Which of cuBLASLt's algorithms GEMMs of many rows take: measured once per node, beside what torch takes.
 
 It takes about four seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
 later starts compute the same bits, and wait for nothing.
@@ -44,7 +44,7 @@ class TuneRequest(NamedTuple):
     peers: SymmetricMemory | None = None  # over whose ranks they are spread
 
 
-def tune(products: Iterable[TuneRequest]) -> str:
+def tune(gemms: Iterable[TuneRequest]) -> str:
     """Choose on the current device and stream for these weights and numbers of their rows; a line for the log.
 
     Weights of equal sizes are measured by turns, as they come from memory in a model.
@@ -52,7 +52,7 @@ def tune(products: Iterable[TuneRequest]) -> str:
     weights: dict[GemmShape, list[Tensor]] = {}
     counts: dict[GemmShape, set[int]] = {}
     targets: dict[GemmShape, SymmetricMemory | None] = {}
-    for weight, rows, peers in products:
+    for weight, rows, peers in gemms:
         if weight.dtype in TYPES and plain(weight):
             sizes = gemm_reduce_scatter.sizes(weight, peers) if peers else GemmShape(weight.dtype, *weight.shape)
             weights.setdefault(sizes, []).append(weight)
@@ -66,7 +66,7 @@ def tune(products: Iterable[TuneRequest]) -> str:
     try:
         library = Library()
     except OSError as error:
-        return f"products of many rows take torch's algorithms: {error}"
+        return f"GEMMs of many rows take torch's algorithms: {error}"
     started = time.monotonic()
 
     def measure() -> list[list[Algo]]:
@@ -80,7 +80,7 @@ def tune(products: Iterable[TuneRequest]) -> str:
     plain_ones = [choice for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes] for choice in row]
     how = f"{'read from this node' if kept else 'measured'} in {time.monotonic() - started:.1f} s"
     return (
-        f"{sum(map(bool, plain_ones))} of {len(plain_ones)} products of many rows take another algorithm than torch's, "
+        f"{sum(map(bool, plain_ones))} of {len(plain_ones)} GEMMs of many rows take another algorithm than torch's, "
         f"{how}"
     )
 
@@ -107,7 +107,7 @@ class Benchmark:
     def __init__(
         self, library: Library, sizes: GemmShape, weights: list[Tensor], most: int, peers: SymmetricMemory | None
     ):
-        """most: rows. peers: products are spread over their ranks, which torch has no way to do."""
+        """most: rows. peers: GEMMs are spread over their ranks, which torch has no way to do."""
         weight, *_ = weights
         self._library, self._sizes, self._peers = library, sizes, peers
         self._turns = itertools.cycle(weights)
@@ -174,15 +174,15 @@ def fastest(times: Callable[[list[Algo]], list[float]], ways: list[Algo]) -> Alg
 def about(library: Library, wanted: list[tuple[GemmShape, list[int]]]) -> list[Any]:
     """All that a choice depends on, as JSON has it."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    products = [[str(sizes.dtype), *sizes[1:], counts] for sizes, counts in wanted]
-    return [METHOD, gpu.name, gpu.multi_processor_count, library.version, products]
+    gemms = [[str(sizes.dtype), *sizes[1:], counts] for sizes, counts in wanted]
+    return [METHOD, gpu.name, gpu.multi_processor_count, library.version, gemms]
 
 
 def remembered(about: list[Any], measure: Callable[[], list[list[Algo]]]) -> tuple[list[list[Algo]], bool]:
-    """The choices for each of about's products, and whether this node had them. Of several ranks one measures."""
+    """The choices for each of about's GEMMs, and whether this node had them. Of several ranks one measures."""
     folder = jit.cache_folder()
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-    file = folder / f"products-{key}.json"
+    file = folder / f"gemms-{key}.json"
     with jit.locked(folder / f"{key}.lock"):
         if (found := _read(file, about)) is not None:
             return found, True
@@ -198,7 +198,7 @@ def _read(file: Path, about: list[Any]) -> list[list[Algo]] | None:
     try:
         kept = json.loads(file.read_text())
         found = [[None if way is None else bytes.fromhex(way) for way in row] for row in kept["choices"]]
-        whole = kept["about"] == about and [len(row) for row in found] == [len(product[-1]) for product in about[-1]]
+        whole = kept["about"] == about and [len(row) for row in found] == [len(gemm[-1]) for gemm in about[-1]]
     except (OSError, ValueError, TypeError, KeyError):
         return None
     valid = all(way is None or len(way) == ALGORITHM for row in found for way in row)

@@ -1,4 +1,4 @@
-"""Products of many rows on GPUs by cuBLASLt, with the algorithms that were the fastest on this node.
+"""GEMMs of many rows on GPUs by cuBLASLt, with the algorithms that were the fastest on this node.
 
 torch takes the first algorithm that the library proposes for some sizes, which can be far from the best: on an H200,
 448 rows of bf16 with a weight of 28672 x 4096 take 269 us, and 153 with the second (2026-11-22). autotune.py measures
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-MOST = 8  # proposals for a product
+MOST = 8  # proposals for a GEMM
 WORKSPACE = 32 << 20  # bytes; as many as torch gives the library on Hopper
 ALIGNED = 256  # bytes; what the library supposes of addresses unless told otherwise
 
@@ -60,7 +60,7 @@ class _Proposal(ctypes.Structure):
 
 
 class GemmShape(NamedTuple):
-    """Of a weight, and of where its products go."""
+    """Of a weight, and of where its outputs go."""
 
     dtype: torch.dtype
     outputs: int
@@ -89,8 +89,8 @@ class Library:
         self._layout = functools.cache(self._make_layout)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._handle = self._create("cublasLtCreate")
-        self._product = self._create("cublasLtMatmulDescCreate", _COMPUTE_F32, _F32)
-        self._set("cublasLtMatmulDescSetAttribute", self._product, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
+        self._matmul = self._create("cublasLtMatmulDescCreate", _COMPUTE_F32, _F32)
+        self._set("cublasLtMatmulDescSetAttribute", self._matmul, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
         self._wishes = self._create("cublasLtMatmulPreferenceCreate")
         set_wish = "cublasLtMatmulPreferenceSetAttribute"
         self._set(set_wish, self._wishes, _MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE))
@@ -101,7 +101,7 @@ class Library:
         layouts = self._layouts(sizes, rows)
         found, count = (_Proposal * MOST)(), _INT()
         status = self._lib.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, self._product, *layouts, layouts[-1], self._wishes, MOST, found, ctypes.byref(count)
+            self._handle, self._matmul, *layouts, layouts[-1], self._wishes, MOST, found, ctypes.byref(count)
         )
         if status:  # there is none
             return []
@@ -111,7 +111,7 @@ class Library:
         """To address y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses."""
         stream = torch.cuda.current_stream().cuda_stream
         status = self._lib.cublasLtMatmul(
-            self._handle, self._product,
+            self._handle, self._matmul,
             ctypes.byref(self._one), weight.data_ptr(), plan.of_weight, x.data_ptr(), plan.of_x,
             ctypes.byref(self._zero), y, plan.of_y, y, plan.of_y,
             plan.algorithm, workspace(x.device, stream).data_ptr(), WORKSPACE, stream,
@@ -209,5 +209,5 @@ def _check(status: int, function: str) -> None:
 
 @functools.cache
 def workspace(device: torch.device, stream: int) -> Tensor:
-    """[WORKSPACE] bytes. Of one stream, as products that run at once must not share them. Graphs keep their address."""
+    """[WORKSPACE] bytes. Of one stream, as GEMMs that run at once must not share them. Graphs keep their address."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)

@@ -1,11 +1,11 @@
 """Products whose sum over a tensor group is wanted: parts of the outputs go straight to the ranks that add them up.
 
-A rank adds up one share of the outputs' columns. The product writes every other rank's share into that one's memory,
-over the wire while it still multiplies, as one strided product over all ranks' regions; a kernel adds up what has come
+A rank adds up one share of the outputs' columns. The GEMM writes every other rank's share into that one's memory,
+over the wire while it still multiplies, as one strided GEMM over all ranks' regions; a kernel adds up what has come
 and fetches the other shares' sums. That hides most of a sum's first half, after Flux (Chang et al. 2024, arXiv
 2406.06858).
 
-Four H200 (2026-11-22), rows of 8192, us in a CUDA graph, a product and its sum with the norm, one after the other and
+Four H200 (2026-11-22), rows of 8192, us in a CUDA graph, a GEMM and its sum with the norm, one after the other and
 so: 7168 inputs, 192 rows 67.2 and 59.2, 256 76.7 and 71.6, 384 105.7 and 99.4, 512 137.1 and 127.6; 2048 inputs, 256
 rows 48.0 and 42.9, 512 79.0 and 72.8. Up to allreduce.SENT bytes sums are sent, which is as fast or faster.
 """
@@ -20,7 +20,7 @@ from .cublaslt import ALIGNED, GemmShape, in_use, plain
 
 
 def sizes(weight: Tensor, peers: SymmetricMemory) -> GemmShape:
-    """Of products that are spread over these ranks."""
+    """Of GEMMs that are spread over these ranks."""
     outputs, inputs = weight.shape
     return GemmShape(weight.dtype, outputs, inputs, peers.size, peers.stride // weight.element_size())
 
@@ -32,7 +32,7 @@ def address(rows: int, weight: Tensor, peers: SymmetricMemory) -> int:
 
 
 def supports(rows: int, weight: Tensor, peers: SymmetricMemory) -> bool:
-    """Whether so many rows' products are spread: they fit, aligned, and are not summed faster otherwise.
+    """Whether so many rows' GEMMs are spread: they fit, aligned, and are not summed faster otherwise.
 
     The borders were measured on four H200 alone.
     """

@@ -1,7 +1,7 @@
 """The one place where activations meet a weight matrix in full precision.
 
 On CPUs, weights stay as they are where there are C++ kernels (cpu_gemm.py); without, f32 matrices are kept in oneDNN's
-blocked layout. Measured on a core of an EPYC with AVX-512, another one busy (2026-11-23), the products of 12 layers of
+blocked layout. Measured on a core of an EPYC with AVX-512, another one busy (2026-11-23), the GEMMs of 12 layers of
 3.1 M elements and of a head of 12 M, from memory: 1, 4, 16 and 48 rows take 10.2, 13.2, 27 and 62 ms in C++, 17.9,
 14.3, 24 and 54 packed, 18.4, 28, 42 and 93 by torch as they are; in bf16 7.2, 6.5, 14 and 34 in C++, 17, 16, 30 and 36
 by torch.
@@ -17,8 +17,8 @@ from ..activation.activation import gated_activation
 from ..cpp import ops
 from . import cpu_gemm, cublaslt, skinny, swiglu_gemm
 
-PACK_FROM = 1 << 16  # elements; a packed product costs 10 us more to start, which smaller matrices do not win back
-ADD_FROM = 1024  # rows of a product that adds itself to the residual stream
+PACK_FROM = 1 << 16  # elements; a packed GEMM costs 10 us more to start, which smaller matrices do not win back
+ADD_FROM = 1024  # rows of a GEMM that adds itself to the residual stream
 ROWS_HINT = 16  # rows that the layout is chosen for; this one is the fastest, or nearly, from 1 to 256
 
 
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def accumulates(x: Tensor, weight: Tensor, stream: Tensor) -> bool:
-    """Whether the product of x [T, I] and weight [O, I] adds itself to stream [T, O] faster than the norm that follows.
+    """Whether the GEMM of x [T, I] and weight [O, I] adds itself to stream [T, O] faster than the norm that follows.
 
     Of 8192 rows on an H200 with the norm (2026-11-22), 4096 and 14336 inputs: 449 and 1439 us instead of 466 and 1453;
     of 512 rows 51 and 97 instead of 37 and 99.

@@ -32,7 +32,7 @@ MOST_STAGES = 16
 
 
 class TileConfig(NamedTuple):
-    """How pipelined_gemm.cu cuts a product."""
+    """How pipelined_gemm.cu cuts a GEMM."""
 
     outputs: int  # of a tile
     inputs: int  # of a chunk

@@ -1,4 +1,4 @@
-"""A feed-forward layer's first half for thousands of rows on Hopper: two products and what joins them in one kernel."""
+"""A feed-forward layer's first half for thousands of rows on Hopper: two GEMMs and what joins them in one kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .. import jit
 from ..activation.activation import ACTIVATIONS
 from ..device import device_caps
 
-FROM = 1024  # rows; of fewer the library's product and an activation are the faster ones
+FROM = 1024  # rows; of fewer the library's GEMM and an activation are the faster ones
 MOST_INPUTS = 4096  # of 8192 they are as fast, too, as a tile's sums take so long that its end counts less
 OUTPUTS, INPUTS = 128, 64  # of a block's tile, of a chunk
 ROWS = 128

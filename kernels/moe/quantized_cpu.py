@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from ..quantized import q8_0_cpu, super_blocks_cpu
+from ..quantized import e4m3_cpu, q8_0_cpu, super_blocks_cpu
 from ..quantized.stack import Stack
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 SOURCE = "experts_cpu"
 MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
-KERNELS = {q8_0_cpu.Packed: q8_0_cpu, super_blocks_cpu.Packed: super_blocks_cpu}  # packed form → who multiplies it
+# packed form → who multiplies it
+KERNELS: dict[type, ModuleType] = {
+    q8_0_cpu.Packed: q8_0_cpu, super_blocks_cpu.Packed: super_blocks_cpu, e4m3_cpu.Packed: e4m3_cpu,
+}  # fmt: skip
 
 
 def supports(x: Tensor, ids: Tensor, w13: object, w2: object) -> bool:

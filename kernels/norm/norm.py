@@ -24,7 +24,7 @@ def add_rms_norm(
     """The norm of x + residual, and that sum. x and residual [T, H] may be overwritten.
 
     What is normalised is the sum rounded to x's dtype: a pipeline stage that gets the rounded sum from its
-    predecessor computes the same as a model that was not cut there, but for a norm's last bit where a product makes it
+    predecessor computes the same as a model that was not cut there, but for a norm's last bit where a GEMM makes it
     (skinny.normed_linear). other: is added to x before, and that rounded.
     """
     if x.is_cuda:

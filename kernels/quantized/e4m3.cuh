@@ -52,7 +52,7 @@ template <> __device__ inline unsigned element_pair<bf16>(unsigned word) {
     return multiply_pairs<bf16>((word & 0x00800080) << 8 | (word & 0x007f007f) << 4, 0x7b807b80);  // 2^120
 }
 
-// Codes of inputs 16 step to 16 step + 15, as the first operand of a product.
+// Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
 template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -61,7 +61,7 @@ template <class E> __device__ inline void codes(const Piece& piece, int step, un
     }
 }
 
-// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a product.
+// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
     const float2 by = scales(piece, step);
     codes<E>(piece, step, a);

@@ -57,3 +57,6 @@ def kept_bits(inputs: int, device: torch.device) -> float:
 def pack(codes: Tensor, scales: Tensor) -> floats.Packed:
     """What `linear` likes best on their device."""
     return floats.pack_linear(floats.pack(codes, scales))
+
+
+FORMS = (pack, floats.pack)  # of a stack's weights: CPUs do not take those with NaN as others

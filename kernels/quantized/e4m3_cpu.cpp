@@ -7,11 +7,19 @@
 
 #include "op.h"
 #include "simd.h"
+#include "experts.h"
 
 struct Linear {
     const void *x, *codes, *scales, *bias;  // x: f32; bias: null where there is none
     void* y;
     int64_t rows, inputs, outputs, pitch, unit;  // pitch: elements from row to row of x; unit: inputs of a scale
+};
+
+// The weights of several experts, one after the other, each with rows of x of its own.
+struct Experts {
+    const void *x, *codes, *scales, *bias, *ends;  // bias [experts, outputs]; ends: as each_block has it
+    void* y;
+    int64_t experts, inputs, outputs, pitch, unit;
 };
 
 struct Widen {
@@ -109,17 +117,28 @@ template <int R, typename T> INLINE void outputs(const Linear& a, int64_t m, int
         }
 }
 
+// Block i of outputs for rows m and on; `at`: which block of all weights that is.
+template <typename T> INLINE void rows(const Linear& a, int64_t m, int64_t i, int64_t at) {
+    const uint8_t* w = (const uint8_t*)a.codes + at * a.inputs * BLOCK;
+    const float* by = (const float*)a.scales + at * (a.inputs / a.unit) * BLOCK;
+    for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, T>(a, m, i * BLOCK, w, by);
+    for (; ROWS > 4 && m + 4 <= a.rows; m += 4) outputs<4, T>(a, m, i * BLOCK, w, by);
+    for (; ROWS > 2 && m + 2 <= a.rows; m += 2) outputs<2, T>(a, m, i * BLOCK, w, by);
+    for (; m < a.rows; m++) outputs<1, T>(a, m, i * BLOCK, w, by);
+}
+
 template <typename T> void linear(const Linear& a, int part, int parts) {
     Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
-    for (int64_t i = share.first; i < share.last; i++) {
-        const uint8_t* w = (const uint8_t*)a.codes + i * a.inputs * BLOCK;
-        const float* by = (const float*)a.scales + i * (a.inputs / a.unit) * BLOCK;
-        int64_t m = 0;
-        for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, T>(a, m, i * BLOCK, w, by);
-        for (; ROWS > 4 && m + 4 <= a.rows; m += 4) outputs<4, T>(a, m, i * BLOCK, w, by);
-        for (; ROWS > 2 && m + 2 <= a.rows; m += 2) outputs<2, T>(a, m, i * BLOCK, w, by);
-        for (; m < a.rows; m++) outputs<1, T>(a, m, i * BLOCK, w, by);
-    }
+    for (int64_t i = share.first; i < share.last; i++) rows<T>(a, 0, i, i);
+}
+
+template <typename T> void experts(const Experts& a, int part, int parts) {
+    const int64_t blocks = (a.outputs + BLOCK - 1) / BLOCK;
+    each_block((const int32_t*)a.ends, a.experts, blocks, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
+        const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
+        const Linear of = {a.x, a.codes, a.scales, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.unit};
+        rows<T>(of, m, i, e * blocks + i);
+    });
 }
 
 void widen_rows(const Widen& a, int part, int parts) {
@@ -175,6 +194,8 @@ template <typename T> void encode(const Encode& a, int part, int parts) {
 OP(e4m3_encode_f32, encode<float>, Encode)
 OP(e4m3_encode_bf16, encode<bf16>, Encode)
 OP(e4m3_widen, widen_rows, Widen)
+OP(e4m3_experts_f32, experts<float>, Experts)
+OP(e4m3_experts_bf16, experts<bf16>, Experts)
 OP(e4m3_linear_f32, linear<float>, Linear)
 OP(e4m3_linear_bf16, linear<bf16>, Linear)
 OP(e4m3_dequantize_f32, dequantize<float>, Dequantize)

@@ -67,15 +67,28 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """[T, O], where it supports; sums are f32."""
     rows, (inputs, outputs) = len(x), (packed.inputs, packed.outputs)
     y = x.new_empty(rows, outputs)
-    calls = []
-    if x.dtype == torch.float32:
-        wide, pitch = x, x.stride(0)
-    else:
-        wide, pitch = x.new_empty(rows, inputs, dtype=torch.float32), inputs
-        calls.append((ops.op(SOURCE, "e4m3_widen"), (x, wide, rows, inputs, x.stride(0))))
-    of_weight = (packed.codes, packed.scales, bias, y, rows, inputs, outputs, pitch, packed.unit)
+    wide, calls = _widened(x)
+    of_weight = (packed.codes, packed.scales, bias, y, rows, inputs, outputs, wide.stride(0), packed.unit)
     ops.run(*calls, (ops.typed(SOURCE, "e4m3_linear", x.dtype), (wide, *of_weight)))
     return y
+
+
+def _widened(x: Tensor) -> tuple[Tensor, ops.Calls]:
+    """x in f32, and the operations that make it that."""
+    if x.dtype == torch.float32:
+        return x, ()
+    wide = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return wide, ((ops.op(SOURCE, "e4m3_widen"), (x, wide, len(x), x.shape[1], x.stride(0))),)
+
+
+def experts(
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor
+) -> ops.Calls:
+    """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `q8_0_cpu.experts` does."""
+    wide, calls = _widened(x)
+    count, outputs = sizes
+    of = wide, stack.codes, stack.scales, bias, ends, y, count, stack.inputs, outputs, wide.stride(0), stack.unit
+    return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))
 
 
 def dequantize(packed: Packed, dtype: torch.dtype, first: int, last: int) -> Tensor:

@@ -90,7 +90,7 @@ def dequantize_kernel(w, scales, y, SIZE: tl.constexpr, SPAN: tl.constexpr, KIND
 
 
 def supports(x: Tensor, packed: Floats, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes these and is faster than `dequantize` and a product."""
+    """Whether `linear` takes these and is faster than `dequantize` and a GEMM."""
     few = 0 < len(x) <= MOST_ROWS and x.element_size() == 2
     return few and packed.codes.numel() > 0 and (bias is None or bias.dtype == x.dtype)
 

@@ -77,7 +77,7 @@ template <> __device__ inline unsigned widen<bf16>(unsigned word, int i) {
 __device__ inline unsigned minus(f16) { return 0xe4; }
 __device__ inline unsigned minus(bf16) { return 0xc3; }
 
-// Codes less their zero points, exactly, of inputs 16 step to 16 step + 15, as the first operand of a product.
+// Codes less their zero points, exactly, of inputs 16 step to 16 step + 15, as the first operand of a matmul.
 template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++)

@@ -33,7 +33,6 @@ RUN = 4  # pieces that a warp of dequantize.cu takes
 WGMMA_ROWS = range(33, 257)  # that quantized_wgmma.cu takes, on Hopper
 WGMMA_TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 WGMMA_LENGTHS = (128, 64)
-MOST_BYTES_OF_FOUR = 576  # of a piece that four warpgroups have registers for beside sums of 128 rows
 LEAST_WGMMA_STAGES = 3
 CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
 
@@ -65,7 +64,7 @@ class Packed(NamedTuple):
 
 
 class GemvConfig(NamedTuple):
-    """How quantized_gemv.cu shares out a product."""
+    """How quantized_gemv.cu shares out a GEMV."""
 
     strips: int  # of a block
     ahead: int  # pieces of each that a warp has under way
@@ -73,14 +72,14 @@ class GemvConfig(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """How quantized_gemm.cu cuts a product."""
+    """How quantized_gemm.cu cuts a GEMM."""
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
 
 
 class WgmmaConfig(NamedTuple):
-    """How quantized_wgmma.cu cuts a product."""
+    """How quantized_wgmma.cu cuts a GEMM."""
 
     outputs: int  # of a tile
     rows: int  # of a tile, at most
@@ -97,7 +96,7 @@ Way = GemvConfig | TileConfig | WgmmaConfig
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a product."""
+    """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a GEMM."""
     if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     if bias is not None and bias.dtype != x.dtype:
@@ -134,7 +133,7 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
 def variants(
     rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
-    """What the product of so many rows, each, is compiled as; nothing of a weight that is not in pieces."""
+    """What the GEMM of so many rows, each, is compiled as; nothing of a weight that is not in pieces."""
     if not isinstance(packed, Packed):
         return
     for n in rows:
@@ -148,7 +147,7 @@ def variants(
 
 
 def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Way | None, str]:
-    """How the product is computed, and the gate if that takes it: not where its halves share a strip."""
+    """How the GEMM is computed, and the gate if that takes it: not where its halves share a strip."""
     sizes = packed.outputs, packed.inputs, packed.layout
     if gate and packed.outputs % (2 * STRIP) == 0:
         way = choose(rows, *sizes, True, found)
@@ -221,7 +220,7 @@ def _wgmma_time(rows: int, outputs: int, inputs: int, layout: Layout, cut: Wgmma
 def wgmma_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[WgmmaConfig]:
     """All that `wgmma` takes for these sizes."""
     for outputs, height in WGMMA_TILES:
-        if height >= 2 * rows or (outputs * height == 256 * 128 and layout.bytes > MOST_BYTES_OF_FOUR):
+        if height >= 2 * rows:
             continue
         for split, share in CLUSTERS:
             for length in WGMMA_LENGTHS:

@@ -43,13 +43,13 @@ __device__ inline Piece shared_piece(unsigned from, int lane) {
 __device__ inline float2 scales(const Piece& piece, int step) { return unpack<f16>(piece.scales); }
 __device__ inline float2 minima(const Piece&, int) { return {}; }
 
-// Codes of inputs 16 step to 16 step + 15, as the first operand of a product.
+// Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
 template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
     centred_bytes<E>(piece.words[2 * step], a[0], a[2]);
     centred_bytes<E>(piece.words[2 * step + 1], a[1], a[3]);
 }
 
-// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a product.
+// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
     const float2 by = scales(piece, step);
 #pragma unroll

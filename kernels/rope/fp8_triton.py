@@ -64,6 +64,35 @@ def gather_kernel(
     tl.store(out + token * out_row + dims, widen(x, by, out.dtype.element_ty), mask=dims < WIDTH)
 
 
+@triton.jit
+def blocks_kernel(
+    codes, scales, blocks, out, SIZE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """One block's tokens of one head."""
+    to, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    block = tl.load(blocks + to).to(tl.int64)
+    tokens, dims = tl.arange(0, TOKENS), tl.arange(0, PADDED)
+    mask = (tokens < SIZE)[:, None] & (dims < DIM)[None, :]
+    rows = (tokens * HEADS + head)[:, None] * DIM + dims[None, :]
+    by = scales_at(scales, block * SIZE + tokens, head, PART, tokens < SIZE, HEADS, SIZE)
+    x = tl.load(codes + block * SIZE * HEADS * DIM + rows, mask=mask, other=0)
+    tl.store(out + to * SIZE * HEADS * DIM + rows, widen(x, by[:, None], out.dtype.element_ty), mask=mask)
+
+
+def gather_blocks(codes: Tensor, scales: Tensor, part: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """These blocks [n] int32 of keys (part 0) or values as numbers: [n, block_size, kv_heads, dim]. What no token has
+    been written to may be anything."""
+    size, heads, dim = codes.shape[1:]
+    out = torch.empty(len(blocks), size, heads, dim, dtype=dtype, device=codes.device)
+    if len(blocks):
+        blocks_kernel[len(blocks), heads](
+            codes.view(torch.uint8), scales, blocks, out, size, triton.next_power_of_2(size), heads, dim,
+            triton.next_power_of_2(dim), part, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
 def gather_latents(cache: Tensor, scales: Tensor, slots: Tensor, latent: int, dtype: torch.dtype) -> Tensor:
     """fp8_cache.gather_latents."""
     out = torch.empty(len(slots), cache.shape[2], dtype=dtype, device=cache.device)

@@ -16,18 +16,19 @@ THREADS = 128
 class DecodeInputs(NamedTuple):
     """Of up to `most` sequences of one token each, always at the same place."""
 
-    ids: Tensor  # [most] int64, as positions and slots
+    ids: Tensor  # [most] int64, as positions, slots and rows
     positions: Tensor
     slots: Tensor
+    rows: Tensor
     lengths: Tensor  # [most] int32
     tables: Tensor  # [most, width] int32
 
 
 def empty(most: int, width: int, device: torch.device) -> DecodeInputs:
-    long = torch.zeros(3, most, dtype=torch.int64, device=device)
+    long = torch.zeros(4, most, dtype=torch.int64, device=device)
     lengths = torch.zeros(most, dtype=torch.int32, device=device)
     tables = torch.zeros(most, width, dtype=torch.int32, device=device)
-    return DecodeInputs(long[0], long[1], long[2], lengths, tables)
+    return DecodeInputs(long[0], long[1], long[2], long[3], lengths, tables)
 
 
 def decode_inputs(sent: Tensor, table: Tensor, last: Tensor, inputs: DecodeInputs, size: int, block_size: int) -> None:
@@ -51,6 +52,6 @@ def decode_inputs_reference(
         inputs.ids[b] = last[row] if given < 0 else given
         inputs.positions[b] = position
         inputs.slots[b] = table[row, position // block_size].long() * block_size + position % block_size
-        inputs.lengths[b] = position + 1
-    for x, value in zip(inputs[:4], (-1, 0, -1, 0), strict=True):  # ids, positions, slots, lengths
+        inputs.rows[b], inputs.lengths[b] = row, position + 1
+    for x, value in zip(inputs[:5], (-1, 0, -1, -1, 0), strict=True):  # ids, positions, slots, rows, lengths
         x[n:size] = value

@@ -167,7 +167,7 @@ class _Line:
     def _positionals(self, words: list[str]) -> None:
         for word in words:
             if not self._places:
-                raise UsageError(f"unexpected argument {word!r}", everywhere=True)
+                raise UsageError(f"unexpected argument {word!r}; --help shows what there is", everywhere=True)
             if free := next((spec for spec in self._places if spec.name not in self.found), None):
                 self.found[free.name] = (_command_line(free.flag.metavar), word)
             elif word in ARCHITECTURES:

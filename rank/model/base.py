@@ -35,6 +35,8 @@ TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), 
 # Keys of config.json that count tokens, layers or groups, of which there are some wherever the key is given.
 POSITIVE = (
     "sliding_window", "sliding_window_pattern", "decoder_sparse_step", "moe_layer_freq", "n_group", "topk_group",
+    "full_attention_interval", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 
 
@@ -292,7 +294,8 @@ class Model(nn.Module):
                 down = self._expert_sources(f"{path}.down_proj", layer.down_proj, stored)
                 layer.build(up, down, format_of)
             elif isinstance(layer, ShardedModule) and not layer.sources:
-                layer.sources = (Source(path),)
+                several = len(layer.outputs) > 1
+                layer.sources = tuple(self._merged_sources(path, layer.outputs)) if several else (Source(path),)
         if self.tied and self.lm_head and self.model.embed_tokens:
             self.lm_head.tie(self.model.embed_tokens)
 

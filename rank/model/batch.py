@@ -23,6 +23,7 @@ class Batch:
     slots: Tensor  # [T] int64: block * block_size + offset in the cache
     block_tables: Tensor  # [B, most blocks] int32; unused entries are 0
     lengths: Tensor  # [B] int32: tokens in the cache after this step
+    rows: Tensor  # [B] int64: each sequence's entry in caches of whole sequences; -1 fills a captured step up
     query_starts: Tensor  # [B + 1] int32: sequence i has tokens query_starts[i]:query_starts[i + 1]
     sample_at: Tensor  # [S] int64: indices into T of the tokens whose logits are needed
     num_decodes: int

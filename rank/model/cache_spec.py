@@ -1,8 +1,8 @@
 """What a layer keeps of its sequences from step to step. rank/worker/kv_cache.py makes room for it.
 
-A kind of cache is a class here that lists the tensors of a block; the layer that asks for it gets them in that order.
-Keys and values are two, a latent is one. What a layer keeps of a sequence as a whole, such as a recurrent state, is no
-block's: it would be a second method, for tensors with an entry for each row.
+A kind of cache is a class here that lists the tensors of a block, and those of a sequence as a whole; the layer that
+asks for it gets them in that order. Keys and values are two of a block, a latent is one, a recurrent state is of a
+sequence: it has an entry for each row of rank/worker/state.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ...kernels.rope.fp8_cache import E4M3
 
-Caches = list[tuple[Any, ...]]  # of each local layer: the tensors of its spec, [blocks, ...] each
+Caches = list[tuple[Any, ...]]  # of each local layer: the tensors of its spec, [blocks, ...] or [rows, ...] each
 
 
 class TensorSpec(NamedTuple):
@@ -33,6 +33,10 @@ class CacheSpec(Protocol):
         """The tensors of a block of so many tokens. dtype: of what is kept, the model's or e4m3, which has scales
         (kernels/rope/fp8_cache.py)."""
 
+    def row(self) -> tuple[TensorSpec, ...]:
+        """The tensors of a sequence. Whoever writes them starts anew where a sequence's first token has position 0: a
+        row's tensors are not cleared between two sequences."""
+
 
 class PagedKV(NamedTuple):
     """Keys and values of every token (Kwon et al. 2023, arXiv 2309.06180), of this rank's key heads."""
@@ -47,6 +51,9 @@ class PagedKV(NamedTuple):
         kept = (TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
         return *kept, *_scales(self.kv_heads, tokens, dtype)
 
+    def row(self) -> tuple[TensorSpec, ...]:
+        return ()
+
 
 class PagedLatent(NamedTuple):
     """What multi-head latent attention keeps of every token (arXiv 2405.04434), on each rank of a tensor group alike:
@@ -58,6 +65,9 @@ class PagedLatent(NamedTuple):
         """[tokens, width]; for e4m3 [1, 2, tokens]."""
         return TensorSpec((tokens, self.width), dtype), *_scales(1, tokens, dtype)
 
+    def row(self) -> tuple[TensorSpec, ...]:
+        return ()
+
 
 def _scales(heads: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
     return (TensorSpec((heads, 2, tokens), torch.uint8),) if dtype == E4M3 else ()
@@ -68,5 +78,29 @@ def cache_dtype(chosen: str, dtype: torch.dtype) -> torch.dtype:
     return E4M3 if chosen == "fp8" else dtype
 
 
+class RecurrentState(NamedTuple):
+    """What a gated delta net keeps of a sequence (arXiv 2412.06464), of this rank's heads: the newest inputs of its
+    convolution, and a matrix from keys to values for each value head."""
+
+    columns: int  # tokens that the convolution looks back
+    channels: int
+    heads: int  # value heads
+    key_dim: int
+    value_dim: int
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        return ()
+
+    def row(self) -> tuple[TensorSpec, ...]:
+        """The convolution's inputs [columns, channels], and the state [heads, key_dim, value_dim]. Both are f32: errors
+        of a recurrence add up, and the inputs are few."""
+        shapes = (self.columns, self.channels), (self.heads, self.key_dim, self.value_dim)
+        return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
+
+
 def block_bytes(spec: CacheSpec, tokens: int, dtype: torch.dtype) -> int:
     return sum(tensor.nbytes for tensor in spec.block(tokens, dtype))
+
+
+def row_bytes(spec: CacheSpec) -> int:
+    return sum(tensor.nbytes for tensor in spec.row())

@@ -21,7 +21,8 @@ DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # Rope types whose factor extends the context beyond max_position_embeddings. Of the others, max_position_embeddings
 # is the extended length already (llama3), or they do not extend it.
 STRETCHING = ("linear", "dynamic")
-FULL, SLIDING = "full_attention", "sliding_attention"  # the types of layers, as config.json's layer_types has them
+# The types of layers, as config.json's layer_types has them.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Keys of a multimodal model that stand beside its text_config and hold for the text model.
 SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 

@@ -42,6 +42,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 HARMLESS = (
     "rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "masked_bias", "attn.bias", "act_fn.beta", "act_fn.eps",
 )  # fmt: skip
+FURTHER = "mtp."  # how names begin of Qwen's tensors that predict further tokens
 
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # config.json's keys for how many a layer has
 
@@ -342,10 +343,12 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     read |= {pattern.removesuffix(checkpoint.BLOCKS) + ".weight" for pattern in read}
     unread = [name for name in names if not name.endswith(harmless) and _layer(name) not in elsewhere]
     unread = [name for name in unread if _pattern(name) not in read or _layer(name) >= config.num_layers]
+    further = [name for name in unread if name.startswith(FURTHER)]
     if config.raw.get("num_nextn_predict_layers"):
-        if further := [name for name in unread if _layer(name) >= config.num_layers]:
-            log.info("layers that predict further tokens are left out: %d tensors", len(further))
-        unread = [name for name in unread if _layer(name) < config.num_layers]
+        further += [name for name in unread if _layer(name) >= config.num_layers]
+    if further:
+        log.info("layers that predict further tokens are left out: %d tensors", len(further))
+    unread = [name for name in unread if name not in set(further)]
     if left_out := [name for name in unread if name.startswith(model.LEFT_OUT)]:
         log.info("text alone is served: %d tensors of the model's other parts are left out", len(left_out))
     unread = [name for name in unread if not name.startswith(model.LEFT_OUT)]

@@ -21,10 +21,11 @@ from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
 from . import architectures
 from .base import Model
-from .cache_spec import block_bytes, cache_dtype
+from .cache_spec import block_bytes, cache_dtype, row_bytes
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
+from .layers.gated_delta_net import GatedDeltaNet
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
 from .layers.moe import Router
@@ -118,6 +119,7 @@ def rank_of(
         held = {
             "weights": weights(layer, dtype, device),
             "kv": block_bytes(spec, 1, cache_dtype(kv_dtype, dtype)),  # of one token
+            "state": row_bytes(spec),  # of one sequence
             "inner": widest(layer),
             "scores": scores(layer),
         }
@@ -183,8 +185,8 @@ def widest(layer: nn.Module) -> int:
     pairs = ((a, b) for a, b in itertools.pairwise(linears) if isinstance(b, RowParallel))
     plain = (sum(output.width for output in a.outputs) + b.inputs.width for a, b in pairs)
     experts = (3 * one.down_proj.inputs.width * one.top_k for one in layer.modules() if isinstance(one, FusedExperts))
-    latents = (one.inner for one in layer.modules() if isinstance(one, LatentAttention))
-    return max((*plain, *experts, *latents), default=0)
+    others = (one.inner for one in layer.modules() if isinstance(one, LatentAttention | GatedDeltaNet))
+    return max((*plain, *experts, *others), default=0)
 
 
 def visited(module: nn.Module) -> int:

@@ -118,8 +118,8 @@ MEANINGS = {
     "tool server of `--mcp-config` with this `server_label`, whose calls are made here (`allowed_tools`, "
     "`require_approval`)",
     "ResponsesRequest.max_tool_calls": "how many calls of tool servers are made; at most 64",
-    "ResponsesRequest.tool_choice": "`auto`, `none`, `required`, the name of a function or a custom tool, or "
-    "`allowed_tools`",
+    "ResponsesRequest.tool_choice": "`auto`, `none`, `required`, the name of a function or a custom tool, a tool "
+    "server (`mcp`) or one of its tools, or `allowed_tools`",
     "ResponsesRequest.reasoning": "`effort` is handed to the template, as `reasoning_effort`; `summary` is ignored",
     "text": "`format` of type `text`, `json_object` or `json_schema`, which the answer keeps to",
     "include": "only `reasoning.encrypted_content`, of which there is none",

@@ -106,11 +106,12 @@ class NamedTool(msgspec.Struct, omit_defaults=True):
 
 
 class ToolChoice(msgspec.Struct, omit_defaults=True):
-    """Of the kinds that OpenAI has: function, custom and allowed_tools."""
+    """Of the kinds that OpenAI has: function, custom, mcp and allowed_tools."""
 
     type: str | None = None
     mode: str | None = None
     name: str | None = None
+    server_label: str | None = None
     tools: list[NamedTool] | None = None
 
 
@@ -166,13 +167,12 @@ class ResponsesRequest(Sampled, kw_only=True):
         choice = self.tool_choice
         if choice is None or isinstance(choice, str):
             return
-        if choice.type in ("function", "custom") and choice.name:
+        if (choice.type in ("function", "custom") and choice.name) or (choice.type == "mcp" and choice.server_label):
             return
         if choice.type == "allowed_tools" and choice.mode in ("auto", "required"):
             return
-        expected = (
-            "auto, none, required, or an object of type function or custom (with a name) or allowed_tools (with a mode)"
-        )
+        kinds = "function or custom (with a name), mcp (with a server_label) or allowed_tools (with a mode)"
+        expected = f"auto, none, required, or an object of type {kinds}"
         raise bad("tool_choice", f"tool_choice is {show(choice)}: expected {expected}")
 
     def items(self) -> list[dict[str, Any]]:
@@ -188,7 +188,10 @@ class ResponsesRequest(Sampled, kw_only=True):
         entries = [mcp_tool(tool, "tools") for tool in self.tools or () if tool.get("type") == "mcp"]
         if not isinstance(self.tool_choice, ToolChoice):
             return entries
-        allowed = {tool.server_label for tool in self.tool_choice.tools or () if tool.type == "mcp"}
+        choice = self.tool_choice
+        allowed = {tool.server_label for tool in choice.tools or () if tool.type == "mcp"}
+        if choice.type == "mcp":
+            allowed = {choice.server_label}
         return [entry for entry in entries if entry.server_label in allowed]
 
     def chat(self, items: list[dict[str, Any]], more: list[dict[str, Any]] | None = None) -> ChatRequest:
@@ -231,6 +234,13 @@ def _tool_choice(choice: str | ToolChoice | None, more: list[dict[str, Any]]) ->
     """As chats have it. more: tools of the servers that it leaves."""
     if not isinstance(choice, ToolChoice):
         return choice
+    if choice.type == "mcp":
+        names = [tool["function"]["name"] for tool in more]
+        if choice.name is not None:  # before the servers are asked, a label stands for all tools of one
+            label = choice.server_label or ""
+            names = [name for name in names if name in (label, full_name(label, choice.name))]
+        tools = [_named("function", name) for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
     if choice.type != "allowed_tools":
         return _named(choice.type, choice.name)
     tools = [_named(tool.type, tool.name) for tool in choice.tools or () if tool.type != "mcp"]

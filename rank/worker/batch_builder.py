@@ -91,6 +91,7 @@ class _HostBatch:
             slots + positions % block_size,
             state.table[scheduled.rows, :most_blocks],
             self.lengths.astype(np.int32),
+            scheduled.rows,
             query_starts.astype(np.int32),
             (ends - 1)[scheduled.samples],
         ]
@@ -101,13 +102,14 @@ class _HostBatch:
 
     def batch(self, ids: Tensor, tensors: Iterator[Tensor], caches: Caches) -> Batch:
         """The batch on the device. Consumes the uploaded `arrays` from `tensors`."""
-        positions, slots, tables, lengths, query_starts, sample_at = itertools.islice(tensors, 6)
+        positions, slots, tables, lengths, rows, query_starts, sample_at = itertools.islice(tensors, 7)
         return Batch(
             ids=ids,
             positions=positions,
             slots=slots,
             block_tables=tables,
             lengths=lengths,
+            rows=rows,
             query_starts=query_starts,
             sample_at=sample_at,
             num_decodes=self.scheduled.num_decodes,

@@ -25,13 +25,14 @@ class DecodeBatch:
 
     def batch(self, size: int, kv_lens: list[int]) -> Batch:
         """The first `size` sequences. kv_lens: their lengths, by which kernels are chosen."""
-        ids, positions, slots, lengths, tables = self.inputs
+        ids, positions, slots, rows, lengths, tables = self.inputs
         return Batch(
             ids=ids[:size],
             positions=positions[:size],
             slots=slots[:size],
             block_tables=tables[:size],
             lengths=lengths[:size],
+            rows=rows[:size],
             query_starts=self._starts[: size + 1],
             sample_at=ids[:0],
             num_decodes=size,
@@ -45,11 +46,11 @@ class HostDecodeBatch(DecodeBatch):
     """Of a CPU, filled by numpy."""
 
     def fill(self, scheduled: ScheduledBatch) -> None:
-        ids, positions, slots, lengths, tables = (x.numpy() for x in self.inputs)
+        ids, positions, slots, rows, lengths, tables = (x.numpy() for x in self.inputs)
         n, row, starts, block_size = len(scheduled.rows), scheduled.rows, scheduled.starts, self.state.block_size
         given = given_ids(self.state, scheduled)
         np.copyto(ids[:n], np.where(given < 0, self.last.numpy()[row], given))
-        positions[:n] = starts
+        positions[:n], rows[:n] = starts, row
         block, offset = np.divmod(starts, block_size)
         slots[:n] = self.state.table[row, block].astype(np.int64) * block_size + offset
         lengths[:n] = starts + 1

@@ -68,6 +68,7 @@ class Limits(NamedTuple):
     max_model_len: int
     max_num_seqs: int
     token_budget: int  # of a step
+    prefix_cache: bool  # whether prompts may begin with blocks of others
     host_blocks: int = 0  # of the KV cache, in host memory
     least_swap: int = 1  # of these, what is copied back sooner than computed again
 
@@ -108,8 +109,9 @@ class Engine:
         peak = self._warm_up(sampler, budget, max_num_seqs, block_size)
         watch.begin("making room for the KV cache")
         blocks, max_model_len = self._size_cache(max_num_seqs, block_size, peak)
-        caches = self._allocate(blocks, block_size)
-        swap, least = self._host_tier(caches, block_size, budget, free[1])
+        caches = self._allocate(blocks, block_size, max_num_seqs)
+        shares = self._may_share()
+        swap, least = self._host_tier(caches, block_size, budget, free[1]) if shares else (None, 1)
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap)
@@ -117,7 +119,7 @@ class Engine:
         world.barrier()  # rank 0 says that it is ready, and speaks for all
         watch.started()
         host_blocks = len(swap.host) if swap is not None else 0
-        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget, host_blocks, least)
+        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget, shares, host_blocks, least)
 
     def unload(self) -> None:
         """Give all memory back that `load` took. The runner has finished: a plan said stop."""
@@ -240,11 +242,15 @@ class Engine:
         """
         options, place, model = self.options, self.place, self.model
         fraction = self._kv_fraction
-        block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in model.cache_specs())
+        specs = model.cache_specs()
+        block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
+        states = max_num_seqs * sum(map(cache_spec.row_bytes, specs))
         free = kv_cache.free_memory(place.device, place.ranks_here)
-        memory = options.mem * kv_cache.MIB or int(fraction * max(0, free - peak))
+        memory = kv_cache.less_states(
+            options.mem * kv_cache.MIB or int(fraction * max(0, free - peak)), states, max_num_seqs
+        )
         wanted = max_num_seqs * -(-model.max_model_len // block_size)
-        if options.mem:
+        if options.mem and block_bytes:
             wanted = memory // block_bytes
         blocks = kv_cache.num_blocks(place.world, block_bytes, wanted, memory)
         max_model_len = kv_cache.fit_length(blocks, block_size, model.max_model_len, bool(options.max_model_len))
@@ -253,14 +259,30 @@ class Engine:
             f"KV cache: {blocks * block_size} tokens in {blocks} blocks of {block_size}, "
             f"{blocks * block_bytes / kv_cache.MIB:.0f} MiB a rank ({why}); sequences of up to {max_model_len} tokens"
         )
+        if states:
+            self._say(f"recurrent states of {max_num_seqs} sequences: {states / kv_cache.MIB:.0f} MiB on this rank")
         return blocks, max_model_len
 
-    def _allocate(self, blocks: int, block_size: int) -> cache_spec.Caches:
-        """The KV cache of each local layer."""
+    def _may_share(self) -> bool:
+        """Whether prompts may begin with blocks of others: not where a layer keeps what is of a whole sequence, which
+        no block has. The same on all ranks."""
+        model = self.model
+        here = any(spec.row() for spec in model.cache_specs())
+        if not int(self.place.world.all_gather(torch.tensor([int(here)])).max()):
+            return self.options.prefix_cache
+        if self.options.prefix_cache:
+            unused = " (--kvcache-mem-cpu is not used)" if self.options.kvcache_mem_cpu else ""
+            self._say(f"no prefix cache: this model keeps a state of each sequence, which no block holds{unused}")
+        return False
+
+    def _allocate(self, blocks: int, block_size: int, rows: int = 0) -> cache_spec.Caches:
+        """The KV cache of each local layer, and what it keeps of each of so many sequences."""
         options, model = self.options, self.model
         now = f"--mem (now {options.mem})" if options.mem else f"--kv-fraction (now {self._kv_fraction:g})"
         with errors.memory_for(f"a KV cache of {blocks * block_size} tokens", f"Lower {now}, or use more ranks"):
-            return kv_cache.allocate(model.cache_specs(), blocks, block_size, self._cache_dtype, self.place.device)
+            return kv_cache.allocate(
+                model.cache_specs(), blocks, block_size, self._cache_dtype, self.place.device, rows
+            )
 
     def _host_tier(
         self, caches: cache_spec.Caches, block_size: int, budget: int, free_of_host: int

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import errors
 from ...comm.base import Comm
-from ..model.cache_spec import Caches, CacheSpec, TensorSpec
+from ..model.cache_spec import Caches, CacheSpec
 
 MIB = 1 << 20
 # The cache's default share of the free memory. On CPUs other processes need memory too. On GPUs free means after
@@ -57,8 +57,22 @@ def _cgroup_rooms(own: Path, mount: Path) -> list[int]:
 
 def num_blocks(world: Comm, block_bytes: int, wanted: int, memory: int) -> int:
     """Blocks that every rank can hold: as many as fit in the smallest `memory` of all ranks, at most `wanted`."""
-    mine = min(wanted, memory // block_bytes)
+    mine = min(wanted, memory // block_bytes) if block_bytes else wanted  # a stage may have states alone
     return int(world.all_gather(torch.tensor([mine])).min())
+
+
+def less_states(memory: int, states: int, rows: int) -> int:
+    """What is left of `memory` for blocks. states: bytes of what layers keep of `rows` sequences as a whole.
+
+    Raises FatalError where these do not fit.
+    """
+    if states and states >= memory:
+        raise errors.FatalError(
+            f"the recurrent states of {rows} sequences take {states / MIB:.0f} MiB a rank, of {memory / MIB:.0f} MiB "
+            "for caches: lower --max-num-seqs, raise --mem or --kv-fraction, or use more ranks",
+            errors.MEMORY,
+        )
+    return memory - states
 
 
 def check_host(memory: int, free: int) -> None:
@@ -89,24 +103,30 @@ def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -
 
 
 def allocate(
-    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0
 ) -> Caches:
-    """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block]. dtype: as of CacheSpec.block."""
-    return [_make(spec.block(block_size, dtype), blocks, device) for spec in specs]
+    """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block], then [rows, *shape of a row].
+    dtype: as of CacheSpec.block."""
+    return [_make(spec, blocks, rows, block_size, dtype, device) for spec in specs]
 
 
 def allocate_shared(
-    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0
 ) -> Caches:
     """As `allocate`, but layers of one shape share their tensors: for steps whose results nobody reads."""
-    kinds = [spec.block(block_size, dtype) for spec in specs]
-    made = {kind: _make(kind, blocks, device) for kind in dict.fromkeys(kinds)}
+    kinds = [(spec.block(block_size, dtype), spec.row()) for spec in specs]
+    of_kind = dict(zip(kinds, specs, strict=True))
+    made = {kind: _make(spec, blocks, rows, block_size, dtype, device) for kind, spec in of_kind.items()}
     return [made[kind] for kind in kinds]
 
 
-def _make(tensors: Sequence[TensorSpec], blocks: int, device: torch.device) -> tuple[Tensor, ...]:
+def _make(
+    spec: CacheSpec, blocks: int, rows: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
     make = _untouched if device.type == "cpu" else torch.zeros
-    return tuple(make((blocks, *one.shape), dtype=one.dtype, device=device) for one in tensors)
+    shapes = [((blocks, *one.shape), one.dtype) for one in spec.block(block_size, dtype)]
+    shapes += [((rows, *one.shape), one.dtype) for one in spec.row()]
+    return tuple(make(shape, dtype=kind, device=device) for shape, kind in shapes)
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -139,6 +139,6 @@ def _step(
     zeros = np.zeros(n, np.int64)
     work = ScheduledBatch(np.arange(n), zeros, np.array(counts), np.full(n, samples), zeros)
     last = torch.zeros(n, dtype=torch.int64, device=upload.device)
-    caches = kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, kept or model.dtype, upload.device)
+    caches = kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, kept or model.dtype, upload.device, n)
     (batch,), _ = build_batches(state, work, last, caches, upload, last_token_only=samples)
     return batch

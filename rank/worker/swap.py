@@ -74,7 +74,7 @@ class Swap:
         for some, there in lane.pieces(blocks, places):
             buffer, free = lane.next_buffer()
             step.wait_event(free)
-            at = torch.tensor(some, device=self.device)
+            at = torch.tensor(some).to(self.device, non_blocking=True)  # else the host would wait for the device
             for here, part in zip(buffer[: len(some)].split(self._widths, 1), self._parts, strict=True):
                 here.copy_(part.index_select(0, at))
             lane.stream.wait_stream(step)
@@ -102,7 +102,7 @@ class Swap:
                     row.copy_(self.host[place], non_blocking=True)
             self._note(lane.stream, there)
             step.wait_stream(lane.stream)
-            at = torch.tensor(some, device=self.device)
+            at = torch.tensor(some).to(self.device, non_blocking=True)  # else the host would wait for the device
             for here, part in zip(buffer[: len(some)].split(self._widths, 1), self._parts, strict=True):
                 part.index_copy_(0, at, here)
             free.record()

@@ -35,7 +35,7 @@ class ServingRank(ReloadingRank):
         asked = SimpleNamespace(**json.loads(Path(os.environ["REQUESTS"]).read_text()))
         scheduler = replica.scheduler
         assert scheduler.blocks.count > asked.blocks
-        scheduler.blocks = Blocks(asked.blocks, scheduler.blocks.size)
+        scheduler.blocks = Blocks(asked.blocks, scheduler.blocks.size, scheduler.blocks.prefix_cache)
         tokens = [
             [token for delta in deltas for token in delta.tokens]
             for deltas in answer(replica, asked.prompts, asked.count)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-SIDE = 2048  # of the matrices; 17 GFLOP a product
+SIDE = 2048  # of the matrices; 17 GFLOP a GEMM
 BYTES = 512 << 20  # read for the bandwidth: larger than caches are
 SECONDS = 1.5  # of each
 
@@ -27,7 +27,7 @@ def best(work: Callable[[], object], seconds: float = SECONDS) -> float:
 
 
 def measure(side: int = SIDE, size: int = BYTES, seconds: float = SECONDS) -> dict[str, float]:
-    """`gflops`: f32 matrix product; `gbps`: GB/s of reading memory as a product with one row does."""
+    """`gflops`: f32 GEMM; `gbps`: GB/s of reading memory as a GEMV does."""
     a, b = torch.randn(side, side), torch.randn(side, side)
     arithmetic = 2 * side**3 / best(lambda: a @ b, seconds) / 1e9
     rows = torch.ones(size // 4 // side, side)

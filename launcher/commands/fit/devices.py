@@ -1,7 +1,7 @@
 """What devices can do, for predictions: vendors' figures, scaled by the shares of them that were measured.
 
 Measured on H200 (2026-11-20 and 21): 4.52 of 4.8 TB/s, 680 of 989 TFLOP/s in bf16; an all-reduce of 64 MB over two GPUs
-moves 252 of NVLink's 450 GB/s. In steps of Llama 8B replayed as CUDA graphs a product of weights takes 3 to 7 us more
+moves 252 of NVLink's 450 GB/s. In steps of Llama 8B replayed as CUDA graphs a GEMM with weights takes 3 to 7 us more
 than its bytes (kernels' ramp up and down), a small kernel 2 to 4 us, by how many rows there are. Other GPUs are assumed
 to reach the same shares of their data sheets. CPUs: f32 on two cores with AVX-512; `phalanx doctor` measures this
 machine's and saves it for `fit`.
@@ -18,7 +18,7 @@ import msgspec
 
 GIB = 1 << 30
 STREAM = 0.94  # of a GPU's memory bandwidth that reading weights reaches
-MATRIX = 0.69  # of its FLOP/s that large products reach
+MATRIX = 0.69  # of its FLOP/s that large GEMMs reach
 NVLINK = 100  # GB/s: more is no PCIe
 WIRE = 0.56  # of its link's bandwidth that an all-reduce reaches
 
@@ -33,7 +33,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     flops_f32: float
     link: float  # bytes between devices of a host in an all-reduce, as nccl-tests' bus bandwidth counts
     latency: float = 17e-6  # of a small all-reduce
-    ramp: float = 3.5e-6  # that a product of weights takes beside reading them
+    ramp: float = 3.5e-6  # that a GEMM with weights takes beside reading them
     small: float = 2.5e-6  # of a kernel that does little
     runtime: float = 0.0  # bytes of driver, libraries and workspaces
     group: float = 0.0  # bytes more where several ranks talk
@@ -97,7 +97,7 @@ class CpuSpeed(msgspec.Struct, frozen=True):
 
     host: str
     cores: int
-    gflops: float  # f32 matrix product
+    gflops: float  # of f32 GEMMs
     gbps: float  # reading memory, GB/s
     all_reduce_us: float = 0.0  # of 16 KB between two ranks of the host; 0: not measured
     date: str = ""
@@ -123,7 +123,7 @@ def cpu(speed: CpuSpeed, ranks: int, memory: float, source: str) -> Device:
         flops_f32=speed.gflops * 1e9 / ranks,
         link=3.4e9,  # an Allreduce of 1 MB in shared memory takes 0.3 ms
         latency=(speed.all_reduce_us or TYPICAL.all_reduce_us) * 1e-6,
-        ramp=10e-6,  # of a packed product
+        ramp=10e-6,  # of a packed GEMM
         small=10e-6,
         runtime=0.35e9,  # of a process with torch
         cpu=True,

@@ -11,6 +11,7 @@ BLOCK = 16  # tokens; rank/worker/engine.py
 # The KV cache's share of what is free after loading, on GPUs less the largest step, by whether it is a CPU;
 # rank/worker/kv_cache.py
 FRACTION = {True: 0.4, False: 0.95}
+UNLIMITED = 1 << 40  # blocks of a stage without keys and values
 PER_LOGIT = 51  # bytes of the sampler's sort, probabilities and noise; 1601 MiB for 256 x 128256 on H200
 
 
@@ -51,6 +52,12 @@ class Stage:
     host: int  # bytes of experts in the host's memory
     rope: int  # bytes of the table of cosines and sines
     kv_token: int  # bytes of one token's keys and values
+    state: int = 0  # bytes of what is kept of one sequence as a whole
+
+    def blocks(self, room: float, rows: int) -> int:
+        """How many fit into `room` bytes beside the states of so many sequences."""
+        left = max(0.0, room - rows * self.state)
+        return int(left // (self.kv_token * BLOCK)) if self.kv_token else UNLIMITED * bool(left)
 
     @property
     def loaded(self) -> int:
@@ -66,7 +73,7 @@ class MemoryFit:
     runtime: float
     kv_room: int  # tokens that fit, in one copy of the model
     kv_tokens: int  # that a run takes: no more than its sequences can use
-    kv_bytes: int  # of these, on the rank with the most layers
+    kv_bytes: int  # of these and of states, on the rank with the most layers
     spare: float  # bytes left for activations on the fullest rank
     activations: float  # bytes that the largest step needs beside weights and cache
     problem: str = ""  # why it cannot run
@@ -89,7 +96,8 @@ def stages(shape: ModelShape, layout: Layout, context: int) -> tuple[Stage, ...]
                 weights[part.kind] += part.bytes * part.copies
         whole = {kind: round(size) for kind, size in weights.items()}
         kv = sum(layer.kv for layer in one.layers)
-        made.append(Stage(len(one.layers), whole, round(host), context * shape.ranks[layout.tp].rope, kv))
+        state = sum(layer.state for layer in one.layers)
+        made.append(Stage(len(one.layers), whole, round(host), context * shape.ranks[layout.tp].rope, kv, state))
     return tuple(made)
 
 
@@ -107,20 +115,20 @@ def memory_fit(shape: ModelShape, layout: Layout, asked: Workload, device: Devic
     runtime = device.runtime + (device.group if layout.ranks > 1 else 0)
     fraction = asked.kv_fraction or FRACTION[device.cpu]
     needs = activations(shape, layout, asked, budget)
-    most = split(asked.concurrency, layout.dp) * split(asked.context, BLOCK)  # no more is ever used
+    rows = split(asked.concurrency, layout.dp)
+    most = rows * split(asked.context, BLOCK)  # no more is ever used
     kept = 0.0 if device.cpu else needs  # GPU ranks try the largest step before they size the cache
     free = [device.memory - runtime - stage.loaded - stage.rope - kept for stage in parts]
-    blocks = [
-        int(fraction * max(0.0, left) // (stage.kv_token * BLOCK)) for stage, left in zip(parts, free, strict=True)
-    ]
+    blocks = [stage.blocks(fraction * max(0.0, left), rows) for stage, left in zip(parts, free, strict=True)]
     fits, count = min(blocks), min(most, *blocks)
-    used = [count * BLOCK * stage.kv_token for stage in parts]
+    used = [count * BLOCK * stage.kv_token + rows * stage.state for stage in parts]
     spare = min(left - kv for left, kv in zip(free, used, strict=True)) + kept
     problem, short = "", 0.0
     if min(free) <= 0:
         problem, short = "the weights do not fit", -min(free)
     elif count * BLOCK < asked.context:
         wanted = split(asked.context, BLOCK) * BLOCK
-        short = max(wanted * stage.kv_token / fraction - left for stage, left in zip(parts, free, strict=True))
+        need = [(wanted * stage.kv_token + rows * stage.state) / fraction for stage in parts]
+        short = max(asks - left for asks, left in zip(need, free, strict=True))
         problem = f"not one sequence of {asked.context} tokens fits"
     return MemoryFit(parts, runtime, fits * BLOCK, count * BLOCK, max(used), spare, needs, problem, short)

@@ -53,6 +53,7 @@ class Layer(msgspec.Struct, frozen=True):
     kv: int  # bytes of one token's keys and values
     inner: int  # elements of a token between two linears, where there are most
     scores: int  # multiply-adds of a token with one token of its context when a prompt is computed
+    state: int = 0  # bytes of what is kept of a sequence as a whole
 
 
 class RankShape(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """How fast a layout decodes and computes prompts: a roofline of memory, arithmetic and links, plus kernels' own time.
 
-A product of weights takes the longer of reading them and computing with them, rounded where the two meet (a norm of
+A GEMM with weights takes the longer of reading them and computing with them, rounded where the two meet (a norm of
 order 3 of both, which follows cuBLAS on H200 within 8 % from 1 to 256 rows), plus the device's ramp. Phalanx's own
 steps of Llama 8B on H200, and vLLM's of 8B and 70B, are within 20 % of this sum at batches 1 to 256;
 tests/launcher/commands/fit/test_speed.py has them.
@@ -17,9 +17,9 @@ from .shape import WIDTHS, Layer, ModelShape, StageShape, Weights, split
 
 ROUND = 3  # order of the norm that joins memory's time and arithmetic's
 CACHED = 0.7  # of the memory bandwidth that attention over a paged cache reaches
-SCORES = 0.6  # of a large product's FLOP/s that attention over a prompt reaches
-GROUPED = 0.6  # of a large product's FLOP/s that the experts' many small ones reach together
-SMALL_OPS = 5  # kernels of a layer beside its products: two norms, rope, attention, activation
+SCORES = 0.6  # of a large GEMM's FLOP/s that attention over a prompt reaches
+GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reach together
+SMALL_OPS = 5  # kernels of a layer beside its GEMMs: two norms, rope, attention, activation
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
 HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured
 HOST_FLOPS = 2e11  # of one rank's share of the host's cores, in f32; assumed
@@ -79,9 +79,11 @@ class StepModel:
             kinds[layer] = kinds.get(layer, 0) + 1
         total = sum(count * self._layer(layer, tokens) for layer, count in kinds.items())
         total += context * sum(layer.kv for layer in stage.layers) / (self.device.bandwidth * CACHED)
+        states = sampled * sum(layer.state for layer in stage.layers)  # read and written
+        total += 2 * states / (self.device.bandwidth * CACHED)
         for head in stage.ends:
             if head.matrix:
-                total += self._product(head, sampled)
+                total += self._gemm(head, sampled)
                 logits = sampled * self.shape.vocab * 4
                 total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
                 if self.layout.tp > 1:
@@ -92,7 +94,7 @@ class StepModel:
 
     def _layer(self, layer: Layer, tokens: int) -> float:
         total = SMALL_OPS * self.device.small
-        total += sum(self._product(one, tokens) for one in layer.weights if one.matrix)
+        total += sum(self._gemm(one, tokens) for one in layer.weights if one.matrix)
         if self.layout.tp > 1:
             total += 2 * self._all_reduce(tokens)
         experts = any(one.expert for one in layer.weights)
@@ -103,7 +105,7 @@ class StepModel:
             total += 4 * self.device.small  # choosing, sorting, gathering, adding up
         return total
 
-    def _product(self, one: Weights, tokens: int) -> float:
+    def _gemm(self, one: Weights, tokens: int) -> float:
         if not one.expert:
             return self._roof(one.bytes, 2.0 * one.elements * tokens) + self.device.ramp
         ep, all_experts = self.layout.ep, self.shape.experts

@@ -74,6 +74,8 @@ class Args(llama.Args):
         """YaRN's temperature (arXiv 2309.00071) is in the scale: once for queries and once for keys."""
         scale, rope = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5, self.rope_parameters
         if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+            if "factor" not in rope:
+                raise FatalError(f"config.json: rope type {rope['rope_type']!r} needs 'factor'", MODEL)
             scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
         return AttentionParams(scale)
 

@@ -4,6 +4,7 @@ visit."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -44,14 +45,36 @@ class ExpertArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ExpertArgs, qwen2.Args):
+class SharedExpertArgs(ExpertArgs):
     shared_expert_intermediate_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(SharedExpertArgs, qwen2.Args):
+    pass
+
+
+class SharedMoEArgs(Protocol):
+    """What SharedMoE reads."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def shared_expert_intermediate_size(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def router(self) -> RouterParams: ...
+    @property
+    def hidden_act(self) -> str: ...
 
 
 class SharedMoE(MoE):
     """With an expert that all tokens visit, weighted by a sigmoid of its own."""
 
-    def __init__(self, args: Args, mesh: Mesh):
+    def __init__(self, args: SharedMoEArgs, mesh: Mesh):
         hidden, inner, act = args.hidden_size, args.moe_intermediate_size, args.hidden_act
         super().__init__(hidden, inner, args.experts, args.router, mesh, act)
         self.shared_expert = GatedMLP(hidden, args.shared_expert_intermediate_size, mesh, act=act)

@@ -168,23 +168,25 @@ class Shared:
             slots=slots.flatten(),
             block_tables=tables,
             lengths=torch.full((len(windows),), length, dtype=torch.int32, device=device),
+            rows=torch.arange(len(windows), device=device),
             query_starts=torch.arange(len(windows) + 1, dtype=torch.int32, device=device) * length,
             sample_at=torch.arange(len(windows) * length, device=device),
             num_decodes=0,
             query_lens=[length] * len(windows),
             kv_lens=[length] * len(windows),
-            caches=self._caches(tables.numel()),
+            caches=self._caches(tables.numel(), len(windows)),
         )
 
-    def _caches(self, blocks: int) -> Caches:
+    def _caches(self, blocks: int, rows: int) -> Caches:
         if blocks > self._blocks:  # the first chunk is the largest
             self._blocks = blocks
-            self._made = {spec: self._make(spec) for spec in set(self._specs)}
+            self._made = {spec: self._make(spec, blocks, rows) for spec in set(self._specs)}
         return [self._made[spec] for spec in self._specs]
 
-    def _make(self, spec: CacheSpec) -> tuple[Tensor, ...]:
-        kept = spec.block(BLOCK, self._dtype)
-        return tuple(torch.zeros(self._blocks, *one.shape, dtype=one.dtype, device=self._device) for one in kept)
+    def _make(self, spec: CacheSpec, blocks: int, rows: int) -> tuple[Tensor, ...]:
+        kept = [(blocks, one) for one in spec.block(BLOCK, self._dtype)]
+        kept += [(rows, one) for one in spec.row()]
+        return tuple(torch.zeros(count, *one.shape, dtype=one.dtype, device=self._device) for count, one in kept)
 
 
 def _chunks(windows: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:

@@ -25,6 +25,7 @@ from .host_buffers import HostView, SharedBuffers, Streamer
 from .residents import Costs, Residents
 
 ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
+LOOKED = 512  # tokens up to which steps look in any case, as captured steps must: copies are the host's part of these
 TURN = 4  # steps between two looks at a layer's resident set
 AUTO, CPU, STREAM, RESIDENT = "auto", "cpu", "stream", "resident"
 WAYS = AUTO, RESIDENT, CPU, STREAM
@@ -59,6 +60,7 @@ class HostExperts:
         self.stack, self.act, self.held, self.slots, self.shared = stack, act, held, slots, shared
         self.biases = biases
         self.device = slots.w13.device
+        self.on_gpu = self.device.type == "cuda"
         self.host_biases = Biases(*(None if one is None else one.cpu() for one in biases))
         self.set = Residents(held.size, len(slots.w13))
         self._size = stack.w13[0].numel() + stack.w2[0].numel()
@@ -76,10 +78,10 @@ class HostExperts:
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """Begin what the device does alone. x [T, H], ids [T, k] int32, weights [T, k] f32."""
         pending = Pending(x, ids, weights)
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return pending
         assert self.shared.buffers is not None
-        if self.shared.way == CPU or ids.numel() < ALL * self.held.total:
+        if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.held.total:
             view = pending.view = self.shared.buffers.view(x, ids)
             view.send(x, ids, weights)
             if self.set.slots:
@@ -91,7 +93,7 @@ class HostExperts:
     def finish(self, pending: Pending) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
         x, view = pending.x, pending.view
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return self._on_cpu(*pending.parts).to(x.dtype)
         if view is None:
             missing = np.flatnonzero(self.set.slot_of < 0)
@@ -214,12 +216,12 @@ class HostExperts:
     def _enter(self, expert: int, slot: int) -> None:
         self.set.enter(expert, slot)
         self._set_slot(expert, slot)
-        if self.device.type == "cuda":
+        if self.on_gpu:
             self._in_slot[slot : slot + 1].fill_(expert)
         self.shared.counters.loaded += 1
 
     def _set_slot(self, expert: int, slot: int) -> None:
-        if self.device.type == "cuda":
+        if self.on_gpu:
             number = self.held.first + expert
             self._slot[number : number + 1].fill_(slot)
 

@@ -19,20 +19,19 @@ from ..weights.slicing import Field, ShardedModule
 from .residual import Normed
 
 
-def layer_type(types: Sequence[str], index: int, default: str) -> str:
-    """SLIDING or FULL: a layer's entry in config.json's layer_types; default: where config.json has none.
+def layer_type(types: Sequence[str], index: int, default: str, supported: Sequence[str] = (FULL, SLIDING)) -> str:
+    """A layer's entry in config.json's layer_types; default: where config.json has none.
 
-    Raises FatalError where the list is too short, or has a type that no attention has. It may be too long: models with
+    Raises FatalError where the list is too short, or has a type that is not supported. It may be too long: models with
     layers removed have such lists.
     """
     if not types:
         return default
     if index >= len(types):
         raise FatalError(f"config.json: layer_types has {len(types)} entries, and none for layer {index}", MODEL)
-    if types[index] not in (FULL, SLIDING):
-        raise FatalError(
-            f"config.json: layer type {types[index]!r} is not supported; supported are {FULL}, {SLIDING}", MODEL
-        )
+    if types[index] not in supported:
+        names = ", ".join(supported)
+        raise FatalError(f"config.json: layer type {types[index]!r} is not supported; supported are {names}", MODEL)
     return types[index]
 
 

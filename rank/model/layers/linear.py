@@ -97,11 +97,22 @@ class HeadCounts(NamedTuple):
 class QKVParallel(ColumnParallel):
     """Queries, keys and values of this rank's heads; key heads are replicated where there are fewer than ranks."""
 
-    def __init__(self, inputs: int, heads: int, kv_heads: int, head_dim: int, mesh: Mesh, bias: bool = False):
+    def __init__(
+        self,
+        inputs: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        mesh: Mesh,
+        bias: bool = False,
+        gated: bool = False,
+    ):
+        """gated: each query head has as many outputs for a gate, behind its query."""
         tensor = mesh.tensor
         queries = even(heads, tensor.rank, tensor.size)
         keys = key_heads(kv_heads, tensor.rank, tensor.size)
-        outputs = tuple(scaled(span, head_dim) for span in (queries, keys, keys))
+        wide = scaled(queries, head_dim * (2 if gated else 1))
+        outputs = wide, scaled(keys, head_dim), scaled(keys, head_dim)
         super().__init__(whole(inputs), outputs, bias)
         self.heads = HeadCounts(queries.width, keys.width, head_dim)
 
@@ -110,6 +121,13 @@ class QKVParallel(ColumnParallel):
         queries, keys, dim = self.heads
         q, k, v = qkv.view(len(qkv), queries + 2 * keys, dim).split([queries, keys, keys], dim=1)
         return q, k, v
+
+    def split_gated(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same where queries have gates: q [T, heads, head_dim], gates [T, heads * head_dim], k and v."""
+        queries, keys, dim = self.heads
+        both, k, v = qkv.split([2 * queries * dim, keys * dim, keys * dim], 1)
+        q, gate = both.view(len(qkv), queries, 2 * dim).split(dim, 2)
+        return q.contiguous(), gate.flatten(1), k.view(-1, keys, dim), v.view(-1, keys, dim)
 
 
 class RowParallel(Linear):

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from ....errors import MODEL, FatalError
-from ....kernels.quantized import floats
+from ....kernels.moe.moe import Matrices
+from ....kernels.quantized import e4m3, floats
 from ....kernels.quantized.floats import Floats
+from ....kernels.quantized.stack import padded, stack
 from ..experts.fused import StackedLinear
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, ShardedModule, Source, stored_width
@@ -56,11 +58,15 @@ class Scheme:
         """Inputs of a scale, as the rank's cuts leave them."""
         return math.gcd(self.inputs, inputs.start, inputs.width) or 1
 
-    def kept_bits(self, layer: ShardedModule, device: torch.device) -> float:
-        return 8 + 32 / self.unit(layer.inputs)
+    def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
+        filled = 1 if device.type == "cuda" else padded(layer.width) / max(layer.width, 1)
+        return (8 + 32 / self.unit(layer.inputs)) * filled
 
-    def make(self, layer: StackedLinear) -> Floats:
-        return floats.pack(*map(layer.in_order, self.decode(layer)))
+    def make(self, layer: StackedLinear) -> Matrices:
+        made = floats.pack(*map(layer.in_order, self.decode(layer)))
+        if made.codes.is_cuda:  # for Triton's grouped GEMM
+            return made
+        return stack(e4m3, made.expert, (layer.experts.width, layer.width, layer.inputs.width))
 
     def decode(self, layer: ShardedModule) -> Floats:
         """Of a linear or a stack: a scale for each output and each `unit` of this rank's inputs."""

@@ -52,6 +52,7 @@ async def respond(
     chat = request.chat([*items, *made], given.functions())
     if not chat.tools:  # the servers are not there, and no call can be forced
         chat = msgspec.structs.replace(chat, tool_choice=None)
+    chat.check_tools()  # which tools there are to be chosen is known only now
 
     async def again(messages: list[Message], used: int, tools: bool) -> Session:
         more: dict[str, Any] = {"tool_choice": relaxed(chat.tool_choice)}

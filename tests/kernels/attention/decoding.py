@@ -13,7 +13,7 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.attention.attention import AttentionParams
-from phalanx.kernels.attention.backend import CurrentKV
+from phalanx.kernels.attention.backend import CurrentKV, Part
 from phalanx.kernels.attention.reference import paged_attention_reference
 from phalanx.kernels.rope import fp8_cache
 from phalanx.kernels.rope.rope import CosSin, KVCache, QKNorm, rope_and_store_kv_reference
@@ -271,6 +271,24 @@ def check_prompts(
     torch.testing.assert_close(out.flatten(1), want, atol=bound, rtol=bound)
 
 
+def check_widened(dtype: torch.dtype, device: str = "cpu") -> None:
+    """A part's blocks in 16 bits are those of the cache, sequence by sequence."""
+    from phalanx.kernels.rope import fp8_triton
+
+    rows = make_rows([1, 7, 33], [5, 60, 70], 16, 16)
+    keys, values, scales = make_kv_cache(rows, Case([], dim=40, fp8=True), 16, dtype)
+    q = torch.zeros(41, 4, 40, dtype=dtype)
+    some = attention_tma.widened_blocks(Part(q, keys, values, rows, AttentionParams(1.0), 1, 3, q, scales))
+    for i, codes in enumerate((keys, values)):
+        arguments = (x.to(device) for x in (codes, scales))
+        found = fp8_triton.gather_blocks(*arguments, i, some.blocks.to(device), dtype).cpu()
+        whole = fp8_cache.dequantize(codes, scales[:, :, i].transpose(1, 2), dtype)
+        for b, length in ((1, 60), (2, 70)):
+            table, mine = rows.block_tables[b].long(), some.tables[b].long()[: -(-length // 16)]
+            want = whole[table[: len(mine)]].flatten(0, 1)[:length]
+            assert torch.equal(found[mine].flatten(0, 1)[:length], want)
+
+
 def mend_interpreter() -> None:
     """Triton 3.6's makes ints of arrays of one element by a way that NumPy 2.5 has closed."""
     from triton.runtime import interpreter
@@ -302,6 +320,7 @@ def main() -> None:
     for window in (0, 20):
         check_prompts(window, 0.0, torch.float32, 3e-6, sinks=True)
         check_prompts(window, 0.0, torch.float16, 2e-3, fp8=True)
+    check_widened(torch.float16)
     assert not jit.counters(torch.device("cpu"), 0).any()
 
 

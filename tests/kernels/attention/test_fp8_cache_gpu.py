@@ -62,6 +62,11 @@ def test_prompts_and_mixtures(dim, window, cap, sinks, dtype, bound):
     near(attention.paged_attention(q, *cache[:2], rows, params, cache.scales), want, max(bound, 5e-5))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_blocks_in_16_bits(dtype):
+    decoding.check_widened(dtype, "cuda")
+
+
 @pytest.mark.parametrize("sizes", [*SIZES[:2], DEEPSEEK, DEEPSEEK._replace(heads=128)])
 @pytest.mark.parametrize("dtype, bound", MLA_KINDS)
 def test_latents(sizes, dtype, bound):

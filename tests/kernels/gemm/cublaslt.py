@@ -1,4 +1,4 @@
-"""A stand-in for cuBLASLt: products of many rows are tested without a GPU as well."""
+"""A stand-in for cuBLASLt: GEMMs of many rows are tested without a GPU as well."""
 
 import ctypes
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ class Lib:
     def __init__(self, proposals=3, works=(0, 1, 2), proposed=None):
         """proposed: the algorithms for a number of rows, where those are not the first `proposals` ones."""
         self.count, self.works, self.proposed = proposals, works, proposed or {}
-        self.made, self.attributes, self.products, self.seen = {}, [], 0, []
+        self.made, self.attributes, self.gemms, self.seen = {}, [], 0, []
         self.batches = {}  # of layouts: how many, and elements from one to the next
 
     def _make(self, into, *what):
@@ -39,7 +39,7 @@ class Lib:
         return self._make(handle, "handle")
 
     def cublasLtMatmulDescCreate(self, desc, compute, scale):
-        return self._make(desc, "product", compute, scale)
+        return self._make(desc, "matmul", compute, scale)
 
     def cublasLtMatmulPreferenceCreate(self, wishes):
         return self._make(wishes, "wishes")
@@ -65,7 +65,7 @@ class Lib:
         assert of_x[:2] == (kind, inputs) and of_y == (kind, outputs, of_x[2]) and y.value == result.value
         return of_x[2], outputs, inputs
 
-    def cublasLtMatmulAlgoGetHeuristic(self, handle, product, weight, x, y, result, wishes, most, found, count):
+    def cublasLtMatmulAlgoGetHeuristic(self, handle, matmul, weight, x, y, result, wishes, most, found, count):
         rows, *_ = self._sizes(weight, x, y, result)
         proposed = self.proposed.get(rows, range(self.count))
         if not proposed:
@@ -77,14 +77,14 @@ class Lib:
         return 0
 
     def cublasLtMatmul(
-        self, handle, product, one, a, of_a, b, of_b, zero, c, of_c, d, of_d, algorithm, space, size, stream
+        self, handle, matmul, one, a, of_a, b, of_b, zero, c, of_c, d, of_d, algorithm, space, size, stream
     ):  # fmt: skip
         assert one._obj.value == 1 and zero._obj.value == 0 and c == d and stream == STREAM
         assert space == cublaslt.workspace(torch.device("cpu"), STREAM).data_ptr() and size == cublaslt.WORKSPACE
         rows, outputs, inputs = self._sizes(of_a, of_b, of_c, of_d)
         if algorithm[0] not in self.works:
             return 15
-        self.products += 1
+        self.gemms += 1
         self.seen.append((algorithm[0], a))
         of = [self.batches.get(layout.value, {5: 1, 6: 0}) for layout in (of_a, of_b, of_d)]
         assert len({batch[5] for batch in of}) == 1

@@ -1,4 +1,4 @@
-"""Which algorithms products of many rows take: the choice, and what is kept of it on a node."""
+"""Which algorithms GEMMs of many rows take: the choice, and what is kept of it on a node."""
 
 import errno
 import json
@@ -120,7 +120,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_and_foreign_files_are_measured_anew(damage, folder):
     autotune.remembered(ABOUT, Measured(FOUND))
-    (file,) = folder.glob("products-*.json")
+    (file,) = folder.glob("gemms-*.json")
     kept = json.loads(file.read_text())
     file.write_text(DAMAGE[damage](kept))
     measured = Measured(OTHER)
@@ -130,7 +130,7 @@ def test_damaged_and_foreign_files_are_measured_anew(damage, folder):
 
 def test_bytes_that_are_no_text_are_measured_anew(folder):
     autotune.remembered(ABOUT, Measured(FOUND))
-    (file,) = folder.glob("products-*.json")
+    (file,) = folder.glob("gemms-*.json")
     file.write_bytes(b"\xff\xfe\x00")
     assert autotune.remembered(ABOUT, Measured(OTHER)) == (OTHER, False)
 
@@ -198,13 +198,13 @@ def test_choosing(gpu, monkeypatch):
     line = autotune.tune(given)
     addresses = [weight.data_ptr() for weight in (first, second, head)]
     assert gpu == [(48, 32, [80, 96, 97], addresses[:2]), (64, 32, [80], addresses[2:])]
-    said = "3 of 4 products of many rows take another algorithm than torch's, measured in "
+    said = "3 of 4 GEMMs of many rows take another algorithm than torch's, measured in "
     assert line.startswith(said) and line.endswith(" s")
     chosen = cublaslt.in_use[torch.device("cpu")]
     assert chosen.choices == {SIZES: {80: way(2), 96: None, 97: way(1)}, GemmShape(BF16, 64, 32): {80: way(2)}}
     check(plain(80, 32), second)
-    assert lib.products == 1
-    said = "3 of 4 products of many rows take another algorithm than torch's, read from this node in "
+    assert lib.gemms == 1
+    said = "3 of 4 GEMMs of many rows take another algorithm than torch's, read from this node in "
     assert autotune.tune(given).startswith(said) and len(gpu) == 2
     assert autotune.tune([autotune.TuneRequest(first, [80])]).startswith("1 of 1 ") and len(gpu) == 3
 
@@ -218,16 +218,16 @@ def test_without_the_library_torch_multiplies(folder, monkeypatch):
     monkeypatch.setattr(cublaslt, "load", cublaslt.load.__wrapped__)
     monkeypatch.setattr(cublaslt.Path, "read_text", lambda path: "7f r--p 0 08:01 9   /lib/libcublasLt.so.11\n")
     assert autotune.tune([autotune.TuneRequest(plain(48, 32), [80])]) == (
-        "products of many rows take torch's algorithms: PyTorch has not loaded libcublasLt.so.12 or libcublasLt.so.13"
+        "GEMMs of many rows take torch's algorithms: PyTorch has not loaded libcublasLt.so.12 or libcublasLt.so.13"
     )
     monkeypatch.setattr(cublaslt, "load", lambda: Broken())
     said = autotune.tune([autotune.TuneRequest(plain(48, 32), [80])])
-    assert said == "products of many rows take torch's algorithms: cublasLtCreate fails with status 1"
+    assert said == "GEMMs of many rows take torch's algorithms: cublasLtCreate fails with status 1"
     assert not cublaslt.in_use and not list(folder.iterdir())
 
 
 class Event:
-    """Of a GPU on which torch takes 100 us for a product, and the n-th algorithm what `COSTS` says."""
+    """Of a GPU on which torch takes 100 us for a GEMM, and the n-th algorithm what `COSTS` says."""
 
     lib, torchs, COSTS = None, 0, (120, 97, 60, 90, 50)
 
@@ -263,7 +263,7 @@ def test_what_was_multiplied_is_given_back(gpu, monkeypatch):
 
 @pytest.fixture
 def measuring(monkeypatch):
-    """The library whose products Event counts, and the GPU's pauses."""
+    """The library whose GEMMs Event counts, and the GPU's pauses."""
     slept, whole = [], torch.mm
 
     def mm(x, weight, out):
@@ -311,7 +311,7 @@ def test_what_is_spread_over_ranks_is_measured_among_proposals(gpu, monkeypatch)
     put(Lib(), {}, monkeypatch)
     weight = plain(48, 32)
     line = autotune.tune([autotune.TuneRequest(weight, [80]), autotune.TuneRequest(weight, [80, 97, 1 << 20], peers)])
-    assert line.startswith("1 of 1 products")
+    assert line.startswith("1 of 1 GEMMs")
     assert gpu == [(48, 32, [80], [weight.data_ptr()]), (48, 32, [97], [weight.data_ptr()], peers)]
     chosen = cublaslt.in_use[torch.device("cpu")].choices
     assert chosen == {SIZES: {80: way(2)}, GemmShape(BF16, 48, 32, 3, 1 << 19): {97: way(1)}}

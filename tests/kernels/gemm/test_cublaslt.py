@@ -1,4 +1,4 @@
-"""Products of many rows: which rows a choice serves, what goes to the library, and which library that is."""
+"""GEMMs of many rows: which rows a choice serves, what goes to the library, and which library that is."""
 
 from types import SimpleNamespace
 
@@ -21,31 +21,31 @@ def test_near_counts_serve_a_few_rows(rows, count):
 def test_chosen_products_go_to_the_library(monkeypatch):
     lib = put(Lib(), {SIZES: {80: way(1), 96: None}}, monkeypatch)
     weight = plain(48, 32)
-    for rows, products in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):
+    for rows, gemms in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):
         check(plain(rows, 32), weight)
         assert {what[2] for what in lib.made.values() if what[1:2] == (48,)} == {80}, "counts between are filled up"
-        assert lib.products == products, rows
+        assert lib.gemms == gemms, rows
     # CUBLAS_COMPUTE_32F and CUDA_R_32F; TRANSA = T; MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK = COMPUTE_TYPE.
     assert lib.attributes == [
-        ("product", 68, 0, 3, 1, 4),
+        ("matmul", 68, 0, 3, 1, 4),
         ("wishes", 1, 32 << 20, 8),
         ("wishes", 3, 2, 4),
     ]
-    assert {what[0] for what in lib.made.values() if len(what) == 3 and what[0] != "product"} == {14}  # CUDA_R_16BF
+    assert {what[0] for what in lib.made.values() if len(what) == 3 and what[0] != "matmul"} == {14}  # CUDA_R_16BF
 
 
 def test_what_the_library_does_not_take_stays_with_torch(monkeypatch):
     lib = put(Lib(works=(0,)), {SIZES: {80: way(0), 160: way(1)}}, monkeypatch)
     weight = plain(48, 32)
     check(plain(80, 32), weight)
-    assert lib.products == 1
+    assert lib.gemms == 1
     check(plain(160, 32), weight)  # refused when called
     check(plain(80, 64)[:, :32], weight)  # rows with gaps
     check(plain(81, 32).view(-1)[1 : 1 + 80 * 32].view(80, 32), weight)  # an odd address
     check(plain(80, 48), plain(16, 48))  # sizes that nothing was chosen for
     check(plain(80, 32, torch.float16), plain(48, 32, torch.float16))
     check(plain(80, 32, torch.float32), plain(48, 32, torch.float32))
-    assert lib.products == 1
+    assert lib.gemms == 1
 
 
 def test_nothing_is_chosen_on_other_devices():

@@ -1,4 +1,4 @@
-"""cuBLASLt's proposals for products against f32, with NaN in and behind what they write, eager and in graphs."""
+"""cuBLASLt's proposals for GEMMs against f32, with NaN in and behind what they write, eager and in graphs."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_library_products_in_a_graph(rows, lib):
         assert apart(out, (y.float() @ weight.float().T).double()) < 2e-2
 
 
-def test_choosing_among_products(lib, tmp_path, monkeypatch):
+def test_choosing_among_gemms(lib, tmp_path, monkeypatch):
     """As a start does it, and the next one; then all rows of all sizes against f32."""
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
     weights = [torch.randn(n, 4096, device="cuda").bfloat16() / 8 for n in (6144, 28672, 4096, 6144, 28672, 4096)]
@@ -108,7 +108,7 @@ def test_choosing_among_products(lib, tmp_path, monkeypatch):
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         first = autotune.tune(autotune.TuneRequest(weight, counts) for weight in weights)
-        assert f"of {3 * len(counts)} products" in first and "measured in" in first
+        assert f"of {3 * len(counts)} GEMMs" in first and "measured in" in first
         again = autotune.tune(autotune.TuneRequest(weight, counts) for weight in weights)
         assert again.startswith(first.split("measured in")[0] + "read from this node in 0.")
         for weight in weights[:3]:

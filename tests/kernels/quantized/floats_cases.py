@@ -1,4 +1,4 @@
-"""Triton's products with weights in 8 and 4 bits, beside the reference, in its interpreter.
+"""Triton's GEMMs with weights in 8 and 4 bits, beside the reference, in its interpreter.
 
 Without a GPU: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.quantized.floats_cases
 """

@@ -226,7 +226,7 @@ def test_dequantize(outputs, inputs, form, dtype, launched):
 @pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 192), (40, 14336)])
 @pytest.mark.parametrize("layout", [q8_0_cuda.LAYOUT, int4_cuda.layout(64, False), e4m3_cuda.LAYOUT, Q6_K_LAYOUT])
 def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
-    """What a product asks for, for every number of rows that is supported."""
+    """What a GEMM asks for, for every number of rows that is supported."""
     asked = []
     monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: found)
     monkeypatch.setattr(jit, "tensor_map", lambda *_: None)

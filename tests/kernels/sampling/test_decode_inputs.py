@@ -21,10 +21,10 @@ static void grid_wait() {}
 typedef long long T;
 %s
 extern "C" void launch(int grid, const int* sent, int* table, const T* last, T* ids, T* positions, T* slots,
-                       int* lengths, int* tables, int table_row, int block_size) {
+                       T* rows, int* lengths, int* tables, int table_row, int block_size) {
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
-            decode_inputs(sent, table, last, ids, positions, slots, lengths, tables, table_row, block_size);
+            decode_inputs(sent, table, last, ids, positions, slots, rows, lengths, tables, table_row, block_size);
 }
 """
 

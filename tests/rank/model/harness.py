@@ -23,8 +23,14 @@ BLOCK = 4  # tokens: partial blocks are everywhere
 Step = Sequence[tuple[int, int]]  # (sequence, tokens to compute) in batch order, single tokens first
 
 
-def make_batch(parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], block_size: int, caches: Any) -> Batch:
-    """parts: (token ids to compute, tokens computed before, block table) of each sequence."""
+def make_batch(
+    parts: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+    block_size: int,
+    caches: Any,
+    rows: Sequence[int] | None = None,
+) -> Batch:
+    """parts: (token ids to compute, tokens computed before, block table) of each sequence. rows: of each, in caches of
+    whole sequences."""
     positions = [[done + i for i in range(len(ids))] for ids, done, _ in parts]
     paged = zip(positions, parts, strict=True)
     slots = [t[p // block_size] * block_size + p % block_size for row, (_, _, t) in paged for p in row]
@@ -40,6 +46,7 @@ def make_batch(parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], block_
         slots=torch.tensor(slots, dtype=torch.int64),
         block_tables=torch.tensor(tables, dtype=torch.int32).view(len(parts), width),
         lengths=torch.tensor(kv_lens, dtype=torch.int32),
+        rows=torch.tensor(range(len(parts)) if rows is None else rows, dtype=torch.int64),
         query_starts=starts,
         sample_at=torch.arange(sum(query_lens)),
         num_decodes=num_decodes,
@@ -89,12 +96,12 @@ def compute(
     tables = [[free.pop() for _ in range(n)] for n in needed]
     grid = mesh.build(comm, tp, pp, ep=ep)
     model = load(path, grid, **options)
-    caches = nan_caches(model, blocks)
+    caches = nan_caches(model, blocks, len(sequences))
     done = [0] * len(sequences)
     found = [[torch.empty(0, model.vocab_size)] for _ in sequences]
     for step in steps:
         parts = [(sequences[i][done[i] : done[i] + n], done[i], tables[i]) for i, n in step]
-        batch = make_batch(parts, BLOCK, caches)
+        batch = make_batch(parts, BLOCK, caches, [i for i, _ in step])
         logits = forward(model, grid, batch)
         if logits is not None:
             for (i, _), rows in zip(step, logits.split(batch.query_lens), strict=True):
@@ -104,9 +111,9 @@ def compute(
     return [torch.cat(rows) for rows in found]
 
 
-def nan_caches(model: Model, blocks: int) -> Caches:
+def nan_caches(model: Model, blocks: int, rows: int = 0) -> Caches:
     """Caches in which a read of a slot that was never written shows."""
-    caches = kv_cache.allocate(model.cache_specs(), blocks, BLOCK, model.dtype, torch.device("cpu"))
+    caches = kv_cache.allocate(model.cache_specs(), blocks, BLOCK, model.dtype, torch.device("cpu"), rows)
     for tensor in (tensor for layer in caches for tensor in layer):
         tensor.fill_(float("nan"))
     return caches

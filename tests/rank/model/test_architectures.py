@@ -12,6 +12,7 @@ from phalanx.rank.model.measure import Seat, build
 from safetensors.torch import load_file, save_file
 
 from .harness import auto_model, distance, run_steps, tokens
+from .hybrids import HYBRIDS
 
 TOLERANCE = 1e-4
 COMMON = dict(
@@ -201,6 +202,7 @@ MODELS = {
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
+MODELS |= HYBRIDS
 
 
 def write(directory, **options):
@@ -355,6 +357,10 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
         ("deepseek_v2", DEEPSEEK | {"attention_bias": True}, "attention_bias without q_lora_rank is not supported"),
         ("deepseek_v3", DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("deepseek_v3", {}, "config.json has no kv_lora_rank"),
+        (
+            "deepseek_v2", DEEPSEEK | {"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 0.7}},
+            "rope type 'yarn' needs 'factor'",
+        ),
         (
             "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 10.0},
             "swiglu_limit is 10.0 and swiglu_alpha 1.702; supported are 7.0 and 1.702",

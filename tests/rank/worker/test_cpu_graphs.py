@@ -5,6 +5,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
+from phalanx.rank.model.cache_spec import cache_dtype
 from phalanx.rank.model.load import load
 from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import kv_cache
@@ -18,15 +19,26 @@ from ..model import test_architectures
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 BLOCK, LENGTH, SEATS = 4, 64, 6
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v2", "deepseek_v3", "gpt_oss"}
+EXPERTS = {
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "minimax_m2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+}
 MODELS = {
     "llama": dict(),
     "qwen3": dict(model_type="qwen3"),
     "biased": dict(attention_bias=True, mlp_bias=True),
     "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
 }
-# Models of test_architectures.py whose decode steps are not recorded: torch computes experts on CPUs.
-EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS}
+# Models of test_architectures.py whose decode steps are not recorded: torch computes experts and recurrent states on
+# CPUs.
+RECURRENT = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"}
+EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS | RECURRENT}
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +47,14 @@ def no_gradients():
         yield
 
 
+def random_like(x, make):
+    if x.dtype == torch.uint8:  # scales of about 1
+        return torch.randint(116, 122, x.shape, generator=make, dtype=torch.uint8)
+    return torch.randn(x.shape, generator=make).mul(100 if x.itemsize == 1 else 1).to(x.dtype)
+
+
 class Rank:
-    def __init__(self, comm, path, **options):
+    def __init__(self, comm, path, kept="auto", **options):
         self.mesh = mesh.build(comm, comm.size, 1)
         self.model = model = load(path, self.mesh, **options)
         self.rows = BatchState(SEATS, LENGTH, BLOCK)
@@ -45,8 +63,9 @@ class Rank:
         self.last = torch.arange(SEATS) * 7 + 1
         make = torch.Generator().manual_seed(comm.rank)
         specs = model.cache_specs()
-        caches = kv_cache.allocate(specs, self.rows.table.size, BLOCK, model.dtype, torch.device("cpu"))
-        caches = [[torch.randn(x.shape, generator=make).to(x.dtype) for x in layer] for layer in caches]
+        dtype = cache_dtype(kept, model.dtype)
+        caches = kv_cache.allocate(specs, self.rows.table.size, BLOCK, dtype, torch.device("cpu"))
+        caches = [[random_like(x, make) for x in layer] for layer in caches]
         self.replayed, self.plain = ([tuple(x.clone() for x in layer) for layer in caches] for _ in range(2))
         self.graphs = CpuDecodeGraphs(model, self.rows, self.last, self.replayed)
 
@@ -65,7 +84,11 @@ class Rank:
         torch.testing.assert_close(self.graphs.head.logits, logits, atol=1e-3, rtol=1e-3)
         assert torch.equal(self.graphs.head.argmax(self.mesh.tensor), logits.argmax(-1))
         pairs = zip(self.replayed, self.plain, strict=True)
-        caches = max(float((a - b).abs().max()) for mine, other in pairs for a, b in zip(mine, other, strict=True))
+        caches = max(
+            float((a.float() - b.float()).abs().max())
+            for mine, other in pairs
+            for a, b in zip(mine, other, strict=True)
+        )
         return max(float((got - want).abs().max()), caches)
 
 
@@ -88,6 +111,18 @@ def test_replayed_steps_are_what_the_others_are(tmp_path, name, count):
 
     threads.run(run, 1)
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_cache_in_fp8(tmp_path, dtype):
+    path = make_checkpoint(tmp_path, tokenizer=False, **MODELS["windows"])
+
+    def run(comm):
+        rank = Rank(comm, path, kept="fp8", dtype=dtype)
+        assert max(rank.step(*step) for step in STEPS) < 1e-4
+        assert sorted(rank.graphs._captured) == [1, 2, 3]
+
+    threads.run(run, 1)
 
 
 @pytest.mark.parametrize("name", [name for name in test_architectures.MODELS if name not in EAGER])

@@ -1,4 +1,4 @@
-"""Which batches are captured, and which products the library's algorithms are chosen for."""
+"""Which batches are captured, and which GEMMs the library's algorithms are chosen for."""
 
 import logging
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ QKV, OUT, GATE_UP, DOWN = (64, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (
 
 @pytest.mark.parametrize("seats, captured", [(100, [80, 96, 100]), (64, []), (65, [65]), (8, [])])
 def test_products_of_a_model(seats, captured):
-    """The embedding's table is no product's."""
+    """The embedding's table is no GEMM's."""
     (one,) = model()
     layer = [(shape, captured) for shape in (QKV, OUT, GATE_UP, DOWN)]
     assert found(one, seats) == [*layer, *layer, ((VOCABULARY, HIDDEN), captured)]
@@ -106,7 +106,7 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
         monkeypatch.setattr(torch.cuda, name, lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
-    monkeypatch.setattr(model_runner.autotune, "tune", lambda products: done.extend(products) or "2 of 16 are others")
+    monkeypatch.setattr(model_runner.autotune, "tune", lambda gemms: done.extend(gemms) or "2 of 16 are others")
     graphs = SimpleNamespace(capture=lambda reached: done.append("captured"), sizes=[1, 2])
     monkeypatch.setattr(model_runner, "DecodeGraphs", lambda *_: graphs)
     one = model_runner.ModelRunner.__new__(model_runner.ModelRunner)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import threads
-from phalanx.rank.model.cache_spec import PagedKV, PagedLatent
+from phalanx.rank.model.cache_spec import PagedKV, PagedLatent, RecurrentState, block_bytes, row_bytes
 from phalanx.rank.worker import kv_cache
 
 
@@ -61,6 +61,29 @@ def test_the_tensors_are_zero_and_of_the_shape_asked_for(dtype):
     assert not keys.any() and keys.data_ptr() != values.data_ptr()
     keys[1] = 1
     assert not values.any()
+
+
+def test_states_have_an_entry_for_each_row():
+    specs = [PagedKV(2, 5, 5), RecurrentState(3, 7, 2, 4, 5)]
+    _, (convolution, state) = kv_cache.allocate(specs, 3, 4, torch.bfloat16, torch.device("cpu"), 6)
+    assert convolution.shape == (6, 3, 7) and convolution.dtype == torch.float32
+    assert state.shape == (6, 2, 4, 5) and state.dtype == torch.float32, "errors of a recurrence add up"
+    assert block_bytes(specs[1], 16, torch.bfloat16) == 0
+    assert row_bytes(specs[1]) == (3 * 7 + 2 * 4 * 5) * 4 and row_bytes(specs[0]) == 0
+
+
+def test_states_that_do_not_fit_are_refused():
+    assert kv_cache.less_states(1000, 0, 8) == 1000 and kv_cache.less_states(1000, 300, 8) == 700
+    with pytest.raises(errors.FatalError, match="the recurrent states of 8 sequences take 2 MiB a rank, of 1 MiB"):
+        kv_cache.less_states(1 << 20, 2 << 20, 8)
+
+
+def test_a_stage_without_keys_has_as_many_blocks_as_others():
+    threads.run(lambda world: _check_blocks(world), 2)
+
+
+def _check_blocks(world):
+    assert kv_cache.num_blocks(world, [0, 100][world.rank], 50, 3000) == 30
 
 
 def test_codes_have_scales():

@@ -23,6 +23,7 @@ from ....checkpoints import make_checkpoint
 from .configs import read, write
 
 TOKENS = 4096
+ROWS = 3
 CONTEXT = 512
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 3)]
 # Keys that architectures read; what each does not know it leaves alone. Five layers, and sizes that do not divide.
@@ -42,6 +43,9 @@ DEEPSEEK = {
     "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "num_key_value_heads": 12, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
+HYBRID = {
+    "linear_num_key_heads": 6, "linear_num_value_heads": 12, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
 # What some model types need besides, or have in other places.
 OTHERS = {
     "chatglm": {"multi_query_attention": True},
@@ -49,6 +53,7 @@ OTHERS = {
     "deepseek_v3": DEEPSEEK,
     "gpt_bigcode": {"n_inner": 500},
     "kimi_k2": DEEPSEEK,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), HYBRID),
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,
@@ -73,13 +78,14 @@ def one_thread():
 
 
 def live(path, tp, pp, dtype, isq, ep=1):
-    """What each rank of a job reports and allocates: weights, rope table, KV cache for TOKENS; by rank."""
+    """What each rank of a job reports and allocates: weights, rope table, KV cache for TOKENS of ROWS sequences; by
+    rank."""
 
     def rank(world):
         grid = mesh.build(world, tp, pp, ep=ep)
         model = load(path, grid, "cpu", dtype, max_model_len=CONTEXT, load_format="dummy", isq=isq)
         blocks, cpu = TOKENS // engine.BLOCK_SIZE, torch.device("cpu")
-        caches = kv_cache.allocate(model.cache_specs(), blocks, engine.BLOCK_SIZE, model.dtype, cpu)
+        caches = kv_cache.allocate(model.cache_specs(), blocks, engine.BLOCK_SIZE, model.dtype, cpu, ROWS)
         return model.weight_bytes, model.rope.nbytes, sum(x.nbytes for layer in caches for x in layer)
 
     return threads.run(rank, tp * pp)
@@ -92,7 +98,8 @@ def compare(path, dtype, isq="none", exact=True):
         stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
         for rank, found in enumerate(live(path, tp, pp, dtype, isq)):
             stage = stages[pp - 1 - rank // tp]  # rank 0 is on the last stage
-            assert (stage.rope, stage.kv_token * TOKENS) == found[1:], (tp, pp, rank)
+            kept = stage.kv_token * TOKENS + stage.state * ROWS
+            assert (stage.rope, kept) == found[1:], (tp, pp, rank)
             assert stage.loaded == (found[0] if exact else pytest.approx(found[0], rel=0.05)), (tp, pp, rank)
 
 

@@ -60,7 +60,7 @@ def test_the_floor_is_reading_the_weights(predict):
     """8B at batch 1: 7.5e9 parameters x 2 bytes / 4.51e12 bytes/s = 3.33 ms, and kernels' own time on top."""
     floor = 7_504_924_672 * 2 / (4.8e12 * 0.94) * 1e3
     assert floor == pytest.approx(3.33, abs=0.01)
-    # 32 layers of 4 products x 3.5 us and 5 small kernels x 2.5 us: 0.85 ms
+    # 32 layers of 4 GEMMs x 3.5 us and 5 small kernels x 2.5 us: 0.85 ms
     found = predict("Llama-3.1-8B", Layout(1), 1, 1).decode_ms
     assert found == pytest.approx(floor + 32 * (4 * 3.5e-3 + 5 * 2.5e-3), rel=0.02)
 

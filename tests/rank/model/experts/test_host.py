@@ -1,5 +1,6 @@
 """Experts in host memory: whatever is resident, and however the others are served, logits are the same."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -7,7 +8,10 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MEMORY, MODEL, USAGE, FatalError
-from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.kernels import host_memory
+from phalanx.rank.model.experts import host, host_buffers
+from phalanx.rank.model.experts.fused import FusedExperts
+from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.experts.residents import Costs, Residents
 from phalanx.rank.model.load import load
 
@@ -58,6 +62,39 @@ def test_16_bits(made, dtype):
     (want,) = run_steps(made("qwen3_moe"), ids, dtype=dtype)
     (got,) = run_steps(made("qwen3_moe"), ids, dtype=dtype, experts=ExpertRoom(offload=4))
     assert distance(got.float(), want.float()) < 0.15  # a few of bf16's last places
+
+
+class Passed:
+    """An event of a stream that computes at once."""
+
+    def record(self):
+        pass
+
+    synchronize = query = record
+
+
+@pytest.mark.parametrize("room", ROOMS[:-1], ids=str)
+def test_what_a_gpu_does(made, monkeypatch, room):
+    """The parts of a step as a GPU's, its kernels being the CPU's: few tokens by a look at them, many without one."""
+    monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
+    monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host, "LOOKED", 4)
+
+    def rank(world):
+        plain, model = (load(made("gpt_oss"), mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))
+        wanted, layer = (next(x for x in one.modules() if isinstance(x, FusedExperts)) for one in (plain, model))
+        layer.host.on_gpu = True
+        layer.host.shared = dataclasses.replace(layer.host.shared, buffers=host_buffers.SharedBuffers())
+        draw = torch.Generator().manual_seed(0)
+        total, k, hidden = layer.down_proj.experts.size, layer.top_k, layer.down_proj.outputs[0].size
+        for count in (1, 3, 5, 40, 1, 2, 2, 2, 2, 2, 2, 2, 40):
+            x, weights = torch.randn(count, hidden, generator=draw), torch.rand(count, k, generator=draw)
+            ids = torch.stack([torch.randperm(total, generator=draw)[:k] for _ in range(count)]).int()
+            torch.testing.assert_close(layer(x, ids, weights).local(), wanted(x, ids, weights).local())
+        return model.offload.counters
+
+    (found,) = threads.run(rank, 1)
+    assert room.way == "auto" or getattr(found, {"stream": "streamed"}.get(room.way, room.way)) > 0
 
 
 def counters(path, room, steps=6):

@@ -77,16 +77,17 @@ def in_situ(path, to, name):
     return to
 
 
-LAYOUTS = [dict(), dict(tp=2), dict(tp=2, ep=2), dict(tp=3)]
-NAMES = [*KINDS, "gptq", "gptq of 8 bits", "awq", "w4a16", "w8a16", "q6k", "q8_0", "q4_0"]
 CASES = [
-    *((name, LAYOUTS[i % 4]) for i, name in enumerate(NAMES)), ("super-blocks", dict(tp=2, pp=2)),
-    ("super-blocks", dict(tp=6, ep=3)), ("gptq", dict(tp=3)), ("q8_0", dict(tp=3)), ("q4k", dict(tp=2)),
-    ("fp8", dict(tp=2)),
+    ("super-blocks", dict()), ("super-blocks", dict(tp=6, ep=3)), ("blocks of 32", dict(tp=2)), ("gptq", dict(tp=3)),
+    ("awq", dict()), ("w4a16", dict(tp=2, ep=2)), ("q4k", dict(tp=2)),
+]  # fmt: skip
+LONG = [
+    ("super-blocks", dict(tp=2, pp=2)), ("halves", dict(tp=2, ep=2)), ("gptq", dict()), ("gptq of 8 bits", dict(tp=2)),
+    ("w8a16", dict(tp=3)), ("q6k", dict()), ("q8_0", dict(tp=3)), ("q4_0", dict(tp=2, ep=2)), ("fp8", dict(tp=2)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, layout", CASES)
+@pytest.mark.parametrize("name, layout", [*CASES, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])
 def test_logits(made, expected, name, layout):
     """Many tokens at once, and one; some experts have none."""
     (path, same, options), ids = made(name), tokens(40, vocab=509)

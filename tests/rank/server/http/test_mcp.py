@@ -217,7 +217,12 @@ def test_a_word_on_no_request(server):
 
 @pytest.mark.parametrize(
     "choice",
-    ["required", {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp", "server_label": "local"}]}],
+    [
+        "required",
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp", "server_label": "local"}]},
+        {"type": "mcp", "server_label": "local"},
+        {"type": "mcp", "server_label": "local", "name": "add"},
+    ],
 )
 def test_a_call_that_is_required_is_enforced_in_the_first_round(server, responses, says, choice):
     says(ADD, "five")
@@ -226,6 +231,15 @@ def test_a_call_that_is_required_is_enforced_in_the_first_round(server, response
     assert response.output_text == "five"
     first, second = server.lead.requests[before:]
     assert "local_add" in first.grammar and second.grammar == ""
+    assert ("local_slow" in first.grammar) is (not isinstance(choice, dict) or "name" not in choice)
+
+
+def test_a_server_s_tool_that_is_not_there_cannot_be_chosen(server):
+    choice = {"type": "mcp", "server_label": "local", "name": "none"}
+    for label in ("local", "other"):
+        body = {"input": "hi", "tools": [MCP], "tool_choice": {**choice, "server_label": label}}
+        error = server.post("responses", **body).body["error"]
+        assert error["param"] == "tool_choice" and "it needs tools that may be called" in error["message"]
 
 
 def test_a_client_that_leaves_during_a_call(server, says):

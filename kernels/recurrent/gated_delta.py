@@ -1,0 +1,239 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464) and the causal convolution before it.
+
+Each value head keeps a matrix S [key, value] of its sequence. A token decays it, replaces what it holds under the
+token's key by the token's value, as far as beta says, and reads it:
+
+    S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
+
+A single token of a sequence is computed so. Of several, chunks of CHUNK tokens are computed at once, in the form of the
+paper's section 3.3: within a chunk the updates are one triangular system, and only chunks follow each other.
+
+States are kept by rows of a batch (`RecurrentState` in rank/model/cache_spec.py). A sequence whose first token is in
+the step begins with zeros, whatever its row holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+L2_EPS = 1e-6  # of the norm of queries and keys, as the published models have it
+
+
+class DeltaSizes(NamedTuple):
+    """Of this rank's part of a layer. Each key head serves the same number of value heads, which follow each other."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys, and of its queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values, one after the other."""
+        return 2 * self.keys + self.values
+
+
+class Gates(NamedTuple):
+    """What decides, for each token and value head, how fast a state is forgotten and how far it is overwritten."""
+
+    b: Tensor  # [T, value heads]: beta = sigmoid(b)
+    a: Tensor  # [T, value heads]: g = -exp(A_log) softplus(a + dt_bias)
+    A_log: Tensor  # [value heads] f32
+    dt_bias: Tensor  # [value heads] f32
+
+    def decays(self) -> tuple[Tensor, Tensor]:
+        """g and beta, [T, value heads] f32."""
+        return -self.A_log.exp() * F.softplus(self.a.float() + self.dt_bias), self.b.float().sigmoid()
+
+
+class Rows(Protocol):
+    """What is read of a Batch (rank/model/batch.py): B sequences, of which the first num_decodes have one token."""
+
+    rows: Tensor  # [B] int64; -1: no sequence, of captured steps
+    lengths: Tensor  # [B] int32: tokens of the sequence after this step
+    query_starts: Tensor  # [B + 1] int32
+    query_lens: list[int]
+    num_decodes: int
+    scratch: dict[Any, Any]
+
+
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
+    """SiLU of each channel's convolution over the newest K tokens, this one last: [T, C].
+
+    x: [T, C]. weight: [C, K]. state: [rows, K - 1, C], the inputs of the tokens before, which are replaced.
+    """
+    if x.is_cuda and batch.num_decodes == len(batch.query_lens):
+        from . import gated_delta_triton
+
+        return gated_delta_triton.conv_step(x, weight, state, batch.rows, batch.lengths)
+    return causal_conv_reference(x, weight, state, batch)
+
+
+def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
+    """Tokens stand behind their sequence's K - 1 older inputs, so that every tap is one gather."""
+    taps = weight.shape[1]
+    of, before = _places(x, taps - 1, batch)
+    older = torch.where(_fresh(batch)[:, None, None], 0, state[batch.rows]).to(x.dtype)
+    line = x.new_empty(len(x) + len(of) * (taps - 1), x.shape[1])
+    line[before] = older.flatten(0, 1)
+    at = torch.arange(len(x), device=x.device) + of.repeat_interleave(_counts(batch), output_size=len(x))
+    line[at + taps - 1] = x
+    y = sum(line[at + k].float() * weight[:, k].float() for k in range(taps))
+    ends = batch.query_starts[1:].long() + of
+    newest = line[(ends[:, None] + torch.arange(taps - 1, device=x.device)).flatten()]
+    state[batch.rows] = newest.view(len(of), taps - 1, -1).to(state.dtype)
+    assert isinstance(y, Tensor)
+    return F.silu(y).to(x.dtype)
+
+
+def _places(x: Tensor, columns: int, batch: Rows) -> tuple[Tensor, Tensor]:
+    """By how much each sequence's tokens are moved on, [B], and where the older inputs stand, [B * columns]."""
+    of = torch.arange(len(batch.rows), device=x.device) * columns
+    before = (batch.query_starts[:-1].long() + of)[:, None] + torch.arange(columns, device=x.device)
+    return of, before.flatten()
+
+
+def _counts(batch: Rows) -> Tensor:
+    return batch.query_starts.diff().long()
+
+
+def _fresh(batch: Rows) -> Tensor:
+    """[B] bool: sequences whose first token is in this step."""
+    return batch.lengths <= batch.query_starts.diff()
+
+
+def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:
+    """What each value head reads, [T, value heads, value dim].
+
+    qkv: [T, channels], behind the convolution. state: [rows, value heads, key dim, value dim] f32, which is updated.
+    """
+    if qkv.is_cuda and batch.num_decodes == len(batch.query_lens):
+        from . import gated_delta_triton
+
+        return gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS)
+    return gated_delta_reference(qkv, gates, state, batch, sizes)
+
+
+def gated_delta_reference(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:
+    q, k, v = _heads(qkv, sizes)
+    g, beta = gates.decays()
+    n, fresh = batch.num_decodes, _fresh(batch)[:, None, None, None]
+    out = torch.empty_like(v)
+    if n:
+        rows = batch.rows[:n]
+        before = torch.where(fresh[:n], 0, state[rows])
+        out[:n], state[rows] = recurrent_step(q[:n], k[:n], v[:n], g[:n], beta[:n], before)
+    if n < len(batch.query_lens):
+        rows = batch.rows[n:]
+        before = torch.where(fresh[n:], 0, state[rows])
+        chunks = batch.scratch.get("chunks") or Chunks.of(batch.query_lens[n:], qkv.device)
+        batch.scratch["chunks"] = chunks
+        out[n:], state[rows] = chunked(q[n:], k[n:], v[n:], g[n:], beta[n:], before, chunks)
+    return out.to(qkv.dtype)
+
+
+def _heads(qkv: Tensor, sizes: DeltaSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [T, value heads, key dim], normed, and v [T, value heads, value dim], in f32."""
+    q, k, v = qkv.float().split([sizes.keys, sizes.keys, sizes.values], 1)
+    each = sizes.value_heads // sizes.key_heads
+    q, k = (_l2_norm(x.unflatten(1, (sizes.key_heads, -1))).repeat_interleave(each, 1) for x in (q, k))
+    return q * sizes.key_dim**-0.5, k, v.unflatten(1, (sizes.value_heads, -1))
+
+
+def _l2_norm(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
+
+
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of B sequences. q, k: [B, H, key]. v: [B, H, value]. g, beta: [B, H]. state: [B, H, key, value].
+
+    Returns [B, H, value] and the new states, all f32.
+    """
+    state = state * g.exp()[..., None, None]
+    change = (v - (k[:, :, None] @ state)[:, :, 0]) * beta[..., None]
+    state += k[..., None] * change[:, :, None]
+    return (q[:, :, None] @ state)[:, :, 0], state
+
+
+class Chunks(NamedTuple):
+    """How N sequences of several tokens each fall into M chunks. A sequence's last one is filled up."""
+
+    tokens: Tensor  # [M * CHUNK] int64: each place's token; places that are filled up have the number of tokens
+    places: Tensor  # [T] int64: where each token stands
+    steps: list[tuple[Tensor, Tensor]]  # of the chunks that are each a sequence's i-th: sequences and chunks, int64
+
+    @classmethod
+    def of(cls, counts: list[int], device: torch.device) -> Chunks:
+        """counts: of each sequence's tokens."""
+        whole = torch.tensor(counts)
+        chunks = (whole + CHUNK - 1) // CHUNK
+        first = chunks.cumsum(0) - chunks
+        ends = whole.cumsum(0)
+        shift = (first * CHUNK - (ends - whole)).repeat_interleave(whole)
+        places = torch.arange(int(ends[-1])) + shift
+        tokens = torch.full((int(chunks.sum()) * CHUNK,), len(places))
+        tokens[places] = torch.arange(len(places))
+        steps = []
+        for i in range(int(chunks.max())):
+            active = (chunks > i).nonzero()[:, 0]
+            steps.append((active.to(device), (first[active] + i).to(device)))
+        return cls(tokens.to(device), places.to(device), steps)
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    """Several tokens of N sequences. q, k: [T, H, key]. v: [T, H, value]. g, beta: [T, H]. state: [N, H, key, value].
+
+    Returns [T, H, value] and the new states, all f32.
+    """
+    q, k, v, g, beta = (_in_chunks(x, chunks) for x in (q, k, v, g[..., None], beta[..., None]))
+    total = g.cumsum(2)  # [M, H, CHUNK, 1]: logarithms of what is left of a state after each token
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    decay = (total - total.mT).masked_fill(~lower, -torch.inf).exp()
+    # What each token writes, less what earlier tokens of the chunk have written under its key: of the state before the
+    # chunk it is linear, so one system is solved for both parts.
+    system = (k * beta) @ k.mT * decay
+    written = torch.linalg.solve_triangular(
+        system, torch.cat((v, k * total.exp()), 3) * beta, upper=False, unitriangular=True
+    )
+    own, read = written.split([v.shape[3], k.shape[3]], 3)
+    within = q @ k.mT * decay
+    q *= total.exp()
+    k *= (total[:, :, -1:] - total).exp()
+    left = total[:, :, -1:].exp()
+    out = torch.empty_like(own)
+    state = state.clone()
+    for sequences, at in chunks.steps:
+        before = state[sequences]
+        new = own[at] - read[at] @ before
+        out[at] = q[at] @ before + within[at] @ new
+        state[sequences] = before * left[at] + k[at].mT @ new
+    return out.transpose(1, 2).flatten(0, 1)[chunks.places], state
+
+
+def _in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
+    """[T, H, d] → [M, H, CHUNK, d]; zeros where chunks are filled up, which leave states as they are."""
+    filled = torch.cat((x, torch.zeros_like(x[:1])))[chunks.tokens]
+    return filled.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of each head times SiLU(z). x, z: [T, heads, dim]. weight: [dim]."""
+    wide = x.float()
+    normed = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
+    return (normed * F.silu(z.float())).to(x.dtype)

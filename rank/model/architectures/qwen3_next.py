@@ -1,0 +1,122 @@
+"""Qwen3-Next (Qwen team 2025): three layers of a gated delta net (arXiv 2412.06464) to one of gated attention (Qiu et
+al. 2025, arXiv 2505.06708), and experts, one of which all tokens visit."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import nn
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
+from ....kernels.rope.rope import CosSin, QKNorm
+from .. import base
+from ..batch import Batch
+from ..config import FULL, LINEAR
+from ..layers.attention import layer_type
+from ..layers.gated_delta_net import DeltaNetShape, GatedDeltaNet, GroupedDeltaNet
+from ..layers.linear import QKVParallel
+from ..layers.mlp import GatedMLP
+from ..layers.norm import AddRMSNorm
+from ..layers.residual import Normed, Partial, ResidualStream
+from . import llama, qwen3
+from .qwen2_moe import SharedExpertArgs, SharedMoE
+
+CONFIG = {"defaults": {"head_dim": 256, "partial_rotary_factor": 0.25}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridArgs(llama.Args):
+    """Which layers have a gated delta net, and which."""
+
+    norm_offset: ClassVar[float] = 1.0
+
+    full_attention_interval: int = 4
+    layer_types: list[str] = field(default_factory=list)
+    linear_conv_kernel_dim: int = 4
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    attn_output_gate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hidden_act != "silu":
+            raise FatalError(f"config.json: hidden_act {self.hidden_act!r} is not supported here; silu is", MODEL)
+        if not self.attn_output_gate:
+            raise FatalError("config.json: attn_output_gate is false, which is not supported here", MODEL)
+
+    def linear(self, index: int) -> bool:
+        """Whether a layer has a gated delta net."""
+        usual = LINEAR if (index + 1) % self.full_attention_interval else FULL
+        return layer_type(self.layer_types, index, usual, (FULL, LINEAR)) == LINEAR
+
+    def sparse(self, index: int) -> bool:
+        """Whether a layer has experts."""
+        return False
+
+    @property
+    def delta_net(self) -> DeltaNetShape:
+        return DeltaNetShape(
+            self.linear_num_key_heads, self.linear_num_value_heads, self.linear_key_head_dim,
+            self.linear_value_head_dim, self.linear_conv_kernel_dim,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(SharedExpertArgs, HybridArgs):
+    norm_topk_prob: bool = True
+
+
+class Attention(qwen3.Attention):
+    """The query's linear makes a gate beside each head's query; the gate's sigmoid scales what the head reads."""
+
+    def __init__(self, args: HybridArgs, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        heads, dim = args.num_attention_heads, args.head_dim
+        self.qkv_proj = QKVParallel(
+            args.hidden_size, heads, args.num_key_value_heads, dim, mesh, args.qkv_bias, gated=True
+        )
+
+    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        q, gate, k, v = self.qkv_proj.split_gated(self.qkv_proj(h))
+        norms = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        out = self.attention(h, q, k, v, cos_sin, batch, norms)
+        if len(out) < len(gate):  # the last layer, where sampled rows alone continue
+            gate = gate[batch.sample_at]
+        return self.o_proj(out * gate.sigmoid())
+
+
+class Layer(base.Layer):
+    DELTA_NET: type[GatedDeltaNet] = GroupedDeltaNet
+
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        hidden, eps = args.hidden_size, args.rms_norm_eps
+        self.input_layernorm = AddRMSNorm(hidden, eps, args.norm_offset)
+        if args.linear(index):
+            self.linear_attn = self.DELTA_NET(hidden, args.delta_net, eps, mesh, local)
+        else:
+            self.self_attn = Attention(args, mesh, index, local)
+        self.post_attention_layernorm = AddRMSNorm(hidden, eps, args.norm_offset)
+        self.mlp: nn.Module
+        if args.sparse(index):
+            self.mlp = SharedMoE(args, mesh)
+        else:
+            self.mlp = GatedMLP(hidden, args.intermediate_size, mesh, act=args.hidden_act)
+
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        yield (h := self.input_layernorm(stream))
+        if hasattr(self, "linear_attn"):
+            stream.add(self.linear_attn(h, batch))
+        else:
+            stream.add(self.self_attn(h, cos_sin, batch))
+        yield (h := self.post_attention_layernorm(stream))
+        stream.add(self.mlp(h))
+
+
+class Model(base.Model):
+    LAYER = Layer
+    RENAMED = {f"linear_attn.{name}": f"linear_attn.decay.{name}" for name in ("A_log", "dt_bias")}

@@ -1,0 +1,161 @@
+"""The gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464): linear attention with a recurrent state.
+
+A tensor group splits the key heads, and with each the value heads that it serves. What a layer keeps of a sequence is
+no block of tokens but a row's: `RecurrentState`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, USAGE, FatalError
+from ....kernels.recurrent.gated_delta import DeltaSizes, Gates, causal_conv, gated_delta, gated_norm
+from ..batch import Batch
+from ..cache_spec import RecurrentState
+from ..shard import Shard, even, scaled, whole
+from ..weights.slicing import Field, ShardedModule
+from .linear import ColumnParallel, RowParallel
+from .norm import RMSNorm
+from .residual import Normed, Partial
+
+
+class DeltaNetShape(NamedTuple):
+    """Of a model's gated delta nets."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int  # tokens that the convolution reads, this one included
+
+
+class CausalConv(ShardedModule):
+    """The convolution's weight of this rank's channels: queries, keys and values."""
+
+    fields = (Field("weight", "obi"),)
+
+    def __init__(self, outputs: tuple[Shard, ...], taps: int):
+        super().__init__()
+        self.outputs, self.inputs = outputs, whole(taps)
+        shape = sum(shard.width for shard in outputs), 1, taps
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+
+class Decay(ShardedModule):
+    """How fast each value head forgets; checkpoints have these without a module of their own."""
+
+    fields = Field("A_log", "o", torch.float32), Field("dt_bias", "o", torch.float32)
+
+    def __init__(self, heads: Shard):
+        super().__init__()
+        self.outputs = (heads,)
+        self.A_log = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
+
+
+class GatedDeltaNet(nn.Module):
+    """Attributes are named as checkpoints name their tensors. A subclass says how they hold the projections."""
+
+    def __init__(self, hidden: int, shape: DeltaNetShape, eps: float, mesh: Mesh, local: int):
+        """local: the layer's index in this pipeline stage, by which it finds its states. Raises FatalError where value
+        heads cannot share key heads evenly, and where ranks would have different numbers of heads."""
+        super().__init__()
+        rank, ranks = mesh.tensor.rank, mesh.tensor.size
+        _check(shape, ranks)
+        self.each = shape.value_heads // shape.key_heads  # value heads of a key head
+        self.heads = even(shape.key_heads, rank, ranks)
+        values = scaled(self.heads, self.each)
+        self.sizes = DeltaSizes(self.heads.width, values.width, shape.key_dim, shape.value_dim)
+        self.keys, self.values = scaled(self.heads, shape.key_dim), scaled(values, shape.value_dim)
+        self.local = local
+        self.conv1d = CausalConv((self.keys, self.keys, self.values), shape.taps)
+        self.decay = Decay(values)
+        self._make_projections(hidden, values)
+        self.norm = RMSNorm(shape.value_dim, eps)
+        self.out_proj = RowParallel(self.values.size, hidden, mesh)
+
+    def _make_projections(self, hidden: int, values: Shard) -> None:
+        """values: this rank's value heads."""
+        raise NotImplementedError
+
+    def project(self, h: Normed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """qkv [T, channels], z [T, value heads * value dim], b and a [T, value heads]."""
+        raise NotImplementedError
+
+    def cache_spec(self) -> RecurrentState:
+        sizes = self.sizes
+        columns = self.conv1d.inputs.width - 1
+        return RecurrentState(columns, sizes.channels, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token between this rank's linears. Chunks are computed in f32, which counts twice."""
+        sizes = self.sizes
+        return 2 * (sizes.channels + sizes.values) + 2 * sizes.value_heads * (4 * sizes.key_dim + 4 * sizes.value_dim)
+
+    def forward(self, h: Normed, batch: Batch) -> Partial:
+        """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
+        qkv, z, b, a = self.project(h)
+        convolution, state = batch.caches[self.local]
+        qkv = causal_conv(qkv, self.conv1d.weight[:, 0], convolution, batch)
+        gates = Gates(b, a, self.decay.A_log, self.decay.dt_bias)
+        out = gated_delta(qkv, gates, state, batch, self.sizes)
+        if batch.sampled is not None and self.local == len(batch.caches) - 1:
+            h.keep(batch.sample_at)
+            out, z = out[batch.sample_at], z[batch.sample_at]
+        out = gated_norm(out, z.view(out.shape), self.norm.weight, self.norm.eps)
+        return self.out_proj(out.flatten(1))
+
+
+def _check(shape: DeltaNetShape, ranks: int) -> None:
+    if shape.value_heads % shape.key_heads:
+        raise FatalError(
+            f"config.json: linear_num_value_heads {shape.value_heads} is no multiple of linear_num_key_heads "
+            f"{shape.key_heads}",
+            MODEL,
+        )
+    if shape.key_heads % ranks:
+        raise FatalError(
+            f"--tp {ranks} does not divide the {shape.key_heads} key heads of this model's gated delta nets "
+            "(linear_num_key_heads): choose a divisor",
+            USAGE,
+        )
+
+
+class GroupedDeltaNet(GatedDeltaNet):
+    """Of checkpoints that hold all of a key head together (Qwen3-Next): its query, key, values and gates of values, and
+    in another linear its values' b and a."""
+
+    def _make_projections(self, hidden: int, values: Shard) -> None:
+        _, _, key, value = self.sizes
+        self.in_proj_qkvz = ColumnParallel(
+            whole(hidden), (scaled(self.heads, 2 * key + 2 * self.each * value),), bias=False
+        )
+        self.in_proj_ba = ColumnParallel(whole(hidden), (scaled(self.heads, 2 * self.each),), bias=False)
+
+    def project(self, h: Normed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _, _, key, value = self.sizes
+        wide = self.each * value
+        qkvz = self.in_proj_qkvz(h).unflatten(1, (self.heads.width, -1))
+        q, k, v, z = (x.flatten(1) for x in qkvz.split([key, key, wide, wide], 2))
+        ba = self.in_proj_ba(h).unflatten(1, (self.heads.width, -1))
+        b, a = (x.flatten(1) for x in ba.split(self.each, 2))
+        return torch.cat((q, k, v), 1), z, b, a
+
+
+class PlainDeltaNet(GatedDeltaNet):
+    """Of checkpoints that hold queries, keys and values one after the other, and the rest apart (Qwen3.5).
+    `in_proj_ba` merges in_proj_b and in_proj_a."""
+
+    def _make_projections(self, hidden: int, values: Shard) -> None:
+        self.in_proj_qkv = ColumnParallel(whole(hidden), (self.keys, self.keys, self.values), bias=False)
+        self.in_proj_z = ColumnParallel(whole(hidden), (self.values,), bias=False)
+        self.in_proj_ba = ColumnParallel(whole(hidden), (values, values), bias=False)
+
+    def project(self, h: Normed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        b, a = self.in_proj_ba(h).chunk(2, 1)
+        return self.in_proj_qkv(h), self.in_proj_z(h), b, a

@@ -1,0 +1,88 @@
+"""Quantised experts on CPUs beside the dequantised ones: in one call, and one by one."""
+
+import pytest
+import torch
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.moe import moe, quantized_cpu
+from phalanx.kernels.moe.moe import Biases, Held, fused_experts_reference
+from phalanx.kernels.quantized import affine, e4m3, q4_0, q4_k, q5_1, q6_k, q8_0
+from phalanx.kernels.quantized.stack import stack
+
+from .cases import Sizes, make
+
+FORMATS = [(q8_0, q8_0), (q4_k, q6_k), (q4_0, e4m3), (e4m3, q5_1)]
+# One token, several, all to one expert, and experts without tokens.
+SIZES = [
+    Sizes(1, 2, 4, 256, 256), Sizes(9, 3, 5, 256, 256), Sizes(33, 1, 3, 512, 256, "one"),
+    Sizes(9, 2, 9, 256, 256, "few"),
+]  # fmt: skip
+needs_compiler = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+
+
+def quantised(weights, codec):
+    return stack(codec, lambda expert: codec.encode(weights[expert]), weights.shape)
+
+
+def plain(one):
+    return torch.stack([one.expert(e, torch.float32) for e in range(one.shape[0])])
+
+
+@needs_compiler
+@pytest.mark.parametrize("up, down", FORMATS, ids=lambda one: one.__name__.rpartition(".")[2])
+def test_experts(up, down):
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    for i, sizes in enumerate(SIZES):
+        torch.set_num_threads(1 + i // 2)
+        given = make(sizes, torch.float32)
+        held = Held(1, sizes.experts - 2, sizes.experts) if i % 2 else None
+        here = slice(held.first, held.first + held.size) if held else slice(None)
+        w13, w2 = quantised(given.w13.nan_to_num(1)[here], up), quantised(given.w2.nan_to_num(1)[here], down)
+        meant = plain(w13), plain(w2)
+        for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
+            x, biases = given.x.to(dtype), Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
+            assert quantized_cpu.supports(x, given.ids, w13, w2)
+            got = moe.fused_experts(x, given.ids, given.weights, w13, w2, "silu", biases, held)
+            wide = Biases(*(one.float() for one in biases))
+            want = fused_experts_reference(x.float(), given.ids, given.weights, *meant, "silu", wide, held)
+            assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
+    torch.manual_seed(0)
+    w13, w2 = quantised(torch.randn(4, 64, 96), q8_0), quantised(torch.randn(4, 96, 32), q8_0)
+    rows = torch.randn(5, 200)[:, :96]
+    ids, weights = torch.tensor([[0, 3], [3, 1], [3, 0], [1, 3], [0, 1]]).int(), torch.rand(5, 2)
+    odd = quantised(torch.randn(4, 44, 96), q8_0)
+    assert odd.packed.outputs == 4 * 48 and odd.expert(3, torch.float32).shape == (44, 96)
+    y, ends = torch.empty(5, 44), torch.tensor([0, 2, 2, 2, 5], dtype=torch.int32)
+    ops.run(*quantized_cpu._linear(rows, odd, ends, None, y))
+    want = torch.cat((rows[:2] @ odd.expert(0, torch.float32).T, rows[2:] @ odd.expert(3, torch.float32).T))
+    torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-5)
+    got = moe.fused_experts(rows, ids, weights, w13, w2)
+    assert torch.equal(got, moe.fused_experts(rows.contiguous(), ids, weights, w13, w2))
+
+
+@pytest.mark.parametrize("up, down", FORMATS[:2], ids=lambda one: one.__name__.rpartition(".")[2])
+def test_without_a_compiler_and_of_many_tokens(monkeypatch, up, down):
+    """Each expert is dequantised, and multiplied by torch."""
+    torch.manual_seed(0)
+    given = make(SIZES[1], torch.float32)
+    w13, w2 = quantised(given.w13.nan_to_num(1), up), quantised(given.w2.nan_to_num(1), down)
+    monkeypatch.setattr(quantized_cpu, "supports", lambda *_: False)
+    got = moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
+    want = fused_experts_reference(given.x, given.ids, given.weights, plain(w13), plain(w2))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_experts_that_pack_into_other_forms_get_one():
+    """Zeros of 8-bit codes far from the middle have no form but the plain one."""
+    codes = torch.randint(0, 256, (3, 32, 64), dtype=torch.uint8)
+    scales, zeros = torch.full((3, 32, 2), 0.5), torch.full((3, 32, 2), 128, dtype=torch.int16)
+    zeros[1] = 3
+    found = stack(affine, lambda e: (codes[e], scales[e], zeros[e]), codes.shape)
+    assert isinstance(found.packed, affine.Affine)
+    want = (codes.float() - zeros.float().repeat_interleave(32, 2)) * 0.5
+    assert torch.equal(plain(found), want) and torch.equal(found.plain(torch.float32), want)

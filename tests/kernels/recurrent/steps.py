@@ -1,0 +1,124 @@
+"""Steps of gated delta nets on states with NaN where a sequence begins; run as a program, the Triton kernels of decode
+steps in the interpreter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from phalanx.kernels.recurrent import gated_delta
+from phalanx.kernels.recurrent.gated_delta import DeltaSizes, Gates
+from torch import Tensor
+
+NAN = float("nan")
+SIZES = [DeltaSizes(2, 6, 12, 20), DeltaSizes(3, 3, 16, 40), DeltaSizes(1, 2, 8, 8)]
+PUBLISHED = DeltaSizes(16, 32, 128, 128)  # Qwen3-Next
+
+
+def make_rows(query_lens: list[int], kv_lens: list[int], rows: list[int] | None = None) -> Any:
+    """Of a Batch what is read here."""
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return SimpleNamespace(
+        rows=torch.tensor(list(range(len(query_lens)))[::-1] if rows is None else rows),
+        lengths=torch.tensor(kv_lens, dtype=torch.int32),
+        query_starts=starts,
+        query_lens=query_lens,
+        num_decodes=sum(n == 1 for n in query_lens),
+        scratch={},
+    )
+
+
+class Layer:
+    """Random weights, inputs of a step, and states of the sequences before it."""
+
+    def __init__(self, sizes: DeltaSizes, batch: Any, taps: int = 4, dtype: torch.dtype = torch.float32):
+        tokens, count = sum(batch.query_lens), int(batch.rows.max()) + 1
+        self.sizes, self.batch = sizes, batch
+        self.x = torch.randn(tokens, sizes.channels).to(dtype)
+        self.weight = torch.randn(sizes.channels, taps).to(dtype)
+        b, a = torch.randn(2, tokens, sizes.value_heads).to(dtype)
+        heads = sizes.value_heads
+        self.gates = Gates(b, a, torch.rand(heads) * 3 - 2, torch.randn(heads))
+        self.convolution = torch.randn(count, taps - 1, sizes.channels).to(dtype).float()
+        self.state = torch.randn(count, heads, sizes.key_dim, sizes.value_dim)
+        begins = batch.rows[(batch.lengths <= batch.query_starts.diff()) & (batch.rows >= 0)]
+        self.convolution[begins], self.state[begins] = NAN, NAN
+
+    def on(self, device: str) -> Layer:
+        other = Layer.__new__(Layer)
+        other.sizes = self.sizes
+        other.batch = SimpleNamespace(
+            **{key: x.to(device) if isinstance(x, Tensor) else x for key, x in vars(self.batch).items()}
+            | {"scratch": {}}
+        )
+        other.gates = Gates(*(x.to(device) for x in self.gates))
+        for name in ("x", "weight", "convolution", "state"):
+            setattr(other, name, getattr(self, name).to(device, copy=True))
+        return other
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `run` makes, one token at a time in f64: outputs, and the rows' new states."""
+        q_to, k_to = self.sizes.keys, 2 * self.sizes.keys
+        each = self.sizes.value_heads // self.sizes.key_heads
+        g, beta = Gates(*(x.double() for x in self.gates)).decays()
+        out = torch.empty(len(self.x), self.sizes.value_heads, self.sizes.value_dim, dtype=torch.float64)
+        convolution, state, t = self.convolution.double(), self.state.double(), 0
+        for i, count in enumerate(self.batch.query_lens):
+            row = int(self.batch.rows[i])
+            if int(self.batch.lengths[i]) == count:
+                convolution[row], state[row] = 0, 0
+            for _ in range(count):
+                seen = torch.cat((convolution[row], self.x[t : t + 1].double()))
+                convolution[row] = seen[1:]
+                y = torch.nn.functional.silu((seen.T * self.weight.double()).sum(1))
+                q, k = (z.view(self.sizes.key_heads, -1) for z in (y[:q_to], y[q_to:k_to]))
+                q, k = (z / (z.square().sum(1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
+                q, k = (z.repeat_interleave(each, 0) for z in (q * self.sizes.key_dim**-0.5, k))
+                v = y[k_to:].view(self.sizes.value_heads, -1)
+                held = state[row] * g[t].double().exp()[:, None, None]
+                change = (v - torch.einsum("hkv,hk->hv", held, k)) * beta[t].double()[:, None]
+                state[row] = held + torch.einsum("hk,hv->hkv", k, change)
+                out[t] = torch.einsum("hkv,hk->hv", state[row], q)
+                t += 1
+        return out, convolution, state
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        y = gated_delta.causal_conv(self.x, self.weight, self.convolution, self.batch)
+        out = gated_delta.gated_delta(y, self.gates, self.state, self.batch, self.sizes)
+        assert out.dtype == self.x.dtype
+        return out, self.convolution, self.state
+
+    def steps(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by the Triton kernels of decode steps."""
+        from phalanx.kernels.recurrent import gated_delta_triton
+
+        rows, lengths = self.batch.rows, self.batch.lengths
+        y = gated_delta_triton.conv_step(self.x, self.weight, self.convolution, rows, lengths)
+        out = gated_delta_triton.delta_step(y, self.gates, self.state, rows, lengths, self.sizes, gated_delta.L2_EPS)
+        return out, self.convolution, self.state
+
+
+def check_steps(sizes: DeltaSizes, taps: int, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
+    """Sequences that begin and that go on, and a row that fills a captured step up."""
+    torch.manual_seed(0)
+    layer = Layer(sizes, make_rows([1] * 5, [9, 1, 300, 1, 2], [4, 0, 6, 2, 1]), taps, dtype)
+    there = layer.on(device)
+    there.batch.rows = torch.tensor([4, 0, 6, -1, 1], device=device)
+    want = layer.run()
+    got = there.steps()
+    out, convolution, state = (x.cpu() for x in got)
+    assert not out[3].any() and torch.isnan(state[2]).all() and torch.isnan(convolution[2]).all()
+    live = [0, 1, 2, 4]
+    torch.testing.assert_close(out[live].float(), want[0][live].float(), atol=bound, rtol=bound)
+    for x, y in ((convolution, want[1]), (state, want[2])):
+        for row in (4, 0, 6, 1):
+            torch.testing.assert_close(x[row], y[row], atol=bound, rtol=bound)
+        for row in (3, 5):
+            assert torch.equal(x[row], y[row]), "of no sequence in this step"
+
+
+if __name__ == "__main__":
+    for taps, sizes in zip((4, 2, 3), SIZES, strict=True):
+        check_steps(sizes, taps, torch.float32, 1e-5)
+    check_steps(SIZES[0], 4, torch.bfloat16, 2e-2)

@@ -1,0 +1,82 @@
+"""The gated delta net's convolution and recurrence against the plainest computation: one token at a time, in f64."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from phalanx.kernels.recurrent import gated_delta
+
+from ..test_compile import Recorder, compile_launch
+from .steps import PUBLISHED, SIZES, Layer, make_rows
+
+CASES = [
+    ([1, 1, 1], [1, 2, 70]),
+    ([1, 2, 64, 65, 130], [5, 2, 64, 100, 1000]),  # chunks that are full, not full, and several; begun and new
+    ([3], [3]),
+    ([1], [1]),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("query_lens, kv_lens", CASES)
+def test_chunks_and_single_tokens(sizes, query_lens, kv_lens):
+    torch.manual_seed(0)
+    layer = Layer(sizes, make_rows(query_lens, kv_lens), taps=2 + sizes.key_heads)
+    want = layer.plain()
+    for got, wanted in zip(layer.run(), want, strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_equal_keys_in_a_row():
+    """The system within a chunk is then as far from the unit matrix as it can be."""
+    torch.manual_seed(0)
+    layer = Layer(SIZES[0], make_rows([128], [128]))
+    layer.x[:] = layer.x[0]
+    want = layer.plain()
+    for got, wanted in zip(layer.run(), want, strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_16_bits():
+    torch.manual_seed(0)
+    layer = Layer(SIZES[0], make_rows([1, 70], [4, 90]), dtype=torch.bfloat16)
+    want = layer.plain()
+    for got, wanted in zip(layer.run(), want, strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=3e-2, rtol=3e-2)
+
+
+def test_gated_norm():
+    x, z, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8)
+    want = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight * z * z.sigmoid()
+    torch.testing.assert_close(gated_delta.gated_norm(x, z, weight, 0.1), want)
+
+
+def test_kernels_in_the_interpreter():
+    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "phalanx.tests.kernels.recurrent.steps"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+KINDS = [(torch.bfloat16, 90), (torch.float16, 80), (torch.float32, 100)]
+
+
+@pytest.mark.parametrize("dtype, arch", [KINDS[0], *(pytest.param(*one, marks=pytest.mark.long) for one in KINDS[1:])])
+def test_compiles(dtype, arch, monkeypatch):
+    pytest.importorskip("triton")
+    from phalanx.kernels.recurrent import gated_delta_triton
+
+    names = "conv_kernel", "delta_kernel"
+    kernels = {name: getattr(gated_delta_triton, name) for name in names}
+    launches = {name: Recorder() for name in names}
+    for name, recorder in launches.items():
+        monkeypatch.setattr(gated_delta_triton, name, recorder)
+    Layer(PUBLISHED, make_rows([1, 1], [4, 1]), dtype=dtype).steps()
+    for name, recorder in launches.items():
+        ((args, options),) = recorder.found
+        compiled = compile_launch(kernels[name], args, options, arch)
+        assert compiled.metadata.shared <= 99 << 10, name

@@ -1,0 +1,47 @@
+"""The gated delta net on a GPU: Triton's kernels of decode steps, and torch's chunks, against the same on a CPU."""
+
+import pytest
+import torch
+
+from .steps import PUBLISHED, SIZES, Layer, check_steps, make_rows
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+KINDS = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)]
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, PUBLISHED])
+@pytest.mark.parametrize("dtype, bound", KINDS)
+def test_decode_steps(sizes, dtype, bound):
+    for taps in (2, 3, 4):
+        check_steps(sizes, taps, dtype, bound, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, PUBLISHED])
+@pytest.mark.parametrize("query_lens, kv_lens", [([1, 2, 64, 65, 130], [5, 2, 64, 100, 1000]), ([300], [300])])
+def test_chunks(sizes, query_lens, kv_lens):
+    torch.manual_seed(0)
+    layer = Layer(sizes, make_rows(query_lens, kv_lens))
+    there = layer.on("cuda")
+    for got, wanted in zip(there.run(), layer.run(), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_a_captured_step_goes_on_with_what_is_there():
+    """A graph reads rows and lengths anew; a sequence that begins in a used row begins with zeros."""
+    torch.manual_seed(0)
+    layer = Layer(PUBLISHED, make_rows([1, 1], [9, 2], [1, 0]), dtype=torch.bfloat16)
+    there = layer.on("cuda")
+    there.batch.rows.fill_(-1)
+    there.steps()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, *_ = there.steps()
+    for rows, lengths in (([1, 0], [9, 2]), ([0, 1], [1, 10])):
+        for batch in (layer.batch, there.batch):
+            batch.rows.copy_(torch.tensor(rows))
+            batch.lengths.copy_(torch.tensor(lengths))
+        graph.replay()
+        want, convolution, state = layer.run()
+        torch.testing.assert_close(out.cpu().float(), want.float(), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(there.state.cpu(), state, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(there.convolution.cpu(), convolution)

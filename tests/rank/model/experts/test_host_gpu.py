@@ -1,0 +1,78 @@
+"""Experts in host memory beside a GPU: each way makes what the GPU makes of all of them, also in captured pieces."""
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.kernels.graph_pieces import Pieces
+from phalanx.rank.model.experts.fused import FusedExperts
+from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
+from phalanx.rank.model.load import load
+
+from ....devices import require_gpu
+from ..test_architectures import MODELS, write
+
+require_gpu()
+
+ROOMS = [ExpertRoom(100, way=way) for way in ("auto", "cpu", "stream")]
+ROOMS += [ExpertRoom(3, way=way) for way in ("auto", "cpu", "stream", "resident")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("gpu"), **MODELS["qwen3_moe"], moe_intermediate_size=32, hidden_size=96)
+
+
+def experts(path, room, dtype):
+    """The first layer's, whose weights are the same every time."""
+
+    def rank(world):
+        model = load(path, mesh.build(world, 1, 1), "cuda", dtype, experts=room)
+        return next(one for one in model.modules() if isinstance(one, FusedExperts)), model.offload
+
+    return threads.run(rank, 1)[0]
+
+
+def tokens(layer, count, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    hidden, total = layer.down_proj.outputs[0].size, layer.down_proj.experts.size
+    x = torch.randn(count, hidden, generator=draw).to("cuda", layer.gate_up_proj.weight.dtype)
+    ids = torch.stack([torch.randperm(total, generator=draw)[: layer.top_k] for _ in range(count)]).int().cuda()
+    return x, ids, torch.rand(count, layer.top_k, generator=draw).cuda()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("f32", 1e-4), ("bf16", 5e-2)])
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+@torch.no_grad()
+def test_eager(checkpoint, room, dtype, tolerance):
+    """One token, some, many, and so many that all are copied without a look."""
+    (plain, _), (layer, offload) = experts(checkpoint, ON_DEVICE, dtype), experts(checkpoint, room, dtype)
+    for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 3):
+        given = tokens(plain, count, turn)
+        want, got = plain(*given).local(), layer(*given).local()
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    counters = offload.counters
+    assert room.way == "auto" or getattr(counters, {"stream": "streamed"}.get(room.way, room.way)) > 0
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+@pytest.mark.parametrize("most", [4, 40])
+@torch.no_grad()
+def test_captured(checkpoint, room, most):
+    """Replayed with other tokens, fewer than were captured, and a resident set that moves."""
+    (plain, _), (layer, _) = experts(checkpoint, ON_DEVICE, "bf16"), experts(checkpoint, room, "bf16")
+    x, ids, weights = tokens(plain, most)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        layer(x, ids, weights).local()
+        torch.cuda.synchronize()
+        pieces = Pieces(torch.cuda.graph_pool_handle())
+        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
+        assert len(pieces) == (3 if layer.host.set.slots else 2)
+        for turn in range(40):
+            given = tokens(plain, most, turn % 5)
+            for static, new in zip((x, ids, weights), given, strict=True):
+                static.copy_(new)
+            real = 1 + turn * 7 % most
+            pieces.replay(real)
+            want = plain(*given).local()
+            torch.testing.assert_close(y[:real], want[:real], atol=5e-2, rtol=5e-2)
+        torch.cuda.synchronize()

@@ -1,0 +1,26 @@
+"""Sizes of tiny models with gated delta nets: an entry for each shape, as in test_architectures.py."""
+
+# Norms of an epsilon that keeps so small a net well-conditioned: heads whose outputs happen to be near zero are normed.
+HYBRID = dict(
+    head_dim=16, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=8, linear_value_head_dim=12,
+    rms_norm_eps=0.1,
+)  # fmt: skip
+QWEN_VISION = dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
+EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
+HYBRIDS = {
+    "qwen3_next": HYBRID | EXPERTS | dict(model_type="qwen3_next"),
+    "qwen3_next mixed": HYBRID | EXPERTS | dict(
+        model_type="qwen3_next", layer_types=["full_attention", "linear_attention"] * 2, linear_num_value_heads=6,
+        linear_conv_kernel_dim=3, mlp_only_layers=[1], norm_topk_prob=False, attention_bias=True,
+        partial_rotary_factor=0.5, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "qwen3_5_text": HYBRID | dict(model_type="qwen3_5_text", attention_bias=True),
+    "qwen3_5": dict(
+        model_type="qwen3_5", vision_config=QWEN_VISION, tie_word_embeddings=True,
+        text_config=HYBRID | dict(linear_num_value_heads=6, layer_types=["full_attention", "linear_attention"] * 2),
+    ),
+    "qwen3_5_moe_text": HYBRID | EXPERTS | dict(model_type="qwen3_5_moe_text"),
+    "qwen3_5_moe": dict(
+        model_type="qwen3_5_moe", vision_config=QWEN_VISION, text_config=HYBRID | EXPERTS,
+    ),
+}  # fmt: skip

@@ -1,0 +1,87 @@
+"""Models with gated delta nets: states of chunks and of mixed batches, what is left out, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from phalanx.errors import MODEL, USAGE, FatalError
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.measure import Seat, build
+from safetensors.torch import load_file, save_file
+
+from .harness import distance, run_steps, tokens
+from .hybrids import EXPERTS, HYBRID, HYBRIDS
+from .test_architectures import COMMON, TOLERANCE, write
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> its checkpoint, made once."""
+    found = {}
+
+    def make(name):
+        if name not in found:
+            found[name] = write(tmp_path_factory.mktemp(name.replace(" ", "-")), **HYBRIDS[name])
+        return found[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name, tp, pp, ep", [("qwen3_next", 1, 1, 1), ("qwen3_next mixed", 2, 2, 2)])
+def test_states_of_chunks_and_mixed_batches(made, expected, name, tp, pp, ep):
+    """Chunks of prompts go on from the state before, beside sequences that decode; some begin with a single token."""
+    sequences = [tokens(n, seed=n) for n in (200, 33, 6, 64, 1)]
+    steps = [
+        [(4, 1), (0, 131), (2, 3)],
+        [(2, 1), (0, 1), (3, 1), (1, 32)],
+        [(2, 1), (1, 1), (0, 2), (3, 17)],
+        [(2, 1), (0, 59), (3, 46)],
+        [(0, 7)],
+    ]
+    found = run_steps(made(name), sequences, steps, tp=tp, pp=pp, ep=ep)
+    for ids, logits in zip(sequences, found, strict=True):
+        assert distance(logits, expected(made(name), ids)) < TOLERANCE
+
+
+def test_a_head_that_predicts_further_tokens_is_left_out(made, tmp_path, caplog):
+    """Qwen's stands beside the model's layers."""
+    path = made("qwen3_5")
+    (tmp_path / "config.json").symlink_to(path / "config.json")
+    weights = load_file(path / "model.safetensors")
+    further = {"mtp.fc.weight": torch.zeros(3), "mtp.layers.0.mlp.gate.weight": torch.zeros(3)}
+    save_file(weights | further, tmp_path / "model.safetensors")
+    caplog.set_level("INFO", "phalanx")
+    run_steps(tmp_path, [[1]])
+    assert "layers that predict further tokens are left out: 2 tensors" in caplog.messages
+    assert not [one for one in caplog.records if one.levelname != "INFO"]
+
+
+def test_ranks_that_do_not_divide_delta_nets_are_refused(made):
+    config = read_config(made("qwen3_next"))
+    with pytest.raises(
+        FatalError, match="--tp 4 does not divide the 6 key heads of this model's gated delta nets"
+    ) as stop:
+        build(config, Seat(0, 4), Seat(0, 1))
+    assert stop.value.code == USAGE
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer type 'sliding_attention' is not supported; supported are full_attention, linear_attention",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"attn_output_gate": False}, "attn_output_gate is false"),
+        ({"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ({"linear_num_value_heads": 8}, "linear_num_value_heads 8 is no multiple"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, changes, message):
+    config = COMMON | HYBRID | EXPERTS | {"model_type": "qwen3_next"} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FatalError, match=message) as stop:
+        build(read_config(tmp_path), Seat(0, 1), Seat(0, 1))
+    assert stop.value.code == MODEL
