@@ -11,6 +11,7 @@
 #include "mma.cuh"
 #include "pairs.cuh"
 #include FORMAT
+#include "piece_mma.cuh"
 
 constexpr int ROWS = 8 * TILES, WARPS = SUBS * GROUPS, THREADS = WARPS * 32, STRIPS = 1 + GATED;  // strips of a warp
 constexpr int WIDTH = OUTPUTS / STRIPS, STRIPS_OF_Y = (WIDTH + 15) / 16, STRIPS_OF_EXPERT = (OUTPUTS + 15) / 16;
@@ -26,21 +27,10 @@ __device__ inline void multiply(const Piece (&pieces)[STRIPS], unsigned x_from, 
         unsigned b[TILES][4];
 #pragma unroll
         for (int j = 0; j < TILES; j++) ldmatrix(b[j], x_from + j * 8 * PITCH + p * 64);
+        float whole[TILES][PARTS][4] = {};
+        if (MINIMA) sum_up_rows(b, whole);
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++) {
-            const float2 by = scales(pieces[o], 2 * p);
-            unsigned a[2][4];
-            codes<T>(pieces[o], 2 * p, a[0]);
-            codes<T>(pieces[o], 2 * p + 1, a[1]);
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                float part[4] = {};
-                mma<T>(part, a[0], b[j][0], b[j][1]);
-                mma<T>(part, a[1], b[j][2], b[j][3]);
-#pragma unroll
-                for (int i = 0; i < 4; i++) sum[o][j][i] += (i < 2 ? by.x : by.y) * part[i];
-            }
-        }
+        for (int o = 0; o < STRIPS; o++) multiply_piece(pieces[o], 2 * p, b, whole, sum[o]);
     }
 }
 

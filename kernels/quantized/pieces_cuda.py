@@ -33,7 +33,6 @@ RUN = 4  # pieces that a warp of dequantize.cu takes
 WGMMA_ROWS = range(33, 257)  # that quantized_wgmma.cu takes, on Hopper
 WGMMA_TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 WGMMA_LENGTHS = (128, 64)
-MOST_BYTES_OF_FOUR = 576  # of a piece that four warpgroups have registers for beside sums of 128 rows
 LEAST_WGMMA_STAGES = 3
 CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
 
@@ -221,7 +220,7 @@ def _wgmma_time(rows: int, outputs: int, inputs: int, layout: Layout, cut: Wgmma
 def wgmma_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[WgmmaConfig]:
     """All that `wgmma` takes for these sizes."""
     for outputs, height in WGMMA_TILES:
-        if height >= 2 * rows or (outputs * height == 256 * 128 and layout.bytes > MOST_BYTES_OF_FOUR):
+        if height >= 2 * rows:
             continue
         for split, share in CLUSTERS:
             for length in WGMMA_LENGTHS:

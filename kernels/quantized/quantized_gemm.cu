@@ -11,6 +11,7 @@
 #include "mma.cuh"
 #include "pairs.cuh"
 #include FORMAT
+#include "piece_mma.cuh"
 
 constexpr int ROWS = 8 * TILES;  // of x
 constexpr int STRIPS = M / 16, SUBTILES = STRIPS / MT, THREADS = SUBTILES * GROUPS * 32;  // that multiply
@@ -19,7 +20,6 @@ constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int WIDE = ROWS + 1;
-constexpr int PARTS = SCALED < 32 ? 2 : 1;  // of 32 inputs, with scales of their own
 
 #if __CUDA_ARCH__ >= 900
 __device__ inline void consumer_sync() { block_sync<THREADS>(1); }  // those that multiply
@@ -62,7 +62,6 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
 // A chunk's pieces k, k + GROUPS, ... of MT strips.
 __device__ inline void multiply(unsigned x_from, unsigned w_from, int group, float (&sum)[MT][TILES][4]) {
     const int lane = threadIdx.x % 32;
-    const unsigned one = pack<T>(1, 1), ones[4] = {one, one, one, one};
     // A lane's row of x, and where its first piece of 16 bytes stands there.
     const unsigned x_row = x_from + lane % 8 * 128, x_piece = (lane / 8 ^ lane % 8) * 16;
 #pragma unroll
@@ -74,34 +73,12 @@ __device__ inline void multiply(unsigned x_from, unsigned w_from, int group, flo
 #pragma unroll
             for (int j = 0; j < TILES; j++)
                 ldmatrix(b[j], x_row + (part_of_x / 2 * ROWS + j * 8) * 128 + (part_of_x % 2 * 64 ^ x_piece));
-            float whole[TILES][PARTS][4] = {};  // x itself, summed up over what shares a scale: minima are multiplied by it
-            if constexpr (MINIMA) {
-#pragma unroll
-                for (int j = 0; j < TILES; j++)
-#pragma unroll
-                    for (int s = 0; s < 2; s++) mma<T>(whole[j][s % PARTS], ones, b[j][2 * s], b[j][2 * s + 1]);
-            }
+            float whole[TILES][PARTS][4] = {};
+            if (MINIMA) sum_up_rows(b, whole);
 #pragma unroll
             for (int m = 0; m < MT; m++) {
                 const Piece piece = shared_piece(w_from + (m * OF_CHUNK + k) * PIECE, lane);
-#pragma unroll
-                for (int g = 0; g < PARTS; g++) {
-                    const float2 by = scales(piece, 2 * p + g), less = minima(piece, 2 * p + g);
-                    unsigned a[2][4];
-                    codes<T>(piece, 2 * p + g, a[0]);
-                    if (PARTS == 1) codes<T>(piece, 2 * p + 1, a[1]);
-#pragma unroll
-                    for (int j = 0; j < TILES; j++) {
-                        float part[4] = {};
-                        mma<T>(part, a[0], b[j][2 * g], b[j][2 * g + 1]);
-                        if (PARTS == 1) mma<T>(part, a[1], b[j][2], b[j][3]);
-#pragma unroll
-                        for (int i = 0; i < 4; i++) {
-                            sum[m][j][i] += (i < 2 ? by.x : by.y) * part[i];
-                            if (MINIMA) sum[m][j][i] -= (i < 2 ? less.x : less.y) * whole[j][g][i];
-                        }
-                    }
-                }
+                multiply_piece(piece, 2 * p, b, whole, sum[m]);
             }
         }
     }

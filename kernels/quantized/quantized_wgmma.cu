@@ -103,20 +103,13 @@ template <> __device__ inline void scaled_codes<bf16>(const Piece& piece, int st
 __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned a[2][2][4];  // of 32 inputs each: the matmuls of some are under way while the others' weights are made
-    mbarrier_wait(full, 0);
-    Piece piece = shared_piece(ring + X_BYTES + warp * OF_CHUNK * PIECE, lane);
 #pragma unroll 1
     for (int n = 0; n < CHUNKS; n++) {
         const unsigned stage = ring + n % STAGES * STAGE;
+        mbarrier_wait(full + n % STAGES, n / STAGES);
 #pragma unroll
         for (int p = 0; p < OF_CHUNK; p++) {
-            Piece next = piece;  // is on its way from shared memory while this one's weights are made
-            if (p + 1 < OF_CHUNK) {
-                next = shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p + 1) * PIECE, lane);
-            } else if (n + 1 < CHUNKS) {
-                mbarrier_wait(full + (n + 1) % STAGES, (n + 1) / STAGES);
-                next = shared_piece(ring + (n + 1) % STAGES * STAGE + X_BYTES + warp * OF_CHUNK * PIECE, lane);
-            }
+            const Piece piece = shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane);
 #pragma unroll
             for (int h = 0; h < SPAN / 32; h++) {
                 const int k = p * (SPAN / 32) + h;  // of the chunk's parts of 32 inputs
@@ -138,7 +131,6 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
                 else if (n > 0 && lane == 0)
                     mbarrier_arrive(before);
             }
-            piece = next;
         }
     }
     wgmma_wait<0>();
