@@ -73,7 +73,7 @@ def cases():
 
 EMBEDDING = re.compile("embed|wte|wpe")
 # Factors on embeddings; 0.05 unless given. Where sublayers' outputs are normed, they would drown the tokens.
-EMBEDDING_GAINS = {"olmo2 few keys": 3.0, "qwen3_5": 0.5, "qwen3_5_text": 0.5}
+EMBEDDING_GAINS = {"olmo2 few keys": 3.0, "qwen3_5": 0.5, "qwen3_5_text": 0.5, "qwen3_next mixed": 0.5}
 
 
 class Expected(Reference):
