@@ -19,7 +19,9 @@ ROOMS += [ExpertRoom(3, way=way) for way in ("auto", "cpu", "stream", "resident"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("gpu"), **MODELS["qwen3_moe"] | {"moe_intermediate_size": 32, "hidden_size": 96})
+    return write(
+        tmp_path_factory.mktemp("gpu"), **MODELS["qwen3_moe"] | {"moe_intermediate_size": 32, "hidden_size": 96}
+    )
 
 
 def experts(path, room, dtype):
