@@ -85,10 +85,8 @@ def load(
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
     model = _build(config, mesh, model_length(max_model_len, config, speaks), index, (isq, quantization))
-    if (mesh.ep > 1 or experts) and not int(
-        mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))
-    ):
-        raise _no_experts(mesh)  # of no stage
+    if mesh.ep > 1 or experts:
+        _check_experts(model, mesh)
     if speaks and isq != "none":
         _tell_other_formats(model, isq)
     parts = list(model.slices())
@@ -164,6 +162,12 @@ def _attach(model: Model, speaks: bool) -> None:
 def _experts_of(model: Model) -> int:
     """Layers of this stage that have experts."""
     return sum(isinstance(one, FusedExperts) for one in model.modules())
+
+
+def _check_experts(model: Model, mesh: Mesh) -> None:
+    """Raise FatalError where no stage has any. Collective over the mesh's world."""
+    if not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
+        raise _no_experts(mesh)
 
 
 def _no_experts(mesh: Mesh) -> FatalError:
