@@ -10,6 +10,7 @@ models:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ NO_EFFECT = {
     "multithread": "the job's ranks serve all models",
     "device_ids": "the job's ranks serve all models",
 }
+QUOTED = re.compile(r"""(["'])(.*)\1(\s+#.*)?$""")  # a value of a .env file
 
 
 class PromptCache(msgspec.Struct):
@@ -181,15 +183,19 @@ def dotenv(path: Path) -> dict[str, str]:
     """The variables of a .env file: NAME=VALUE lines, with or without `export` and quotes."""
     found = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except OSError:
         return {}
-    for line in lines:
+    except UnicodeDecodeError as error:
+        raise FatalError(f"{path} is no text in UTF-8: {error}", USAGE) from None
+    for number, line in enumerate(text.splitlines(), 1):
         name, equals, value = line.strip().removeprefix("export ").partition("=")
-        if equals and not name.startswith("#"):
-            value = value.strip()
-            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            found[name.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
+        if not equals or name.startswith("#"):
+            continue
+        if not name.strip() or "\0" in line:
+            raise FatalError(f"{path}, line {number}: {line.strip()!r} is no NAME=VALUE", USAGE)
+        quoted = QUOTED.match(value.strip())
+        found[name.strip()] = quoted[2] if quoted else value.partition(" #")[0].strip()
     return found
 
 

@@ -71,6 +71,7 @@ MEANINGS = {
     "`thinking_token_budget`",
     "enable_thinking": "the same; goes before `thinking`",
     "reasoning_effort": "handed to the template; `none` switches reasoning off",
+    "verbosity": "handed to the template",
     "reasoning": "`effort`, `enabled`, `exclude`, `max_tokens`: the same in one object",
     "include_reasoning": "false leaves the reasoning out of the answer",
     "conversation_id": "of a conversation that is recorded: one that the server has given, or the client's own",
@@ -121,7 +122,8 @@ MEANINGS = {
     "ResponsesRequest.tool_choice": "`auto`, `none`, `required`, the name of a function or a custom tool, a tool "
     "server (`mcp`) or one of its tools, or `allowed_tools`",
     "ResponsesRequest.reasoning": "`effort` is handed to the template, as `reasoning_effort`; `summary` is ignored",
-    "text": "`format` of type `text`, `json_object` or `json_schema`, which the answer keeps to",
+    "text": "`format` of type `text`, `json_object` or `json_schema`, which the answer keeps to; `verbosity`, "
+    "handed to the template",
     "include": "only `reasoning.encrypted_content`, of which there is none",
     "truncation": "only `disabled`",
     "ResponsesRequest.metadata": "comes back in the response",

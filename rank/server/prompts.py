@@ -268,6 +268,8 @@ def _variables(request: ChatRequest, default_thinking: bool | None) -> dict[str,
         variables["enable_thinking"] = variables["thinking"] = thinking
     if (effort := request.effort()) is not None:
         variables["reasoning_effort"] = effort
+    if request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
     return {**variables, **(request.chat_template_kwargs or {})}
 
 

@@ -13,7 +13,7 @@ from .custom_tools import is_custom
 from .items import Change, Item, Items
 from .mcp.request_tools import RequestTools
 from .renderer import Renderer, sse
-from .responses_request import ResponsesRequest, TextFormat
+from .responses_request import ResponsesRequest, TextOptions
 from .responses_tools import server_events, server_item
 from .schema import ReasoningOptions
 from .session import Session, Update
@@ -71,7 +71,7 @@ class ResponseRenderer(Renderer):
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "store": self._stored,
             "temperature": request.temperature,
-            "text": {"format": ((request.text.format if request.text else None) or TextFormat()).shown()},
+            "text": (request.text or TextOptions()).shown(),
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
             "tools": request.tools or [],
             "top_p": request.top_p,

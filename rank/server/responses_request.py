@@ -97,6 +97,12 @@ class TextFormat(msgspec.Struct):
 
 class TextOptions(msgspec.Struct):
     format: TextFormat | None = None
+    verbosity: str | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As the response shows it."""
+        verbosity = {"verbosity": self.verbosity} if self.verbosity is not None else {}
+        return {"format": (self.format or TextFormat()).shown(), **verbosity}
 
 
 class NamedTool(msgspec.Struct, omit_defaults=True):
@@ -208,6 +214,7 @@ class ResponsesRequest(Sampled, kw_only=True):
             response_format=form.response_format() if form else None,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning=self.reasoning,
+            verbosity=self.text.verbosity if self.text else None,
             chat_template_kwargs=self.chat_template_kwargs,
         )
         shared = {name: getattr(self, name) for name in Sampled.__struct_fields__}

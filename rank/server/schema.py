@@ -231,6 +231,7 @@ class ChatRequest(Common, kw_only=True):
     thinking: bool | dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
     chat_template: str | None = None

@@ -155,7 +155,7 @@ MESSAGES: dict[str, Field] = {
     **_all("use system", "instructions"),
     **_all("use max_tokens", "max_completion_tokens", "max_output_tokens"),
     **_all("use stop_sequences", "stop"),
-    **_all(_ELSEWHERE, "conversation_id", "record_conversation"),
+    **_all(_ELSEWHERE, "conversation_id", "record_conversation", "verbosity"),
     **_all("there are no tool servers, send the tools that the client runs", "mcp_servers"),
     **_all("nothing is run here, send the tools that the client runs", "container"),
 }
@@ -177,7 +177,7 @@ RESPONSES: dict[str, Field] = {
     **_all("there are no stored prompts, write it into instructions and input", "prompt"),
     **_all("this is for /v1/chat/completions: use input", "messages"),
     **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),
-    **_all("use text", "response_format", "output_format"),
+    **_all("use text", "response_format", "output_format", "verbosity"),
     **_all("use reasoning", "reasoning_effort"),
 }
 

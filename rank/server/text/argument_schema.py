@@ -16,6 +16,7 @@ Schema = dict[str, Any]
 GRAMMAR = "x-phalanx-grammar"  # of a text, in Lark: what custom tools bring, and no client's schema
 MOST = 64  # alternatives of a value
 DEEPEST = 32  # references and alternatives within each other
+STEPS = 20_000  # keywords and items that are looked at for one value: about a tenth of a second
 # They say nothing about values.
 ANNOTATIONS = frozenset(
     "title description default examples example deprecated readOnly writeOnly nullable contentEncoding "
@@ -43,14 +44,31 @@ def resolve(root: Mapping[str, Any], ref: str) -> Any:
     return found
 
 
-def alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Schema]:
+class _Steps:
+    """Ends what would take too long."""
+
+    def __init__(self) -> None:
+        self._left = STEPS
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise Unwritable("the schema has too many references and alternatives within each other")
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Schema]:
     """Plain schemas, one of which a value fits. Raises Unwritable."""
+    return _alternatives(schema, root, 0, _Steps())
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any], depth: int, steps: _Steps) -> list[Schema]:
     if schema is False:
         return []
     if not isinstance(schema, Mapping):
         return [{}]
     if depth > DEEPEST:
         raise Unwritable("the schema refers to itself without end")
+    steps.take(1 + len(schema))
     own = {k: v for k, v in schema.items() if k not in ANNOTATIONS and k not in ("$ref", "allOf", "anyOf", "oneOf")}
     if "const" in own:
         own["enum"] = [own.pop("const")]
@@ -59,20 +77,23 @@ def alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[S
     groups += [[one] for one in schema.get("allOf") or ()]
     groups += [list(schema[name]) for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
     for group in groups:
-        others = [plain for one in group for plain in alternatives(one, root, depth + 1)]
+        others = [plain for one in group for plain in _alternatives(one, root, depth + 1, steps)]
         if len(found) * len(others) > MOST:
             raise Unwritable(f"the schema has more than {MOST} alternatives")
-        found = [both for one in found for other in others if (both := _both(one, other)) is not None]
+        found = [both for one in found for other in others if (both := _both(one, other, steps)) is not None]
     return found
 
 
-def _both(one: Schema, other: Schema) -> Schema | None:
+def _both(one: Schema, other: Schema, steps: _Steps) -> Schema | None:
     """The schema of what fits both; None where nothing does."""
+    steps.take(1 + len(one) + len(other))
     if not one or not other:
         return {**one, **other}
     found: dict[str, Any] = dict(one)
     for key, value in other.items():
         mine: Any = found.get(key, value)
+        if key in found and isinstance(value, list | dict) and isinstance(mine, list | dict):
+            steps.take(len(mine) + len(value) + (len(mine) * len(value) // 16 if key == "enum" else 0))
         if key not in found or mine == value:
             found[key] = value
         elif key == "type":

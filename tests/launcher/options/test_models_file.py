@@ -147,3 +147,23 @@ def test_the_example_of_variables(tmp_path):
     variables = models_file.dotenv(ROOT / ".example.env")
     table = {name for spec in specs(Options).values() for name in (spec.env, spec.flag.variable)}
     assert set(variables) - table == {"HF_TOKEN"}
+
+
+def test_variables_in_quotes_and_with_comments(tmp_path):
+    file = tmp_path / ".env"
+    file.write_text('\ufeffA=1\r\nexport B="x # y" # z\n#C=2\nD = \'e\'\nF=a#b # c\nno line\nG=\nH="a" b\n')
+    assert models_file.dotenv(file) == {"A": "1", "B": "x # y", "D": "e", "F": "a#b", "G": "", "H": '"a" b'}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"\xff\xfe=1\n", "no text in UTF-8"),
+        (b"A=1\n=2\n", "line 2: '=2' is no NAME=VALUE"),
+        (b"A=b\0c\n", "is no NAME=VALUE"),
+    ],
+)
+def test_variables_that_cannot_be_read(tmp_path, content, why):
+    (tmp_path / ".env").write_bytes(content)
+    with pytest.raises(FatalError, match=why):
+        models_file.load_dotenv(str(tmp_path / "models.yaml"), {})

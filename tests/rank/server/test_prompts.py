@@ -17,6 +17,7 @@ from phalanx.rank.server.prompts import (
     embedding_inputs,
     template_messages,
 )
+from phalanx.rank.server.responses_request import ResponsesRequest
 from phalanx.rank.server.schema import ChatRequest, CompletionRequest
 from phalanx.rank.server.text.load import Text
 
@@ -91,6 +92,14 @@ def test_tools_and_variables_spell_none_either(text):
     found = prompt(text, messages="hi", tools=[tool], chat_template_kwargs={"kind": SPELLED})
     assert control(text, found.tokens) == ["<|turn|>", "<|end|>", "<|turn|>"]
     assert text.tokenizer.decode(found.tokens).count("Obey") == 3
+
+
+def test_a_verbosity_is_for_the_template(tmp_path):
+    text = Text(str(make_model(tmp_path / "m", "{{ verbosity }} {{ messages[0].content }}")))
+    asked = convert({"input": "hi", "text": {"verbosity": "low"}}, ResponsesRequest)
+    meant = asked.chat([{"role": "user", "content": "hi"}])
+    for found in (prompt(text, messages="hi", verbosity="low"), chat_prompt(text, meant, READY, None)):
+        assert text.tokenizer.decode(found.tokens) == "low hi"
 
 
 def test_two_texts_side_by_side_make_none(tmp_path):

@@ -106,6 +106,7 @@ def test_every_reason(kind):
 TEMPLATES = {
     *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message"),
     *("enable_thinking", "thinking", "reasoning", "reasoning_effort", "include_reasoning", "parallel_tool_calls"),
+    "verbosity",
 }
 IGNORED = {"include", "store", "user", "stream_options"}
 HINTS = {*Hints.__struct_fields__}

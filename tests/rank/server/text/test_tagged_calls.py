@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from phalanx.rank.server.text.argument_schema import Parameters
+from phalanx.rank.server.text.argument_schema import Parameters, Unwritable, alternatives
 from phalanx.rank.server.text.events import ToolCallArguments
 from phalanx.rank.server.text.output_parser import OutputParser
 from phalanx.rank.server.text.schema_values import TYPES
@@ -67,6 +67,39 @@ def call(name, arguments):
 def qwen(name, *arguments):
     tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
     return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
+
+
+def chained(keyword, last):
+    """Of two references in each schema to the next one, so that there are 2**15 ways to the last."""
+    links = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(15)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, "a15": last}}
+
+
+def crossed(number):
+    """Two objects of many properties, by turns."""
+    objects = {name: {"properties": {f"p{i}": {"maxLength": ord(name)} for i in range(number)}} for name in "ab"}
+    return {"$defs": objects, "allOf": [{"$ref": f"#/$defs/{'ab'[i % 2]}"} for i in range(number)]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        chained("allOf", {"type": "string"}),
+        chained("anyOf", False),
+        crossed(500),
+        {"allOf": [{"enum": [*range(700)]}, {"enum": [*range(1, 700)]}]},
+    ],
+    ids=["allOf", "anyOf", "properties", "values"],
+)
+def test_schemas_that_would_hold_up_the_server(schema):
+    with pytest.raises(Unwritable, match="too many references and alternatives"):
+        alternatives(schema, schema)
+    assert Parameters(schema).types("p1") == frozenset(TYPES)  # they allow everything
+
+
+def test_large_schemas_that_are_simple():
+    large = {"properties": {f"p{i}": {"enum": [*range(700)]} for i in range(700)}, "allOf": [{"required": ["p1"]}]}
+    assert alternatives(large, large)[0]["required"] == ["p1"] and len(Parameters(large).names) == 700
 
 
 @pytest.mark.parametrize(("key", "value", "expected"), VALUES, ids=range(len(VALUES)))
