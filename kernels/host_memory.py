@@ -5,6 +5,8 @@ torch's own pinned memory is rounded up to a power of two, which tens of gigabyt
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 import weakref
@@ -32,10 +34,23 @@ def _pin(memory: np.ndarray) -> None:
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
     if refused := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
-        log.warning(
-            "%.2f GB of host memory cannot be pinned (CUDA error %d), so copies to the GPU are slower: raise the limit "
-            "on locked memory (ulimit -l), or ask for less host memory",
-            memory.nbytes / 1e9, refused,
-        )  # fmt: skip
+        _forget_error()
+        _warn(refused)
         return
     weakref.finalize(memory, runtime.cudaHostUnregister, address)  # before the memory is given back
+
+
+def _forget_error() -> None:
+    """CUDA's runtime keeps a refusal as this thread's last error, and torch would raise it at its next launch: so one
+    is launched here."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+@functools.cache  # a model has hundreds of pieces
+def _warn(refused: int) -> None:
+    log.warning(
+        "host memory cannot be pinned (CUDA error %d), so copies to the GPU are slower: raise the limit on locked "
+        "memory (ulimit -l), or ask for less host memory",
+        refused,
+    )

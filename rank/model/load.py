@@ -85,8 +85,8 @@ def load(
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
     model = _build(config, mesh, model_length(max_model_len, config, speaks), index, (isq, quantization))
-    if mesh.ep > 1 and not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
-        raise _no_experts(mesh)  # of no stage
+    if mesh.ep > 1 or experts:
+        _check_experts(model, mesh)
     if speaks and isq != "none":
         _tell_other_formats(model, isq)
     parts = list(model.slices())
@@ -140,8 +140,6 @@ def _place(
     if not experts:
         return 0, host_room
     layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
-    if not layers and mesh.pipe.size == 1:
-        raise FatalError("--num-experts-offload-per-rank: the model has no experts: leave it out", USAGE)
     model.offload = offload = Offload(layers, experts, dtype, device)
     if device.type == "cpu":
         return offload.resident_bytes + offload.host_bytes, host_room
@@ -166,8 +164,18 @@ def _experts_of(model: Model) -> int:
     return sum(isinstance(one, FusedExperts) for one in model.modules())
 
 
+def _check_experts(model: Model, mesh: Mesh) -> None:
+    """Raise FatalError where no stage has any. Collective over the mesh's world."""
+    if not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
+        raise _no_experts(mesh)
+
+
 def _no_experts(mesh: Mesh) -> FatalError:
-    return FatalError(f"--ep {mesh.ep}: the model has no experts: leave --ep out", USAGE)
+    if mesh.ep > 1:
+        return FatalError(f"--ep {mesh.ep}: the model has no experts: leave --ep out", USAGE)
+    return FatalError(
+        "--num-experts-offload-per-rank or --expert-memory: the model has no experts: leave the option out", USAGE
+    )
 
 
 def _tell_other_formats(model: Model, isq: str) -> None:

@@ -25,7 +25,9 @@ class HostTier:
         self.count, self.least = count, least
         self._free = list(range(count - 1, -1, -1))
         self._by_hash: OrderedDict[Hash, int] = OrderedDict()  # least recently used first
-        self._out: list[int] = []  # of the plan that is being written: device and host block in turn
+        # Of the plan that is being written: the block that is copied to each host block. A tier smaller than what one
+        # plan evicts gives a host block more than once, and the last copy alone counts: they have no order.
+        self._out: dict[int, int] = {}
         self._in: list[int] = []  # host and device block in turn
         self._read: set[int] = set()  # host blocks that it reads
         self.stored = 0  # blocks copied out since the start
@@ -46,8 +48,8 @@ class HostTier:
         host = self._free.pop() if self._free else self._evict()
         if host >= 0:
             self._by_hash[digest] = host
-            self._out += block, host
-            self.stored += 1
+            self.stored += host not in self._out
+            self._out[host] = block
 
     def _evict(self) -> int:
         """The least recently used host block, or -1 where the plan reads all that there are."""
@@ -69,8 +71,9 @@ class HostTier:
 
     def take_copies(self) -> tuple[bytes, bytes]:
         """The plan's copies out and in, as protocol.Plan has them."""
-        copies = pack_u32(self._out), pack_u32(self._in)
-        self._out, self._in = [], []
+        out = [number for host, block in self._out.items() for number in (block, host)]
+        copies = pack_u32(out), pack_u32(self._in)
+        self._out, self._in = {}, []
         self._read.clear()
         return copies
 

@@ -111,7 +111,7 @@ class Engine:
         blocks, max_model_len = self._size_cache(max_num_seqs, block_size, peak)
         caches = self._allocate(blocks, block_size, max_num_seqs)
         shares = self._may_share()
-        swap, least = self._host_tier(caches, block_size, budget, free[1]) if shares else (None, 1)
+        swap, least = self._host_tier(caches, block_size, budget) if shares else (None, 1)
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap)
@@ -284,9 +284,7 @@ class Engine:
                 model.cache_specs(), blocks, block_size, self._cache_dtype, self.place.device, rows
             )
 
-    def _host_tier(
-        self, caches: cache_spec.Caches, block_size: int, budget: int, free_of_host: int
-    ) -> tuple[Swap | None, int]:
+    def _host_tier(self, caches: cache_spec.Caches, block_size: int, budget: int) -> tuple[Swap | None, int]:
         """The cache's host blocks, as many on each rank, and how many of them are worth a copy.
 
         None where no copy is, or none are asked for.
@@ -299,7 +297,7 @@ class Engine:
         tokens = min(budget, SWAP_TIMED[place.device.type], model.max_model_len)
         compute = block_size * token_seconds(model, place.mesh, tokens, block_size, place.device, self._cache_dtype)
         memory = asked * kv_cache.MIB
-        kv_cache.check_host(memory, free_of_host)
+        kv_cache.check_host(memory, self._free_of_host(caches))
         count = kv_cache.num_blocks(place.world, block_bytes, memory // block_bytes, memory)
         with errors.memory_for(f"--kvcache-mem-cpu {asked}", "Ask for less"):
             swap = Swap(specs, caches, block_size, self._cache_dtype, count) if count else None
@@ -320,6 +318,16 @@ class Engine:
             f"{count * block_bytes / kv_cache.MIB:.0f} MiB a rank; {figures}, so {least} or more come back"
         )
         return swap, least
+
+    def _free_of_host(self, caches: cache_spec.Caches) -> int:
+        """What weights, experts in host memory too, and a CPU's cache leave of this rank's share of the host.
+
+        Nothing is taken before all ranks have looked: what follows is collective.
+        """
+        free = kv_cache.free_memory(torch.device("cpu"), self.place.ranks_here)
+        if self.place.device.type == "cpu":  # steps have yet to touch it
+            free -= sum(tensor.nbytes for layer in caches for tensor in layer)
+        return max(0, free)
 
     def _say(self, text: str) -> None:
         if self.place.world.rank == 0:

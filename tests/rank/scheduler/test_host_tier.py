@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from phalanx.rank import protocol
 from phalanx.rank.scheduler.blocks import IN_HOST, Blocks
 from phalanx.rank.scheduler.host_tier import HostTier
 
@@ -43,6 +44,8 @@ def test_a_full_tier_forgets_what_was_not_used_for_longest():
     blocks = pool(host=2)
     blocks.allocate(3)
     assert [blocks.match([name]) for name in (b"a", b"b", b"c")] == [[], [IN_HOST], [IN_HOST]]
+    out = protocol.unpack_u32(blocks.tier.take_copies()[0]).tolist()
+    assert out == [2, 0, 1, 1] and blocks.tier.stored == 2, "host block 0 was given twice, and is written once"
 
 
 def test_what_a_plan_reads_is_not_overwritten_by_it():

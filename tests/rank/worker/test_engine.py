@@ -75,6 +75,18 @@ def test_a_cache_in_fp8_holds_twice_the_tokens(specs, monkeypatch):
     assert 1.98 * plain < narrow <= 2 * plain
 
 
+def test_host_memory_is_what_weights_and_a_cpus_cache_leave(monkeypatch):
+    """Asked when the weights are loaded; the cache's pages are not touched yet, and count as free."""
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device, here: 5000)
+    caches = [(torch.zeros(2, 100), torch.zeros(2, 100, dtype=torch.uint8)), (torch.zeros(5),)]
+
+    def left(world, device=CPU):
+        return engine(world, device=device)._free_of_host(caches)
+
+    assert threads.run(left, 1) == [5000 - 800 - 200 - 20]
+    assert threads.run(lambda world: left(world, torch.device("cuda")), 1) == [5000]
+
+
 def no_memory(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

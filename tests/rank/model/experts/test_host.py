@@ -156,14 +156,15 @@ def test_the_resident_set_keeps_what_is_chosen_often_and_lately():
 
 
 def test_what_cannot_be_served_is_refused(made, tmp_path):
-    def refused(path, **options):
+    def refused(path, pp=1, **options):
         with pytest.raises(FatalError) as stop:
-            threads.run(lambda world: load(path, mesh.build(world, 1, 1), experts=ExpertRoom(1), **options), 1)
+            threads.run(lambda world: load(path, mesh.build(world, 1, pp), experts=ExpertRoom(1), **options), pp)
         return str(stop.value), stop.value.code
 
-    dense = make_checkpoint(tmp_path / "dense", num_hidden_layers=1, tokenizer=False)
-    message, code = refused(dense)
-    assert "the model has no experts" in message and code == USAGE
+    dense = make_checkpoint(tmp_path / "dense", num_hidden_layers=2, tokenizer=False)
+    for pp in (1, 2):
+        message, code = refused(dense, pp)
+        assert "the model has no experts" in message and code == USAGE
     message, code = refused(made("qwen3_moe"), room=1000)
     assert "this rank's weights take" in message and code == MEMORY
     quantised = write(tmp_path / "fp8", **MODELS["gpt_oss"], quantization_config={"quant_method": "mxfp4"})
