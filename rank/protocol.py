@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     thinking: bool = False  # the prompt has opened them
     stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included unless ignore_eos
     min_tokens: int = 0  # stop_token_ids cannot be sampled before this many tokens
-    pooling: str = ""  # "mean" or "last": its embedding is wanted; max_tokens is 1, and the token means nothing
+    pooling: str = ""  # "mean", "last" or "cls": its embedding is wanted; max_tokens is 1, and the token means nothing
 
 
 class Request(msgspec.Struct, frozen=True, tag="request"):

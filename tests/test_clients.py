@@ -15,6 +15,8 @@ import openai
 import pytest
 from phalanx.launcher import builtin_model
 
+from .processes import wait
+from .rank.mcp_servers import STDIO, free_port, http_server, written
 from .server import Server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
@@ -25,9 +27,12 @@ FUNCTION = {"name": "get_weather", "description": "Get the weather of a city.", 
 TOOL = {"type": "function", "function": FUNCTION}
 
 
+ONE = ("--np", "2", "--device", "cpu", "--mem", "64", "--temperature", "0")
+
+
 @pytest.fixture(scope="module")
-def server():
-    with Server("--np", "2", "--device", "cpu", "--mem", "64", "--temperature", "0") as server:
+def server(tmp_path_factory):
+    with Server(*ONE, "--file-store", str(tmp_path_factory.mktemp("files"))) as server:
         yield server
 
 
@@ -74,6 +79,41 @@ def test_openai_asynchronously(base):
     whole, streamed, (call,) = asyncio.run(run())
     assert whole == streamed and "85" in whole
     check_call(call.function.name, call.function.arguments)
+
+
+def test_openai_s_other_endpoints(base):
+    client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
+    first = client.responses.create(model=MODEL, input=SUM)
+    assert "85" in first.output_text
+    with client.responses.stream(model=MODEL, input="And 2 + 2?", previous_response_id=first.id) as stream:
+        second = stream.get_final_response()
+    assert second.output_text and second.previous_response_id == first.id
+    same, other = (one.embedding for one in client.embeddings.create(model=MODEL, input=[SUM, WEATHER]).data)
+    assert len(same) == len(other) and math.isclose(sum(x * x for x in same), 1, rel_tol=1e-3) and same != other
+    body = {"messages": said(SUM)}
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(3)]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    assert not wait(lambda: client.batches.retrieve(batch.id).status != "completed", 60)
+    text = client.files.content(client.batches.retrieve(batch.id).output_file_id).text
+    answers = [json.loads(line) for line in text.splitlines()]
+    assert sorted(one["custom_id"] for one in answers) == ["0", "1", "2"]
+    assert all("85" in one["response"]["body"]["choices"][0]["message"]["content"] for one in answers)
+
+
+def test_tool_servers(tmp_path):
+    """The server calls one that is its child and one over HTTP."""
+    with http_server(free_port()) as url:
+        config = written(tmp_path, {"mcpServers": {"local": STDIO, "web": {"url": url}}})
+        with Server(*ONE, "--mcp-config", config) as server:
+            client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+            for label in ("local", "web"):
+                tool = {"type": "mcp", "server_label": label, "allowed_tools": ["add"], "require_approval": "never"}
+                tools = dict(tools=[tool], tool_choice="required", max_tool_calls=1)
+                said = client.responses.create(model=MODEL, input="Add 2 and 3.", **tools).output
+                (call,) = (one for one in said if one.type == "mcp_call")
+                given = json.loads(call.arguments)
+                assert (call.server_label, call.name, call.output) == (label, "add", str(given["a"] + given["b"]))
 
 
 def test_anthropic(server):

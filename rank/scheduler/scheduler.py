@@ -183,7 +183,8 @@ class Scheduler:
             # The last token is always computed: its logits are needed.
             usable = (len(sequence.tokens) - 1) // self.blocks.size
             scored = sequence.sampling.prompt_logprobs >= 0 and not sequence.reported
-            if scored or sequence.sampling.pooling == "mean":  # they need all hidden states, and the cache keeps none
+            # They need hidden states of the beginning, and the cache keeps none.
+            if scored or sequence.sampling.pooling in ("mean", "cls"):
                 usable = 0
             hits = self.blocks.match(sequence.hashes[:usable])
             computed = len(hits) * self.blocks.size

@@ -10,7 +10,7 @@ from .decoding import Body, show
 from .schema import MAX_SEQUENCES, check_ranges
 from .token_fields import texts_or_tokens
 
-POOLINGS = ("mean", "last")
+POOLINGS = ("mean", "last", "cls")
 
 
 class EmbeddingRequest(Body, kw_only=True):
@@ -21,7 +21,7 @@ class EmbeddingRequest(Body, kw_only=True):
     input: str | list[str | int | list[int]]
     model: str | None = None
     encoding_format: str | None = None  # float or base64
-    embedding_type: str | None = None  # mean or last
+    embedding_type: str | None = None  # one of POOLINGS
     normalize: bool | None = None  # to length 1, unless false
     dimensions: int | None = None
     user: str | None = None

@@ -73,7 +73,8 @@ def _inputs(model: LoadedModel, request: EmbeddingRequest) -> tuple[list[list[in
     if pooling not in POOLINGS:
         raise bad(
             "embedding_type",
-            f"this model pools by {pooling}, which is not supported: only mean and last are, which give other vectors",
+            f"this model pools by {pooling}, which is not supported: only {', '.join(POOLINGS)} are, "
+            "which give other vectors",
         )
     return embedding_inputs(model.text, request, model.ready), pooling
 

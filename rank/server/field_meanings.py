@@ -87,7 +87,7 @@ MEANINGS = {
     # embeddings
     "input": "a text, token ids, or a list of either, up to 4096",
     "encoding_format": "`float` or `base64`",
-    "embedding_type": "`mean` or `last`: which hidden states make the vector",
+    "embedding_type": "`mean`, `last` or `cls`, the first: which hidden states make the vector; else as the model says",
     "normalize": "to length 1, unless false",
     "dimensions": "keep the first so many, for models trained for that",
     # /v1/messages

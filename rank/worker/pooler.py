@@ -16,21 +16,22 @@ class Pooler:
 
     def __init__(self, model: Model):
         self._model = model
-        self._sums: dict[int, Tensor | None] = {}  # row → sum of hidden states [hidden] f32; None: last token
+        self._ways: dict[int, str] = {}  # row → protocol.SamplingParams.pooling
+        self._sums: dict[int, Tensor] = {}  # row → [hidden] f32, the sum of hidden states; of "cls" the first one
 
     def enter(self, new: protocol.NewSequence) -> None:
         self.leave(new.row)
         if new.sampling.pooling:
-            mean = new.sampling.pooling == "mean"
-            device, width = self._model.rope.device, self._model.hidden_size
-            self._sums[new.row] = torch.zeros(width, device=device) if mean else None
+            self._ways[new.row] = new.sampling.pooling
+            self._sums[new.row] = torch.zeros(self._model.hidden_size, device=self._model.rope.device)
 
     def leave(self, row: int) -> None:
+        self._ways.pop(row, None)
         self._sums.pop(row, None)
 
     @property
     def empty(self) -> bool:
-        return not self._sums
+        return not self._ways
 
     def pool(self, hidden: Tensor, scheduled: ScheduledBatch) -> dict[int, Tensor]:
         """Add a step's hidden states [T, hidden]. Returns the vectors [hidden] f32 of the sequences that it completes,
@@ -40,13 +41,15 @@ class Pooler:
         places = np.cumsum(scheduled.samples) - 1
         for i in range(len(scheduled.rows)):
             row, stop = int(scheduled.rows[i]), int(ends[i])
-            if row not in self._sums:
+            if row not in self._ways:
                 continue
-            total = self._sums[row]
-            if total is not None:
-                total += self._model.normed(hidden[stop - int(scheduled.counts[i]) : stop]).float().sum(0)
+            way, first, begun = self._ways[row], stop - int(scheduled.counts[i]), int(scheduled.starts[i])
+            if way == "mean":
+                self._sums[row] += self._model.normed(hidden[first:stop]).float().sum(0)
+            elif way == "cls" and begun == 0:
+                self._sums[row] = self._model.normed(hidden[first : first + 1])[0].float()
             if scheduled.samples[i]:
                 last = self._model.normed(hidden[stop - 1 : stop])[0].float()
-                length = int(scheduled.starts[i] + scheduled.counts[i])
-                found[int(places[i])] = last if total is None else total / length
+                length = begun + stop - first
+                found[int(places[i])] = last if way == "last" else self._sums[row] / (length if way == "mean" else 1)
         return found

@@ -135,7 +135,7 @@ def test_replicas(checkpoint, prompts, expected, logits, drawn, threads):
 )
 def test_embeddings(checkpoint, reference, tp, pp, dp):
     """Equal to transformers' hidden states, whatever else runs, in chunks of 16 tokens, with a known beginning."""
-    prompts = {f"{how} {i}": prompt(i, 20 + 15 * i) for i in range(3) for how in ("mean", "last")}
+    prompts = {f"{how} {i}": prompt(i, 20 + 15 * i) for i in range(3) for how in ("mean", "last", "cls")}
     asked = {
         name: (ids, protocol.SamplingParams(max_tokens=1, pooling=name.split()[0])) for name, ids in prompts.items()
     }
@@ -151,7 +151,7 @@ def test_embeddings(checkpoint, reference, tp, pp, dp):
     for name, ids in prompts.items():
         with torch.no_grad():
             states = reference("llama").model.model(torch.tensor([ids])).last_hidden_state[0]
-        want = states.mean(0) if name.startswith("mean") else states[-1]
+        want = {"mean": states.mean(0), "cls": states[0]}.get(name.split()[0], states[-1])
         assert (torch.tensor(outputs[name].embedding) - want).abs().max() < 1e-4, name
 
 

@@ -15,7 +15,7 @@ from .tokenizer import Tokenizer
 from .tokenizer_file import read_json
 from .tool_formats import ToolCallFormat
 
-POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
+POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls"}
 
 
 class Text:
@@ -93,8 +93,8 @@ class Text:
 
 
 def _pooling(directory: Path) -> str:
-    """How a model that is made for embeddings pools: what sentence-transformers writes, mean, last, or the names of
-    other ways, which are not supported. Of others the mean is taken."""
+    """How a model that is made for embeddings pools: what sentence-transformers writes, mean, last, cls, or the names
+    of other ways, which are not supported. Of others the mean is taken."""
     said = read_json(directory / "1_Pooling", "config.json")
     modes = [POOLINGS.get(name, name) for name, on in said.items() if name.startswith("pooling_mode_") and on is True]
     return " and ".join(modes) or "mean"

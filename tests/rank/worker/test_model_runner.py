@@ -67,8 +67,14 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
 def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtype, least, monkeypatch):
     chip = SimpleNamespace(hopper=device == "hopper")
     monkeypatch.setattr(module, "device_caps", lambda _: chip)
-    model, mesh = SimpleNamespace(hidden_size=hidden, dtype=dtype), SimpleNamespace(tensor=SimpleNamespace(size=ranks))
-    assert min_microbatch_tokens(model, mesh, torch.device("cpu" if device == "cpu" else "cuda")) == least
+    model = SimpleNamespace(hidden_size=hidden, dtype=dtype, offload=None)
+    mesh, place = (
+        SimpleNamespace(tensor=SimpleNamespace(size=ranks)),
+        torch.device("cpu" if device == "cpu" else "cuda"),
+    )
+    assert min_microbatch_tokens(model, mesh, place) == least
+    model.offload = object()  # experts in host memory
+    assert min_microbatch_tokens(model, mesh, place) == 0
 
 
 class Watch:

@@ -59,7 +59,7 @@ def test_how_a_model_pools(front):
         ({"input": [[]]}, "input", "input is empty: give at least one token"),
         ({"input": [400]}, "input", "input holds token id 400: this model's tokens are 0 to 399"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", 'encoding_format is "hex": expected float or'),
-        ({"input": "a", "embedding_type": "cls"}, "embedding_type", 'embedding_type is "cls": expected mean or last'),
+        ({"input": "a", "embedding_type": "max"}, "embedding_type", 'embedding_type is "max": expected mean or last'),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0: it must be between 1 and"),
         ({"input": "a", "dimensions": 5}, "dimensions", "dimensions is 5: this model's vectors have 4"),
         ({"input": [1] * 600}, "input", "the input has 600 tokens, but this model takes fewer than 512; shorten it"),
@@ -97,14 +97,16 @@ def test_models_that_are_made_for_embeddings_say_how_they_pool(tmp_path):
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
     assert _pooling(tmp_path) == "last"
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
-    assert _pooling(tmp_path) == "pooling_mode_cls_token"
+    assert _pooling(tmp_path) == "cls"
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
+    assert _pooling(tmp_path) == "pooling_mode_max_tokens"
 
 
 def test_a_way_of_pooling_that_is_not_supported(front, monkeypatch):
-    monkeypatch.setattr(front.sessions.text, "pooling", "pooling_mode_cls_token")
+    monkeypatch.setattr(front.sessions.text, "pooling", "pooling_mode_max_tokens")
     answer = front.post("embeddings", input="x")
     assert answer.status == 400 and answer.body["error"]["param"] == "embedding_type"
-    assert "pools by pooling_mode_cls_token, which is not supported: only mean" in answer.body["error"]["message"]
+    assert "pools by pooling_mode_max_tokens, which is not supported: only mean" in answer.body["error"]["message"]
     assert front.post("embeddings", input="x", embedding_type="last").status == 200
 
 
