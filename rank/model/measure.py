@@ -46,8 +46,7 @@ class Seat(NamedTuple):
 
 def measure(question: dict[str, Any]) -> dict[str, Any]:
     """question: model (a directory), device (cpu or cuda), dtype, isq, kv_cache_dtype, tp and pp that were asked for
-    (0: none), most
-    (ranks of the largest tensor group that is wanted). Raises FatalError as loading does."""
+    (0: none), most (ranks of the largest tensor group that is wanted). Raises FatalError as loading does."""
     config = read_config(question["model"])
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
     device = torch.device(question["device"])
