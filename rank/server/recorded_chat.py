@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conversation import Call, Function, Message
+from .conversation import Call, CustomInput, Function, Message
 from .conversation_store import Conversation, ConversationStore
 from .openai_format import ChatRenderer
 from .schema import ChatRequest
@@ -44,7 +44,12 @@ class RecordedChat(ChatRenderer):
 
     def _message(self) -> Message:
         answer = self._answer
-        calls = [Call(Function(one.name, one.arguments), one.id) for one in answer.calls]
+        calls = [
+            Call(id=one.id, type="custom", custom=CustomInput(one.name, one.arguments))
+            if one.name in self._custom
+            else Call(Function(one.name, one.arguments), one.id)
+            for one in answer.calls
+        ]
         thoughts = answer.reasoning or None
         return Message("assistant", answer.text, tool_calls=calls or None, reasoning_content=thoughts)
 

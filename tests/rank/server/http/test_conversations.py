@@ -84,6 +84,16 @@ def test_a_tool_s_call_and_its_result(server, lead):
     assert kept["messages"][1]["tool_calls"] == [made] and "I look." in kept["messages"][1]["reasoning_content"]
 
 
+def test_a_custom_tool_s_call_keeps_its_shape(server, lead):
+    lead.answer = CALL.replace("get_weather", "sql").replace('"city": "Paris"', '"input": "5"')
+    first = chat(server, said("hi"), tools=[{"type": "custom", "custom": {"name": "sql"}}])
+    id, called = (first.body[name] for name in ("conversation_id", "choices"))
+    kept = server.request("GET", f"/v1/conversations/{id}").body["messages"][1]["tool_calls"]
+    assert kept == called[0]["message"]["tool_calls"] and kept[0]["custom"] == {"name": "sql", "input": "5"}
+    result = {**said("1 row", "tool"), "tool_call_id": kept[0]["id"]}
+    assert chat(server, result, conversation_id=id).status == 200 and "1 row" in prompt(server)
+
+
 def test_nothing_is_recorded_unless_asked(server):
     for more in ({"record_conversation": False}, {"record_conversation": None}):
         answer = chat(server, said("hello"), conversation_id="mine", **more)
