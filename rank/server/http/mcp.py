@@ -45,9 +45,9 @@ async def respond(
     if not call.engine.takes_tools:
         raise bad("tools", "this model's chat template does not take tools: leave them out")
     given = RequestTools(entries, call.server.tools)
-    own = {str(tool.get("name")) for tool in request.tools or () if tool.get("type") == "function"}
+    own = {str(tool.get("name")) for tool in request.tools or () if tool.get("type") in ("function", "custom")}
     if both := own & given.offered.keys():
-        raise bad("tools", f"tools has a function {min(both)!r}, which a tool server's tool is called, too: rename it")
+        raise bad("tools", f"tools has one called {min(both)!r}, which a tool server's tool is called, too: rename it")
     begin, made = await _approved(items, given)
     chat = request.chat([*items, *made], given.functions())
     if not chat.tools:  # the servers are not there, and no call can be forced

@@ -204,6 +204,13 @@ def test_what_is_wrong_is_said(server, tool, param, message):
     assert answer.body["error"]["param"] == param
 
 
+@pytest.mark.parametrize("kind", ["function", "custom"])
+def test_a_tool_of_the_client_by_the_name_of_a_server_s(server, kind):
+    answer = server.post("responses", input="hi", tools=[MCP, {"type": kind, "name": "local_add"}])
+    assert answer.status == 400 and answer.body["error"]["param"] == "tools"
+    assert "tools has one called 'local_add'" in answer.body["error"]["message"]
+
+
 def test_a_word_on_no_request(server):
     word = {"type": "mcp_approval_response", "approval_request_id": "mcpr_x", "approve": True}
     answer = server.post("responses", input=[word], tools=[MCP])
