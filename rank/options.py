@@ -156,7 +156,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     conversation_store: Annotated[
         int,
         flag("--conversation-store", group=_SERVER, metavar="N", low=0,
-             help="conversations kept for chats that ask (record_conversation); 0 keeps none"),
+             help="conversations kept, where chats ask for that; 0 keeps none"),
     ] = 1024  # fmt: skip
     record_conversation: Annotated[
         bool,

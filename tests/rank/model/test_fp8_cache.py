@@ -15,10 +15,10 @@ STEPS = [[(0, 30)], [(0, 1), (1, 40)], [(0, 1), (1, 1)], [(0, 1), (1, 9)], [(0, 
 SEQUENCES = [tokens(40), tokens(55, seed=1)]
 
 
-def fp8_caches(model, blocks):
+def fp8_caches(model, blocks, rows=0):
     """With a code and a scale everywhere that no kernel writes, so that a read of them would show."""
     cpu = torch.device("cpu")
-    caches = kv_cache.allocate(model.cache_specs(), blocks, harness.BLOCK, cache_dtype("fp8", model.dtype), cpu)
+    caches = kv_cache.allocate(model.cache_specs(), blocks, harness.BLOCK, cache_dtype("fp8", model.dtype), cpu, rows)
     for tensor in (tensor for layer in caches for tensor in layer):
         tensor.view(torch.uint8).fill_(0xFE if tensor.dtype == torch.uint8 else 0x7F)
     return caches

@@ -10,7 +10,7 @@ from phalanx.rank.model.load import load
 
 from ...checkpoints import make_config
 
-QUESTION = {"device": "cpu", "dtype": "auto", "isq": "none", "tp": 0, "pp": 0, "most": 4}
+QUESTION = {"device": "cpu", "dtype": "auto", "isq": "none", "kv_cache_dtype": "auto", "tp": 0, "pp": 0, "most": 4}
 
 
 @pytest.fixture

@@ -177,7 +177,8 @@ def test_deepseek_v3(shape):
     linear, narrow = 9 / 8, 1 + 4 / 128
     held = weights(model, Layout(1))
     assert held["embedding"] == held["head"] == 2 * 926_679_040
-    assert held["attention"] == pytest.approx(61 * 187_105_280 * linear, rel=1e-9)
+    plain = 512 * 128 * 256  # a latent's up-projection is kept in bf16, as it is absorbed
+    assert held["attention"] == pytest.approx(61 * ((187_105_280 - plain) * linear + plain * 2), rel=1e-9)
     assert held["MLP"] == pytest.approx((3 * 396_361_728 + 58 * 44_040_192) * linear, rel=1e-9)
     assert held["experts"] == pytest.approx(58 * 256 * 44_040_192 * narrow + 2 * 58 * (1_835_264 + 256), rel=1e-9)
     # the cache holds the latent, 512 + 64 elements of 2 bytes in 61 layers, whole on every rank
@@ -186,13 +187,13 @@ def test_deepseek_v3(shape):
     # tp 8 cuts heads, not the two matrices into the latents: 7168 x (1536 + 576) stay whole
     whole = 7168 * (1536 + 576)
     assert weights(model, Layout(8))["attention"] == pytest.approx(
-        61 * ((187_105_280 - whole) / 8 + whole) * linear, rel=1e-9
+        61 * (((187_105_280 - whole - plain) / 8 + whole) * linear + plain * 2 / 8), rel=1e-9
     )
-    # a rank of tp 8 holds 88.0 GB: eight GPUs of 150 GB hold it, eight of 85 GB lack 3.0 + libraries and a step
+    # a rank of tp 8 holds 88.1 GB: eight GPUs of 150 GB hold it, eight of 85 GB lack 3.1 + libraries and a step
     assert memory.memory_fit(model, Layout(8), ASKED, GPU141, 8192).problem == ""
     lacks = memory.memory_fit(model, Layout(8), ASKED, GPU80, 8192)
     assert lacks.problem == "the weights do not fit"
-    assert lacks.heaviest.loaded == pytest.approx(88.01e9, rel=1e-3)
+    assert lacks.heaviest.loaded == pytest.approx(88.12e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
