@@ -7,7 +7,7 @@ import re
 
 from .argument_schema import Schema, Unwritable
 
-KEYS = frozenset(("type", "enum", "minLength", "maxLength", "pattern", "format"))
+LONGEST = 1 << 14  # characters of a pattern
 ANY = "/(?s:.*)/"
 DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -41,6 +41,8 @@ def terminal(plain: Schema, strict: bool) -> str:
 def _searched(pattern: str, strict: bool) -> list[str]:
     """A pattern may match anywhere in the text, unless it has anchors."""
     try:
+        if len(pattern) > LONGEST:
+            raise Unwritable(f"a pattern has {len(pattern)} characters, at most {LONGEST} can be enforced in calls")
         if "|" in _outermost(pattern) and re.search(r"[\^$]", pattern):
             raise Unwritable(f"the pattern {json.dumps(pattern)} has anchors beside alternatives")
         body = pattern.removeprefix("^")
@@ -56,7 +58,7 @@ def _searched(pattern: str, strict: bool) -> list[str]:
 
 def _outermost(pattern: str) -> str:
     """Without what stands in brackets."""
-    pattern = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "", pattern)
+    pattern = re.sub(r"\\.|\[\^?\]?[^\]]*(\]|$)", "", pattern)  # a comment may open what nothing closes
     while (inner := re.sub(r"\([^()]*\)", "", pattern)) != pattern:
         pattern = inner
     return pattern

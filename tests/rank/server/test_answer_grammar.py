@@ -13,7 +13,7 @@ from phalanx.rank.server.answer_grammar import Calls, Thoughts, answer_grammar
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.constraint import choice, json_schema, regex
 from phalanx.rank.server.custom_tools import enforced
-from phalanx.rank.server.text import reasoning
+from phalanx.rank.server.text import raw_strings, reasoning
 from phalanx.rank.server.text.load import Text
 from phalanx.rank.server.text.tool_formats import find, names
 
@@ -319,6 +319,15 @@ def test_what_a_format_cannot_be_held_to(text):
     with pytest.raises(ApiError, match='name "a<b" cannot be written in this model\'s calls'):
         answer_grammar(form, None, Calls([{"function": name}], True, True), None)
     assert answer_grammar(form, None, Calls([{"function": some}], True, True), None)
+
+
+def test_patterns_that_would_hold_up_the_server(text):
+    assert raw_strings._outermost("[" * 300_000) == ""  # (?x) lets a comment have them
+    long = {"properties": {"a": {"type": "string", "pattern": "^(?x)a#" + "(" * 20_000}}, "required": ["a"]}
+    tool, form = {"name": "f", "parameters": {"type": "object", **long}}, of_format(text, "qwen3_coder")
+    assert answer_grammar(form, None, Calls([{"function": tool}], True, True), None)
+    with pytest.raises(ApiError, match="a pattern has 20007 characters, at most 16384"):
+        answer_grammar(form, None, Calls([{"function": {**tool, "strict": True}}], True, True), None)
 
 
 def test_a_mistral_of_either_generation(text, takes):
