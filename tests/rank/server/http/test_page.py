@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from phalanx.rank import protocol
 from phalanx.rank.server.http import page
 
 from .... import browser
+from ...mcp_servers import STDIO, free_port, written
 from ..conftest import Front
 
 pytestmark = pytest.mark.timeout(120)
@@ -117,7 +119,7 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture
 def window(chromium, server):
-    """A page without conversations. PHALANX_SHOTS names a directory that keeps what it looked like at the end."""
+    """A page without conversations. TEST_SHOTS names a directory that keeps what it looked like at the end."""
     url = f"http://127.0.0.1:{server.port}/"
     chromium.size(1280, 860)
     chromium.scheme("light")
@@ -127,7 +129,7 @@ def window(chromium, server):
     chromium.wait("return document.querySelector('.dot.ready') && document.querySelector('#model option')")
     chromium.log()
     yield chromium
-    if place := os.environ.get("PHALANX_SHOTS"):
+    if place := os.environ.get("TEST_SHOTS"):
         name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
         chromium.shot(Path(place) / f"{name}.png")
 
@@ -349,3 +351,32 @@ def test_a_fast_answer_is_shown_whole(window, server, says):
     send(window, "much")
     (text,) = finished(window, 1)
     assert len(text) > 500 and time.monotonic() - began < 20
+
+
+@browsed
+def test_tool_servers_are_switched(chromium, tmp_path, model_dir, tokenizer):
+    """The answer with a call of one that is on; then without, as it is off. What does not answer cannot be switched."""
+    dead = {"url": f"http://127.0.0.1:{free_port()}/mcp"}
+    config = written(tmp_path, {"mcpServers": {"local": STDIO, "dead": dead}})
+    ready = protocol.Ready(max_model_len=8192, vocab_size=400, kv_tokens=8192, block_size=16, max_num_seqs=4, ranks=1)
+    lead = {"per_delta": 3, "ready": ready}
+    front = Front(tmp_path, model_dir, tokenizer, True, lead, ui_server=True, mcp_config=config)
+    try:
+        front.call(front.state.tools.settled(30))
+        call = '<tool_call>\n{"name": "local_add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+        left = [call, "it is 5", "no tools"]
+        front.lead.encode = lambda _: front.sessions.text.tokenizer.encode(left.pop(0), False)
+        chromium.size(1280, 860)
+        chromium.open(f"http://127.0.0.1:{front.port}/")
+        chromium.js("localStorage.clear(); sessionStorage.clear(); indexedDB.deleteDatabase('phalanx')")
+        chromium.open(f"http://127.0.0.1:{front.port}/")
+        chromium.wait("return document.querySelectorAll('#tool-servers .chip').length === 2")
+        assert chromium.texts("#tool-servers .chip:disabled") == ["🔧 dead"]
+        send(chromium, "add")
+        assert "it is 5" in finished(chromium, 1)[0] and "local_add" in asked(front)
+        assert "add" in chromium.texts(".call .title")[0]
+        chromium.click("#tool-servers .chip.on")
+        send(chromium, "again")
+        assert "no tools" in finished(chromium, 2)[1] and "<|turn|>tools" not in asked(front)
+    finally:
+        front.stop()
