@@ -7,11 +7,14 @@ import asyncio
 import json
 import math
 import os
+import re
 import subprocess
+import textwrap
 from pathlib import Path
 
 import anthropic
 import openai
+import phalanx
 import pytest
 from phalanx.launcher import builtin_model
 
@@ -62,6 +65,15 @@ def test_openai(base):
     with client.chat.completions.stream(model=MODEL, messages=said(WEATHER), tools=[TOOL]) as stream:
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
     check_call(call.function.name, call.function.arguments)
+
+
+def test_the_tool_loop_of_the_readme(base, capsys):
+    """As it stands there, but for the address: a call that is held to its schema, its result, and an answer with it."""
+    text = (Path(phalanx.__file__).parent / "README.md").read_text(encoding="utf-8")
+    (loop,) = (one for one in re.findall(r"^  ```python\n(.*?)^  ```$", text, re.M | re.S) if "tool_call_id" in one)
+    exec(textwrap.dedent(loop).replace("http://127.0.0.1:2000/v1", base), {})
+    said_last = capsys.readouterr().out
+    assert "18" in said_last and "sunny" in said_last and "Paris" in said_last
 
 
 def test_openai_asynchronously(base):
