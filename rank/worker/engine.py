@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -35,6 +35,7 @@ from .state import BatchState
 from .swap import NEVER, CopyCost, Swap
 
 log = logging.getLogger("phalanx")
+T = TypeVar("T")
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step
@@ -90,7 +91,7 @@ class Engine:
         self.options = options
         self.place = place
         self._progress = progress or (lambda _: lambda done, total: None)
-        self._loaded = False  # at least once
+        self._served = False  # at least one model
 
     def load(self) -> Limits:
         """Read the weights, make room for the KV cache and prepare all that steps need; on return steps may come."""
@@ -100,8 +101,7 @@ class Engine:
         fingerprint.check(world, place.hosts, Path(options.model), options.load_format != "dummy")
         free = [kv_cache.free_memory(where, place.ranks_here) for where in (device, torch.device("cpu"))]
         world.barrier()  # nobody takes memory before all have looked
-        self.model = self._load_together(*free) if self._loaded else self._load(*free)
-        self._loaded = True
+        self.model = self._together(lambda: self._load(*free))
         block_size = options.block_size or BLOCK_SIZE
         watch.begin("measuring a step")
         budget, max_num_seqs = self._token_budget()
@@ -109,7 +109,7 @@ class Engine:
         peak = self._warm_up(sampler, budget, max_num_seqs, block_size)
         watch.begin("making room for the KV cache")
         blocks, max_model_len = self._size_cache(max_num_seqs, block_size, peak)
-        caches = self._allocate(blocks, block_size, max_num_seqs)
+        caches = self._together(lambda: self._allocate(blocks, block_size, max_num_seqs))
         shares = self._may_share()
         swap, least = self._host_tier(caches, block_size, budget) if shares else (None, 1)
         rows = BatchState(max_num_seqs, max_model_len, block_size)
@@ -118,6 +118,7 @@ class Engine:
         self.runner.ready.wait()
         world.barrier()  # rank 0 says that it is ready, and speaks for all
         watch.started()
+        self._served = True
         host_blocks = len(swap.host) if swap is not None else 0
         return Limits(blocks, block_size, max_model_len, max_num_seqs, budget, shares, host_blocks, least)
 
@@ -153,19 +154,21 @@ class Engine:
             heap.trim()
         self.place.world.barrier()  # nobody loads the next before all have given theirs back
 
-    def _load_together(self, free: int, free_of_host: int) -> Model:
-        """A later model: raises LoadRefused on all ranks where any cannot load it. The first one's failure is told at
-        once, by the rank that has it, and ends the job.
+    def _together(self, work: Callable[[], T]) -> T:
+        """What `work` makes. A later model: raises LoadRefused on all ranks where any fails. The first one's failure is
+        told at once, by the rank that has it, and ends the job.
         """
-        model, why = None, ""
+        if not self._served:
+            return work()
+        made, why = None, ""
         try:
-            model = self._load(free, free_of_host)
+            made = work()
         except errors.FatalError as stop:
             why = str(stop) or "it cannot be loaded"
         told = [text.decode() for text in gather_bytes(self.place.world, why.encode()) if text]
-        if model is None or told:
+        if told:
             raise LoadRefused(told[0], errors.MODEL)
-        return model
+        return cast(T, made)
 
     def _load(self, free: int, free_of_host: int) -> Model:
         options, place = self.options, self.place
@@ -246,14 +249,14 @@ class Engine:
         block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
         states = max_num_seqs * sum(map(cache_spec.row_bytes, specs))
         free = kv_cache.free_memory(place.device, place.ranks_here)
-        memory = kv_cache.less_states(
-            options.mem * kv_cache.MIB or int(fraction * max(0, free - peak)), states, max_num_seqs
-        )
+        given = options.mem * kv_cache.MIB or int(fraction * max(0, free - peak))
+        memory = self._together(lambda: kv_cache.less_states(given, states, max_num_seqs))
         wanted = max_num_seqs * -(-model.max_model_len // block_size)
         if options.mem and block_bytes:
             wanted = memory // block_bytes
         blocks = kv_cache.num_blocks(place.world, block_bytes, wanted, memory)
-        max_model_len = kv_cache.fit_length(blocks, block_size, model.max_model_len, bool(options.max_model_len))
+        asked = bool(options.max_model_len)
+        max_model_len = self._together(lambda: kv_cache.fit_length(blocks, block_size, model.max_model_len, asked))
         why = f"--mem {options.mem}" if options.mem else f"{fraction:g} of the free memory, at most what can be used"
         self._say(
             f"KV cache: {blocks * block_size} tokens in {blocks} blocks of {block_size}, "
@@ -297,15 +300,19 @@ class Engine:
         tokens = min(budget, SWAP_TIMED[place.device.type], model.max_model_len)
         compute = block_size * token_seconds(model, place.mesh, tokens, block_size, place.device, self._cache_dtype)
         memory = asked * kv_cache.MIB
-        kv_cache.check_host(memory, self._free_of_host(caches))
+        self._together(lambda: kv_cache.check_host(memory, self._free_of_host(caches)))
         count = kv_cache.num_blocks(place.world, block_bytes, memory // block_bytes, memory)
-        with errors.memory_for(f"--kvcache-mem-cpu {asked}", "Ask for less"):
-            swap = Swap(specs, caches, block_size, self._cache_dtype, count) if count else None
-        if swap is None:
-            raise errors.FatalError(
-                f"--kvcache-mem-cpu {asked}: a block takes {block_bytes / kv_cache.MIB:.1f} MiB: ask for more",
-                errors.USAGE,
-            )
+
+        def make() -> Swap:
+            if not count:
+                raise errors.FatalError(
+                    f"--kvcache-mem-cpu {asked}: a block takes {block_bytes / kv_cache.MIB:.1f} MiB: ask for more",
+                    errors.USAGE,
+                )
+            with errors.memory_for(f"--kvcache-mem-cpu {asked}", "Ask for less"):
+                return Swap(specs, caches, block_size, self._cache_dtype, count)
+
+        swap = self._together(make)
         cost = swap.measure()
         slowest = place.world.all_gather(torch.tensor([*cost, compute])).view(-1, 3).amax(0).tolist()
         least = CopyCost(*slowest[:2]).least_blocks(slowest[2])

@@ -15,7 +15,7 @@ from phalanx.rank.model.load import load
 from phalanx.rank.options import Options
 from phalanx.rank.worker import engine as module
 from phalanx.rank.worker import kv_cache
-from phalanx.rank.worker.engine import Engine, Place
+from phalanx.rank.worker.engine import Engine, LoadRefused, Place
 
 from ...checkpoints import make_config
 
@@ -62,6 +62,34 @@ def test_the_cache_gets_its_part_of_the_free_memory(caplog, monkeypatch):
         "KV cache: 3904 tokens in 244 blocks of 16, 4 MiB a rank (0.4 of the free memory, at most what can be used); "
         "sequences of up to 3904 tokens"
     ]
+
+
+def test_no_rank_goes_on_with_a_later_model_that_one_cannot_hold(monkeypatch):
+    """Of the first model the rank that cannot says so, which ends the job; of a later one all say so."""
+    specs = [PagedKV(4, 16, 16)]
+    model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=4096, dtype=torch.float32)
+
+    def refuse(blocks, *_):
+        raise errors.FatalError("no room", errors.MEMORY)
+
+    def both(world):
+        made = engine(world, model)
+        made._served = True
+        with pytest.raises(LoadRefused, match="no room for the states"):
+            made._together(lambda: less_states(world.rank))
+        with pytest.raises(LoadRefused, match="no room"):
+            made._size_cache(8, 16, 0)
+        return made._together(lambda: world.rank)
+
+    def less_states(rank):
+        if rank == 1:
+            raise errors.FatalError("no room for the states", errors.MEMORY)
+
+    monkeypatch.setattr(kv_cache, "fit_length", refuse)
+    assert threads.run(both, 2) == [0, 1]
+    with pytest.raises(errors.FatalError, match="no room") as stopped:
+        threads.run(lambda world: engine(world, model)._size_cache(8, 16, 0), 1)
+    assert not isinstance(stopped.value, LoadRefused)
 
 
 @pytest.mark.parametrize("specs", [[PagedKV(8, 128, 128)] * 2, [PagedLatent(576)] * 3])
