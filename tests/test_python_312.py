@@ -31,6 +31,7 @@ TESTS = ("rank/server", "rank/scheduler", "rank/test_options.py") + tuple(
 NEED_TORCH = (
     "rank/server/batch/test_weights_fingerprint.py",
     "rank/server/text/test_gguf.py",
+    "rank/server/text/test_gguf_keys.py",
     "rank/server/text/test_tokenizer_file.py",
 )  # to make their checkpoints
 

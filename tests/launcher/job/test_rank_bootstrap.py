@@ -53,8 +53,8 @@ def test_the_key_does_not_reach_the_ranks(tmp_path, program):
         assert len(ranks) == 2 and not [one for one in ranks if "hush-hush" in one]
 
 
-def test_a_unix_socket_goes_at_the_end(tmp_path, program):
-    path = tmp_path / "http"
+def test_a_unix_socket_goes_at_the_end(short_directory, tmp_path, program):
+    path = short_directory / "http"
     with under_mpirun(tmp_path, program, 2, "--h", f"unix://{path}") as job:
         job.up(2)
         assert path.stat().st_mode & 0o777 == 0o600

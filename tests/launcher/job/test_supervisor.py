@@ -53,8 +53,8 @@ def test_a_key_in_a_variable_is_for_the_front_alone(two):
     assert hushed(two)
 
 
-def test_a_unix_socket_goes_at_the_end(tmp_path):
-    path = tmp_path / "http"
+def test_a_unix_socket_goes_at_the_end(short_directory, tmp_path):
+    path = short_directory / "http"
     with serve(tmp_path, "--h", f"unix://{path}") as job:
         job.up(1)
         assert path.stat().st_mode & 0o777 == 0o600
