@@ -8,6 +8,7 @@
 
 #include "op.h"
 #include "simd.h"
+#include "store_sums.h"
 #include "experts.h"
 
 struct Linear {
@@ -159,16 +160,7 @@ template <int R, typename T> INLINE void tile(const Linear& a, int64_t m, const 
 template <int R, typename T> void outputs(const Linear& a, int64_t m, int64_t o, const uint8_t* w) {
     Vec total[R][WIDE] = {};
     tile<R, T>(a, m, w, total);
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < WIDE; v++) {
-            int64_t at = o + v * LANES, count = a.outputs - at;
-            T* y = (T*)a.y + (m + r) * a.outputs + at;
-            const T* bias = (const T*)a.bias + at;
-            if (count >= LANES)
-                store(y, a.bias ? total[r][v] + load(bias) : total[r][v]);
-            else if (count > 0)
-                store(y, a.bias ? total[r][v] + load(bias, count) : total[r][v], count);
-        }
+    store_sums<T>(a, m, o, total);
 }
 
 // Block i of outputs for rows m and on; w: its weights.

@@ -9,6 +9,7 @@
 
 #include "op.h"
 #include "simd.h"
+#include "store_sums.h"
 #include "experts.h"
 
 struct Linear {
@@ -203,16 +204,7 @@ INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][W
 template <int R, int BITS, int G, typename T> void outputs(const Linear& a, int64_t m, int64_t o, const uint8_t* w) {
     Vec total[R][WIDE] = {};
     tile<R, BITS, G, T>(a, m, w, total);
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < WIDE; v++) {
-            int64_t at = o + v * LANES, count = a.outputs - at;
-            T* y = (T*)a.y + (m + r) * a.outputs + at;
-            const T* bias = (const T*)a.bias + at;
-            if (count >= LANES)
-                store(y, a.bias ? total[r][v] + load(bias) : total[r][v]);
-            else if (count > 0)
-                store(y, a.bias ? total[r][v] + load(bias, count) : total[r][v], count);
-        }
+    store_sums<T>(a, m, o, total);
 }
 
 INLINE int64_t block_bytes(int64_t inputs, int64_t super, int bits, int groups) {
