@@ -8,22 +8,13 @@ from phalanx.kernels.moe import expert_gemm, moe, router
 from phalanx.kernels.moe.router import RouterParams
 
 from ...devices import needs_tma, require_gpu
+from ..gpu import poison  # noqa: F401
 from ..programs import V2_ROUTER, V3_ROUTER
 from .cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares
 
 require_gpu()
 KINDS = [(torch.float32, 3e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)]
 QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
-
-
-@pytest.fixture(autouse=True)
-def poison():
-    """Fresh memory holds NaN: what a kernel does not write shows."""
-    torch.manual_seed(0)
-    held = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)]
-    del held
-    yield
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)

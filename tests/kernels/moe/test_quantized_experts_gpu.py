@@ -12,6 +12,7 @@ from phalanx.kernels.quantized import affine
 from phalanx.kernels.quantized.stack import stack
 
 from ...devices import require_gpu
+from ..gpu import poison  # noqa: F401
 from .cases import Sizes, make, shares
 
 require_gpu()
@@ -20,16 +21,6 @@ QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 FORMS = [
     ("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q4_0", "q8_0"), ("q5_k", "q5_0"), ("e4m3", "e4m3"), ("int4", "int4 zeros"),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def poison():
-    """Fresh memory holds NaN: what a kernel does not write shows."""
-    torch.manual_seed(0)
-    held = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)]
-    del held
-    yield
-    torch.cuda.synchronize()
 
 
 def quantised(weight, form):

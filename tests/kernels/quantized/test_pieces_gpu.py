@@ -19,26 +19,16 @@ from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed, WgmmaConfi
 from torch.nn.functional import gelu, silu
 
 from ...devices import needs_hopper, needs_tma, require_gpu
+from ..gpu import NAN, poison  # noqa: F401
 from . import floats_cases
 
 require_gpu()
-NAN = float("nan")
 DTYPES = [torch.bfloat16, torch.float16]
 HALF_UNIT = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # of the last place
 # Bounds of the norm of the error, in these. Rounded outputs are off by 0.85, those of rounded weights and scales by
 # 1.5. A gate of exact weights is off by 0.85, of rounded ones by 2.2, as the reference rounds its inputs another way.
 # Where the library splits a GEMM, it rounds parts, too.
 PLAIN, ROUNDED, EXACT_GATED, ROUNDED_GATED, LIBRARY = 1.5, 2.5, 2.0, 4.0, 2.5
-
-
-@pytest.fixture(autouse=True)
-def poison():
-    """Fresh memory holds NaN: what a kernel does not write shows."""
-    torch.manual_seed(0)
-    held = [torch.full((n,), NAN, device="cuda") for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20)]
-    del held
-    yield
-    torch.cuda.synchronize()
 
 
 def make(outputs, inputs, form="q8_0"):
