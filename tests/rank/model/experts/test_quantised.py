@@ -12,6 +12,8 @@ from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
 from phalanx.kernels.quantized.stack import Stack
 from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.experts.host import WAYS
+from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
@@ -94,6 +96,37 @@ def test_logits(made, expected, name, layout):
     steps = [[(0, 34)], *[[(0, 1)]] * 6]
     (logits,) = run_steps(path, [ids], steps, max_model_len=512, **layout, **options)
     assert distance(logits, expected(same, ids)) < TOLERANCE
+
+
+ROOMS = [ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), *(ExpertRoom(2, way=way) for way in WAYS)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["super-blocks", "awq", "fp8", *(pytest.param(one, marks=pytest.mark.long) for one in ("halves", "gptq", "q4_0"))],
+)
+def test_in_host_memory(made, name):
+    """Bit by bit among all ways, and within rounding what is computed where all experts are on the device."""
+    (path, _, options), ids = made(name), tokens(40, vocab=509)
+    steps = [[(0, 34)], *[[(0, 1)]] * 6]
+    (want,) = run_steps(path, [ids], steps, max_model_len=512, **options)
+    first = None
+    for room in ROOMS:
+        (got,) = run_steps(path, [ids], steps, max_model_len=512, experts=room, **options)
+        first = got if first is None else first
+        assert torch.equal(got, first), room
+    assert distance(first, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name, layout", [("super-blocks", dict(tp=2, ep=2)), ("gptq", dict(tp=2, pp=2))])
+def test_in_host_memory_of_several_ranks(made, name, layout):
+    (path, _, options), ids = made(name), tokens(40, vocab=509)
+    steps = [[(0, 34)], *[[(0, 1)]] * 6]
+    want, got = (
+        run_steps(path, [ids], steps, max_model_len=512, experts=room, **layout, **options)[0]
+        for room in (ON_DEVICE, ExpertRoom(1))
+    )
+    assert distance(got, want) < TOLERANCE
 
 
 @pytest.mark.long
