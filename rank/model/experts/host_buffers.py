@@ -229,19 +229,22 @@ class Streamer:
         """Copy an expert into a slot that nothing launched later reads. When it is there; None: it is."""
         to = [x[slot : slot + 1] for x in slots.tensors]
         if self._stream is None:
-            _put(to, [x[expert : expert + 1] for x in layer.tensors])
+            self._put_one(to, layer, expert)
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
         done = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            if layer.same:
-                _put(to, [x[expert : expert + 1] for x in layer.tensors])
-            else:
-                one = layer.here.carve(self._single, 1)
-                _put(one.tensors, [x[expert : expert + 1] for x in layer.tensors])
-                _put(to, _made_over(one.stack))
+            self._put_one(to, layer, expert)
             done.record()
         return done
+
+    def _put_one(self, to: list[Tensor], layer: HostStack, expert: int) -> None:
+        given = [x[expert : expert + 1] for x in layer.tensors]
+        if not layer.same:
+            one = layer.here.carve(self._single, 1)
+            _put(one.tensors, given)
+            given = _made_over(one.stack)
+        _put(to, given)
 
 
 def _rounded(size: int) -> int:

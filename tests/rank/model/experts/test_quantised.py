@@ -1,17 +1,22 @@
 """Experts that stay quantised: logits of the dequantised weights, however they are stored, loaded and cut."""
 
+import dataclasses
 import functools
 import importlib
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
+from phalanx.kernels import host_memory
+from phalanx.kernels.quantized import pieces_cuda
 from phalanx.kernels.quantized.stack import Stack
-from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.experts import host, host_buffers, offload
+from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
 from phalanx.rank.model.experts.host import WAYS
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.load import load
@@ -116,6 +121,43 @@ def test_in_host_memory(made, name):
         first = got if first is None else first
         assert torch.equal(got, first), room
     assert distance(first, want) < TOLERANCE
+
+
+class Passed:
+    """An event of a stream that computes at once."""
+
+    def record(self):
+        pass
+
+    synchronize = query = record
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_gpu_does(made, monkeypatch, way):
+    """Experts are made over into the form of a GPU's kernels, which torch dequantises here."""
+    monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
+    monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host, "LOOKED", 4)
+    gpu = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(offload, "HostStack", lambda stack, device: host_buffers.HostStack(stack, gpu))
+    monkeypatch.setattr(host_buffers, "BUFFER", 1)  # an expert at a time
+
+    def rank(world):
+        loaded = (load(made("super-blocks")[0], mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))
+        both = ([x for x in one.modules() if isinstance(x, FusedExperts)] for one in loaded)
+        for wanted, layer in zip(*both, strict=True):
+            assert not layer.host.layer.same and isinstance(layer.host.slots.stack.w2.packed, pieces_cuda.Packed)
+            layer.host.on_gpu = True
+            layer.host.shared = dataclasses.replace(layer.host.shared, buffers=host_buffers.SharedBuffers())
+            draw = torch.Generator().manual_seed(0)
+            for count in (1, 3, 20, 1, 2, 2, 2, 2, 2):
+                x, weights = torch.randn(count, 256, generator=draw), torch.rand(count, 2, generator=draw)
+                ids = torch.stack([torch.randperm(5, generator=draw)[:2] for _ in range(count)]).int()
+                given = x, ids, weights
+                torch.testing.assert_close(layer(*given).local(), wanted(*given).local(), atol=1e-4, rtol=1e-4)
+
+    room = ExpertRoom(2, way=way)
+    threads.run(rank, 1)
 
 
 @pytest.mark.parametrize("name, layout", [("super-blocks", dict(tp=2, ep=2)), ("gptq", dict(tp=2, pp=2))])
