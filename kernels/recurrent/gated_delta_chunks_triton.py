@@ -52,7 +52,7 @@ def conv_chunks(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor
     table = chunk_table(batch)
     conv_chunk_kernel[len(table), triton.cdiv(channels, CHANNELS)](
         x, weight, state, batch.rows, batch.lengths, batch.query_starts, table, out, x.stride(0), weight.stride(0),
-        channels, taps - 1, triton.next_power_of_2(max(taps - 1, 1)), CHUNK, CHANNELS, num_warps=4,
+        channels, taps - 1, triton.next_power_of_2(max(taps - 1, 1)), CHUNK, CHANNELS, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -102,7 +102,8 @@ def delta_chunks(
     decodes = batch.num_decodes
     table = chunk_table(batch)  # of those of one token, too: one chunk each
     key, value = (triton.next_power_of_2(max(n, 16)) for n in (sizes.key_dim, sizes.value_dim))
-    precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
+    exact = qkv.dtype == torch.float32
+    precision, warps = ("tf32x3", 8) if exact else ("tf32", 4)  # three products of TF32 are about as exact as f32's
 
     def scratch(*shape: int, dtype: torch.dtype = qkv.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=qkv.device)
@@ -114,12 +115,12 @@ def delta_chunks(
     system_kernel[len(table) - decodes, heads](
         qkv, b, a, gates.A_log, gates.dt_bias, batch.query_starts, table, u, w, within, factors, decodes,
         qkv.stride(0), b.stride(0), a.stride(0), factors.stride(0), eps, sizes.key_dim**-0.5,
-        *shape, value, CHUNK, BLOCK, precision, num_warps=4, num_stages=1,
+        *shape, value, CHUNK, BLOCK, precision, num_warps=warps, num_stages=1,
     )  # fmt: skip
     columns = min(VALUES, value)
     state_kernel[len(batch.query_lens) - decodes, heads, triton.cdiv(sizes.value_dim, columns)](
         qkv, u, w, within, factors, batch.rows, batch.lengths, batch.query_starts, state, out, decodes,
-        qkv.stride(0), factors.stride(0), *shape, columns, CHUNK, precision, num_warps=4, num_stages=1,
+        qkv.stride(0), factors.stride(0), *shape, columns, CHUNK, precision, num_warps=warps, num_stages=1,
     )  # fmt: skip
 
 

@@ -98,9 +98,7 @@ class Layer:
         rows, lengths = self.batch.rows, self.batch.lengths
         y = gated_delta_triton.conv_step(self.x, self.weight, self.convolution, rows, lengths)
         out = y.new_empty(len(y), self.sizes.value_heads, self.sizes.value_dim)
-        gated_delta_triton.delta_step(
-            y, self.gates, self.state, rows, lengths, self.sizes, gated_delta.L2_EPS, out
-        )
+        gated_delta_triton.delta_step(y, self.gates, self.state, rows, lengths, self.sizes, gated_delta.L2_EPS, out)
         return out, self.convolution, self.state
 
     def chunks(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -75,7 +75,15 @@ def test_compiles(dtype, arch, monkeypatch):
     compile_all(gated_delta_triton, ("conv_kernel", "delta_kernel"), layer.steps, arch, monkeypatch)
 
 
-@pytest.mark.parametrize("dtype, arch", KINDS)
+PROMPT_KINDS = [
+    (torch.bfloat16, 90),
+    pytest.param(torch.bfloat16, 100, marks=pytest.mark.long),
+    pytest.param(torch.float16, 80, marks=pytest.mark.long),
+    pytest.param(torch.float32, 90, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("dtype, arch", PROMPT_KINDS)
 def test_kernels_of_prompts_compile(dtype, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.recurrent import gated_delta_chunks_triton
