@@ -71,8 +71,11 @@ def compiled(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("source, sizes, arch", checked(PROGRAMS))
-def test_compiles(source, sizes, arch, request, compiled):
-    compiled[request.node.name].result()
+def test_compiles(source, sizes, arch, request, compiled, tmp_path):
+    if future := compiled.pop(request.node.name, None):
+        future.result()
+    else:  # tried again: the compiler itself may not have started
+        compile_program(jit.variant_text(source, sizes), arch, tmp_path)
 
 
 class Recorder:

@@ -186,6 +186,16 @@ class FusedExperts(nn.Module):
         self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
         self.host: HostExperts | None = None  # where they are in host memory
 
+    def hold_apart(self) -> None:
+        """Before `build`: the checkpoint has gate and up apart, and outputs before inputs, whatever the architecture's
+        own have."""
+        both, one = self.gate_up_proj, self.down_proj
+        part = one.inputs
+        for linear, outputs in ((both, (part, part)), (one, one.outputs)):
+            linear.layout = ExpertLayout(biased=linear.layout.biased)
+            linear.fields = Field("weight", linear.layout.axes), Field("bias", "eo")
+            linear.cut(linear.inputs, outputs)
+
     def build(self, up: Sequence[Source], down: Sequence[Source], format_of: ChooseFormat) -> None:
         """Choose both linears' formats, and cut experts where that of `down` leaves its groups whole."""
         both, one = self.gate_up_proj, self.down_proj

@@ -274,6 +274,8 @@ class Front:
         self.call(stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(5)
+        if not self.thread.is_alive():
+            self.loop.close()  # three descriptors; a process of many tests reaches what select() can take
         self.sock.close()
 
 
