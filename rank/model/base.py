@@ -295,6 +295,8 @@ class Model(nn.Module):
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, stored), format_of)
             elif isinstance(layer, FusedExperts):
+                if f"{path}.gate_proj" in stored:
+                    layer.hold_apart()
                 up = self._expert_sources(f"{path}.gate_up_proj", layer.gate_up_proj, stored)
                 down = self._expert_sources(f"{path}.down_proj", layer.down_proj, stored)
                 layer.build(up, down, format_of)
@@ -316,7 +318,7 @@ class Model(nn.Module):
 
     def _expert_sources(self, path: str, layer: StackedLinear, stored: Container[str]) -> tuple[Source, ...]:
         """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged or not."""
-        if path in stored or layer.layout != APART:
+        if path in stored or (layer.layout.axes, layer.layout.interleaved) != (APART.axes, APART.interleaved):
             return tuple(self._merged_sources(path, layer.outputs))
         parent, _, name = path.rpartition(".")
         parts = self.MERGED.get(name, (name,))

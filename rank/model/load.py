@@ -22,7 +22,7 @@ from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.offload import ON_DEVICE, ExpertRoom, Offload
-from .experts.stacks import StackOfParts
+from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
 from .layer_offload import LayerOffload, left_of_host
@@ -325,6 +325,8 @@ def _open(
     if speaks:
         _tell_unread(model, config, parts, source)
         _tell_dequantised(parts, source)
+        if any(isinstance(one, StackedLinear) and isinstance(one.stored, OrderedStack) for one in model.modules()):
+            log.info("experts with desc_act are dequantised while they are loaded: they take the memory of --dtype")
     return Striped(source, parts, world) if way == "striped" else source
 
 

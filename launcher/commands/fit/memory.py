@@ -116,7 +116,7 @@ def stages(shape: ModelShape, layout: Layout, context: int, offload: int = 0) ->
         weights, host = dict.fromkeys(KINDS, 0.0), 0.0
         for part in one.weights:
             if part.expert and layout.offload:
-                host += part.bytes * part.copies
+                host += part.host * part.copies
             elif not part.shared:
                 weights[part.kind] += part.bytes * part.copies
         moved = parked(one, offload)
