@@ -25,7 +25,7 @@ from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
 from .experts.offload import ON_DEVICE, ExpertRoom, Offload
-from .experts.stacks import StackOfParts
+from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
@@ -322,6 +322,8 @@ def _open(
     if speaks:
         _tell_unread(model, config, parts, source)
         _tell_dequantised(parts, source)
+        if any(isinstance(one, StackedLinear) and isinstance(one.stored, OrderedStack) for one in model.modules()):
+            log.info("experts with desc_act are dequantised while they are loaded: they take the memory of --dtype")
     return Striped(source, parts, world) if way == "striped" else source
 
 

@@ -105,7 +105,8 @@ class StackedLinear(ShardedModule):
         if self.stored is None:
             return super().kept_bytes(dtype, device)
         bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        return round(self.num_weights * self.stored.kept_bits(self, device) / 8) + bias
+        bits = self.stored.kept_bits(self, device) or 8 * dtype.itemsize
+        return round(self.num_weights * bits / 8) + bias
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         if self.stored is not None:

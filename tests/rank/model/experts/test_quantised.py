@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from .... import gguf_files
 from ..harness import distance, run_steps, tokens
 from ..stored_formats import packers
-from ..stored_formats.test_stored import awq, check_greedy, compressed_ints, gptq, refused
+from ..stored_formats.test_stored import awq, check_greedy, compressed_ints, gptq, marlin, refused
 from ..test_architectures import write
 
 TOLERANCE = 3e-4  # of sums of 512
@@ -36,7 +36,8 @@ KINDS = {
     "halves": lambda name: {"ffn_gate_exps.weight": "Q8_0"}.get(name.partition(".")[2].partition(".")[2], "Q4_0"),
 }
 STORED = {
-    "gptq": gptq(4, 32, False), "gptq of 8 bits": gptq(8, 128), "awq": awq(64), "w4a16": compressed_ints(4, 64),
+    "gptq": gptq(4, 32, False), "gptq of 8 bits": gptq(8, 128), "awq": awq(64), "marlin": marlin(128),
+    "gptq ordered": gptq(4, 64, False, ordered=True), "w4a16": compressed_ints(4, 64),
     "w8a16": compressed_ints(8, 0, False),
 }  # fmt: skip
 
@@ -79,7 +80,8 @@ def in_situ(path, to, name):
 
 CASES = [
     ("super-blocks", dict()), ("super-blocks", dict(tp=6, ep=3)), ("blocks of 32", dict(tp=2)), ("gptq", dict(tp=3)),
-    ("awq", dict()), ("w4a16", dict(tp=2, ep=2)), ("q4k", dict(tp=2)),
+    ("awq", dict()), ("marlin", dict(tp=2)), ("gptq ordered", dict(tp=2)),
+    ("w4a16", dict(tp=2, ep=2)), ("q4k", dict(tp=2)),
 ]  # fmt: skip
 LONG = [
     ("super-blocks", dict(tp=2, pp=2)), ("halves", dict(tp=2, ep=2)), ("gptq", dict()), ("gptq of 8 bits", dict(tp=2)),
@@ -164,6 +166,9 @@ def test_experts_that_differ_are_named(made, tmp_path, load_format):
     refused(path, MODEL, words, load_format=load_format)
 
 
-def test_experts_that_order_their_inputs_are_refused(made, tmp_path):
-    path = changed(made("gptq")[0], tmp_path, desc_act=True)
-    refused(path, MODEL, "experts whose inputs are ordered (desc_act) are not supported", load_format="dummy")
+def test_experts_that_order_their_inputs_become_plain(made, caplog):
+    caplog.set_level("INFO", "phalanx")
+    for one in stacks(made("gptq ordered")[0]):
+        assert isinstance(one.packed, torch.Tensor) and one.packed.dtype == torch.float32
+        assert one.packed.nbytes == one.kept_bytes(torch.float32, torch.device("cpu"))
+    assert any("desc_act are dequantised" in line for line in caplog.messages)
