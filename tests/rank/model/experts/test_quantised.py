@@ -1,17 +1,24 @@
 """Experts that stay quantised: logits of the dequantised weights, however they are stored, loaded and cut."""
 
+import dataclasses
 import functools
 import importlib
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
+from phalanx.kernels import host_memory
+from phalanx.kernels.quantized import pieces_cuda
 from phalanx.kernels.quantized.stack import Stack
-from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.experts import host, host_buffers, offload
+from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
+from phalanx.rank.model.experts.host import WAYS
+from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
@@ -96,6 +103,74 @@ def test_logits(made, expected, name, layout):
     steps = [[(0, 34)], *[[(0, 1)]] * 6]
     (logits,) = run_steps(path, [ids], steps, max_model_len=512, **layout, **options)
     assert distance(logits, expected(same, ids)) < TOLERANCE
+
+
+ROOMS = [ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), *(ExpertRoom(2, way=way) for way in WAYS)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["super-blocks", "awq", "fp8", *(pytest.param(one, marks=pytest.mark.long) for one in ("halves", "gptq", "q4_0"))],
+)
+def test_in_host_memory(made, name):
+    """Bit by bit among all ways, and within rounding what is computed where all experts are on the device."""
+    (path, _, options), ids = made(name), tokens(40, vocab=509)
+    steps = [[(0, 34)], *[[(0, 1)]] * 6]
+    (want,) = run_steps(path, [ids], steps, max_model_len=512, **options)
+    first = None
+    for room in ROOMS:
+        (got,) = run_steps(path, [ids], steps, max_model_len=512, experts=room, **options)
+        first = got if first is None else first
+        assert torch.equal(got, first), room
+    assert distance(first, want) < TOLERANCE
+
+
+class Passed:
+    """An event of a stream that computes at once."""
+
+    def record(self):
+        pass
+
+    synchronize = query = record
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_gpu_does(made, monkeypatch, way):
+    """Experts are made over into the form of a GPU's kernels, which torch dequantises here."""
+    monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
+    monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host, "LOOKED", 4)
+    gpu = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(offload, "HostStack", lambda stack, device: host_buffers.HostStack(stack, gpu))
+    monkeypatch.setattr(host_buffers, "BUFFER", 1)  # an expert at a time
+
+    def rank(world):
+        loaded = (load(made("super-blocks")[0], mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))
+        both = ([x for x in one.modules() if isinstance(x, FusedExperts)] for one in loaded)
+        for wanted, layer in zip(*both, strict=True):
+            assert not layer.host.layer.same and isinstance(layer.host.slots.stack.w2.packed, pieces_cuda.Packed)
+            layer.host.on_gpu = True
+            layer.host.shared = dataclasses.replace(layer.host.shared, buffers=host_buffers.SharedBuffers())
+            draw = torch.Generator().manual_seed(0)
+            for count in (1, 3, 20, 1, 2, 2, 2, 2, 2):
+                x, weights = torch.randn(count, 256, generator=draw), torch.rand(count, 2, generator=draw)
+                ids = torch.stack([torch.randperm(5, generator=draw)[:2] for _ in range(count)]).int()
+                given = x, ids, weights
+                torch.testing.assert_close(layer(*given).local(), wanted(*given).local(), atol=1e-4, rtol=1e-4)
+
+    room = ExpertRoom(2, way=way)
+    threads.run(rank, 1)
+
+
+@pytest.mark.parametrize("name, layout", [("super-blocks", dict(tp=2, ep=2)), ("gptq", dict(tp=2, pp=2))])
+def test_in_host_memory_of_several_ranks(made, name, layout):
+    (path, _, options), ids = made(name), tokens(40, vocab=509)
+    steps = [[(0, 34)], *[[(0, 1)]] * 6]
+    want, got = (
+        run_steps(path, [ids], steps, max_model_len=512, experts=room, **layout, **options)[0]
+        for room in (ON_DEVICE, ExpertRoom(1))
+    )
+    assert distance(got, want) < TOLERANCE
 
 
 @pytest.mark.long
