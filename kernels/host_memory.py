@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import math
+import resource
 import weakref
 
 import numpy as np
@@ -22,9 +23,16 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     """Zeros on the host. pin: for a GPU; the driver then touches each page, so it lies on the caller's NUMA node.
 
     Unpinned pages take memory only when they are first written. Where the driver refuses to pin, as by a limit on
-    locked memory, a warning says so, and copies are slower and wait. Raises MemoryError.
+    locked memory, a warning says so, and copies are slower and wait. Raises MemoryError, which says how much was asked
+    for, and the limit on a process's memory if there is one.
     """
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        memory = np.zeros(size, np.uint8)
+    except MemoryError:
+        limit = _limit(resource.RLIMIT_AS)
+        under = f" under a limit of {limit / 1e6:.0f} MB (ulimit -v), which may be raised" if limit else ""
+        raise MemoryError(f"the system refuses {size / 1e6:.1f} MB of host memory{under}") from None
     if pin and memory.nbytes:
         _pin(memory)
     return torch.from_numpy(memory).view(dtype).view(shape)
@@ -47,10 +55,18 @@ def _forget_error() -> None:
         torch.ones(1, device="cuda")
 
 
+def _limit(which: int) -> int:
+    """A limit of this process in bytes; 0: there is none."""
+    soft = resource.getrlimit(which)[0]
+    return 0 if soft == resource.RLIM_INFINITY else soft
+
+
 @functools.cache  # a model has hundreds of pieces
 def _warn(refused: int) -> None:
+    limit = _limit(resource.RLIMIT_MEMLOCK)
     log.warning(
-        "host memory cannot be pinned (CUDA error %d), so copies to the GPU are slower: raise the limit on locked "
+        "host memory cannot be pinned (CUDA error %d%s), so copies to the GPU are slower: raise the limit on locked "
         "memory (ulimit -l), or ask for less host memory",
         refused,
+        f"; {limit / 1e6:.1f} MB may be locked" if limit else "",
     )

@@ -106,9 +106,9 @@ class Engine:
         except BaseException as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(2)  # the last words are on their way
-            log = self.log()
+            log, code = self.log(), self.process.poll()
             self.kill()
-            raise AssertionError(f"the ranks did not come up: {error!r}\n{log}") from error
+            raise AssertionError(f"the ranks did not come up (exit code {code}): {error!r}\n{log}") from error
 
     def _accept(self, listener: socket.socket, wait: float) -> socket.socket:
         """Rank 0's connection; gives up when the ranks have ended."""

@@ -76,11 +76,13 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor
 
     x: [T, C]. weight: [C, K]. state: [rows, K - 1, C], the inputs of the tokens before, which are replaced.
     """
-    if x.is_cuda and batch.num_decodes == len(batch.query_lens):
-        from . import gated_delta_triton
+    if not x.is_cuda:
+        return causal_conv_reference(x, weight, state, batch)
+    from . import gated_delta_chunks_triton, gated_delta_triton
 
+    if batch.num_decodes == len(batch.query_lens):
         return gated_delta_triton.conv_step(x, weight, state, batch.rows, batch.lengths)
-    return causal_conv_reference(x, weight, state, batch)
+    return gated_delta_chunks_triton.conv_chunks(x, weight, state, batch)
 
 
 def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
@@ -121,11 +123,16 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
 
     qkv: [T, channels], behind the convolution. state: [rows, value heads, key dim, value dim] f32, which is updated.
     """
-    if qkv.is_cuda and batch.num_decodes == len(batch.query_lens):
-        from . import gated_delta_triton
+    if not qkv.is_cuda:
+        return gated_delta_reference(qkv, gates, state, batch, sizes)
+    from . import gated_delta_chunks_triton, gated_delta_triton
 
-        return gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS)
-    return gated_delta_reference(qkv, gates, state, batch, sizes)
+    out = torch.empty(len(qkv), sizes.value_heads, sizes.value_dim, dtype=qkv.dtype, device=qkv.device)
+    decodes = out[: batch.num_decodes]
+    gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS, decodes)
+    if batch.num_decodes < len(batch.query_lens):
+        gated_delta_chunks_triton.delta_chunks(qkv, gates, state, batch, sizes, L2_EPS, out)
+    return out
 
 
 def gated_delta_reference(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:

@@ -82,6 +82,8 @@ class Args:
         """Raises FatalError where a key is missing or has a wrong type or value. A null counts as absent."""
         resolved = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
         given = {key: value for key, value in (config.raw | resolved).items() if value is not None}
+        if given.get("use_sliding_window") is False:  # transformers writes a window of 0 then, of Qwen2-MoE
+            given.pop("sliding_window", None)
         values = {}
         for field in dataclasses.fields(cls):
             if field.name in given:
@@ -290,6 +292,8 @@ class Model(nn.Module):
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, stored), format_of)
             elif isinstance(layer, FusedExperts):
+                if f"{path}.gate_proj" in stored:
+                    layer.hold_apart()
                 up = self._expert_sources(f"{path}.gate_up_proj", layer.gate_up_proj, stored)
                 down = self._expert_sources(f"{path}.down_proj", layer.down_proj, stored)
                 layer.build(up, down, format_of)
@@ -311,7 +315,7 @@ class Model(nn.Module):
 
     def _expert_sources(self, path: str, layer: StackedLinear, stored: Container[str]) -> tuple[Source, ...]:
         """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged or not."""
-        if path in stored or layer.layout != APART:
+        if path in stored or (layer.layout.axes, layer.layout.interleaved) != (APART.axes, APART.interleaved):
             return tuple(self._merged_sources(path, layer.outputs))
         parent, _, name = path.rpartition(".")
         parts = self.MERGED.get(name, (name,))

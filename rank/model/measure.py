@@ -166,9 +166,14 @@ def weights(
                 "matrix": isinstance(one, Linear | StackedLinear | Router),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }
-            | ({"expert": True, "copies": copies} if isinstance(one, StackedLinear) else {})
+            | (_of_experts(one, dtype) if isinstance(one, StackedLinear) else {})
         )
     return found
+
+
+def _of_experts(one: StackedLinear, dtype: torch.dtype) -> dict[str, Any]:
+    copies = one.experts.width
+    return {"expert": True, "copies": copies, "host": one.host_bytes(dtype) // copies}
 
 
 def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -> bool:

@@ -175,7 +175,10 @@ class Engine:
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
-        with errors.memory_for("the weights", "Use more ranks (--tp, --pp), a narrower --dtype or --isq"):
+        fewer = "Use more ranks (--tp, --pp), a narrower --dtype or --isq"
+        if options.num_experts_offload_per_rank or options.expert_memory:
+            fewer = f"{fewer}, or leave more experts on the GPUs (--num-experts-offload-per-rank, --expert-memory)"
+        with errors.memory_for("the weights", fewer):
             model = load_model(
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
                 options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,

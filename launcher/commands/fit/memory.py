@@ -91,7 +91,7 @@ def stages(shape: ModelShape, layout: Layout, context: int) -> tuple[Stage, ...]
         weights, host = dict.fromkeys(KINDS, 0.0), 0.0
         for part in one.weights:
             if part.expert and layout.offload:
-                host += part.bytes * part.copies
+                host += part.host * part.copies
             elif not part.shared:
                 weights[part.kind] += part.bytes * part.copies
         whole = {kind: round(size) for kind, size in weights.items()}

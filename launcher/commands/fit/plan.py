@@ -89,7 +89,7 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
     lacks = _host_lacks(held, layout, cluster)
     verdict = _verdict(held, asked, lacks, together)
     runs = not held.problem and not lacks
-    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout, shape))
+    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout))
 
 
 def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:
@@ -108,11 +108,8 @@ def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> s
     return ""
 
 
-def _lacking(layout: Layout, shape: ModelShape) -> str:
+def _lacking(layout: Layout) -> str:
     """What Phalanx does not do yet."""
-    experts = (one for layer in shape.kinds(layout.tp, layout.ep) for one in layer.weights if one.expert)
-    if layout.offload and any(one.bytes < 2 * one.elements for one in experts):
-        return "experts in host memory are not served yet where they are quantised"
     return "ep over several copies is not served yet" if layout.ep > layout.tp else ""
 
 

@@ -113,7 +113,7 @@ class StepModel:
         rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all copies that the expert group spans
         visited = one.copies * (1 - (1 - chosen / all_experts) ** rows)  # of a rank's experts, on average
         spread = math.sqrt(2 * math.log(ep) * visited * (1 - visited / one.copies))  # all wait for the busiest rank
-        touched = one.bytes * min(one.copies, visited + spread)
+        touched = (one.host if self.layout.offload else one.bytes) * min(one.copies, visited + spread)
         work = 2.0 * one.elements * rows * chosen / ep
         if not self.layout.offload:
             return self._roof(touched, work / GROUPED) + self.device.ramp

@@ -32,10 +32,7 @@ class Scheme:
     offset: int  # of the zero points above what is stored
     ordered: bool  # by g_idx
 
-    @property
-    def stack_unit(self) -> int:
-        """0: experts are not kept so, as each would order its inputs in another way."""
-        return 0 if self.ordered else affine.UNIT
+    stack_unit = affine.UNIT
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return (OrderedPart if self.ordered else Part)(self, inputs, outputs, bias, sources)
@@ -81,9 +78,8 @@ class OrderedPart(Part):
     def decode(self) -> tuple[Tensor, Tensor, Tensor]:
         codes, scales, zeros = self.unpacked()
         groups = scales.shape[1]
-        counts = torch.bincount(self.g_idx.clamp(0, groups - 1), minlength=groups)
-        if self.g_idx.numel() and not 0 <= int(self.g_idx.min()) <= int(self.g_idx.max()) < groups:
-            raise FatalError(f"{self.sources[0].path}.g_idx has numbers of groups outside 0 to {groups - 1}", MODEL)
+        self._check(groups)
+        counts = torch.bincount(self.g_idx, minlength=groups)
         units = -(-counts // affine.UNIT)  # of each group
         starts = units.cumsum(0) - units
         place = torch.arange(len(self.g_idx), device=codes.device) - (counts.cumsum(0) - counts).repeat_interleave(
@@ -94,6 +90,17 @@ class OrderedPart(Part):
         self.order[place] = self.g_idx.argsort(stable=True)
         of = torch.arange(groups, device=codes.device).repeat_interleave(units)
         return pad(codes, (0, 1)).index_select(1, self.order), scales[:, of], zeros[:, of]
+
+    def _check(self, groups: int) -> None:
+        if self.g_idx.numel() and not 0 <= int(self.g_idx.min()) <= int(self.g_idx.max()) < groups:
+            raise FatalError(f"{self.sources[0].path}.g_idx has numbers of groups outside 0 to {groups - 1}", MODEL)
+
+    def plain(self) -> Tensor:
+        """The weight [O, I] in f32, its inputs where they were."""
+        codes, scales, zeros = self.unpacked()
+        self._check(scales.shape[1])
+        at = self.g_idx.long()
+        return (codes - zeros[:, at]) * scales.float()[:, at]
 
     def finish(self) -> None:
         super().finish()

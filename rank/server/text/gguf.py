@@ -39,6 +39,14 @@ DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CJK = "[一-龥ࠀ-一가-퟿]+"
+# Kimi K2's: runs of Chinese characters are pieces of their own.
+HAN = r"&&[^\p{Han}]]"
+KIMI_UPPER, KIMI_LOWER = rf"[{UPPER}{HAN}", rf"[{LOWER}{HAN}"
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{KIMI_UPPER}*{KIMI_LOWER}+{CONTRACTIONS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{KIMI_UPPER}+{KIMI_LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{REST}"
+)
 
 BUILT_IN = r"\p{Lu}?\p{Ll}+|\p{L}|\p{N}|[^\s\p{L}\p{N}]+|\n+| +|\s"  # Phalanx's own model's
 
@@ -74,6 +82,11 @@ STEPS: dict[Callable[[], list[Any]], tuple[str, ...]] = {
     functools.partial(_split, O200K): ("gpt-4o", "llama4"),
     functools.partial(_split, TEKKEN): ("tekken",),
     functools.partial(_split, BUILT_IN): ("phalanx",),
+    functools.partial(_split, KIMI): ("kimi-k2",),
+    functools.partial(_split, r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}"): ("deepseek-coder",),
+    functools.partial(
+        _split, r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", CJK, r"\p{N}+"
+    ): ("deepseek-llm",),
     functools.partial(_split, r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK): ("deepseek-v3",),
 }  # fmt: skip
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")  # a word that is a token is taken so

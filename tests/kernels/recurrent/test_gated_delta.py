@@ -63,19 +63,42 @@ def test_kernels_in_the_interpreter():
 
 
 KINDS = [(torch.bfloat16, 90), (torch.float16, 80), (torch.float32, 100)]
+KINDS = [KINDS[0], *(pytest.param(*one, marks=pytest.mark.long) for one in KINDS[1:])]
 
 
-@pytest.mark.parametrize("dtype, arch", [KINDS[0], *(pytest.param(*one, marks=pytest.mark.long) for one in KINDS[1:])])
+@pytest.mark.parametrize("dtype, arch", KINDS)
 def test_compiles(dtype, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.recurrent import gated_delta_triton
 
-    names = "conv_kernel", "delta_kernel"
-    kernels = {name: getattr(gated_delta_triton, name) for name in names}
+    layer = Layer(PUBLISHED, make_rows([1, 1], [4, 1]), dtype=dtype)
+    compile_all(gated_delta_triton, ("conv_kernel", "delta_kernel"), layer.steps, arch, monkeypatch)
+
+
+PROMPT_KINDS = [
+    (torch.bfloat16, 90),
+    pytest.param(torch.bfloat16, 100, marks=pytest.mark.long),
+    pytest.param(torch.float16, 80, marks=pytest.mark.long),
+    pytest.param(torch.float32, 90, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("dtype, arch", PROMPT_KINDS)
+def test_kernels_of_prompts_compile(dtype, arch, monkeypatch):
+    pytest.importorskip("triton")
+    from phalanx.kernels.recurrent import gated_delta_chunks_triton
+
+    layer = Layer(PUBLISHED, make_rows([1, 70], [4, 70]), dtype=dtype)
+    names = "conv_chunk_kernel", "system_kernel", "state_kernel"
+    compile_all(gated_delta_chunks_triton, names, layer.chunks, arch, monkeypatch)
+
+
+def compile_all(module, names, run, arch, monkeypatch):
+    kernels = {name: getattr(module, name) for name in names}
     launches = {name: Recorder() for name in names}
     for name, recorder in launches.items():
-        monkeypatch.setattr(gated_delta_triton, name, recorder)
-    Layer(PUBLISHED, make_rows([1, 1], [4, 1]), dtype=dtype).steps()
+        monkeypatch.setattr(module, name, recorder)
+    run()
     for name, recorder in launches.items():
         ((args, options),) = recorder.found
         compiled = compile_launch(kernels[name], args, options, arch)

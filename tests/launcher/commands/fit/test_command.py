@@ -122,11 +122,11 @@ def test_experts_shared_out(fit):
         assert code == 2 and message in err
 
 
-def test_a_layout_that_is_not_served_yet(fit):
+def test_quantised_experts_in_host_memory(fit):
     """The model fits, but only with its experts in the host's memory."""
     code, out, _ = fit("DeepSeek-V3", "--gpus", "8", "--gpu-mem", "80", "--host-mem", "1024")
     assert code == 0
-    assert "To run once it is served (" in out and "\nRun:" not in out
+    assert "\nRun:" in out and " --num-experts-offload-per-rank 256 " in out
 
 
 def test_nothing_fits(fit):

@@ -315,7 +315,7 @@ def test_the_best_is_served_fits_and_is_fast(shape):
     assert best.unserved == "" and best.runs and best.layout.tp * best.layout.pp * best.layout.dp == 16
     assert plan.best(figures(shape("Llama-3.1-405B"), cluster(GPU80))) is None
     only = plan.best(figures(shape("DeepSeek-V3"), cluster(GPU80)))
-    assert only.layout.offload and "not served yet" in only.unserved
+    assert only.layout.offload and not only.unserved
 
 
 def test_the_fewest_ranks(shape):

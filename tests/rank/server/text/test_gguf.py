@@ -53,6 +53,9 @@ def test_byte_level(tiny, tmp_path):
     ("qwen2", ["It", "'s", " ", *"1234567", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("tekken", ["It", "'s", " ", *"1234567", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("gpt-4o", ["It's", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
+    ("kimi-k2", ["It's", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
+    ("deepseek-coder", ["It", "'", "s", *" 1234567", " naïve", " words", "!!", " ", " ok", "\n", "\n"]),
+    ("deepseek-llm", ["It", "'", "s", " ", "1234567", " na", "ï", "ve", " words", "!!", " ", " ok", "\n", "\n"]),
     ("deepseek-v3", ["It", "'s", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("falcon", ["It", "'", "s", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
 ])  # fmt: skip
