@@ -83,6 +83,8 @@ class Args:
         """Raises FatalError where a key is missing or has a wrong type or value. A null counts as absent."""
         resolved = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
         given = {key: value for key, value in (config.raw | resolved).items() if value is not None}
+        if given.get("use_sliding_window") is False:  # transformers writes a window of 0 then, of Qwen2-MoE
+            given.pop("sliding_window", None)
         values = {}
         for field in dataclasses.fields(cls):
             if field.name in given:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,7 @@ from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
+from .experts.measured import build_measured
 from .experts.offload import ON_DEVICE, ExpertRoom, Offload
 from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
@@ -86,9 +89,9 @@ def load(
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
-    model = _build(config, mesh, model_length(max_model_len, config, speaks), index, (isq, quantization))
-    if mesh.ep > 1 or experts:
-        _check_experts(model, mesh)
+    build = partial(_build, config, model_length(max_model_len, config, speaks), index, (isq, quantization))
+    mesh, model = build_measured(build, mesh, DTYPES[chosen], device, bool(experts))
+    _check_experts(model, mesh, experts)
     if speaks and isq != "none":
         _tell_other_formats(model, isq)
     parts = list(model.slices())
@@ -112,7 +115,7 @@ def load(
     return model.eval()
 
 
-def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantised: tuple[str, str]) -> Model:
+def _build(config: Config, length: int, index: Index | None, quantised: tuple[str, str], mesh: Mesh) -> Model:
     """This rank's model, without memory, for sequences of up to `length`. quantised: isq and quantization of `load`."""
     module = architectures.find(config.model_type)
     names = names_of(config, module.Model, index)
@@ -173,9 +176,11 @@ def _experts_of(model: Model) -> int:
     return sum(isinstance(one, FusedExperts) for one in model.modules())
 
 
-def _check_experts(model: Model, mesh: Mesh) -> None:
-    """Raise FatalError where no stage has any. Collective over the mesh's world."""
-    if not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
+def _check_experts(model: Model, mesh: Mesh, experts: ExpertRoom) -> None:
+    """Raise FatalError where no stage has any, but options speak of them. Collective over the mesh's world."""
+    if (mesh.ep > 1 or experts) and not int(
+        mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))
+    ):
         raise _no_experts(mesh)
 
 
@@ -214,8 +219,9 @@ def check(
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
+    mesh = dataclasses.replace(mesh, ep=mesh.ep or 1)
     index = read_index(config.path) if load_format != "dummy" else None
-    model = _build(config, mesh, model_length(max_model_len, config), index, (isq, quantization))
+    model = _build(config, model_length(max_model_len, config), index, (isq, quantization), mesh)
     if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
         raise _no_experts(mesh)
     if index is not None:
