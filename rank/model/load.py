@@ -142,11 +142,9 @@ def _finish(model: Model, dtype: torch.dtype) -> None:
 def _place(
     model: Model, experts: ExpertRoom, layers: int, dtype: torch.dtype, device: torch.device, host_room: int | None
 ) -> tuple[int, int | None]:
-    """Choose which of the stage's experts and layers are in host memory, where the user asks for that.
-
-    Returns the bytes that they take of the device's memory, less those of `_memory` that they do not, and what they
-    leave of the host's. Raises FatalError where they do not fit there.
-    """
+    """Choose which of the stage's experts and layers are in host memory. Returns the bytes that they take of the
+    device's memory, less those of `_memory` that they do not, and what they leave of the host's. Raises FatalError
+    where they do not fit there."""
     need = 0
     if experts:
         fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
@@ -166,9 +164,8 @@ def _attach(model: Model, speaks: bool) -> None:
     told = [model.offload.attach()] if model.offload is not None else []
     if model.layer_offload is not None:
         told.append(model.layer_offload.attach(aside=model.offload is None))
-    for text in told:
-        if text and speaks:
-            log.info(text)
+    for text in filter(None, told if speaks else ()):
+        log.info(text)
 
 
 def _experts_of(model: Model) -> int:
