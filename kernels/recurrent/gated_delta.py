@@ -127,8 +127,8 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
     qkv: [T, channels], behind the convolution. state: [rows, value heads, key dim, value dim] f32, which is updated.
     """
     if not qkv.is_cuda:
-        decodes = batch.num_decodes == len(batch.query_lens) == len(qkv)
-        if decodes and sizes.key_dim <= DELTA_KEYS and qkv.stride(1) == 1 and ops.takes(qkv):
+        single = batch.num_decodes == len(batch.query_lens) == len(qkv)
+        if single and sizes.key_dim <= DELTA_KEYS and qkv.stride(1) == 1 and ops.takes(qkv):
             return delta_step_cpu(qkv, gates, state, batch, sizes)
         return gated_delta_reference(qkv, gates, state, batch, sizes)
     from . import gated_delta_chunks_triton, gated_delta_triton
