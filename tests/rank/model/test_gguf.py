@@ -33,7 +33,8 @@ MODELS = {
 } | {
     name: MODELS[name]
     for name in ("gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm4", "glm4_moe",
-                 "glm4_moe plain", "granite", "olmo2")
+                 "glm4_moe plain", "granite", "olmo2", "cohere2",
+                 "smollm3")
 }  # fmt: skip
 
 
