@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -21,7 +22,7 @@ from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
-from .experts.offload import ON_DEVICE, ExpertRoom, Offload
+from .experts.offload import ON_DEVICE, ExpertRoom, Offload, overflowing
 from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
@@ -94,8 +95,9 @@ def load(
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    placed, host_room = _place(model, experts, DTYPES[chosen], device, mesh, host_room)
-    need = placed + _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
+    memory = functools.partial(_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
+    placed, host_room = _place(model, experts, memory, DTYPES[chosen], device, mesh, (room, host_room))
+    need = placed + memory()
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):
@@ -106,8 +108,7 @@ def load(
         _attach(model, speaks)
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
-    model.dtype = DTYPES[chosen]
-    _finish(model)
+    _finish(model, DTYPES[chosen])
     return model.eval()
 
 
@@ -119,8 +120,9 @@ def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantis
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 
-def _finish(model: Model) -> None:
+def _finish(model: Model, dtype: torch.dtype) -> None:
     """Once its weights are loaded."""
+    model.dtype = dtype
     for one in model.modules():
         if isinstance(one, LatentUp):
             one.expand(model.dtype)
@@ -130,16 +132,26 @@ def _finish(model: Model) -> None:
 
 
 def _place(
-    model: Model, experts: ExpertRoom, dtype: torch.dtype, device: torch.device, mesh: Mesh, host_room: int | None
+    model: Model,
+    experts: ExpertRoom,
+    memory: Callable[[], int],
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: Mesh,
+    rooms: tuple[int | None, int | None],
 ) -> tuple[int, int | None]:
-    """Mark the stage's experts as the host's, where the user asks for that.
+    """Mark the stage's experts as the host's, where the user asks for that, or where they do not fit on GPUs.
 
+    memory: bytes of the device for all that is not in host memory. rooms: what is free there, and of the host's.
     Returns the bytes that they take of the device's memory, and what they leave of the host's. Raises FatalError where
-    they do not fit there.
+    they do not fit there. Collective over the mesh's world.
     """
+    room, host_room = rooms
+    layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
+    if not experts and device.type == "cuda" and room is not None:
+        experts = overflowing(layers, memory(), room, dtype, device, mesh.world)
     if not experts:
         return 0, host_room
-    layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
     model.offload = offload = Offload(layers, experts, dtype, device)
     if device.type == "cpu":
         return offload.resident_bytes + offload.host_bytes, host_room
