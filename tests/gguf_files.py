@@ -22,7 +22,13 @@ SCALES = {
     Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.IQ4_NL: (0,),
     Type.IQ4_XS: (0,),
 }  # fmt: skip
-PAIRED = ("llama", "mistral", "mixtral", "granite")  # whose queries and keys are written as interleaved pairs
+PAIRED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "granite",
+    "smollm3",
+)  # whose queries and keys are written as interleaved pairs
 
 
 def write(
@@ -120,11 +126,13 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_expert_weights_norm(of("norm_topk_prob", default=False))
         writer.add_expert_group_count(config["n_group"] or 1)
         writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if architecture == "cohere2":
+        writer.add_logit_scale(config["logit_scale"])
     if architecture == "deepseek2":
         _latents(writer, config)
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])

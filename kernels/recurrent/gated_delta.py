@@ -20,7 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cpp import ops
+
 CHUNK = 64
+DELTA_KEYS = 512  # elements of a key that delta_cpu.cpp has room for
 L2_EPS = 1e-6  # of the norm of queries and keys, as the published models have it
 
 
@@ -124,6 +127,9 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
     qkv: [T, channels], behind the convolution. state: [rows, value heads, key dim, value dim] f32, which is updated.
     """
     if not qkv.is_cuda:
+        single = batch.num_decodes == len(batch.query_lens) == len(qkv)
+        if single and sizes.key_dim <= DELTA_KEYS and qkv.stride(1) == 1 and ops.takes(qkv):
+            return delta_step_cpu(qkv, gates, state, batch, sizes)
         return gated_delta_reference(qkv, gates, state, batch, sizes)
     from . import gated_delta_chunks_triton, gated_delta_triton
 
@@ -132,6 +138,18 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
     gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS, decodes)
     if batch.num_decodes < len(batch.query_lens):
         gated_delta_chunks_triton.delta_chunks(qkv, gates, state, batch, sizes, L2_EPS, out)
+    return out
+
+
+def delta_step_cpu(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:
+    """gated_delta of one token of each sequence, in C++."""
+    g, beta = gates.decays()
+    assert state.is_contiguous() and beta.is_contiguous()
+    out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
+    ops.typed("delta_cpu", "delta_step", qkv.dtype)(
+        qkv, g.exp_().contiguous(), beta, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(qkv),
+        qkv.stride(0), *sizes, L2_EPS,
+    )  # fmt: skip
     return out
 
 

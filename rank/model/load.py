@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,10 +23,12 @@ from . import architectures, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
+from .experts.measured import build_measured
 from .experts.offload import ON_DEVICE, ExpertRoom, Offload, overflowing
 from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
+from .layer_offload import LayerOffload, left_of_host
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.mla import LatentUp
@@ -64,15 +67,14 @@ def load(
     isq: str = "none",
     quantization: str = "auto",
     experts: ExpertRoom = ON_DEVICE,
+    layers: int = 0,
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
-    dtype: auto, f32, bf16 or f16. max_model_len: 0 for the model's own. load_format: auto, or dummy for random weights,
-    which needs config.json alone. way: direct, where each rank reads its own slices; striped, where one rank reads each
-    byte and sends it to those that need it; or auto. progress gets this rank's bytes or, striped, the job's.
-    room: bytes that weights may take of the device's memory; None: unlimited. host_room: of the host's memory, where
-    the device is a GPU. isq: the format that linears are quantised to while they are loaded, or none.
-    experts: what of them is in host memory. Raises FatalError with a message for the user.
+    dtype: auto, f32, bf16 or f16. max_model_len: 0 for the model's own. load_format: auto, or dummy for random weights.
+    way: direct (each rank reads its own slices), striped (one reads each byte and sends it to others) or auto. progress
+    gets this rank's bytes or, striped, the job's. room: bytes of the device for weights; None: unlimited. host_room: of
+    a GPU's host. isq: what linears become. experts, layers: what is in host memory, and bytes. Raises FatalError.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -85,9 +87,9 @@ def load(
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
-    model = _build(config, mesh, model_length(max_model_len, config, speaks), index, (isq, quantization))
-    if mesh.ep > 1 or experts:
-        _check_experts(model, mesh)
+    build = partial(_build, config, model_length(max_model_len, config, speaks), index, (isq, quantization))
+    mesh, model = build_measured(build, mesh, DTYPES[chosen], device, bool(experts))
+    _check_experts(model, mesh, experts)
     if speaks and isq != "none":
         _tell_other_formats(model, isq)
     parts = list(model.slices())
@@ -95,15 +97,16 @@ def load(
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    memory = functools.partial(_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
-    placed, host_room = _place(model, experts, memory, DTYPES[chosen], device, mesh, (room, host_room))
+    memory = partial(_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
+    experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
+    placed, host_room = _place(model, experts, layers, DTYPES[chosen], device, host_room)
     need = placed + memory()
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):
         _check_buffers(source.buffers, room - need if device.type == "cpu" and room is not None else host_room)
     try:
-        _fill(source, parts, Filler(model.sharded_modules(), device, DTYPES[chosen], stored), progress)
+        _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
         _attach(model, speaks)
     except torch.OutOfMemoryError as error:
@@ -112,7 +115,7 @@ def load(
     return model.eval()
 
 
-def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantised: tuple[str, str]) -> Model:
+def _build(config: Config, length: int, index: Index | None, quantised: tuple[str, str], mesh: Mesh) -> Model:
     """This rank's model, without memory, for sequences of up to `length`. quantised: isq and quantization of `load`."""
     module = architectures.find(config.model_type)
     names = names_of(config, module.Model, index)
@@ -120,8 +123,13 @@ def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantis
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 
+def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> Filler:
+    park = model.layer_offload.park if model.layer_offload is not None else lambda module: None
+    return Filler(model.sharded_modules(), device, dtype, stored, park)
+
+
 def _finish(model: Model, dtype: torch.dtype) -> None:
-    """Once its weights are loaded."""
+    """Once its weights are loaded. dtype: the model's."""
     model.dtype = dtype
     for one in model.modules():
         if isinstance(one, LatentUp):
@@ -132,43 +140,32 @@ def _finish(model: Model, dtype: torch.dtype) -> None:
 
 
 def _place(
-    model: Model,
-    experts: ExpertRoom,
-    memory: Callable[[], int],
-    dtype: torch.dtype,
-    device: torch.device,
-    mesh: Mesh,
-    rooms: tuple[int | None, int | None],
+    model: Model, experts: ExpertRoom, layers: int, dtype: torch.dtype, device: torch.device, host_room: int | None
 ) -> tuple[int, int | None]:
-    """Mark the stage's experts as the host's, where the user asks for that, or where they do not fit on GPUs.
-
-    memory: bytes of the device for all that is not in host memory. rooms: what is free there, and of the host's.
-    Returns the bytes that they take of the device's memory, and what they leave of the host's. Raises FatalError where
-    they do not fit there. Collective over the mesh's world.
-    """
-    room, host_room = rooms
-    layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
-    if not experts and device.type == "cuda" and room is not None:
-        experts = overflowing(layers, memory(), room, dtype, device, mesh.world)
-    if not experts:
-        return 0, host_room
-    model.offload = offload = Offload(layers, experts, dtype, device)
-    if device.type == "cpu":
-        return offload.resident_bytes + offload.host_bytes, host_room
-    if host_room is not None and offload.host_bytes > host_room:
-        raise FatalError(
-            f"this rank's experts take {offload.host_bytes / 1e9:.2f} GB of the host's memory, but "
-            f"{host_room / 1e9:.2f} GB are free for it: use more ranks (--tp, --ep, --pp) or a node with more memory; "
-            "`phalanx fit` shows what fits",
-            MEMORY,
-        )
-    return offload.resident_bytes, None if host_room is None else host_room - offload.host_bytes
+    """Choose which of the stage's experts and layers are in host memory. Returns the bytes that they take of the
+    device's memory, less those of `_memory` that they do not, and what they leave of the host's. Raises FatalError
+    where they do not fit there."""
+    need = 0
+    if experts:
+        fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
+        offload = model.offload = Offload(fused, experts, dtype, device)
+        need = offload.resident_bytes + (offload.host_bytes if device.type == "cpu" else 0)
+        host_room = left_of_host(offload.host_bytes, "experts", device, host_room)
+    if layers:
+        whole = {int(index): layer for index, layer in model.model.layers.items()}
+        parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
+        need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
+        host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
+    return need, host_room
 
 
 def _attach(model: Model, speaks: bool) -> None:
-    """Prepare the experts that are in host memory, once they are there."""
-    if model.offload is not None and (told := model.offload.attach()) and speaks:
-        log.info(told)
+    """Prepare what is in host memory, once it is there."""
+    told = [model.offload.attach()] if model.offload is not None else []
+    if model.layer_offload is not None:
+        told.append(model.layer_offload.attach(aside=model.offload is None))
+    for text in filter(None, told if speaks else ()):
+        log.info(text)
 
 
 def _experts_of(model: Model) -> int:
@@ -176,9 +173,11 @@ def _experts_of(model: Model) -> int:
     return sum(isinstance(one, FusedExperts) for one in model.modules())
 
 
-def _check_experts(model: Model, mesh: Mesh) -> None:
-    """Raise FatalError where no stage has any. Collective over the mesh's world."""
-    if not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
+def _check_experts(model: Model, mesh: Mesh, experts: ExpertRoom) -> None:
+    """Raise FatalError where no stage has any, but options speak of them. Collective over the mesh's world."""
+    if (mesh.ep > 1 or experts) and not int(
+        mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))
+    ):
         raise _no_experts(mesh)
 
 
@@ -217,8 +216,9 @@ def check(
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
+    mesh = dataclasses.replace(mesh, ep=mesh.ep or 1)
     index = read_index(config.path) if load_format != "dummy" else None
-    model = _build(config, mesh, model_length(max_model_len, config), index, (isq, quantization))
+    model = _build(config, model_length(max_model_len, config), index, (isq, quantization), mesh)
     if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
         raise _no_experts(mesh)
     if index is not None:

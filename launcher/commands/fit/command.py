@@ -58,6 +58,9 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     host_mem: Annotated[
         float, flag("--host-mem", group=_GROUP, metavar="GB", low=0, help="of a host, for experts; 0: unknown")
     ] = 0.0
+    cpu_offload_gb: Annotated[
+        float, flag("--cpu-offload-gb", group=_GROUP, metavar="GiB", low=0, help="a rank's layers copied for each step")
+    ] = 0.0
     context: Annotated[
         int, flag("--context", "--max-model-len", group=_GROUP, metavar="N", low=0,
                   help="longest prompt + output; 0: the model's, at most 8192"),
@@ -139,6 +142,7 @@ def _asked(options: FitOptions, shape: ModelShape) -> Workload:
         isq=options.isq,
         kv_fraction=options.kv_fraction,
         kv_cache_dtype=options.kv_cache_dtype,
+        cpu_offload=int(options.cpu_offload_gb * devices.GIB),
     )
 
 

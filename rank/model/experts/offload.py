@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....comm.base import HostComm
 from ....kernels import host_memory
@@ -45,14 +45,22 @@ ON_DEVICE = ExpertRoom()
 
 
 def overflowing(
-    layers: list[FusedExperts], need: int, room: int, dtype: torch.dtype, device: torch.device, world: HostComm
+    model: nn.Module,
+    memory: Callable[[], int],
+    room: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    world: HostComm,
 ) -> ExpertRoom:
-    """What of this rank's layers goes to host memory, where the user has not said it: nothing where all ranks' weights
-    fit.
+    """What of this rank's experts goes to host memory, where the user has not said it: nothing where all ranks' weights
+    fit, and never on CPUs.
 
-    need: bytes of all weights on this rank's device; room: that are free there. All ranks have experts in host memory
-    or none, as that changes how steps are cut. Collective over the world.
+    memory: bytes of all weights on this rank's device. room: that are free there; None: unlimited. All ranks have
+    experts in host memory or none, as that changes how steps are cut. Collective over the world, on GPUs.
     """
+    if device.type != "cuda" or room is None:
+        return ON_DEVICE
+    layers, need = [one for one in model.modules() if isinstance(one, FusedExperts)], memory()
     lacks = need > room and bool(layers)
     if not int(world.all_reduce(torch.tensor([lacks], dtype=torch.int64))):
         return ON_DEVICE

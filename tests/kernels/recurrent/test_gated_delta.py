@@ -20,6 +20,19 @@ CASES = [
 
 
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_decode_steps_in_cpp(sizes, dtype, bound):
+    """Against torch, from rows whose states are NaN where a sequence begins; other rows stay as they are."""
+    torch.manual_seed(0)
+    layer = Layer(sizes, make_rows([1] * 4, [9, 1, 300, 2], [4, 0, 6, 1]), dtype=dtype)
+    y, state = gated_delta.causal_conv(layer.x, layer.weight, layer.convolution, layer.batch), layer.state.clone()
+    want = gated_delta.gated_delta_reference(y, layer.gates, layer.state, layer.batch, sizes)
+    got = gated_delta.delta_step_cpu(y, layer.gates, state, layer.batch, sizes)
+    torch.testing.assert_close(got, want, atol=bound, rtol=bound)
+    torch.testing.assert_close(state, layer.state, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("query_lens, kv_lens", CASES)
 def test_chunks_and_single_tokens(sizes, query_lens, kv_lens):
     torch.manual_seed(0)

@@ -33,7 +33,8 @@ MODELS = {
 } | {
     name: MODELS[name]
     for name in ("gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm4", "glm4_moe",
-                 "glm4_moe plain", "granite", "olmo2")
+                 "glm4_moe plain", "granite", "olmo2", "cohere2",
+                 "smollm3")
 }  # fmt: skip
 
 
@@ -134,8 +135,8 @@ def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, k
     same = gguf_files.dequantised(path, tmp_path / "same", kind_of)
     file, ids = gguf_files.write(path, tmp_path / "x.gguf", kind_of), tokens(40)
     caplog.set_level("INFO", "phalanx")
-    for tp in (1, 2):
-        (logits,) = run_steps(file, [ids], tp=tp)
+    for tp, way in ((1, "direct"), (2, "striped")):
+        (logits,) = run_steps(file, [ids], tp=tp, way=way)
         assert distance(logits, expected(same, ids)) < 1e-4
     if kind == "MXFP4":
         assert not [one for one in caplog.messages if one.startswith("dequantised")]

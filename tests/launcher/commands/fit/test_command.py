@@ -33,7 +33,7 @@ def fit(tmp_path, capsys, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek of 4 layers"])
 def test_a_cache_in_fp8_holds_twice_the_tokens(fit, name):
     words = ("--gpus", "8", "--gpu-mem", "141", "--tp", "8", "--json")
     plain, narrow = (json.loads(fit(name, *words, *more)[1]) for more in ((), ("--fp8-kvcache",)))

@@ -20,7 +20,7 @@ from ..test_architectures import write
 SIZES = dict(
     model_type="qwen2_moe", hidden_size=128, intermediate_size=256, moe_intermediate_size=128, num_attention_heads=4,
     num_key_value_heads=4, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1],
-    shared_expert_intermediate_size=128, use_sliding_window=True, sliding_window=64, max_window_layers=2,
+    shared_expert_intermediate_size=128,
 )  # fmt: skip
 WINDOWS = [tokens(48, seed=seed) for seed in (1, 2, 3)]
 CASES = {

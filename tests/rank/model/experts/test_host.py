@@ -159,8 +159,7 @@ def test_what_does_not_fit_goes_to_the_host(made, share, some):
         model = load(made("qwen3_moe"), mesh.build(world, 2, 1))
         need, gpu = 1 << 34, torch.device("cuda")  # far more than buffers
         room = int(need * share) if world.rank else 2 * need
-        layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
-        return overflowing(layers, need, room, torch.float32, gpu, world), room
+        return overflowing(model, lambda: need, room, torch.float32, gpu, world), room
 
     rooms = threads.run(rank, 2)
     for found, room in rooms:
