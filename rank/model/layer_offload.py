@@ -72,7 +72,8 @@ class LayerOffload:
     def attach(self, aside: bool) -> str:
         """Once all weights are loaded: give the layers their places on the device. What the log should say.
 
-        aside: copies have a CUDA stream of their own, which captured steps in pieces cannot have.
+        aside: copies have a CUDA stream of their own, which captured steps in pieces cannot have. Raises FatalError
+        where memory could not be pinned.
         """
         if not self._parts:
             return "--cpu-offload-gb: one layer's weights are more than that; all stay on the device"
@@ -87,8 +88,9 @@ class LayerOffload:
                 put(piece)
                 at += _aligned(host)
             self._copies.append(copies)
-        if aside and self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
+        if self.device.type == "cuda":
+            check_pinned(host for tensors in whole for host, _ in tensors)
+            self._stream = torch.cuda.Stream(self.device) if aside else None
         return self._told()
 
     def _told(self) -> str:
@@ -155,6 +157,17 @@ def left_of_host(need: int, what: str, device: torch.device, room: int | None) -
             MEMORY,
         )
     return room - need
+
+
+def check_pinned(tensors: Iterable[Tensor]) -> None:
+    """Raise FatalError where one is not: CUDA graphs take copies from pinned memory alone."""
+    lost = sum(tensor.nbytes for tensor in tensors if tensor.nbytes and not tensor.is_pinned())
+    if lost:
+        raise FatalError(
+            f"--cpu-offload-gb: {lost / 1e9:.2f} GB of this rank's host memory could not be pinned: raise the limit on "
+            "locked memory (ulimit -l), or ask for less",
+            MEMORY,
+        )
 
 
 def spread(layers: list[int], sizes: dict[int, int], most: int) -> list[int]:

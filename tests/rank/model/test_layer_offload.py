@@ -4,7 +4,8 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
-from phalanx.rank.model.layer_offload import left_of_host, spread
+from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.layer_offload import check_pinned, left_of_host, spread
 from phalanx.rank.model.load import load
 
 from ...checkpoints import make_checkpoint
@@ -49,6 +50,7 @@ def made(plain, tmp_path_factory):
         ("awq", ALL, 1, 1, {}),
         ("deepseek_v3", ALL, 2, 1, {}),
         ("gemma2", ALL, 1, 2, {}),
+        ("qwen3_moe", ALL, 1, 1, {"experts": ExpertRoom(offload=3)}),
     ],
 )
 def test_logits(made, caplog, name, layers, tp, pp, options):
@@ -112,4 +114,12 @@ def test_more_than_the_host_has():
         errors.FatalError, match="this rank's layers take 3.00 GB of the host's memory, but 2.00 GB"
     ) as e:
         left_of_host(3 * 10**9, "layers", gpu, 2 * 10**9)
+    assert e.value.code == errors.MEMORY
+
+
+def test_memory_that_is_not_pinned():
+    with pytest.raises(
+        errors.FatalError, match="0.02 GB of this rank's host memory could not be pinned.*ulimit -l"
+    ) as e:
+        check_pinned([torch.empty(2 * 10**7, dtype=torch.uint8), torch.empty(0)])
     assert e.value.code == errors.MEMORY
