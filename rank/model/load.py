@@ -24,7 +24,7 @@ from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
-from .experts.offload import ON_DEVICE, ExpertRoom, Offload
+from .experts.offload import ON_DEVICE, ExpertRoom, Offload, overflowing
 from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
@@ -71,12 +71,10 @@ def load(
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
-    dtype: auto, f32, bf16 or f16. max_model_len: 0 for the model's own. load_format: auto, or dummy for random weights,
-    which needs config.json alone. way: direct, where each rank reads its own slices; striped, where one rank reads each
-    byte and sends it to those that need it; or auto. progress gets this rank's bytes or, striped, the job's.
-    room: bytes that weights may take of the device's memory; None: unlimited. host_room: of the host's memory, where
-    the device is a GPU. isq: the format that linears are quantised to while they are loaded, or none. experts, layers:
-    what of the former, and bytes of the latter, are in host memory. Raises FatalError with a message for the user.
+    dtype: auto, f32, bf16 or f16. max_model_len: 0 for the model's own. load_format: auto, or dummy for random weights.
+    way: direct (each rank reads its own slices), striped (one reads each byte and sends it to others) or auto. progress
+    gets this rank's bytes or, striped, the job's. room: bytes of the device for weights; None: unlimited. host_room: of
+    a GPU's host. isq: what linears become. experts, layers: what is in host memory, and bytes. Raises FatalError.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -99,8 +97,10 @@ def load(
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
+    memory = partial(_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
+    experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
     placed, host_room = _place(model, experts, layers, DTYPES[chosen], device, host_room)
-    need = placed + _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
+    need = placed + memory()
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):

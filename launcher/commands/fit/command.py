@@ -15,7 +15,7 @@ from ....rank.options import IN_SITU, ISQ_SPELLINGS, KV_DTYPES, degrees, flag
 from ...job import binding
 from ...job.linux import say
 from ...options import option_sources
-from ...options.help import options_help, show_config
+from ...options.help import shown
 from . import devices, directory, headers, measured, plan, report
 from .devices import DEVICES, Device
 from .measured import Question
@@ -99,8 +99,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str]) -> int:
     chosen = option_sources.read(FitOptions, argv, os.environ)
-    if chosen.help or chosen.show_config:
-        print(USAGE + options_help(FitOptions) if chosen.help else show_config(chosen))
+    if shown(chosen, USAGE):
         return 0
     for note in chosen.notes:
         say(note)

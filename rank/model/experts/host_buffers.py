@@ -16,7 +16,8 @@ from ....kernels.moe.host_experts import Experts, HostPairs
 from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_form
 
-BUFFER = 96 << 20  # bytes of a buffer of experts; there are two, and two more where experts change their form
+BUFFER = 96 << 20  # bytes of a buffer of experts
+BUFFERS = 4  # that there are at most: two, and two more where experts change their form
 ALIGNED = 256  # bytes, of where tensors begin
 KEPT = 16  # tokens of steps whose operations are kept
 

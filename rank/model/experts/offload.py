@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -9,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ....comm.base import HostComm
 from ....kernels import host_memory
 from ....kernels.moe.host_choice import Costs
 from ....kernels.moe.host_experts import Experts, HostPairs
@@ -18,11 +20,14 @@ from ....kernels.moe.moe import Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
 from .fused import FusedExperts
 from .host import AUTO, Counters, HostExperts, Shared
-from .host_buffers import HostStack, SharedBuffers, Streamer
+from .host_buffers import BUFFER, BUFFERS, HostStack, SharedBuffers, Streamer
 
 CHOSEN = 8  # experts of a token that is timed
 MANY = 64  # tokens of an expert that is timed
 ROUNDS = 3
+SPARED = 0.15  # of a GPU's free memory that is left for the cache and steps, where experts overflow to the host
+
+log = logging.getLogger(__name__)
 
 
 class ExpertRoom(NamedTuple):
@@ -37,6 +42,37 @@ class ExpertRoom(NamedTuple):
 
 
 ON_DEVICE = ExpertRoom()
+
+
+def overflowing(
+    model: nn.Module,
+    memory: Callable[[], int],
+    room: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    world: HostComm,
+) -> ExpertRoom:
+    """What of this rank's experts goes to host memory, where the user has not said it: nothing where all ranks' weights
+    fit, and never on CPUs.
+
+    memory: bytes of all weights on this rank's device. room: that are free there; None: unlimited. All ranks have
+    experts in host memory or none, as that changes how steps are cut. Collective over the world, on GPUs.
+    """
+    if device.type != "cuda" or room is None:
+        return ON_DEVICE
+    layers, need = [one for one in model.modules() if isinstance(one, FusedExperts)], memory()
+    lacks = need > room and bool(layers)
+    if not int(world.all_reduce(torch.tensor([lacks], dtype=torch.int64))):
+        return ON_DEVICE
+    if world.rank == 0:
+        log.info(
+            "the weights do not fit on all GPUs (%.2f GB on this one, where %.2f GB are free): what does not fit of "
+            "the experts goes to host memory; --expert-memory says how much stays",
+            need / 1e9,
+            room / 1e9,
+        )
+    experts = sum(one.kept_bytes(dtype, device) for layer in layers for one in (layer.gate_up_proj, layer.down_proj))
+    return ExpertRoom(memory=max(1, int(room * (1 - SPARED)) - (need - experts) - BUFFERS * BUFFER))
 
 
 class Offload:

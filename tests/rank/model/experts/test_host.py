@@ -12,7 +12,7 @@ from phalanx.kernels import host_memory
 from phalanx.kernels.moe.host_choice import DECAY
 from phalanx.rank.model.experts import host, host_buffers
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
+from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom, overflowing
 from phalanx.rank.model.experts.residents import Residents
 from phalanx.rank.model.load import load
 
@@ -149,6 +149,24 @@ def test_the_resident_set_keeps_what_is_chosen_often_and_lately():
     for _ in range(200):
         observe(residents, np.array([1, 0, 1, 0, 0, 0]))
     assert residents.exchange() == (2, 1)
+
+
+@pytest.mark.parametrize("share, some", [(2.0, False), (0.9, True), (0.01, True)])
+def test_what_does_not_fit_goes_to_the_host(made, share, some):
+    """Where the user says nothing; all ranks do it as soon as one has to."""
+
+    def rank(world):
+        model = load(made("qwen3_moe"), mesh.build(world, 2, 1))
+        need, gpu = 1 << 34, torch.device("cuda")  # far more than buffers
+        room = int(need * share) if world.rank else 2 * need
+        return overflowing(model, lambda: need, room, torch.float32, gpu, world), room
+
+    rooms = threads.run(rank, 2)
+    for found, room in rooms:
+        assert bool(found) == some
+        assert not some or (found.memory < 0.85 * room and not found.offload)
+    if share == 0.01:
+        assert rooms[1][0].memory == 1, "none is resident"
 
 
 def test_what_cannot_be_served_is_refused(made, tmp_path):
