@@ -256,6 +256,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--expert-placement", group=_MEMORY, choices=("auto", "resident", "cpu", "stream"),
                   help="how experts in host memory are served; auto: the fastest"),
     ] = "auto"  # fmt: skip
+    cpu_offload_gb: Annotated[
+        float,
+        flag("--cpu-offload-gb", group=_MEMORY, metavar="GiB", low=0, help="a rank's layers copied for each step"),
+    ] = 0.0
     kvcache_mem_cpu: Annotated[
         int, flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
                   help="host memory of a rank for what the KV cache has no room for"),

@@ -71,7 +71,7 @@ def write(
 ARCHITECTURES = {
     "mixtral": "llama", "mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "phi": "phi2", "glm4_moe": "glm4moe", "gpt_bigcode": "starcoder", "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss",
+    "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2",
 }  # fmt: skip
 # Names that gguf-py does not have.
 NAMES = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
@@ -132,7 +132,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         _latents(writer, config)
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2"):
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2") or config["model_type"] == "olmo3":
         writer.add_sliding_window(config["sliding_window"] or 0)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -168,7 +168,7 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
-    if "sliding_attention" in rope:
+    if "sliding_attention" in rope and config["model_type"] != "olmo3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if full.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

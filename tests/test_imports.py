@@ -24,6 +24,7 @@ ROOMS = (
     "rank.model.fingerprint",
     "rank.model.architectures.*",
     "rank.model.base",
+    "rank.model.layer_offload",
     "rank.model.layers.moe",
     "rank.model.stored_formats.*",
     "rank.model.experts",

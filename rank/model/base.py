@@ -21,6 +21,7 @@ from .experts.fused import FusedExperts, StackedLinear
 from .experts.offload import Offload
 from .experts.stacks import APART
 from .formats import ChooseFormat, dense
+from .layer_offload import LayerOffload
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.norm import LayerNorm, RMSNorm
@@ -172,6 +173,7 @@ class Model(nn.Module):
 
     # Set by load():
     offload: Offload | None = None  # this stage's experts in host memory
+    layer_offload: LayerOffload | None = None  # this stage's layers in host memory
     dtype: torch.dtype
     weight_bytes: int  # on this rank
     num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
@@ -223,6 +225,8 @@ class Model(nn.Module):
             assert hidden is not None
             embedded = list(hidden.split([len(batch.ids) for batch in batches]))
         streams = [ResidualStream(x) for x in embedded]
+        if self.layer_offload is not None:
+            self.layer_offload.begin(len(batches))
         runs = [self._run(stream, batch) for stream, batch in zip(streams, batches, strict=True)]
         if len(runs) == 1:
             for _ in runs[0]:
@@ -236,7 +240,8 @@ class Model(nn.Module):
         """Run one microbatch through this stage's layers, and yield at each norm."""
         ropes = self.rope(batch.positions)
         for index, layer in self.model.layers.items():
-            for normed in layer(stream, ropes[int(index)], batch):
+            run = layer(stream, ropes[int(index)], batch)
+            for normed in run if self.layer_offload is None else self.layer_offload.around(int(index), run):
                 if len(stream) == 0:  # the last layer samples no row
                     return
                 yield normed

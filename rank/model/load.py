@@ -28,6 +28,7 @@ from .experts.offload import ON_DEVICE, ExpertRoom, Offload
 from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
+from .layer_offload import LayerOffload, left_of_host
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.mla import LatentUp
@@ -66,6 +67,7 @@ def load(
     isq: str = "none",
     quantization: str = "auto",
     experts: ExpertRoom = ON_DEVICE,
+    layers: int = 0,
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
@@ -73,8 +75,8 @@ def load(
     which needs config.json alone. way: direct, where each rank reads its own slices; striped, where one rank reads each
     byte and sends it to those that need it; or auto. progress gets this rank's bytes or, striped, the job's.
     room: bytes that weights may take of the device's memory; None: unlimited. host_room: of the host's memory, where
-    the device is a GPU. isq: the format that linears are quantised to while they are loaded, or none.
-    experts: what of them is in host memory. Raises FatalError with a message for the user.
+    the device is a GPU. isq: the format that linears are quantised to while they are loaded, or none. experts, layers:
+    what of the former, and bytes of the latter, are in host memory. Raises FatalError with a message for the user.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -97,20 +99,19 @@ def load(
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    placed, host_room = _place(model, experts, DTYPES[chosen], device, mesh, host_room)
+    placed, host_room = _place(model, experts, layers, DTYPES[chosen], device, host_room)
     need = placed + _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
     if room is not None and need > room:
         raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
     if isinstance(source, Striped):
         _check_buffers(source.buffers, room - need if device.type == "cpu" and room is not None else host_room)
     try:
-        _fill(source, parts, Filler(model.sharded_modules(), device, DTYPES[chosen], stored), progress)
+        _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
         _attach(model, speaks)
     except torch.OutOfMemoryError as error:
         raise _too_large(need, str(error).partition(". ")[0], device) from None
-    model.dtype = DTYPES[chosen]
-    _finish(model)
+    _finish(model, DTYPES[chosen])
     return model.eval()
 
 
@@ -122,8 +123,14 @@ def _build(config: Config, length: int, index: Index | None, quantised: tuple[st
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 
-def _finish(model: Model) -> None:
-    """Once its weights are loaded."""
+def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> Filler:
+    park = model.layer_offload.park if model.layer_offload is not None else lambda module: None
+    return Filler(model.sharded_modules(), device, dtype, stored, park)
+
+
+def _finish(model: Model, dtype: torch.dtype) -> None:
+    """Once its weights are loaded. dtype: the model's."""
+    model.dtype = dtype
     for one in model.modules():
         if isinstance(one, LatentUp):
             one.expand(model.dtype)
@@ -133,33 +140,32 @@ def _finish(model: Model) -> None:
 
 
 def _place(
-    model: Model, experts: ExpertRoom, dtype: torch.dtype, device: torch.device, mesh: Mesh, host_room: int | None
+    model: Model, experts: ExpertRoom, layers: int, dtype: torch.dtype, device: torch.device, host_room: int | None
 ) -> tuple[int, int | None]:
-    """Mark the stage's experts as the host's, where the user asks for that.
-
-    Returns the bytes that they take of the device's memory, and what they leave of the host's. Raises FatalError where
-    they do not fit there.
-    """
-    if not experts:
-        return 0, host_room
-    layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
-    model.offload = offload = Offload(layers, experts, dtype, device)
-    if device.type == "cpu":
-        return offload.resident_bytes + offload.host_bytes, host_room
-    if host_room is not None and offload.host_bytes > host_room:
-        raise FatalError(
-            f"this rank's experts take {offload.host_bytes / 1e9:.2f} GB of the host's memory, but "
-            f"{host_room / 1e9:.2f} GB are free for it: use more ranks (--tp, --ep, --pp) or a node with more memory; "
-            "`phalanx fit` shows what fits",
-            MEMORY,
-        )
-    return offload.resident_bytes, None if host_room is None else host_room - offload.host_bytes
+    """Choose which of the stage's experts and layers are in host memory. Returns the bytes that they take of the
+    device's memory, less those of `_memory` that they do not, and what they leave of the host's. Raises FatalError
+    where they do not fit there."""
+    need = 0
+    if experts:
+        fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
+        offload = model.offload = Offload(fused, experts, dtype, device)
+        need = offload.resident_bytes + (offload.host_bytes if device.type == "cpu" else 0)
+        host_room = left_of_host(offload.host_bytes, "experts", device, host_room)
+    if layers:
+        whole = {int(index): layer for index, layer in model.model.layers.items()}
+        parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
+        need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
+        host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
+    return need, host_room
 
 
 def _attach(model: Model, speaks: bool) -> None:
-    """Prepare the experts that are in host memory, once they are there."""
-    if model.offload is not None and (told := model.offload.attach()) and speaks:
-        log.info(told)
+    """Prepare what is in host memory, once it is there."""
+    told = [model.offload.attach()] if model.offload is not None else []
+    if model.layer_offload is not None:
+        told.append(model.layer_offload.attach(aside=model.offload is None))
+    for text in filter(None, told if speaks else ()):
+        log.info(text)
 
 
 def _experts_of(model: Model) -> int:

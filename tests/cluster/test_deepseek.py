@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
     write_tokenizer(place / "plain")
     settings = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")
     quantise(place / "plain", place / "made", awq(GROUP), settings, ("mlp.gate.",))
-    return place / "made" / "plain"
+    return place / "made" / "quantised"
 
 
 def answer(server: Server) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from .devices import Device
+from .devices import GIB, Device
 from .memory import Layout, MemoryFit, Workload, memory_fit
 from .shape import ModelShape
 from .speed import Speed, predict
@@ -93,7 +93,7 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
 
 
 def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:
-    """Bytes that a host lacks for the experts that it is to hold."""
+    """Bytes that a host lacks for the experts and layers that it is to hold."""
     host = max(stage.host for stage in held.stages) * min(layout.ranks, cluster.per_node)
     return max(0.0, host - cluster.host_memory) if cluster.host_memory else 0.0
 
@@ -102,7 +102,8 @@ def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> s
     if held.problem:
         return f"{held.problem}: {held.short / 1e9:.1f} GB too little on a rank"
     if lacks:
-        return f"the experts do not fit: {lacks / 1e9:.1f} GB too little on a host"
+        what = "experts and layers do" if asked.cpu_offload else "experts do"
+        return f"the {what} not fit: {lacks / 1e9:.1f} GB too little on a host"
     if together < asked.concurrency:
         return f"{together} of {asked.concurrency} sequences at once at full length"
     return ""
@@ -157,6 +158,8 @@ def command(
         words += ["--isq", asked.isq]
     if asked.kv_cache_dtype != "auto":
         words += ["--kv-cache-dtype", asked.kv_cache_dtype]
+    if asked.cpu_offload and not cluster.device.cpu:
+        words += ["--cpu-offload-gb", f"{asked.cpu_offload / GIB:g}"]
     if asked.kv_fraction:
         words += ["--kv-fraction", f"{asked.kv_fraction:g}"]
     serve = "phalanx serve " + shlex.join(words)

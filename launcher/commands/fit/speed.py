@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from .devices import Device
-from .memory import Layout, Workload
+from .memory import Layout, Workload, parked
 from .shape import WIDTHS, Layer, ModelShape, StageShape, Weights, split
 
 ROUND = 3  # order of the norm that joins memory's time and arithmetic's
@@ -71,6 +71,7 @@ class StepModel:
         self.width = WIDTHS[asked.dtype]
         self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
         self.host = HOST / max(1, ranks_here)
+        self.offload = 0 if device.cpu else asked.cpu_offload
 
     def step(self, stage: StageShape, tokens: int, context: float, sampled: int) -> float:
         """Seconds of one stage for `tokens` rows whose attention reads `context` cached tokens altogether."""
@@ -88,6 +89,7 @@ class StepModel:
                 total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
                 if self.layout.tp > 1:
                     total += self.links.latency + logits / self.links.tensor
+        total = max(total, parked(stage, self.offload).bytes / PCIE)  # copied while the layers before compute
         if self.layout.pp > 1:
             total += self.links.hop + tokens * self.shape.hidden * self.width / self.links.stage
         return total

@@ -28,6 +28,7 @@ MODELS = {
     "deepseek_v2": MODELS["deepseek_v2"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),
     "deepseek_v2 in groups": MODELS["deepseek_v2 in groups"] | dict(attention_bias=False),
     "deepseek_v3": MODELS["deepseek_v3"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),
+    "olmo3": MODELS["olmo3"] | dict(max_position_embeddings=256),
     "gpt_oss": MODELS["gpt_oss"] | dict(max_position_embeddings=128, head_dim=16),
     "gpt_oss few keys": MODELS["gpt_oss few keys"] | dict(layer_types=["sliding_attention", "full_attention"] * 2),
 } | {

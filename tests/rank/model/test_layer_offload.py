@@ -1,0 +1,115 @@
+"""Layers whose weights are in host memory: logits to the last bit as with all on the device, in every format."""
+
+import pytest
+import torch
+from phalanx import errors
+from phalanx.comm import mesh, threads
+from phalanx.rank.model.layer_offload import left_of_host, spread
+from phalanx.rank.model.load import load
+
+from ...checkpoints import make_checkpoint
+from .harness import BLOCK, make_batch, nan_caches, run_steps, tokens
+from .stored_formats.packers import awq, quantise
+from .test_architectures import MODELS, write
+
+ALL, SOME = 1 << 30, 300_000  # bytes: of every layer, and of one of the four of `plain` on one rank
+SEQUENCES = [tokens(30, 1), tokens(9, 2)]
+STEPS = [[(0, 20), (1, 9)], *[[(0, 1)]] * 10]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("layers") / "plain", "qwen3", hidden_size=64, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def made(plain, tmp_path_factory):
+    """Checkpoints by name."""
+
+    def make(name):
+        place = tmp_path_factory.mktemp("made")
+        if name in MODELS:
+            return write(place, **MODELS[name])
+        if name == "awq":
+            settings = dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm")
+            quantise(plain, place, awq(32), settings)
+            return place / "quantised"
+        return plain
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name, layers, tp, pp, options",
+    [
+        ("plain", ALL, 1, 1, {}),
+        ("plain", SOME, 2, 2, {}),
+        ("plain", ALL, 2, 1, {"isq": "q8_0"}),
+        ("plain", SOME, 1, 1, {"isq": "q4_0", "load_format": "dummy"}),
+        ("awq", ALL, 1, 1, {}),
+        ("deepseek_v3", ALL, 2, 1, {}),
+        ("gemma2", ALL, 1, 2, {}),
+    ],
+)
+def test_logits(made, caplog, name, layers, tp, pp, options):
+    path = made(name)
+    expected = run_steps(path, SEQUENCES, STEPS, tp=tp, pp=pp, **options)
+    with caplog.at_level("INFO"):
+        found = run_steps(path, SEQUENCES, STEPS, tp=tp, pp=pp, layers=layers, **options)
+    assert "layers are in host memory" in caplog.text
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_moves_and_what_the_log_says(plain, caplog):
+    def one(comm):
+        with caplog.at_level("INFO"):
+            return load(plain, mesh.build(comm, 1, 1), layers=SOME)
+
+    (model,) = threads.run(one, 1)
+    (line,) = [one.message for one in caplog.records if "layers are in host memory" in one.message]
+    assert line.startswith("weights of 1 of 4 layers are in host memory, ") and "a last resort" in line
+    offload = model.layer_offload
+    slots = {copy.slot.untyped_storage().data_ptr() for copies in offload._copies for copy in copies}
+    assert len(offload._copies) == 1 and len(slots) == 1
+    weight = model.model.layers["3"].mlp.down_proj.matrix
+    assert weight.untyped_storage().data_ptr() in slots
+    assert model.model.layers["2"].mlp.down_proj.matrix.untyped_storage().data_ptr() not in slots
+
+
+def test_two_microbatches(plain):
+    """One is a sublayer ahead of the other: no slot may be filled anew before both have left."""
+
+    def one(comm):
+        batches = []
+        grid, found = mesh.build(comm, 1, 1), []
+        for layers in (0, ALL):
+            model = load(plain, grid, layers=layers)
+            caches = nan_caches(model, 16)
+            batches = [
+                make_batch(
+                    [(SEQUENCES[i], 0, list(range(8 * i, 8 * i + -(-len(SEQUENCES[i]) // BLOCK))))], BLOCK, caches
+                )
+                for i in range(2)
+            ]
+            found.append(model(batches).clone())
+        return found
+
+    ((expected, found),) = threads.run(one, 1)
+    assert torch.equal(found, expected)
+
+
+def test_layers_lie_apart():
+    sizes = dict.fromkeys(range(4, 12), 10)
+    assert spread(list(sizes), sizes, 1000) == list(range(4, 12))
+    assert spread(list(sizes), sizes, 29) == [7, 11]
+    assert spread(list(sizes), sizes, 9) == spread([], {}, 9) == []
+
+
+def test_more_than_the_host_has():
+    gpu = torch.device("cuda")
+    assert left_of_host(3, "layers", gpu, 10) == 7 and left_of_host(3, "layers", gpu, None) is None
+    with pytest.raises(
+        errors.FatalError, match="this rank's layers take 3.00 GB of the host's memory, but 2.00 GB"
+    ) as e:
+        left_of_host(3 * 10**9, "layers", gpu, 2 * 10**9)
+    assert e.value.code == errors.MEMORY
