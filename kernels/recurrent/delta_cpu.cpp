@@ -1,6 +1,7 @@
-// The gated delta rule of one token of each sequence (gated_delta.py); threads share the heads of all sequences.
+// The gated delta net's convolution and rule of one token of each sequence (gated_delta.py); threads share the channels,
+// and the heads, of all sequences.
 //
-// A state is read twice, once for what it holds under the token's key and once to be changed and read, a strip of LANES
+// A head's state is read twice, once for what it holds under the token's key and once to be changed and read, a strip of LANES
 // columns after the other: the second time it comes from the core's own cache.
 
 #include "op.h"
@@ -73,5 +74,40 @@ template <typename T> void delta_step(const DeltaStep& a, int part, int parts) {
     }
 }
 
+struct ConvStep {
+    const void *x, *weight;  // [sequences, x_pitch], [channels, weight_pitch]
+    float* state;            // [rows, taps - 1, channels]: the inputs of the tokens before, which are replaced
+    const int64_t* rows;
+    const int32_t* lengths;
+    void* out;  // [sequences, channels]
+    int64_t sequences, x_pitch, weight_pitch, channels, taps;
+};
+
+template <typename T> INLINE void conv_strip(const ConvStep& a, int64_t sequence, int64_t c, int64_t n) {
+    const T *x = (const T*)a.x + sequence * a.x_pitch + c, *weight = (const T*)a.weight + c * a.weight_pitch;
+    float* state = a.state + a.rows[sequence] * (a.taps - 1) * a.channels + c;
+    bool begins = a.lengths[sequence] <= 1;
+    Vec newest = load(x, n), total = {};
+    for (int64_t k = 0; k < a.taps; k++) {
+        Vec tap = {}, input = newest;
+        for (int64_t i = 0; i < n; i++) tap[i] = widen(weight[i * a.weight_pitch + k]);
+        if (k < a.taps - 1) input = begins ? (Vec){} : load(state + k * a.channels, n);
+        total += input * tap;
+        if (k > 0) store(state + (k - 1) * a.channels, input, n);
+    }
+    store((T*)a.out + sequence * a.channels + c, total / (1 + exp(-total)), n);
+}
+
+template <typename T> void conv_step(const ConvStep& a, int part, int parts) {
+    int64_t strips = (a.channels + LANES - 1) / LANES;
+    Share share(a.sequences * strips, part, parts);
+    for (int64_t i = share.first; i < share.last; i++) {
+        int64_t c = i % strips * LANES, n = a.channels - c;
+        conv_strip<T>(a, i / strips, c, n < LANES ? n : LANES);
+    }
+}
+
+OP(conv_step_f32, conv_step<float>, ConvStep)
+OP(conv_step_bf16, conv_step<bf16>, ConvStep)
 OP(delta_step_f32, delta_step<float>, DeltaStep)
 OP(delta_step_bf16, delta_step<bf16>, DeltaStep)

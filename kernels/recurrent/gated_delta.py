@@ -80,12 +80,30 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor
     x: [T, C]. weight: [C, K]. state: [rows, K - 1, C], the inputs of the tokens before, which are replaced.
     """
     if not x.is_cuda:
+        if _single(batch) and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype and ops.takes(x):
+            return conv_step_cpu(x, weight, state, batch)
         return causal_conv_reference(x, weight, state, batch)
     from . import gated_delta_chunks_triton, gated_delta_triton
 
-    if batch.num_decodes == len(batch.query_lens):
+    if _single(batch):
         return gated_delta_triton.conv_step(x, weight, state, batch.rows, batch.lengths)
     return gated_delta_chunks_triton.conv_chunks(x, weight, state, batch)
+
+
+def _single(batch: Rows) -> bool:
+    """Whether each sequence has one token."""
+    return batch.num_decodes == len(batch.query_lens)
+
+
+def conv_step_cpu(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
+    """causal_conv of one token of each sequence, in C++."""
+    assert state.is_contiguous() and state.dtype == torch.float32
+    out = x.new_empty(x.shape)
+    ops.typed("delta_cpu", "conv_step", x.dtype)(
+        x, weight, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(x), x.stride(0),
+        weight.stride(0), *weight.shape,
+    )  # fmt: skip
+    return out
 
 
 def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
@@ -127,8 +145,7 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
     qkv: [T, channels], behind the convolution. state: [rows, value heads, key dim, value dim] f32, which is updated.
     """
     if not qkv.is_cuda:
-        single = batch.num_decodes == len(batch.query_lens) == len(qkv)
-        if single and sizes.key_dim <= DELTA_KEYS and qkv.stride(1) == 1 and ops.takes(qkv):
+        if _single(batch) and sizes.key_dim <= DELTA_KEYS and qkv.stride(1) == 1 and ops.takes(qkv):
             return delta_step_cpu(qkv, gates, state, batch, sizes)
         return gated_delta_reference(qkv, gates, state, batch, sizes)
     from . import gated_delta_chunks_triton, gated_delta_triton

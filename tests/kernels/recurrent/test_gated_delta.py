@@ -25,7 +25,11 @@ def test_decode_steps_in_cpp(sizes, dtype, bound):
     """Against torch, from rows whose states are NaN where a sequence begins; other rows stay as they are."""
     torch.manual_seed(0)
     layer = Layer(sizes, make_rows([1] * 4, [9, 1, 300, 2], [4, 0, 6, 1]), dtype=dtype)
-    y, state = gated_delta.causal_conv(layer.x, layer.weight, layer.convolution, layer.batch), layer.state.clone()
+    kept, state = layer.convolution.clone(), layer.state.clone()
+    y = gated_delta.causal_conv_reference(layer.x, layer.weight, layer.convolution, layer.batch)
+    got = gated_delta.conv_step_cpu(layer.x, layer.weight, kept, layer.batch)
+    torch.testing.assert_close(got, y, atol=bound, rtol=bound)
+    assert torch.equal(kept, layer.convolution)
     want = gated_delta.gated_delta_reference(y, layer.gates, layer.state, layer.batch, sizes)
     got = gated_delta.delta_step_cpu(y, layer.gates, state, layer.batch, sizes)
     torch.testing.assert_close(got, want, atol=bound, rtol=bound)
