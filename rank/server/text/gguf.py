@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 # Tokens that end an answer, in files that do not say which does.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+# Those of harmony, gpt-oss's format, whose <|end|> ends no more than the thoughts.
+HARMONY = ("<|return|>", "<|call|>")
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -139,6 +141,8 @@ def documents(file: Path) -> dict[str, dict[str, Any]]:
     found = _Vocabulary(file)
     end, special = found.token("eos"), [found.tokens[i] for i, type in enumerate(found.types) if type in (CONTROL, 4)]
     ends = [found.token("eos"), found.token("eot") or next((one for one in ENDS if one in special), None)]
+    if set(HARMONY) <= set(special):
+        ends = [end, *HARMONY]
     ids = {text: i for i, text in enumerate(found.tokens)}
     config = {f"{name}_token": found.token(name) for name in ("bos", "eos")}
     config |= {"pad_token": found.token("padding"), "unk_token": found.token("unknown")}
