@@ -11,10 +11,13 @@ import logging
 import math
 import resource
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..errors import MEMORY, FatalError
 
 log = logging.getLogger("phalanx")
 
@@ -36,6 +39,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     if pin and memory.nbytes:
         _pin(memory)
     return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def check_pinned(what: str, tensors: Iterable[Tensor]) -> None:
+    """Raise FatalError where one is not: CUDA graphs take copies from pinned memory alone. what: it is for."""
+    lost = sum(tensor.nbytes for tensor in tensors if tensor.nbytes and not tensor.is_pinned())
+    if lost:
+        raise FatalError(
+            f"{what}: {lost / 1e6:.1f} MB of this rank's host memory could not be pinned: raise the limit on locked "
+            "memory (ulimit -l), or ask for less",
+            MEMORY,
+        )
 
 
 def _pin(memory: np.ndarray) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import MEMORY, FatalError
 from ...kernels import host_memory
+from .. import layer_places
 from .formats import Part
 from .formats._packed import PackedPart
 from .layers.linear import Linear
@@ -49,11 +50,13 @@ class LayerOffload:
         self.device, self.layers = device, len(layers)
         parts = {index: list(_parts(layer)) for index, layer in layers.items()}
         sizes = {index: sum(part.kept_bytes(dtype, device) for part in some) for index, some in parts.items()}
-        order = spread(list(layers), sizes, size)
+        whole = list(layers)
+        chosen = layer_places.choose([sizes[index] for index in whole], size)
+        order = [whole[place] for place in chosen]
         self._place = {index: number for number, index in enumerate(order)}
         self._parts = [parts[index] for index in order]
         self._chosen = {part for some in self._parts for part in some}
-        self._slots = 3 if any(index + 1 in self._place for index in order) else 2
+        self._slots = layer_places.slots(chosen)
         self.host_bytes = sum(sizes[index] for index in order)
         self.slot_bytes = self._slots * max((sizes[index] for index in order), default=0)
         self._copies: list[list[_Copy]] = []  # of each layer in host memory
@@ -89,24 +92,26 @@ class LayerOffload:
                 at += _aligned(host)
             self._copies.append(copies)
         if self.device.type == "cuda":
-            check_pinned(host for tensors in whole for host, _ in tensors)
+            host_memory.check_pinned("--cpu-offload-gb", (host for tensors in whole for host, _ in tensors))
             self._stream = torch.cuda.Stream(self.device) if aside else None
         return self._told()
 
     def _told(self) -> str:
-        total = sum(copy.host.nbytes for copies in self._copies for copy in copies)
-        first = sum(copy.host.nbytes for copy in self._copies[0])
-        speed = first / max(min(self._seconds() for _ in range(ROUNDS)), 1e-9)
+        sizes = [sum(copy.host.nbytes for copy in copies) for copies in self._copies]
+        total, largest = sum(sizes), sizes.index(max(sizes))
+        if not total:  # oneDNN's packed weights
+            return "--cpu-offload-gb: on this machine no weights can be moved; all stay where they are"
+        speed = sizes[largest] / max(min(self._seconds(largest) for _ in range(ROUNDS)), 1e-9)
         return (
             f"weights of {len(self._copies)} of {self.layers} layers are in host memory, {total / 1e9:.4g} GB a rank; "
             f"each step copies them at {speed / 1e9:.1f} GB/s, {total / speed * 1e3:.3g} ms: --cpu-offload-gb is a "
             "last resort; fewer bits (--isq) or more ranks (--tp, --pp) are faster"
         )
 
-    def _seconds(self) -> float:
+    def _seconds(self, number: int) -> float:
         """Of one layer's copies."""
         started = time.perf_counter()
-        self._copy(0)
+        self._copy(number)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -159,30 +164,15 @@ def left_of_host(need: int, what: str, device: torch.device, room: int | None) -
     return room - need
 
 
-def check_pinned(tensors: Iterable[Tensor]) -> None:
-    """Raise FatalError where one is not: CUDA graphs take copies from pinned memory alone."""
-    lost = sum(tensor.nbytes for tensor in tensors if tensor.nbytes and not tensor.is_pinned())
-    if lost:
-        raise FatalError(
-            f"--cpu-offload-gb: {lost / 1e9:.2f} GB of this rank's host memory could not be pinned: raise the limit on "
-            "locked memory (ulimit -l), or ask for less",
-            MEMORY,
-        )
-
-
-def spread(layers: list[int], sizes: dict[int, int], most: int) -> list[int]:
-    """As many layers as `most` bytes hold, each the last of an equal share of all."""
-    for count in range(len(layers), 0, -1):
-        chosen = [layers[(number + 1) * len(layers) // count - 1] for number in range(count)]
-        if sum(sizes[index] for index in chosen) <= most:
-            return chosen
-    return []
+def may_move(module: nn.Module) -> bool:
+    """Whether it is a linear that may be in host memory."""
+    return isinstance(module, Linear) and not isinstance(module, LatentUp)
 
 
 def _parts(layer: nn.Module) -> Iterator[Part]:
     for one in layer.modules():
-        if isinstance(one, Linear) and not isinstance(one, LatentUp):
-            yield from cast(Iterable[Part], one.parts)
+        if may_move(one):
+            yield from cast(Iterable[Part], cast(Linear, one).parts)
 
 
 def _tensors(part: Part) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:

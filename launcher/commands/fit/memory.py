@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ....rank import layer_places
 from .devices import Device
 from .shape import KINDS, WIDTHS, ModelShape, StageShape, Weights, split
 
@@ -96,16 +97,15 @@ class Parked:
 
 
 def parked(stage: StageShape, most: int) -> Parked:
-    """As many layers as `most` bytes hold, each the last of an equal share of all."""
-    layers = [[one for one in layer.weights if one.matrix and not one.expert] for layer in stage.layers]
+    """What `most` bytes hold."""
+    layers = [[one for one in layer.weights if one.moves] for layer in stage.layers]
     sizes = [round(sum(one.bytes * one.copies for one in layer)) for layer in layers]
-    for count in range(len(layers), 0, -1):
-        chosen = [(number + 1) * len(layers) // count - 1 for number in range(count)]
-        if most and sum(sizes[index] for index in chosen) <= most:
-            slots = 3 if 2 * count > len(layers) else 2
-            weights = tuple(one for index in chosen for one in layers[index])
-            return Parked(sum(sizes[i] for i in chosen), slots * max(sizes[i] for i in chosen), weights)
-    return Parked()
+    chosen = layer_places.choose(sizes, most) if most else []
+    if not chosen:
+        return Parked()
+    slots = layer_places.slots(chosen) * max(sizes[place] for place in chosen)
+    weights = tuple(one for place in chosen for one in layers[place])
+    return Parked(sum(sizes[place] for place in chosen), slots, weights)
 
 
 def stages(shape: ModelShape, layout: Layout, context: int, offload: int = 0) -> tuple[Stage, ...]:

@@ -37,6 +37,7 @@ class Weights(msgspec.Struct, frozen=True):
     elements: int  # of one copy
     bytes: float  # of these
     matrix: bool  # tokens are multiplied with it
+    moves: bool  # --cpu-offload-gb may leave it in host memory
     shared: bool = False  # the bytes are another's: a tied head's are the embedding's
     expert: bool = False
     copies: int = 1  # experts of the layer

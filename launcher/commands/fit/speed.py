@@ -89,7 +89,9 @@ class StepModel:
                 total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
                 if self.layout.tp > 1:
                     total += self.links.latency + logits / self.links.tensor
-        total = max(total, parked(stage, self.offload).bytes / PCIE)  # copied while the layers before compute
+        copies = parked(stage, self.offload).bytes / PCIE
+        # They run while the layers before compute, but for those beside experts in host memory.
+        total = total + copies if self.layout.offload else max(total, copies)
         if self.layout.pp > 1:
             total += self.links.hop + tokens * self.shape.hidden * self.width / self.links.stage
         return total

@@ -103,6 +103,7 @@ class SharedBuffers:
         host = [host_memory.zeros(shape, dtype, pin=True) for shape, dtype in shapes]
         there = [torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in shapes]
         made = host_memory.zeros((*x.shape,), torch.float32, pin=True)
+        host_memory.check_pinned("experts in host memory", (*host, made))
         # Rows of captured steps that are padding are never filled: zeros do no harm.
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         self._whole = host, there, made, out, HostWork()

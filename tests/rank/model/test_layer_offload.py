@@ -4,8 +4,11 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
+from phalanx.kernels import host_memory
+from phalanx.rank import layer_places
+from phalanx.rank.model import layer_offload
 from phalanx.rank.model.experts.offload import ExpertRoom
-from phalanx.rank.model.layer_offload import check_pinned, left_of_host, spread
+from phalanx.rank.model.layer_offload import left_of_host
 from phalanx.rank.model.load import load
 
 from ...checkpoints import make_checkpoint
@@ -101,10 +104,24 @@ def test_two_microbatches(plain):
 
 
 def test_layers_lie_apart():
-    sizes = dict.fromkeys(range(4, 12), 10)
-    assert spread(list(sizes), sizes, 1000) == list(range(4, 12))
-    assert spread(list(sizes), sizes, 29) == [7, 11]
-    assert spread(list(sizes), sizes, 9) == spread([], {}, 9) == []
+    sizes = [10] * 8
+    assert layer_places.choose(sizes, 1000) == list(range(8))
+    assert layer_places.choose(sizes, 29) == [3, 7]
+    assert layer_places.choose(sizes, 9) == layer_places.choose([], 9) == []
+    assert layer_places.slots(layer_places.choose([10] * 5, 30)) == 2  # 0, 2 and 4
+    assert layer_places.slots([1, 2]) == 3 and layer_places.slots([0]) == 2
+
+
+@pytest.mark.parametrize("layers, nothing, words", [
+    (1000, False, "one layer's weights are more than that; all stay on the device"),
+    (SOME, True, "on this machine no weights can be moved; all stay where they are"),
+])  # fmt: skip
+def test_where_none_move(plain, caplog, monkeypatch, layers, nothing, words):
+    caplog.set_level("INFO")
+    if nothing:  # as where oneDNN has packed all of them
+        monkeypatch.setattr(layer_offload, "_tensors", lambda part: iter(()))
+    threads.run(lambda comm: load(plain, mesh.build(comm, 1, 1), layers=layers), 1)
+    assert f"--cpu-offload-gb: {words}" in caplog.messages
 
 
 def test_more_than_the_host_has():
@@ -119,7 +136,7 @@ def test_more_than_the_host_has():
 
 def test_memory_that_is_not_pinned():
     with pytest.raises(
-        errors.FatalError, match="0.02 GB of this rank's host memory could not be pinned.*ulimit -l"
+        errors.FatalError, match="--test: 20.0 MB of this rank's host memory could not be pinned.*ulimit -l"
     ) as e:
-        check_pinned([torch.empty(2 * 10**7, dtype=torch.uint8), torch.empty(0)])
+        host_memory.check_pinned("--test", [torch.empty(2 * 10**7, dtype=torch.uint8), torch.empty(0)])
     assert e.value.code == errors.MEMORY

@@ -79,6 +79,7 @@ def test_what_a_gpu_does(made, monkeypatch, room):
     """The parts of a step as a GPU's, its kernels being the CPU's: few tokens by a look at them, many without one."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
     monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
     monkeypatch.setattr(host, "LOOKED", 4)
 
     def rank(world):
@@ -152,8 +153,9 @@ def test_the_resident_set_keeps_what_is_chosen_often_and_lately():
 
 
 @pytest.mark.parametrize("share, some", [(2.0, False), (0.9, True), (0.01, True)])
-def test_what_does_not_fit_goes_to_the_host(made, share, some):
+def test_what_does_not_fit_goes_to_the_host(made, share, some, caplog):
     """Where the user says nothing; all ranks do it as soon as one has to."""
+    caplog.set_level("INFO", "phalanx")
 
     def rank(world):
         model = load(made("qwen3_moe"), mesh.build(world, 2, 1))
@@ -162,6 +164,8 @@ def test_what_does_not_fit_goes_to_the_host(made, share, some):
         return overflowing(model, lambda: need, room, torch.float32, gpu, world), room
 
     rooms = threads.run(rank, 2)
+    told = f"the weights do not fit on all GPUs (17.18 GB on rank 1's, where {17.18 * share:.2f} GB are free)"
+    assert any(message.startswith(told) for message in caplog.messages) == some
     for found, room in rooms:
         assert bool(found) == some
         assert not some or (found.memory < 0.85 * room and not found.offload)
