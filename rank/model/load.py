@@ -14,21 +14,20 @@ import torch
 from ...comm.base import HostComm
 from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
-from ...errors import MEMORY, USAGE, FatalError
+from ...errors import USAGE, FatalError
 from .. import filesystems
 from ..checkpoint_files import directory, is_gguf, read_index
 from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
-from . import architectures, stored_formats
+from . import architectures, load_memory, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
-from .experts.offload import ON_DEVICE, ExpertRoom, Offload, overflowing
+from .experts.offload import ON_DEVICE, ExpertRoom, overflowing
 from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
-from .layer_offload import LayerOffload, left_of_host
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.mla import LatentUp
@@ -36,7 +35,7 @@ from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
 from .weights.safetensors import Checkpoint
-from .weights.slicing import ShardedModule, Slice
+from .weights.slicing import Slice
 from .weights.striped import Striped
 
 log = logging.getLogger(__name__)
@@ -97,20 +96,17 @@ def load(
     if index is not None:
         source = _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    memory = partial(_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
+    memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
     experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
-    placed, host_room = _place(model, experts, layers, DTYPES[chosen], device, host_room)
+    placed, host_room = load_memory.place(model, experts, layers, (DTYPES[chosen], stored), device, host_room)
     need = placed + memory()
-    if room is not None and need > room:
-        raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
-    if isinstance(source, Striped):
-        _check_buffers(source.buffers, room - need if device.type == "cpu" and room is not None else host_room)
+    load_memory.check(need, room, source, host_room, device)
     try:
         _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
         _attach(model, speaks)
     except torch.OutOfMemoryError as error:
-        raise _too_large(need, str(error).partition(". ")[0], device) from None
+        raise load_memory.too_large(need, str(error).partition(". ")[0], device) from None
     _finish(model, DTYPES[chosen])
     return model.eval()
 
@@ -137,26 +133,6 @@ def _finish(model: Model, dtype: torch.dtype) -> None:
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
-
-
-def _place(
-    model: Model, experts: ExpertRoom, layers: int, dtype: torch.dtype, device: torch.device, host_room: int | None
-) -> tuple[int, int | None]:
-    """Choose which of the stage's experts and layers are in host memory. Returns the bytes that they take of the
-    device's memory, less those of `_memory` that they do not, and what they leave of the host's. Raises FatalError
-    where they do not fit there."""
-    need = 0
-    if experts:
-        fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
-        offload = model.offload = Offload(fused, experts, dtype, device)
-        need = offload.resident_bytes + (offload.host_bytes if device.type == "cpu" else 0)
-        host_room = left_of_host(offload.host_bytes, "experts", device, host_room)
-    if layers:
-        whole = {int(index): layer for index, layer in model.model.layers.items()}
-        parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
-        need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
-        host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
-    return need, host_room
 
 
 def _attach(model: Model, speaks: bool) -> None:
@@ -223,39 +199,6 @@ def check(
         raise _no_experts(mesh)
     if index is not None:
         _open(model, list(model.slices()), config, index, "direct", mesh.world, speaks=False)
-
-
-def _memory(
-    modules: list[ShardedModule],
-    source: Dummy | Checkpoint | Striped,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    device: torch.device,
-) -> int:
-    """Bytes that loading takes at most: all weights as they are kept, and what is read but not yet encoded."""
-    kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared and not module.in_host)
-    if isinstance(source, Striped):
-        return kept + source.peak(lambda module: module.plain_bytes(stored))
-    return kept + max((module.plain_bytes(stored) for module in modules), default=0)
-
-
-def _too_large(need: int, text: str, device: torch.device) -> FatalError:
-    where = "on its GPU" if device.type == "cuda" else "for it"
-    return FatalError(
-        f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp), a narrower "
-        "--dtype or --isq; `phalanx fit` shows what fits",
-        MEMORY,
-    )
-
-
-def _check_buffers(need: int, room: int | None) -> None:
-    """room: memory that the weights leave. Without this check the kernel would kill the rank while it loads."""
-    if room is not None and need > room:
-        raise FatalError(
-            f"striped loading takes {need / 1e6:.1f} MB of the host's memory on this rank while it reads, but "
-            f"{room / 1e6:.1f} MB are free beside the weights: choose --load direct, or more memory for the job",
-            MEMORY,
-        )
 
 
 def choose_format(config: Config, isq: str, quantization: str = "auto", names: Collection[str] = ()) -> ChooseFormat:

@@ -115,21 +115,21 @@ class StackedLinear(ShardedModule):
         if self.stored is None:
             return super().kept_bytes(dtype, device)
         bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        bits = self.stored.kept_bits(self, device) or 8 * dtype.itemsize
-        return round(self.num_weights * bits / 8) + bias
+        return round(self.num_weights * self._bits(dtype, device) / 8) + bias
+
+    def _bits(self, dtype: torch.dtype, device: torch.device) -> float:
+        """Of one weight in memory: the model's, where it is plain or becomes that while it is loaded."""
+        return (self.stored.kept_bits(self, device) if self.stored is not None else 0) or 8.0 * dtype.itemsize
 
     def host_bytes(self, dtype: torch.dtype) -> int:
         """Of its weights in host memory, in a model of this dtype. Asked before they are loaded."""
-        bits = 8 * dtype.itemsize if self.stored is None else self.stored.kept_bits(self, torch.device("cpu"))
-        return round(self.num_weights * bits / 8)
+        return round(self.num_weights * self._bits(dtype, torch.device("cpu")) / 8)
 
     def slot_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         """Of one expert on the device that lies in host memory as well: at most, as its form is made of that there."""
-        if self.stored is None:
-            bits = 8.0 * dtype.itemsize
-        else:
-            bits = max(self.stored.kept_bits(self, one) for one in (device, torch.device("cpu")))
-            bits = max(bits, getattr(self.stored, "slot_bits", 0) if device.type == "cuda" else 0)
+        bits = max(self._bits(dtype, one) for one in (device, torch.device("cpu")))
+        if device.type == "cuda":
+            bits = max(bits, getattr(self.stored, "slot_bits", 0))
         return math.ceil(self.num_weights // max(self.experts.width, 1) * bits / 8)
 
     def plain_bytes(self, stored: torch.dtype) -> int:

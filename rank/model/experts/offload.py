@@ -61,15 +61,18 @@ def overflowing(
     if device.type != "cuda" or room is None:
         return ON_DEVICE
     layers, need = [one for one in model.modules() if isinstance(one, FusedExperts)], memory()
-    lacks = need > room and bool(layers)
-    if not int(world.all_reduce(torch.tensor([lacks], dtype=torch.int64))):
+    figures = world.all_gather(torch.tensor([need, room, len(layers)], dtype=torch.int64)).view(-1, 3).tolist()
+    lacking = [(mine - free, rank) for rank, (mine, free, some) in enumerate(figures) if mine > free and some]
+    if not lacking:
         return ON_DEVICE
     if world.rank == 0:
+        rank = max(lacking)[1]
         log.info(
-            "the weights do not fit on all GPUs (%.2f GB on this one, where %.2f GB are free): what does not fit of "
+            "the weights do not fit on all GPUs (%.2f GB on rank %d's, where %.2f GB are free): what does not fit of "
             "the experts goes to host memory; --expert-memory says how much stays",
-            need / 1e9,
-            room / 1e9,
+            figures[rank][0] / 1e9,
+            rank,
+            figures[rank][1] / 1e9,
         )
     experts = sum(one.kept_bytes(dtype, device) for layer in layers for one in (layer.gate_up_proj, layer.down_proj))
     return ExpertRoom(memory=max(1, int(room * (1 - SPARED)) - (need - experts) - BUFFERS * BUFFER))

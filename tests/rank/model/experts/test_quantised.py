@@ -139,6 +139,7 @@ def test_what_a_gpu_does(made, monkeypatch, way):
     """Experts are made over into the form of a GPU's kernels, which torch dequantises here."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
     monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
     monkeypatch.setattr(host, "LOOKED", 4)
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(offload, "HostStack", lambda stack, device: host_buffers.HostStack(stack, gpu))
@@ -245,5 +246,7 @@ def test_experts_that_order_their_inputs_become_plain(made, caplog):
     caplog.set_level("INFO", "phalanx")
     for one in stacks(made("gptq ordered")[0]):
         assert isinstance(one.packed, torch.Tensor) and one.packed.dtype == torch.float32
-        assert one.packed.nbytes == one.kept_bytes(torch.float32, torch.device("cpu"))
+        held, cpu = one.packed.nbytes, torch.device("cpu")
+        assert held == one.kept_bytes(torch.float32, cpu) == one.host_bytes(torch.float32)
+        assert held == one.slot_bytes(torch.float32, cpu) * len(one.packed)
     assert any("desc_act are dequantised" in line for line in caplog.messages)
