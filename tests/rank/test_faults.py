@@ -25,7 +25,7 @@ from ..engine import Engine, greedy
 from ..processes import gone, kill, wait
 from ..ranks import MEMORY, environment
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 HOST = socket.gethostname()
 IDLE_OR_NOT = [pytest.param(False, id="idle", marks=pytest.mark.long), pytest.param(True, id="load")]
 

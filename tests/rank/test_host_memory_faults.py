@@ -17,7 +17,7 @@ from .model.test_architectures import MODELS, write
 from .test_loading import ended
 from .test_swapping import COUNT, OPTIONS, SIZES, prompt
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
 HOST = socket.gethostname()
 FAULTY = (str(Path(__file__).parent / "faulty.py"),)
