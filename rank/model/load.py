@@ -92,15 +92,17 @@ def load(
     if speaks and isq != "none":
         _tell_other_formats(model, isq)
     parts = list(model.slices())
-    source: Dummy | Checkpoint | Striped = Dummy()
-    if index is not None:
-        source = _open(model, parts, config, index, way, mesh.world, speaks)
+    source = Dummy() if index is None else _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
     memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
     experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
-    placed, host_room = load_memory.place(model, experts, layers, (DTYPES[chosen], stored), device, host_room)
-    need = placed + memory()
-    load_memory.check(need, room, source, host_room, device)
+
+    def need_of_this_rank() -> int:
+        placed, left = load_memory.place(model, experts, layers, (DTYPES[chosen], stored), device, host_room)
+        load_memory.check(need := placed + memory(), room, source, left, device)
+        return need
+
+    need = load_memory.together(mesh.world, need_of_this_rank)
     try:
         _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
         model.rope.to(device)

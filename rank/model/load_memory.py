@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from ...comm.base import HostComm
 from ...errors import MEMORY, FatalError
 from .base import Model
 from .experts.fused import FusedExperts
@@ -42,6 +45,26 @@ def place(
         need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
     return need, host_room
+
+
+class OthersRefuse(FatalError):
+    """Another rank cannot go on, and says why."""
+
+
+def together(world: HostComm, work: Callable[[], int]) -> int:
+    """What `work` returns. Where it raises FatalError on one rank, others raise OthersRefuse: what comes next may be
+    collective. Collective over world."""
+    made, stop = 0, None
+    try:
+        made = work()
+    except FatalError as error:
+        stop = error
+    refused = int(world.all_reduce(torch.tensor([int(stop is not None)])))
+    if stop is not None:
+        raise stop
+    if refused:
+        raise OthersRefuse("another rank cannot load its part of the model", MEMORY)
+    return made
 
 
 def weight_memory(

@@ -25,6 +25,7 @@ from ..model.base import Model
 from ..model.experts.offload import ExpertRoom
 from ..model.load import check as check_model
 from ..model.load import load as load_model
+from ..model.load_memory import OthersRefuse
 from ..model.weights.local_copy import make_local_copy
 from ..options import Options
 from . import graphs, kv_cache
@@ -159,10 +160,16 @@ class Engine:
         told at once, by the rank that has it, and ends the job.
         """
         if not self._served:
-            return work()
+            try:
+                return work()
+            except OthersRefuse:
+                time.sleep(10)  # that rank ends the job
+                raise
         made, why = None, ""
         try:
             made = work()
+        except OthersRefuse:
+            pass
         except errors.FatalError as stop:
             why = str(stop) or "it cannot be loaded"
         told = [text.decode() for text in gather_bytes(self.place.world, why.encode()) if text]
