@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +55,13 @@ def pytest_fixture_setup(fixturedef):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(leftovers.MARK, SESSION)
         return (yield)
+
+
+@pytest.fixture
+def short_directory():
+    """For a Unix socket, whose whole path has at most 107 bytes: pytest's own directories are long."""
+    with tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session", autouse=True)
