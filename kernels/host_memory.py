@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..errors import MEMORY, FatalError
 
+ALIGN = 256  # bytes
+
 log = logging.getLogger("phalanx")
 
 
@@ -39,6 +41,16 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     if pin and memory.nbytes:
         _pin(memory)
     return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def pinned(x: Tensor) -> Tensor:
+    """A copy of x in memory that is pinned, where the driver allows it."""
+    return zeros((*x.shape,), x.dtype, pin=True).copy_(x)
+
+
+def aligned(size: int) -> int:
+    """Bytes up to where the next tensor of one piece of memory may begin, as CUDA's own allocations do."""
+    return -(-size // ALIGN) * ALIGN
 
 
 def check_pinned(what: str, tensors: Iterable[Tensor]) -> None:

@@ -122,7 +122,8 @@ template <typename T, typename Out> void grouped(const Grouped& a, int part, int
         int64_t first = a.starts[e], rows = a.starts[e + 1] - first;
         if (!rows) continue;
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
-        Linear one = {(const T*)a.x + first * a.inputs, (const T*)a.stack + a.at[e] * a.outputs * a.inputs, bias, (Out*)a.y + first * a.outputs,
+        const T* weight = (const T*)a.stack + a.at[e] * a.outputs * a.inputs;
+        Linear one = {(const T*)a.x + first * a.inputs, weight, bias, (Out*)a.y + first * a.outputs,
                       rows, a.inputs, a.outputs, a.inputs};
         linear<T, Out>(one, part, parts);
     }

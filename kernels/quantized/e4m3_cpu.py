@@ -15,7 +15,6 @@ MOST_ROWS = 64
 BLOCK = 16  # outputs that lie together, as in e4m3_cpu.cpp
 STEP = 4  # inputs that are converted together
 NAN = 127  # the code, without its sign
-EVERY = slice(None)
 
 
 class Packed(NamedTuple):
@@ -74,7 +73,7 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def _widened(x: Tensor, rows: slice = EVERY) -> tuple[Tensor, ops.Calls]:
+def _widened(x: Tensor, rows: slice = slice(None)) -> tuple[Tensor, ops.Calls]:
     """x in f32, and the operations that make these rows of it."""
     if x.dtype == torch.float32:
         return x, ()
@@ -84,7 +83,7 @@ def _widened(x: Tensor, rows: slice = EVERY) -> tuple[Tensor, ops.Calls]:
 
 def experts(
     x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
-    at: Tensor | None = None, rows: slice = EVERY,
+    at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `q8_0_cpu.experts` does."""
     wide, calls = _widened(x, rows)

@@ -1,7 +1,7 @@
 """Stacks in the forms that kernels for CPUs read, made into those of kernels for GPUs: by torch, wherever they lie.
 
-Experts in host memory lie there as CPUs read them, and cross PCIe so. No number is decoded: bytes and halves of bytes
-change places. Forms that are the same on both, or that torch dequantises on both, stay as they are.
+Experts in host memory lie there as CPUs read them, and cross PCIe so. No number is decoded: bytes and nibbles change
+places. Forms that are the same on both, or that torch dequantises on both, stay as they are.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def _super_blocks(packed: super_blocks_cpu.Packed) -> Tensor:
     blocks, form = packed.blocks, packed.form
     strips, supers, size = blocks.shape
     pieces, groups, kinds = supers * form.super // 64, 32 // form.group, 1 + form.minima
-    halves = blocks[..., : super_blocks_cpu.FACTORS].contiguous().view(torch.float16).view(strips, supers, 2, 2, 8)
+    factors = blocks[..., : super_blocks_cpu.FACTORS].contiguous().view(torch.float16).view(strips, supers, 2, 2, 8)
     if form.super > 32:
-        halves = halves.repeat_interleave(form.super // 64, 1).unsqueeze(2)
+        factors = factors.repeat_interleave(form.super // 64, 1).unsqueeze(2)
     else:
-        halves = halves.unflatten(1, (pieces, 2))
-    factors = halves[:, :, :, :kinds].permute(0, 1, 3, 2, 5, 4)  # strip piece kind super-block g h
+        factors = factors.unflatten(1, (pieces, 2))
+    factors = factors[:, :, :, :kinds].permute(0, 1, 3, 2, 5, 4)  # strip piece kind super-block g h
     runs = blocks[..., super_blocks_cpu.FACTORS :].view(strips, supers, form.super // 32, -1)
     runs = runs.reshape(strips, pieces, 2, -1)
     of_numbers = 2 * super_blocks_cpu.BLOCK * groups

@@ -14,7 +14,6 @@ MOST_ROWS = 64
 GROUP = 32  # weights with one scale
 BLOCK = 16  # outputs that lie together, as in q8_0_cpu.cpp
 DIGITS = 112  # bytes of a group of a row in digits
-EVERY = slice(None)
 
 
 class Packed(NamedTuple):
@@ -79,7 +78,7 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
 
 def experts(
     x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
-    at: Tensor | None = None, rows: slice = EVERY,
+    at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. stack: the weights [O, I] of all
     experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.

@@ -18,7 +18,6 @@ BLOCK = 16  # outputs that lie together, as in super_blocks_cpu.cpp
 RUN = 32  # inputs that lie together
 DIGITS = 132  # bytes of a run of a row in digits
 FACTORS = 4 * BLOCK  # bytes of a super-block
-EVERY = slice(None)
 
 
 class Packed(NamedTuple):
@@ -91,7 +90,7 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 
 def experts(
     x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
-    at: Tensor | None = None, rows: slice = EVERY,
+    at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `q8_0_cpu.experts` does."""
     (count, outputs), inputs, form = sizes, stack.inputs, stack.form

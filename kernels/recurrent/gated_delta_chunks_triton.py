@@ -3,7 +3,8 @@
 Chunks first compute what needs no state, all at once: the inverse of their triangular system, and with it what each
 token writes (`u`) and reads of the state before the chunk (`w`). Then a program for some columns of each state goes
 through its sequence's chunks. Norms of queries and keys and decays are factors of rows, so that they are multiplied in
-f32, and tensor cores get queries and keys as they lie. Products take inputs of the step's dtype, and sums are f32.
+f32, and tensor cores get queries and keys as they lie. GEMMs take inputs of the step's dtype and
+sum in f32.
 
 What is kept between the two kernels has an entry for each token, so chunks that are not full cost no memory.
 """
@@ -103,7 +104,7 @@ def delta_chunks(
     table = chunk_table(batch)  # of those of one token, too: one chunk each
     key, value = (triton.next_power_of_2(max(n, 16)) for n in (sizes.key_dim, sizes.value_dim))
     exact = qkv.dtype == torch.float32
-    precision, warps = ("tf32x3", 8) if exact else ("tf32", 4)  # three products of TF32 are about as exact as f32's
+    precision, warps = ("tf32x3", 8) if exact else ("tf32", 4)  # three GEMMs of TF32 are about as exact as one of f32
 
     def scratch(*shape: int, dtype: torch.dtype = qkv.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=qkv.device)

@@ -32,7 +32,6 @@ from .layers.mla import LatentUp
 from .weights.slicing import ShardedModule
 
 T = TypeVar("T")
-ALIGN = 256  # bytes, as CUDA's allocations
 ROUNDS = 3
 
 
@@ -70,7 +69,7 @@ class LayerOffload:
         """Move a part that has just been loaded to host memory, if it is one of those."""
         if module in self._chosen and self.device.type == "cuda":
             for tensor, put in list(_tensors(cast(Part, module))):
-                put(host_memory.zeros((*tensor.shape,), tensor.dtype, pin=True).copy_(tensor))
+                put(host_memory.pinned(tensor))
 
     def attach(self, aside: bool) -> str:
         """Once all weights are loaded: give the layers their places on the device. What the log should say.
@@ -81,7 +80,7 @@ class LayerOffload:
         if not self._parts:
             return "--cpu-offload-gb: one layer's weights are more than that; all stay on the device"
         whole = [[one for part in parts for one in _tensors(part)] for parts in self._parts]
-        size = max(sum(_aligned(tensor) for tensor, _ in tensors) for tensors in whole)
+        size = max(sum(host_memory.aligned(tensor.nbytes) for tensor, _ in tensors) for tensors in whole)
         slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self._slots)]
         for number, tensors in enumerate(whole):
             at, copies = 0, []
@@ -89,7 +88,7 @@ class LayerOffload:
                 piece = slots[number % self._slots][at : at + host.nbytes].view(host.dtype).view(host.shape)
                 copies.append(_Copy(host, piece))
                 put(piece)
-                at += _aligned(host)
+                at += host_memory.aligned(host.nbytes)
             self._copies.append(copies)
         if self.device.type == "cuda":
             host_memory.check_pinned("--cpu-offload-gb", (host for tensors in whole for host, _ in tensors))
@@ -192,7 +191,3 @@ def _tensors(part: Part) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
         for name, one in cast(Any, part.packed)._asdict().items():
             if isinstance(one, Tensor) and one.is_contiguous():
                 yield one, field(part, name)
-
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // ALIGN) * ALIGN

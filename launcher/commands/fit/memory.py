@@ -89,7 +89,7 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Parked:
-    """The layers of a stage whose weights are in host memory, by the choice of rank/model/layer_offload.py."""
+    """The layers of a stage whose weights are in host memory, by the choice of rank/layer_places.py."""
 
     bytes: int = 0
     slots: int = 0
@@ -98,9 +98,11 @@ class Parked:
 
 def parked(stage: StageShape, most: int) -> Parked:
     """What `most` bytes hold."""
+    if not most:
+        return Parked()
     layers = [[one for one in layer.weights if one.moves] for layer in stage.layers]
     sizes = [round(sum(one.bytes * one.copies for one in layer)) for layer in layers]
-    chosen = layer_places.choose(sizes, most) if most else []
+    chosen = layer_places.choose(sizes, most)
     if not chosen:
         return Parked()
     slots = layer_places.slots(chosen) * max(sizes[place] for place in chosen)

@@ -18,7 +18,6 @@ from ....kernels.quantized import gpu_form
 
 BUFFER = 96 << 20  # bytes of a buffer of experts
 BUFFERS = 4  # that there are at most: two, and two more where experts change their form
-ALIGNED = 256  # bytes, of where tensors begin
 KEPT = 16  # tokens of steps whose operations are kept
 
 
@@ -139,7 +138,7 @@ class Layout:
 
     def nbytes(self, count: int) -> int:
         """Of so many experts, each tensor on a border of its own."""
-        return sum(_rounded(count * x[0].nbytes) for part in self._parts for x in part.tensors)
+        return sum(host_memory.aligned(count * x[0].nbytes) for part in self._parts for x in part.tensors)
 
     def carve(self, memory: Tensor, count: int) -> Buffer:
         """memory: uint8, at least `nbytes`."""
@@ -149,7 +148,7 @@ class Layout:
             for x in part.tensors:
                 size = count * x[0].nbytes
                 some.append(memory[at : at + size].view(x.dtype).view(count, *x.shape[1:]))
-                at += _rounded(size)
+                at += host_memory.aligned(size)
             made.append(part.of(some))
             tensors += some
         return Buffer(Experts(*made), tensors)
@@ -247,10 +246,6 @@ class Streamer:
             _put(one.tensors, given)
             given = _made_over(one.stack)
         _put(to, given)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
 
 
 def _put(target: Sequence[Tensor], source: Sequence[Tensor]) -> None:

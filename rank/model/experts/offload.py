@@ -148,14 +148,10 @@ class Offload:
                 if not gpu_form.supports(held):
                     held = plain(held, self.dtype)
                 parts = gpu_form.parts(held)
-                held = parts.of([_pinned(x) for x in parts.tensors])
+                held = parts.of([x if x.is_pinned() else host_memory.pinned(x) for x in parts.tensors])
                 one.hold(held)
             both.append(held)
         return Experts(*both)
-
-
-def _pinned(x: Tensor) -> Tensor:
-    return x if x.is_pinned() else host_memory.zeros((*x.shape,), x.dtype, pin=True).copy_(x)
 
 
 def measure(stack: HostStack, act: str, streamer: Streamer, dtype: torch.dtype) -> Costs:
