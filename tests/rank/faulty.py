@@ -1,8 +1,8 @@
 """A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP".
 
 PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit, cgroup or swap. limit: the rank's
-address space may grow by STEP MB once it asks for host memory. cgroup: its cgroup is that of the folders in CGROUPS. swap: it is killed in its STEPth copy to host blocks. PATIENCE:
-of the watch, with the start.
+address space may grow by STEP MB once it asks for host memory. cgroup: its cgroup is that of the folders in CGROUPS.
+swap: it is killed in its STEPth copy to host blocks. PATIENCE: of the watch, with the start.
 """
 
 import os
