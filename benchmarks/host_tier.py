@@ -166,13 +166,13 @@ def table(without: list[dict[str, Any]], beside: list[dict[str, Any]]) -> str:
         rows.append(f"{name:<26} {a:>12,.1f} {b:>12,.1f} {better:>7.2f}x")
 
     speeds = plain["tokens_per_s"], tier["tokens_per_s"]
-    row("(a) tokens/s", *speeds, speeds[1] / speeds[0])
+    row("(a) tokens/s", speeds[0], speeds[1], speeds[1] / speeds[0])
     both = list(zip(of(without, "turn"), of(beside, "turn"), strict=True))
     for a, b in both:
         row(f"(b) turn {a['turn']}, first token ms", a["ttft_ms"], b["ttft_ms"], a["ttft_ms"] / b["ttft_ms"])
     later = [statistics.mean(line["ttft_ms"] for line in lines) for lines in zip(*both[1:], strict=True)]
     if later:
-        row("(b) from turn 2 on", *later, later[0] / later[1])
+        row("(b) from turn 2 on", later[0], later[1], later[0] / later[1])
     counted = [line for lines in (without, beside) for line in lines if "preemptions" in line]
     return "\n".join(rows + [json.dumps(line) for line in counted])
 
@@ -201,15 +201,15 @@ def main() -> None:
     pool = math.ceil(total / 3 * size / MIB)
     host = math.ceil(1.1 * (total + talked) * size / MIB)
     ask = Ask(**{name: getattr(asked, name) for name in Ask.__struct_fields__})
-    print(
-        f"pool {pool} MiB, a third of (a)'s {total} tokens; (b) has {talked * size / pool / MIB:.1f} pools in the end"
-    )
+    times = talked * size / pool / MIB
+    print(f"a pool of {pool} MiB, a third of (a)'s {total} tokens; (b) has {times:.1f} times as many as it in the end")
     with tempfile.TemporaryDirectory() as made:
         Path(made, "config.json").write_text(json.dumps(config))
         found = []
         for memory in (0, host):
             options = Options(
                 model=made,
+                ranks=1,
                 device=asked.device,
                 dtype=dtype,
                 load_format="dummy",
