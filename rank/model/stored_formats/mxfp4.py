@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....kernels.quantized.floats import Floats, pack
+from ....kernels.moe.moe import Matrices
+from ....kernels.quantized import blocks_cpu, mxfp4
+from ....kernels.quantized.floats import pack
+from ....kernels.quantized.stack import stack
 from ..experts.fused import StackedLinear
 from ..weights.slicing import Field, Ratio
 
@@ -33,9 +36,13 @@ class Scheme:
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
         return 4 + 8 / GROUP
 
-    def make(self, layer: StackedLinear) -> Floats:
+    def make(self, layer: StackedLinear) -> Matrices:
         blocks: Tensor = layer.get_parameter("blocks")
-        return pack(*map(layer.in_order, (blocks.data.flatten(2), layer.get_parameter("scales").data)))
+        made = pack(*map(layer.in_order, (blocks.data.flatten(2), layer.get_parameter("scales").data)))
+        if not blocks_cpu.takes(made.codes):
+            return made
+        experts, outputs, inputs = made.shape
+        return stack(mxfp4, made.expert, (experts, outputs, inputs))
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
