@@ -14,8 +14,8 @@ from . import cuda_model
 
 @functools.cache
 def libraries(isa, *sources):
-    """Of these sources, or of all. Compiled in the user's folder, where other workers of pytest find them, and handed on
-    to what tests start."""
+    """Of these sources, or of all: compiled in the user's folder, where other workers of pytest find them, and handed
+    on to what tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(leftovers.USUAL))
         found = compiler.load_all(sorted(sources or compiler.SOURCES), isa)

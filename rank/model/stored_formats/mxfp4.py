@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ....kernels.moe.moe import Matrices
-from ....kernels.quantized import blocks_cpu, mxfp4
+from ....kernels.quantized import mxfp4
 from ....kernels.quantized.floats import pack
-from ....kernels.quantized.stack import stack
 from ..experts.fused import StackedLinear
 from ..weights.slicing import Field, Ratio
 
@@ -34,15 +33,11 @@ class Scheme:
     )
 
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        return 4 + 8 / GROUP
+        return mxfp4.kept_bits(layer.width, device)
 
     def make(self, layer: StackedLinear) -> Matrices:
         blocks: Tensor = layer.get_parameter("blocks")
-        made = pack(*map(layer.in_order, (blocks.data.flatten(2), layer.get_parameter("scales").data)))
-        if not blocks_cpu.takes(made.codes):
-            return made
-        experts, outputs, inputs = made.shape
-        return stack(mxfp4, made.expert, (experts, outputs, inputs))
+        return mxfp4.experts(pack(*map(layer.in_order, (blocks.data.flatten(2), layer.get_parameter("scales").data))))
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
