@@ -58,7 +58,7 @@ def test_the_cache_gets_its_part_of_the_free_memory(caplog, monkeypatch):
     specs = [PagedKV(4, 16, 16), PagedKV(2, 40, 24)]  # as many bytes
     model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=4096, dtype=torch.float32)
     with caplog.at_level(logging.INFO, "phalanx"):  # 4,000,000 bytes for blocks of 16,384
-        assert threads.run(lambda w: engine(w, model)._size_cache(8, 16, 0), 1) == [(244, 3904)]
+        assert threads.run(lambda w: engine(w, model)._size_cache(8, 16, 0), 1) == [(244, 3904, 0)]
     assert caplog.messages == [
         "KV cache: 3904 tokens in 244 blocks of 16, 4 MiB a rank (0.4 of the free memory, at most what can be used); "
         "sequences of up to 3904 tokens"
