@@ -10,7 +10,6 @@ import hashlib
 import numpy as np
 from phalanx.rank import protocol
 from phalanx.rank.scheduler.blocks import Blocks
-from phalanx.rank.scheduler.host_tier import HostTier
 from phalanx.rank.scheduler.replica import Replica
 from phalanx.rank.scheduler.scheduler import Scheduler
 from phalanx.rank.scheduler.snapshots import Snapshots
@@ -161,13 +160,12 @@ class Engine:
         max_model_len=100,
         stages=1,
         most=1,
-        host=0,
-        least=1,
+        tier=None,
         snapshots=0,
     ):
-        pool = Blocks(blocks, block_size, prefix_cache, HostTier(host, least), Snapshots(snapshots))
+        pool = Blocks(blocks, block_size, prefix_cache, tier, Snapshots(snapshots))
         self.scheduler = Scheduler(pool, max_num_seqs, budget, max_model_len, stages)
-        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most, host, snapshots)
+        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most, pool.tier.count, snapshots)
         self.replica = Replica(self.scheduler, self.ranks)
         if most > 1:
             self.replica.depth = 1
