@@ -25,6 +25,7 @@ SCALES = {
 PAIRED = (
     "llama",
     "mistral",
+    "ministral3",
     "mixtral",
     "granite",
     "smollm3",
@@ -71,10 +72,19 @@ def write(
 ARCHITECTURES = {
     "mixtral": "llama", "mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "phi": "phi2", "glm4_moe": "glm4moe", "gpt_bigcode": "starcoder", "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2",
+    "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2", "minimax_m2": "minimax-m2", "glm": "chatglm",
+    "ministral3": "mistral3",
 }  # fmt: skip
 # Names that gguf-py does not have.
-NAMES = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
+NAMES = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "self_attention.query_key_value.weight": "attn_qkv.weight",
+    "self_attention.query_key_value.bias": "attn_qkv.bias",
+    "block_sparse_moe.experts.w1.weight": "ffn_gate_exps.weight",
+    "block_sparse_moe.experts.w2.weight": "ffn_down_exps.weight",
+    "block_sparse_moe.experts.w3.weight": "ffn_up_exps.weight",
+}  # fmt: skip
 
 
 def _theirs(name: str, config: dict[str, Any], architecture: str = "") -> str:
@@ -130,7 +140,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_logit_scale(config["logit_scale"])
     if architecture == "deepseek2":
         _latents(writer, config)
-    if architecture == "gpt-oss":
+    if architecture in ("gpt-oss", "minimax-m2"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2") or config["model_type"] == "olmo3":
         writer.add_sliding_window(config["sliding_window"] or 0)
@@ -167,6 +177,8 @@ def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
+    if beta := full.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
     writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
     if "sliding_attention" in rope and config["model_type"] != "olmo3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
@@ -178,7 +190,7 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         writer.add_rope_scaling_factor(full["factor"])
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
         if full.get("mscale_all_dim"):
-            writer.add_rope_scaling_yarn_log_mul(0.1 * full["mscale_all_dim"])
+            writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"] * (1 if beta else 0.1))
     partial = config.get("partial_rotary_factor") or full.get("partial_rotary_factor")
     if partial is not None:
         writer.add_rope_dimension_count(int(dim * partial))
@@ -190,6 +202,8 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
         tensors = dict(one for name, x in tensors.items() for one in _of_gpt_oss(name, x))
     if config["model_type"] == "deepseek_v3":
         tensors = dict(one for name, x in tensors.items() for one in _of_latents(name, x, config))
+    if config["model_type"] == "glm" and config["attention_bias"]:
+        tensors = _with_whole_qkv(tensors)
     found: dict[str, Any] = {}
     number = re.compile(r"\.(experts|norms)\.(\d+)(?=\.)")
     for name, x in tensors.items():
@@ -199,6 +213,16 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
         else:
             found[name] = x
     return {name: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for name, x in found.items()}
+
+
+def _with_whole_qkv(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As ChatGLM's own checkpoints have them."""
+    found = {name: x for name, x in tensors.items() if not re.search(r"\.[qkv]_proj\.", name)}
+    for name in tensors:
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            found[name.replace("self_attn.q_proj", "self_attention.query_key_value")] = torch.cat(parts)
+    return found
 
 
 def _of_gpt_oss(name: str, x: Tensor) -> list[tuple[str, Tensor]]:

@@ -30,10 +30,11 @@ MODELS = {
     "deepseek_v3": MODELS["deepseek_v3"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),
     "olmo3": MODELS["olmo3"] | dict(max_position_embeddings=256),
     "gpt_oss": MODELS["gpt_oss"] | dict(max_position_embeddings=128, head_dim=16),
+    "ministral3": MODELS["ministral3"] | dict(max_position_embeddings=256),
     "gpt_oss few keys": MODELS["gpt_oss few keys"] | dict(layer_types=["sliding_attention", "full_attention"] * 2),
 } | {
     name: MODELS[name]
-    for name in ("gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm4", "glm4_moe",
+    for name in ("glm", "glm rotated whole", "minimax_m2", "minimax_m2 few keys", "gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm4", "glm4_moe",
                  "glm4_moe plain", "granite", "olmo2", "cohere2",
                  "smollm3")
 }  # fmt: skip
