@@ -16,6 +16,8 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from . import gguf_delta_nets
+
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 # Types that gguf-py decodes only → where their blocks have scales of f16
 SCALES = {
@@ -46,9 +48,9 @@ def write(
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
     tensors = _stacked(load_file(checkpoint / "model.safetensors"), config)
-    count = len(tensors) + len(extra)
-    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=-(-count // shards) if shards > 1 else 0)
-    _metadata(writer, config, architecture)
+    most = -(-(len(tensors) + len(extra)) // shards)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=most if shards > 1 else 0)
+    _metadata(writer, config, architecture, tensors)
     for key, value in (tokenizer or {}).items():
         _add(writer, key, value)
     for name, x in tensors.items():
@@ -73,7 +75,7 @@ ARCHITECTURES = {
     "mixtral": "llama", "mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "phi": "phi2", "glm4_moe": "glm4moe", "gpt_bigcode": "starcoder", "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2", "minimax_m2": "minimax-m2", "glm": "chatglm",
-    "ministral3": "mistral3",
+    "ministral3": "mistral3", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 # Names that gguf-py does not have.
 NAMES = {
@@ -100,7 +102,7 @@ def _theirs(name: str, config: dict[str, Any], architecture: str = "") -> str:
     return found
 
 
-def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
+def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str, tensors: dict[str, Tensor]) -> None:
     """What llama.cpp's converter writes for these model types."""
 
     def of(*keys: str, default: Any = None) -> Any:
@@ -136,6 +138,10 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_expert_weights_norm(of("norm_topk_prob", default=False))
         writer.add_expert_group_count(config["n_group"] or 1)
         writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if config["model_type"] in gguf_delta_nets.KINDS:
+        gguf_delta_nets.metadata(writer, config)
+    if architecture == "apertus":
+        _xielu(writer, config, tensors)
     if architecture == "cohere2":
         writer.add_logit_scale(config["logit_scale"])
     if architecture == "deepseek2":
@@ -155,6 +161,17 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+
+
+def _xielu(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def of_all_layers(part: str) -> list[float]:
+        names = [f"model.layers.{i}.mlp.act_fn.{part}" for i in range(config["num_hidden_layers"])]
+        return [tensors.pop(name).float().item() for name in names]
+
+    writer.add_xielu_alpha_p(of_all_layers("alpha_p"))
+    writer.add_xielu_alpha_n(of_all_layers("alpha_n"))
+    writer.add_xielu_beta(of_all_layers("beta"))
+    writer.add_xielu_eps(of_all_layers("eps"))
 
 
 def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -204,6 +221,9 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
         tensors = dict(one for name, x in tensors.items() for one in _of_latents(name, x, config))
     if config["model_type"] == "glm" and config["attention_bias"]:
         tensors = _with_whole_qkv(tensors)
+    if config["model_type"] in gguf_delta_nets.KINDS:
+        changed = (gguf_delta_nets.converted(name, x, config) for name, x in tensors.items())
+        tensors = dict(one for several in changed for one in several)
     found: dict[str, Any] = {}
     number = re.compile(r"\.(experts|norms)\.(\d+)(?=\.)")
     for name, x in tensors.items():
@@ -252,12 +272,15 @@ def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if f".{part}." in name:
                 x = x.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    shifted = kind.startswith("gemma") or kind in gguf_delta_nets.KINDS
+    if shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         x = x + 1
     return x.squeeze() if "shared_expert_gate" in name else x
 
 
 def _wanted(kind: str | Callable[[str], str], name: str) -> Type:
+    if "ssm_conv1d" in name:  # llama.cpp does not quantise it
+        return Type.F32
     return Type[kind if isinstance(kind, str) else kind(name)]
 
 
@@ -301,6 +324,8 @@ def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) 
             wanted = _wanted(kind, theirs)
             data = gguf.quants.dequantize(_encoded(theirs, x, wanted), wanted)
             made = torch.from_numpy(np.ascontiguousarray(data))
+            if config["model_type"] in gguf_delta_nets.KINDS:
+                made = gguf_delta_nets.restored(name, made, config, tensors[name])
             if (whole := _whole(name, made, tensors)) is not None:
                 tensors |= whole
             elif ".experts." in name:

@@ -45,6 +45,7 @@ EXPERTS = layer(
     ffn_gate_exps="mlp.experts.gate_proj",
     ffn_up_exps="mlp.experts.up_proj",
     ffn_down_exps="mlp.experts.down_proj",
+    ffn_gate_up_exps="mlp.experts.gate_up_proj",
 )
 
 SHARED_EXPERTS = layer(
@@ -73,7 +74,7 @@ def config(m: Metadata) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": m.integer("attention.head_count_kv", heads),
         "head_dim": m.integer("attention.key_length", hidden // heads),
-        "intermediate_size": m.integer("feed_forward_length"),
+        "intermediate_size": m.integer("feed_forward_length", 0 if m.has("expert_feed_forward_length") else None),
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": m.integer("context_length"),
         "tie_word_embeddings": m.tensor("output.weight") is None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import CORRECTION, DECODER, EXPERTS, QK_NORM, expert_keys, layer
+from ._common import CORRECTION, DECODER, EXPERTS, QK_NORM, layer
 from ._common import config as common
 
 TENSORS = DECODER | EXPERTS | QK_NORM | layer(exp_probs_b="mlp.gate")
