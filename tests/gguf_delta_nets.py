@@ -20,10 +20,10 @@ def metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
 
 
-def converted(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """A checkpoint's tensor as names that gguf-py's map knows, and tensors."""
+def converted(name: str, x: Tensor, config: dict[str, Any], together: bool) -> list[tuple[str, Tensor]]:
+    """A checkpoint's tensor as names that gguf-py's map knows, and tensors. together: as Qwen3-Next's first files."""
     name = name.replace(".dt_bias", ".dt_proj.bias")
-    if name.endswith("in_proj_qkvz.weight"):
+    if name.endswith("in_proj_qkvz.weight") and not together:
         parts = _apart(x, config)
         return [(name.replace("qkvz", "qkv"), parts[0]), (name.replace("qkvz", "z"), parts[1])]
     if "conv1d" in name:
@@ -55,10 +55,11 @@ def _tiled(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
     return torch.cat((x[:before], values))
 
 
-def restored(name: str, x: Tensor, config: dict[str, Any], like: Tensor) -> Tensor:
-    """The reverse of `converted`, of Qwen3.5's matrices. like: the checkpoint's own."""
+def restored(name: str, x: Tensor, config: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+    """The reverse of `converted`, of Qwen3.5's matrices. tensors: the checkpoint's own."""
     if "linear_attn" not in name:
         return x
+    like = tensors[name]
     place = _tiled(name, torch.arange(like.numel()).view(like.squeeze().shape), config)
     found = torch.empty(like.numel())
     found[place.flatten()] = x.flatten()

@@ -41,13 +41,15 @@ def write(
     architecture: str = "",
     tokenizer: dict[str, Any] | None = None,
     shards: int = 1,
+    together: bool = False,
     **extra: np.ndarray,
 ) -> Path:
     """kind: the type of matrices, one for all or by GGUF's name of the tensor. architecture: GGUF's name, where it is
-    not model_type. extra: tensors besides. Returns the first file."""
+    not model_type. together: projections of gated delta nets, and experts' gate and up. extra: tensors besides. Returns
+    the first file."""
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
-    tensors = _stacked(load_file(checkpoint / "model.safetensors"), config)
+    tensors = _stacked(load_file(checkpoint / "model.safetensors"), config, together)
     most = -(-(len(tensors) + len(extra)) // shards)
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=most if shards > 1 else 0)
     _metadata(writer, config, architecture, tensors)
@@ -112,7 +114,11 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
     dim = of("head_dim", default=hidden // heads)
     writer.add_context_length(of("max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
-    writer.add_block_count(of("num_hidden_layers", "n_layer"))
+    writer.add_block_count(
+        of("num_hidden_layers", "n_layer") + (further := config.get("num_nextn_predict_layers") or 0)
+    )
+    if further:
+        writer.add_nextn_predict_layers(further)
     writer.add_feed_forward_length(of("intermediate_size", "n_inner", default=4 * hidden))
     writer.add_head_count(heads)
     writer.add_head_count_kv(of("num_key_value_heads", default=1 if architecture == "starcoder" else heads))
@@ -213,7 +219,7 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         writer.add_rope_dimension_count(int(dim * partial))
 
 
-def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool = False) -> dict[str, Tensor]:
     """With one tensor of all experts, and of all heads' norms. Of some what files have apart, apart."""
     if config["model_type"] == "gpt_oss":
         tensors = dict(one for name, x in tensors.items() for one in _of_gpt_oss(name, x))
@@ -222,7 +228,7 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
     if config["model_type"] == "glm" and config["attention_bias"]:
         tensors = _with_whole_qkv(tensors)
     if config["model_type"] in gguf_delta_nets.KINDS:
-        changed = (gguf_delta_nets.converted(name, x, config) for name, x in tensors.items())
+        changed = (gguf_delta_nets.converted(name, x, config, together) for name, x in tensors.items())
         tensors = dict(one for several in changed for one in several)
     found: dict[str, Any] = {}
     number = re.compile(r"\.(experts|norms)\.(\d+)(?=\.)")
@@ -232,7 +238,13 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
             found.setdefault(number.sub(under, name), {})[int(one[2])] = x
         else:
             found[name] = x
-    return {name: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for name, x in found.items()}
+    found = {
+        name: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for name, x in found.items()
+    }
+    for name in [one for one in found if one.endswith("experts.gate_proj.weight") and together]:
+        gate, up = found.pop(name), found.pop(name.replace("gate", "up"))
+        found[name.replace("gate_proj", "gate_up_proj")] = torch.cat((gate, up), 1)
+    return found
 
 
 def _with_whole_qkv(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -325,7 +337,7 @@ def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) 
             data = gguf.quants.dequantize(_encoded(theirs, x, wanted), wanted)
             made = torch.from_numpy(np.ascontiguousarray(data))
             if config["model_type"] in gguf_delta_nets.KINDS:
-                made = gguf_delta_nets.restored(name, made, config, tensors[name])
+                made = gguf_delta_nets.restored(name, made, config, tensors)
             if (whole := _whole(name, made, tensors)) is not None:
                 tensors |= whole
             elif ".experts." in name:

@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import json
 
+import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
@@ -83,6 +85,31 @@ def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, na
     assert not [one for one in caplog.records if one.name.startswith("phalanx")]
 
 
+def test_layers_that_predict_further_tokens_are_told(made, tmp_path, caplog):
+    path, _ = made("glm4_moe plain")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    names = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
+    further = {f"blk.4.nextn.{name}.weight": np.zeros(3, np.float32) for name in names}
+    further |= {"blk.4.attn_q.weight": np.zeros((3, 3), np.float32)}
+    file = gguf_files.write(tmp_path, tmp_path / "x.gguf", **further)
+    caplog.set_level("INFO", "phalanx")
+    run_steps(file, [[1]])
+    assert "layers that predict further tokens are left out: 7 tensors" in caplog.messages
+    assert not [one for one in caplog.records if one.levelname != "INFO"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe_text"])
+def test_other_forms_of_files(made, tmp_path, expected, name):
+    """Qwen3-Next's first files have a net's projections together; newer files may have experts' gate and up so."""
+    path, ids = made(name)[0], tokens(40)
+    changed = tmp_path / "x.gguf"
+    gguf_files.write(path, changed, together=True)
+    (logits,) = run_steps(changed, [ids], tp=2)
+    assert distance(logits, expected(path, ids)) < 1e-4
+
+
 SIZES = dict(hidden_size=96, intermediate_size=320, head_dim=16, vocab_size=509)
 MIXED = {"attn_q.weight": "Q8_0", "attn_k.weight": "BF16", "ffn_up.weight": "F16", "token_embd.weight": "Q8_0"}
 SUPER = dict(hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
@@ -132,14 +159,24 @@ SINKS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes, kind", [(LATENT, "Q8_0"), (SINKS, "MXFP4")], ids=["latents", "mxfp4"])
+GATE_AND_UP = dict(
+    model_type="qwen3_5_moe_text", layer_types=["full_attention"] * 2, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=64, shared_expert_intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes, kind", [(LATENT, "Q8_0"), (SINKS, "MXFP4"), (GATE_AND_UP, "Q8_0")], ids=["latents", "mxfp4", "gate and up"]
+)
 def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, kind):
     def kind_of(name):
         return kind if kind == "Q8_0" or name.endswith("_exps.weight") else "Q8_0" if "attn_q." in name else "F32"
 
     path = write(tmp_path / "plain", **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2) | sizes)
     same = gguf_files.dequantised(path, tmp_path / "same", kind_of)
-    file, ids = gguf_files.write(path, tmp_path / "x.gguf", kind_of), tokens(40)
+    file = gguf_files.write(path, tmp_path / "x.gguf", kind_of, together=sizes is GATE_AND_UP)
+    ids = tokens(40)
     caplog.set_level("INFO", "phalanx")
     for tp, way in ((1, "direct"), (2, "striped")):
         (logits,) = run_steps(file, [ids], tp=tp, way=way)
