@@ -114,9 +114,8 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
     dim = of("head_dim", default=hidden // heads)
     writer.add_context_length(of("max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
-    writer.add_block_count(
-        of("num_hidden_layers", "n_layer") + (further := config.get("num_nextn_predict_layers") or 0)
-    )
+    further = of("num_nextn_predict_layers", default=0)
+    writer.add_block_count(of("num_hidden_layers", "n_layer") + further)
     if further:
         writer.add_nextn_predict_layers(further)
     writer.add_feed_forward_length(of("intermediate_size", "n_inner", default=4 * hidden))
@@ -130,6 +129,14 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     _rope(writer, config, dim)
+    _experts(writer, config, architecture)
+    _particular(writer, config, architecture, tensors)
+
+
+def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
+    def of(*keys: str, default: Any = None) -> Any:
+        return next((config[key] for key in keys if config.get(key) is not None), default)
+
     if experts := of("num_experts", "num_local_experts", "n_routed_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -144,6 +151,12 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_expert_weights_norm(of("norm_topk_prob", default=False))
         writer.add_expert_group_count(config["n_group"] or 1)
         writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if architecture in ("gpt-oss", "minimax-m2"):
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str, tensors: dict[str, Tensor]) -> None:
+    """What few architectures have."""
     if config["model_type"] in gguf_delta_nets.KINDS:
         gguf_delta_nets.metadata(writer, config)
     if architecture == "apertus":
@@ -152,8 +165,6 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_logit_scale(config["logit_scale"])
     if architecture == "deepseek2":
         _latents(writer, config)
-    if architecture in ("gpt-oss", "minimax-m2"):
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2") or config["model_type"] == "olmo3":
         writer.add_sliding_window(config["sliding_window"] or 0)
     if config.get("attn_logit_softcapping"):
