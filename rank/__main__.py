@@ -34,6 +34,7 @@ from .scheduler.progress import Progress
 from .scheduler.replica import Executor, Replica
 from .scheduler.scheduler import Scheduler
 from .scheduler.server_link import ServerLink
+from .scheduler.snapshots import Snapshots
 from .worker.engine import Engine, Limits, LoadRefused, Place
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
@@ -96,11 +97,12 @@ class Rank:
             reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
             return self._stopped(follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None))
         tiers = [HostTier(limits.host_blocks, limits.least_swap) for _ in lines]
-        pools = [Blocks(limits.blocks, limits.block_size, limits.prefix_cache, tier) for tier in tiers]
+        counts = limits.blocks, limits.block_size, limits.prefix_cache
+        pools = [Blocks(*counts, tier, Snapshots(limits.snapshots)) for tier in tiers]
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
         executors += [RemoteExecutor(*line) for line in lines[1:]]
-        counts = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
-        schedulers = [Scheduler(pool, *counts) for pool in pools]
+        most = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
+        schedulers = [Scheduler(pool, *most) for pool in pools]
         return self.lead([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
 
     def _stopped(self, plan: protocol.Plan) -> int:

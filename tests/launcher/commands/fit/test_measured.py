@@ -252,6 +252,7 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
 def test_the_constants_are_the_ranks():
     assert memory.BLOCK == engine.BLOCK_SIZE
     assert {True: kv_cache.FRACTION["cpu"], False: kv_cache.FRACTION["cuda"]} == memory.FRACTION
+    assert (memory.SNAPSHOTS, memory.SNAPSHOT_SHARE) == (kv_cache.SNAPSHOTS, kv_cache.SNAPSHOT_SHARE)
     assert {True: engine.TOKEN_BUDGET["cpu"], False: engine.TOKEN_BUDGET["cuda"]} == plan.BUDGET
 
 
