@@ -139,7 +139,7 @@ def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Pla
     for name, parts in sorted(gathered.items(), key=lambda one: _order(one[0])):
         sources = [parts[i] for i in sorted(parts)]
         shape = index.headers[index.files[sources[0]]][sources[0]].shape
-        if "_exps." in name:
+        if "_exps." in name and len(shape) < 3:
             shape = (len(sources), *shape)
         if (axis := getattr(architecture, "ONES", {}).get(part_of(name))) is not None:
             shape = (*shape[:axis], *shape[axis + 1 :])
@@ -213,7 +213,7 @@ def _type_of(name: str, shape: tuple[int, ...], mix: str, config: Config, tied: 
 def _read(source: Path, index: Index, one: Planned, order: Order | None, architecture: Any) -> Tensor:
     """In the form and order that files have it."""
     tensors = [_tensor(source, index, name) for name in one.sources]
-    weight = torch.stack(tensors) if "_exps." in one.name else tensors[0].view(one.shape)
+    weight = torch.stack(tensors) if len(tensors) > 1 else tensors[0].reshape(one.shape)
     if order is not None:
         axis = weight.dim() - 1 if order.columns else 0
         weight = weight.index_select(axis, places(order, torch.arange(weight.shape[axis])))

@@ -6,9 +6,10 @@ import json
 import gguf
 import numpy as np
 import pytest
+import torch
 from phalanx.errors import FatalError
 from phalanx.rank.model.convert import to_gguf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from .... import gguf_files
 from ..harness import distance, run_steps, tokens
@@ -71,6 +72,23 @@ def test_each_architecture(tmp_path, name):
     one, other = (run_steps(where, [ids], max_model_len=512)[0] for where in (path, file))
     assert distance(one, other) < 1e-5
     assert to_gguf.differences(path, file) == []
+
+
+def test_experts_that_one_tensor_holds(tmp_path):
+    """As Qwen3.5's own checkpoints do."""
+    path, ids = write(tmp_path / "plain", **ALL["qwen3_5_moe_text"]), tokens(40)
+    (expected,) = run_steps(path, [ids])
+    tensors = load_file(path / "model.safetensors")
+    for stem in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        count = ALL["qwen3_5_moe_text"]["num_experts"]
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{stem}.experts.{i}.{part}_proj.weight") for i in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{stem}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{stem}.experts.down_proj": down}
+    save_file(tensors, path / "model.safetensors")
+    (found,) = run_steps(convert(path, tmp_path / "x.gguf", "f32"), [ids], tp=2)
+    assert distance(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "minimax_m2", "ministral3", "glm4_moe", "granite"])
