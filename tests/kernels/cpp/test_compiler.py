@@ -136,12 +136,17 @@ def test_zig_compiles(tmp_path, monkeypatch):
 
 
 def test_the_best_instruction_set_comes_first(monkeypatch):
-    flags = [set(), {"avx2", "fma"}, {"avx2", "fma", *compiler._AVX512}, {"avx2", "fma", "avx512f"}]
+    avx2, amx = {"avx2", "fma", "f16c"}, {flag for needed, _ in compiler.ISAS.values() for flag in needed}
+    flags = [set(), avx2, avx2 | set(compiler._AVX512), avx2 | {"avx512f"}, amx]
+    monkeypatch.setattr(compiler, "_tiles_permitted", lambda: False)
     found = []
     for present in flags:
         monkeypatch.setattr(compiler, "_cpu_flags", lambda present=present: frozenset(present))
         found.append(compiler.isas())
-    assert found == [["generic"], ["avx2", "generic"], ["avx512", "avx2", "generic"], ["avx2", "generic"]]
+    assert found == [["generic"], ["avx2", "generic"], ["avx512", "avx2", "generic"], ["avx2", "generic"],
+                     [name for name in compiler.ISAS if name != "amx"]]  # fmt: skip
+    monkeypatch.setattr(compiler, "_tiles_permitted", lambda: True)
+    assert compiler.isas() == list(compiler.ISAS)
 
 
 def every_isa():
