@@ -24,6 +24,7 @@ from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
+from .experts.node_copy import sharers
 from .experts.offload import ON_DEVICE, ExpertRoom, overflowing
 from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
@@ -35,7 +36,7 @@ from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
 from .weights.safetensors import Checkpoint
-from .weights.slicing import Slice
+from .weights.slicing import ShardedModule, Slice
 from .weights.striped import Striped
 
 log = logging.getLogger(__name__)
@@ -97,15 +98,28 @@ def load(
     memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
     experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
 
+    group = sharers(mesh) if experts else None
+
     def need_of_this_rank() -> int:
-        placed, left = load_memory.place(model, experts, layers, (DTYPES[chosen], stored), device, host_room)
+        several = 1 if group is None else group.size
+        placed, left = load_memory.place(model, experts, layers, (DTYPES[chosen], stored), device, host_room, several)
         load_memory.check(need := placed + memory(), room, source, left, device)
         return need
 
     need = load_memory.together(mesh.world, need_of_this_rank)
-    try:
+    if group is not None and model.offload is not None:
+        model.offload.share(group)
+
+    def fill() -> int:
         _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
+        return need
+
+    try:
+        if model.offload is None or isinstance(source, Striped):
+            fill()
+        else:  # what follows is collective; a rank that fails in striped loading leaves others in its messages
+            load_memory.together(mesh.world, fill)
         _attach(model, mesh.world)
     except torch.OutOfMemoryError as error:
         raise load_memory.too_large(need, str(error).partition(". ")[0], device) from None
@@ -122,8 +136,13 @@ def _build(config: Config, length: int, index: Index | None, quantised: tuple[st
 
 
 def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> Filler:
-    park = model.layer_offload.park if model.layer_offload is not None else lambda module: None
-    return Filler(model.sharded_modules(), device, dtype, stored, park)
+    def finished(module: ShardedModule) -> None:
+        if model.layer_offload is not None:
+            model.layer_offload.park(module)
+        if model.offload is not None:
+            model.offload.keep(module)
+
+    return Filler(model.sharded_modules(), device, dtype, stored, finished)
 
 
 def _finish(model: Model, dtype: torch.dtype) -> None:
