@@ -24,7 +24,6 @@ from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
-from .experts.node_copy import sharers
 from .experts.offload import ON_DEVICE, ExpertRoom, overflowing
 from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
@@ -97,29 +96,13 @@ def load(
     stored = DTYPES[config.dtype]
     memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
     experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
-
-    group = sharers(mesh) if experts else None
-
-    def need_of_this_rank() -> int:
-        several = 1 if group is None else group.size
-        placed, left = load_memory.place(model, experts, layers, (DTYPES[chosen], stored), device, host_room, several)
-        load_memory.check(need := placed + memory(), room, source, left, device)
-        return need
-
-    need = load_memory.together(mesh.world, need_of_this_rank)
-    if group is not None and model.offload is not None:
-        model.offload.share(group)
-
-    def fill() -> int:
-        _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
-        model.rope.to(device)
-        return need
-
+    need = load_memory.place_together(
+        model, mesh, (experts, layers), (DTYPES[chosen], stored), device, (room, host_room), source
+    )
     try:
-        if model.offload is None or isinstance(source, Striped):
-            fill()
-        else:  # what follows is collective; a rank that fails in striped loading leaves others in its messages
-            load_memory.together(mesh.world, fill)
+        filler = _filler(model, device, DTYPES[chosen], stored)
+        _fill_together(model, mesh.world, source, partial(_fill, source, parts, filler, progress))
+        model.rope.to(device)
         _attach(model, mesh.world)
     except torch.OutOfMemoryError as error:
         raise load_memory.too_large(need, str(error).partition(". ")[0], device) from None
@@ -154,6 +137,22 @@ def _finish(model: Model, dtype: torch.dtype) -> None:
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
+
+
+def _fill_together(
+    model: Model, world: HostComm, source: Dummy | Checkpoint | Striped, fill: Callable[[], None]
+) -> None:
+    """Where experts are in host memory, what follows is collective over world: so no rank goes on alone. One that fails
+    in striped loading does not speak, as it leaves the others in messages of that."""
+
+    def work() -> int:
+        fill()
+        return 0
+
+    if model.offload is None or isinstance(source, Striped):
+        fill()
+    else:
+        load_memory.together(world, work)
 
 
 def _attach(model: Model, world: HostComm) -> None:

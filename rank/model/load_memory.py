@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 
 from ...comm.base import HostComm
+from ...comm.mesh import Mesh
 from ...errors import MEMORY, FatalError
 from .base import Model
 from .experts.fused import FusedExperts
+from .experts.node_copy import sharers
 from .experts.offload import ExpertRoom, Offload
 from .layer_offload import LayerOffload, left_of_host
 from .weights.dummy import Dummy
@@ -47,6 +49,36 @@ def place(
         need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
     return need, host_room
+
+
+def place_together(
+    model: Model,
+    mesh: Mesh,
+    in_host: tuple[ExpertRoom, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    rooms: tuple[int | None, int | None],
+    source: Dummy | Checkpoint | Striped,
+) -> int:
+    """`place` on all ranks, or on none. The bytes that loading takes of this rank's device. Collective over the world.
+
+    in_host: experts and bytes of layers. rooms: free bytes of the device and of a GPU's host; None: unlimited.
+    """
+    experts, layers = in_host
+    room, host_room = rooms
+    group = sharers(mesh) if experts else None
+    several = 1 if group is None else group.size
+
+    def work() -> int:
+        need, left = place(model, experts, layers, dtypes, device, host_room, several)
+        need += weight_memory(model.sharded_modules(), source, *dtypes, device)
+        check(need, room, source, left, device)
+        return need
+
+    need = together(mesh.world, work)
+    if group is not None and model.offload is not None:
+        model.offload.share(group)
+    return need
 
 
 class OthersRefuse(FatalError):
