@@ -97,9 +97,10 @@ def router(table: Table, layers: Layers, rows: int) -> None:
 
 
 def experts(table: Table, layers: Layers, rows: int) -> None:
+    """Without the sum over a token's pairs, which the next norm makes."""
     calls = layers.calls(rows)
     bytes_, flops = layers.limits(calls)
-    versions: dict[str, list[Call]] = {"ours": [partial(moe.fused_experts, *one) for one in calls]}
+    versions: dict[str, list[Call]] = {"ours": [partial(moe.expert_terms, *one) for one in calls]}
     if rows <= 16:
         versions["gemv"] = [partial(moe.expert_gemv, *one) for one in calls]
     if rows * layers.shape.top_k <= expert_gemm.MOST_PAIRS * 2 * layers.shape.experts:
@@ -109,7 +110,7 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
                  for tiles in moe.TILINGS.values()}  # fmt: skip
     for name, stacks in layers.quantized.items():
         pairs = [(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
-        versions[name] = [partial(moe.fused_experts, *one) for one in pairs]
+        versions[name] = [partial(moe.expert_terms, *one) for one in pairs]
         for tiles in (1, 2, 4, 8) if rows * layers.shape.top_k <= 64 * layers.shape.experts else ():
             versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, *one, tiles=tiles) for one in pairs]
     _, k, hidden, inner = layers.shape
