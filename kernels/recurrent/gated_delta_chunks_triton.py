@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .gated_delta import DeltaSizes, Gates, Rows
 
 CHANNELS = 64  # of a program of the convolution
-# Columns of a state that one program takes through a sequence, and the program's warps, in f32 and in 16 bits. On Hopper
-# four warps would make wgmma of 16-bit GEMMs of so many rows. There ptxas 12.8, which Triton 3.6 has, takes registers of
-# other meaning for its descriptors: "an illegal memory access was encountered". Two warps get mma.sync.
+# Columns of a state that one program takes through a sequence, and the program's warps, in f32 and in 16 bits. Four
+# warps would get wgmma on Hopper for 16-bit GEMMs of so many rows. There ptxas 12.8, which Triton 3.6 has, takes
+# registers of other meaning for descriptors: "an illegal memory access was encountered". Two warps get mma.sync.
 STATE_F32, STATE_16_BITS = (32, 8), (16, 2)
 SYSTEM_WARPS = 8  # with four, there are too few registers, and the same happens
 VARYING = "decodes", "factors_row"  # from step to step: kernels are not compiled anew for multiples of 16
