@@ -168,6 +168,10 @@ class Offload:
         """As they lie in host memory: what the device has no form of, dequantised."""
         return held if self.device.type != "cuda" or gpu_form.supports(held) else plain(held, self.dtype)
 
+    def _stays(self, x: Tensor) -> bool:
+        """Whether it is pinned, or would be there twice if it was copied."""
+        return x.is_pinned() or (self._node is not None and self._node.holds(x))
+
     def _stack(self, layer: FusedExperts) -> Experts:
         """Its weights, pinned where there is a GPU."""
         both = []
@@ -175,7 +179,7 @@ class Offload:
             held = self._form(one.matrices)
             if self.device.type == "cuda":
                 parts = gpu_form.parts(held)
-                held = parts.of([x if x.is_pinned() else host_memory.pinned(x) for x in parts.tensors])
+                held = parts.of([x if self._stays(x) else host_memory.pinned(x) for x in parts.tensors])
                 one.hold(held)
             both.append(held)
         return Experts(*both)
