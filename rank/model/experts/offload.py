@@ -91,7 +91,7 @@ class Offload:
         if not self.layers:
             return
         stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
-        self.host_bytes = sum(one.host_bytes(dtype) for one in stacks)
+        self.host_bytes = sum(one.host_bytes(dtype, device) for one in stacks)
         self.slot_bytes = sum(one.slot_bytes(dtype, device) for one in stacks)
         self._count()
         for one in stacks:
