@@ -16,6 +16,7 @@ from ... import errors
 from ...comm.base import Comm
 from ..model.cache_spec import Caches, CacheSpec
 
+PROC, SYS = Path("/proc"), Path("/sys")
 MIB = 1 << 20
 # The cache's default share of the free memory. On CPUs other processes need memory too. On GPUs free means after
 # loading and the largest step; the rest is for CUDA graphs, libraries' workspaces and fragmentation.
@@ -30,7 +31,7 @@ def free_memory(device: torch.device, ranks_here: int) -> int:
     """Bytes that one rank may still allocate: on its GPU, or as its share of this host's (or container's) memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = min(psutil.virtual_memory().available, *_cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
+    free = min(psutil.virtual_memory().available, *_cgroup_rooms(PROC / "self/cgroup", SYS / "fs/cgroup"))
     return max(0, free) // ranks_here
 
 

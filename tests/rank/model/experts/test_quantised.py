@@ -140,7 +140,7 @@ class Passed:
 def test_what_a_gpu_does(made, monkeypatch, way):
     """Experts are made over into the form of a GPU's kernels, which torch dequantises here."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
-    monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host_memory, "pin_memory", lambda memory: None)
     monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
     monkeypatch.setattr(host, "LOOKED", 4)
     gpu = SimpleNamespace(type="cuda")
