@@ -48,7 +48,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = Fals
     Groups have a multiple of 32 inputs. stored_zeros: also where all are ZERO.
     """
     (outputs, inputs), groups = codes.shape, scales.shape[1]
-    stored = stored_zeros or bool((zeros != ZERO).any())
+    stored = stored_zeros or bool(((zeros != ZERO) & (scales != 0)).any())  # outputs that fill up have neither
     of_codes, head = blocks_cpu.lie_together(codes, 4), head_bytes(stored)
     blocks = codes.new_empty(len(of_codes), groups, head + inputs // groups // RUN * of_codes.shape[2])
     blocks[..., : 2 * BLOCK].view(torch.float16).copy_(blocks_cpu.blocked(scales, groups).mT)
