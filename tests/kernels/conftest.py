@@ -13,11 +13,12 @@ from . import cuda_model
 
 
 @functools.cache
-def libraries(isa):
-    """Compiled in the user's folder, where other workers of pytest find them, and handed on to what tests start."""
+def libraries(isa, *sources):
+    """Of these sources, or of all: compiled in the user's folder, where other workers of pytest find them, and handed
+    on to what tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(leftovers.USUAL))
-        found = compiler.load_all(sorted(compiler.SOURCES), isa)
+        found = compiler.load_all(sorted(sources or compiler.SOURCES), isa)
     leftovers.hand_on_kernels(leftovers.USUAL, Path(tempfile.gettempdir()))
     return found
 
@@ -31,6 +32,32 @@ def isa(request, monkeypatch):
     monkeypatch.setattr(ops, "libraries", lambda: found)
     ops.op.cache_clear()
     yield request.param
+    ops.op.cache_clear()
+
+
+VECTORS = "avx512_bf16"
+EMULATED = "emulated tiles"
+TILED = "digits_cpu", "host_experts", "int4_cpu", "mxfp4_cpu", "q8_0_cpu", "super_blocks_cpu"  # sources
+TILES = [
+    pytest.param(EMULATED, marks=pytest.mark.skipif(VECTORS not in compiler.isas(), reason="no AVX-512 with bf16")),
+    pytest.param("amx", marks=pytest.mark.skipif("amx" not in compiler.isas(), reason="no AMX, or not permitted")),
+]
+
+
+@pytest.fixture
+def tiled(monkeypatch):
+    """Called with one of TILES, or VECTORS: operations are those from then on."""
+    if not ops.available():
+        pytest.skip("no C++ compiler that works")
+    needed, flags = compiler.ISAS[VECTORS]
+    monkeypatch.setitem(compiler.ISAS, EMULATED, (needed, (*flags, "-DEMULATED_TILES")))
+
+    def use(isa):
+        found = libraries(VECTORS) | (libraries(isa, *TILED) if isa != VECTORS else {})
+        monkeypatch.setattr(ops, "libraries", lambda: found)
+        ops.op.cache_clear()
+
+    yield use
     ops.op.cache_clear()
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from phalanx.kernels.recurrent import gated_delta
+from phalanx.kernels.recurrent.gated_delta import DeltaSizes, Gates
 
 from ..test_compile import Recorder, compile_launch
 from .steps import PUBLISHED, SIZES, Layer, make_rows
@@ -34,6 +35,22 @@ def test_decode_steps_in_cpp(sizes, dtype, bound):
     got = gated_delta.delta_step_cpu(y, layer.gates, state, layer.batch, sizes)
     torch.testing.assert_close(got, want, atol=bound, rtol=bound)
     torch.testing.assert_close(state, layer.state, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_no_sequence_in_cpp(dtype):
+    """They return zeros and write no state; the others' are what they are without them."""
+    torch.manual_seed(0)
+    sizes, layer = SIZES[0], Layer(SIZES[0], make_rows([1] * 3, [9, 3, 2], [2, 0, 1]), dtype=dtype)
+    kept, state = layer.convolution.clone(), layer.state.clone()
+    want = layer.run()
+    layer.batch.rows = torch.tensor([2, -1, 1])
+    y = gated_delta.conv_step_cpu(layer.x, layer.weight, before := kept.clone(), layer.batch)
+    out = gated_delta.delta_step_cpu(y, layer.gates, held := state.clone(), layer.batch, sizes)
+    assert not y[1].any() and not out[1].any()
+    assert torch.equal(before[0], kept[0]) and torch.equal(held[0], state[0])
+    got, wanted = (out[[0, 2]], before[1:], held[1:]), (want[0][[0, 2]], want[1][1:], want[2][1:])
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -64,10 +81,27 @@ def test_16_bits():
         torch.testing.assert_close(got.double(), wanted, atol=3e-2, rtol=3e-2)
 
 
-def test_gated_norm():
-    x, z, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8)
-    want = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight * z * z.sigmoid()
-    torch.testing.assert_close(gated_delta.gated_norm(x, z, weight, 0.1), want)
+def test_decays_of_any_size_in_cpp():
+    """States that nothing is written to: the softplus is small, and large, and both of its series are used."""
+    sizes = DeltaSizes(1, 64, 4, 4)
+    layer = Layer(sizes, make_rows([1] * 3, [9, 8, 7]))
+    a = torch.cat((torch.linspace(-100, 100, 64), torch.linspace(-4, 4, 64), torch.linspace(-20, 25, 64)))
+    gates = Gates(torch.full((3, 64), -100.0), a.view(3, 64), torch.linspace(-6, 3, 64), torch.linspace(-1, 1, 64))
+    before = layer.state[layer.batch.rows].double()
+    gated_delta.delta_step_cpu(layer.x, gates, layer.state, layer.batch, sizes)
+    g, _ = Gates(*(x.double() for x in gates)).decays()
+    want = before * g.double().exp()[..., None, None]
+    torch.testing.assert_close(layer.state[layer.batch.rows].double(), want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dim", [8, 37, 128])
+def test_gated_norm(dtype, bound, dim):
+    x, z, weight = (torch.randn(*shape, dim).to(dtype) for shape in ((2, 3), (2, 3), ()))
+    wide, gate = x.double(), z.double()
+    want = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight.double() * gate * gate.sigmoid()
+    for norm in (gated_delta.gated_norm, gated_delta.gated_norm_reference):
+        torch.testing.assert_close(norm(x, z, weight, 0.1).double(), want, atol=bound, rtol=bound)
 
 
 def test_kernels_in_the_interpreter():
