@@ -37,6 +37,7 @@ def test_the_same_memory_with_the_same_numbers(made, isq):
     for model, tensors in ranks:
         assert model.offload.sharers == 3
         assert all(torch.equal(mine, want) for mine, want in zip(tensors, alone, strict=True))
+        assert all(model.offload._node.holds(x) for x in tensors) and not model.offload._node.holds(alone[0])
     for of_all in zip(*(tensors for _, tensors in ranks), strict=True):
         of_all[0].view(-1).view(torch.uint8)[-1] ^= 1
         assert all(torch.equal(one, of_all[0]) for one in of_all), "what one changes all see"
@@ -69,7 +70,7 @@ def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
 
 def test_what_is_larger_than_foretold_stays_apart(made, monkeypatch):
     monkeypatch.setattr(node_copy, "SPARE", 0)
-    monkeypatch.setattr("phalanx.rank.model.experts.fused.StackedLinear.host_bytes", lambda self, dtype: 1)
+    monkeypatch.setattr("phalanx.rank.model.experts.fused.StackedLinear.host_bytes", lambda *_: 1)
     (_, first), (_, second) = loaded(made, 2)
     first[0].zero_()
     assert second[0].abs().sum() > 0
