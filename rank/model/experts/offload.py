@@ -95,7 +95,7 @@ class Offload:
         if not self.layers:
             return
         stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
-        self.host_bytes = sum(one.host_bytes(dtype) for one in stacks)
+        self.host_bytes = sum(one.host_bytes(dtype, device) for one in stacks)
         self.slot_bytes = sum(one.slot_bytes(dtype, device) for one in stacks)
         self._count()
         for one in stacks:
@@ -105,7 +105,7 @@ class Offload:
         """Before the weights are loaded: these ranks of the node hold the same experts. Collective over the group."""
         stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
         if stacks:
-            self._node = NodeCopy(stacks, [one.host_bytes(self.dtype) for one in stacks], group)
+            self._node = NodeCopy(stacks, [one.host_bytes(self.dtype, self.device) for one in stacks], group)
             self.sharers = group.size if self._node.memory is not None else 1
         else:
             self.sharers = group.size

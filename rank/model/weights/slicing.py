@@ -91,6 +91,7 @@ class ShardedModule(nn.Module):
     inputs: Shard
     experts: Shard  # of modules that stack the weights of several experts
     in_host = False  # its weights stay in the host's memory, whatever the device
+    model_dtype: torch.dtype  # from when its parameters have memory
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """A parameter's dtype in a model of this dtype."""
