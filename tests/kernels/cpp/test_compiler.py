@@ -15,6 +15,8 @@ from phalanx.kernels import jit
 from phalanx.kernels.cpp import compiler, ops
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
 
+from ...kept import kept, version
+
 SMALL = "pool"  # the source that compiles fastest
 GENERIC = "generic"
 
@@ -163,12 +165,20 @@ def test_sources_compile_without_a_warning(isa, tmp_path):
         pytest.skip("no C++ compiler")
 
     def warnings(source: str) -> str:
-        file = tmp_path / f"{source}.cpp"
-        file.write_text(compiler.source_text(source))
-        flags = *compiler.FLAGS, "-O1", "-Werror", *compiler.ISAS[isa][1]
-        line = [*command, *flags, "-c", str(file), "-o", str(tmp_path / f"{source}.o")]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=100)
-        return done.stderr if done.returncode else ""
+        file, text = tmp_path / f"{source}.cpp", compiler.source_text(source)
+        file.write_text(text)
+        line = [*command, *compiler.FLAGS, "-O1", "-Werror", *compiler.ISAS[isa][1], "-c"]
+
+        def make(compiled: Path) -> None:
+            subprocess.run(
+                [*line, str(file), "-o", str(compiled)], capture_output=True, text=True, timeout=100, check=True
+            )
+
+        try:
+            kept(make, *line, version(*command), text)
+        except subprocess.CalledProcessError as stop:
+            return stop.stderr
+        return ""
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         assert not any(found := list(pool.map(warnings, compiler.SOURCES))), "".join(found)[:2000]

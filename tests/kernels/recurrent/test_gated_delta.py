@@ -37,6 +37,22 @@ def test_decode_steps_in_cpp(sizes, dtype, bound):
     torch.testing.assert_close(state, layer.state, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_no_sequence_in_cpp(dtype):
+    """They return zeros and write no state; the others' are what they are without them."""
+    torch.manual_seed(0)
+    sizes, layer = SIZES[0], Layer(SIZES[0], make_rows([1] * 3, [9, 3, 2], [2, 0, 1]), dtype=dtype)
+    kept, state = layer.convolution.clone(), layer.state.clone()
+    want = layer.run()
+    layer.batch.rows = torch.tensor([2, -1, 1])
+    y = gated_delta.conv_step_cpu(layer.x, layer.weight, before := kept.clone(), layer.batch)
+    out = gated_delta.delta_step_cpu(y, layer.gates, held := state.clone(), layer.batch, sizes)
+    assert not y[1].any() and not out[1].any()
+    assert torch.equal(before[0], kept[0]) and torch.equal(held[0], state[0])
+    got, wanted = (out[[0, 2]], before[1:], held[1:]), (want[0][[0, 2]], want[1][1:], want[2][1:])
+    torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("query_lens, kv_lens", CASES)
 def test_chunks_and_single_tokens(sizes, query_lens, kv_lens):
