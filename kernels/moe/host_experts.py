@@ -16,7 +16,7 @@ from torch import Tensor
 from ..cpp import ops
 from ..gemm.linear import gated_linear, linear
 from ..quantized.stack import Stack
-from . import quantized_cpu
+from . import experts_cpu
 from .moe import UNBIASED, Biases, Matrices, matrix
 
 SOURCE = "host_experts"
@@ -129,7 +129,7 @@ def host_biases(biases: Biases) -> Biases:
 
 def computes(x: Tensor, stack: Experts) -> bool:
     """Whether C++ has operations for all of this."""
-    there = all(isinstance(one, Tensor) or quantized_cpu.multiplies(one) for one in stack)
+    there = all(isinstance(one, Tensor) or experts_cpu.multiplies(one) for one in stack)
     return there and ops.takes(x.new_empty(0, dtype=computed_in(x.dtype)))
 
 
@@ -143,4 +143,4 @@ def _linear(
         one = ops.op(SOURCE, "experts_f16") if stack.dtype == torch.float16 else ops.typed(SOURCE, name, x.dtype)
         return ((one, of),)
     assert isinstance(stack, Stack), "`computes` was not asked"
-    return quantized_cpu.linear(x, stack, (len(at), outputs), starts, bias, y, at, rows)
+    return experts_cpu.linear(x, stack, (len(at), outputs), starts, bias, y, at, rows)

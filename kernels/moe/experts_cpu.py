@@ -1,15 +1,17 @@
-"""Quantised experts on CPUs: all that a batch of tokens chooses in one call of C++, without Python for each expert.
+"""Experts on CPUs: all that a batch of tokens chooses in one call of C++, without Python for each expert.
 
 The steps: experts_cpu.cpp sorts pairs of tokens and experts by expert and brings their tokens' rows together; the
 format's own operation multiplies each expert's rows with its weight as it lies; then the activation, the second linear,
-and the sum over each token's experts. The two linears may differ in format. What memory the weights lie in is nobody's
-business here: only the experts that are chosen are read.
+and the sum over each token's experts. Weights may be plain, or quantised; the two linears may differ in format. What
+memory the weights lie in is nobody's business here: only the experts that are chosen are read.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,21 +20,24 @@ from ..quantized import blocks_cpu, e4m3_cpu
 from ..quantized.stack import Stack
 
 if TYPE_CHECKING:
-    from .moe import Biases, Held
+    from .moe import Biases, Held, Matrices
 
 SOURCE = "experts_cpu"
 MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
+MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 
 
-def supports(x: Tensor, ids: Tensor, w13: object, w2: object) -> bool:
-    """Whether `experts` takes these, and is faster than dequantising experts one by one."""
-    return multiplies(w13) and multiplies(w2) and _few(x, ids, w13)
+def supports(x: Tensor, ids: Tensor, w13: Matrices, w2: Matrices) -> bool:
+    """Whether `experts` takes these, and is faster than experts one by one."""
+    there = all(multiplies(one) or _is_plain(one, x) for one in (w13, w2))
+    if not there or x.stride(1) != 1 or not x.numel() or not ops.takes(x):
+        return False
+    plain = isinstance(w13, Tensor) or isinstance(w2, Tensor)
+    return ids.numel() <= MOST_ROWS * w13.shape[0] and not (plain and len(x) > MOST_TOKENS)
 
 
-def _few(x: Tensor, ids: Tensor, w13: object) -> bool:
-    assert isinstance(w13, Stack)
-    there = x.dtype in ops.SUFFIXES and x.stride(1) == 1 and x.numel() > 0
-    return there and ids.numel() <= MOST_ROWS * w13.shape[0]
+def _is_plain(stack: Matrices, x: Tensor) -> bool:
+    return isinstance(stack, Tensor) and stack.dtype == x.dtype and stack.is_contiguous()
 
 
 def multiplies(stack: object) -> bool:
@@ -42,7 +47,7 @@ def multiplies(stack: object) -> bool:
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Stack, w2: Stack, act: str, biases: Biases, held: Held | None
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Matrices, w2: Matrices, act: str, biases: Biases, held: Held | None
 ) -> Tensor:
     """`moe.fused_experts` where it supports. Sums are f32; what the linears make is rounded to x's dtype."""
     (tokens, hidden), top, pairs = x.shape, ids.shape[1], ids.numel()
@@ -54,19 +59,29 @@ def experts(
     ops.run(
         (ops.op(SOURCE, "experts_sort"), (ids, order, place, ends, pairs, count, first)),
         (ops.typed(SOURCE, "experts_gather", x.dtype), (x, order, rows, pairs, top, hidden, x.stride(0))),
-        *linear(rows, w13, w13.shape[:2], ends, biases.up, up),
+        *linear(rows, w13, (count, both), ends, biases.up, up),
         (ops.typed("activation", f"gated_{act}", x.dtype), (up, inner, pairs, both // 2)),
-        *linear(inner, w2, w2.shape[:2], ends, biases.down, down),
+        *linear(inner, w2, (count, hidden), ends, biases.down, down),
         (ops.typed(SOURCE, "experts_combine", x.dtype), (down, place, weights, y, tokens, top, hidden)),
     )
     return y
 
 
 def linear(
-    x: Tensor, stack: Stack, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    x: Tensor, stack: Matrices, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
     at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it."""
+    if isinstance(stack, Tensor):
+        one = ops.typed("host_experts", "experts_up", x.dtype)
+        return ((one, (x, y, stack, _every(sizes[0]), bias, ends, sizes[0], x.shape[1], sizes[1])),)
+    assert isinstance(stack, Stack), "`supports` was not asked"
     if isinstance(stack.packed, e4m3_cpu.Packed):
         return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, at, rows)
     return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, at, rows)
+
+
+@functools.cache
+def _every(count: int) -> Tensor:
+    """The numbers of all experts. By numpy, as what torch computes cannot be recorded."""
+    return torch.from_numpy(np.arange(count))
