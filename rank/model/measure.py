@@ -168,14 +168,14 @@ def weights(
                 "moves": may_move(one),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }
-            | (_of_experts(one, dtype) if isinstance(one, StackedLinear) else {})
+            | (_of_experts(one, dtype, device) if isinstance(one, StackedLinear) else {})
         )
     return found
 
 
-def _of_experts(one: StackedLinear, dtype: torch.dtype) -> dict[str, Any]:
+def _of_experts(one: StackedLinear, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     copies = one.experts.width
-    return {"expert": True, "copies": copies, "host": one.host_bytes(dtype) // copies}
+    return {"expert": True, "copies": copies, "host": one.host_bytes(dtype, device) // copies}
 
 
 def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -> bool:

@@ -24,7 +24,7 @@ from ..base import Model
 from ..config import Config, read_config
 from ..experts.fused import StackedLinear
 from ..load import load
-from . import calibrate, gptq, layouts, to_fp8, to_gguf
+from . import calibrate, gguf_experts, gptq, layouts, to_fp8, to_gguf
 from .writer import Writer
 
 KEPT = ".json", ".jinja", ".model", ".txt", ".md"  # endings of files that stay as they are
@@ -51,7 +51,7 @@ def convert(question: Question) -> None:
     """Raises FatalError with a message for the user."""
     source, target = Path(question.source), Path(question.target)
     config = read_config(source)
-    if config.quantization:
+    if config.quantization and not (question.to in to_gguf.TARGETS and gguf_experts.takes(config)):
         raise FatalError(
             f"{source} is quantised already, by its config.json: convert the model that it was made of", MODEL
         )
