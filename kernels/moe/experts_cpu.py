@@ -22,7 +22,8 @@ from ..quantized.stack import Stack
 if TYPE_CHECKING:
     from .moe import Biases, Held, Matrices
 
-SOURCE = "experts_cpu"
+SOURCE, PLAIN_SOURCE = "experts_cpu", "host_experts"
+TILE = 16  # rows of a tile of AMX, as in gemm_tiles.h
 MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
 MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 
@@ -73,12 +74,29 @@ def linear(
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it."""
     if isinstance(stack, Tensor):
-        one = ops.typed("host_experts", "experts_up", x.dtype)
-        return ((one, (x, y, stack, _every(sizes[0]), bias, ends, sizes[0], x.shape[1], sizes[1])),)
+        return plain_linear("experts_up", x, stack, _every(sizes[0]), ends, bias, y)
     assert isinstance(stack, Stack), "`supports` was not asked"
     if isinstance(stack.packed, e4m3_cpu.Packed):
         return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, at, rows)
     return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, at, rows)
+
+
+def plain_linear(
+    name: str, x: Tensor, stack: Tensor, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor
+) -> ops.Calls:
+    """Operations of host_experts.cpp that make y [pairs, O] of x [pairs, I], by each place's expert: at [places] is its
+    index in stack [E, O, I], and starts [places + 1] where its rows begin. name: experts_up makes x's dtype,
+    experts_down f32."""
+    _, outputs, inputs = stack.shape
+    calls: ops.Calls = ()
+    paired = None
+    if x.dtype == torch.bfloat16 and ops.has(PLAIN_SOURCE, "pair_rows"):  # by tiles
+        paired = x.new_empty(len(x) // TILE + len(at) + 1, TILE * inputs)
+        calls = ((ops.op(PLAIN_SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
+    of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
+    f16 = stack.dtype == torch.float16
+    one = ops.op(PLAIN_SOURCE, "experts_f16") if f16 else ops.typed(PLAIN_SOURCE, name, x.dtype)
+    return *calls, (one, of)
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from . import experts_cpu
 from .moe import UNBIASED, Biases, Matrices, matrix
 
 SOURCE = "host_experts"
-TILE = 16  # rows of a tile of AMX, as in gemm_tiles.h
 
 
 class Experts(NamedTuple):
@@ -138,15 +137,7 @@ def _linear(
     name: str, x: Tensor, stack: Matrices, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, rows: slice
 ) -> ops.Calls:
     """Operations that make y [pairs, O] of x [pairs, I], by each place's expert."""
-    _, outputs, inputs = stack.shape
     if isinstance(stack, Tensor):
-        calls: ops.Calls = ()
-        paired = None
-        if x.dtype == torch.bfloat16 and ops.has(SOURCE, "pair_rows"):  # by tiles
-            paired = x.new_empty(len(x) // TILE + len(at) + 1, TILE * inputs)
-            calls = ((ops.op(SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
-        of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
-        one = ops.op(SOURCE, "experts_f16") if stack.dtype == torch.float16 else ops.typed(SOURCE, name, x.dtype)
-        return *calls, (one, of)
+        return experts_cpu.plain_linear(name, x, stack, at, starts, bias, y)
     assert isinstance(stack, Stack), "`computes` was not asked"
-    return experts_cpu.linear(x, stack, (len(at), outputs), starts, bias, y, at, rows)
+    return experts_cpu.linear(x, stack, (len(at), stack.shape[1]), starts, bias, y, at, rows)
