@@ -107,6 +107,8 @@ class Offload:
         if stacks:
             self._node = NodeCopy(stacks, [one.host_bytes(self.dtype, self.device) for one in stacks], group)
             self.sharers = group.size if self._node.memory is not None else 1
+        else:
+            self.sharers = group.size
 
     def keep(self, module: ShardedModule) -> None:
         """Once a module is loaded."""

@@ -5,10 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.errors import FatalError
+from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ExpertRoom
 from phalanx.rank.model.load import load
+from phalanx.rank.model.weights.dummy import Dummy
 
 from ..test_architectures import MODELS, write
 
@@ -66,6 +69,21 @@ def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
     assert found == {2: 4}
     monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
     assert [model.offload.sharers for model, _ in loaded(made, 2)] == [1, 1]
+
+
+def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(made, monkeypatch):
+    gpu, room = torch.device("cuda"), 1_000_000
+
+    def rank(world):
+        grid = mesh.build(world, 1, 1)
+        model = load(made, grid, load_format="dummy")
+        dtypes = torch.float32, torch.float32
+        return load_memory.place_together(model, grid, (ALL, 0), dtypes, gpu, (None, room), Dummy())
+
+    assert len(threads.run(rank, 2)) == 2
+    monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
+    with pytest.raises(FatalError, match="this rank's experts take .* of the host's memory, but 0.00 GB are free"):
+        threads.run(rank, 2)
 
 
 def test_what_is_larger_than_foretold_stays_apart(made, monkeypatch):
