@@ -19,7 +19,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import expert_gemm, quantized_cpu, quantized_cuda
+from . import expert_gemm, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
@@ -100,7 +100,7 @@ def fused_experts(
     then ids are below held.total, e = ids[t, j] - held.first, and the sum is over j with 0 <= e < E.
     """
     if not x.is_cuda:
-        return experts_cpu(x, ids, weights, w13, w2, act, biases, held)
+        return on_cpu(x, ids, weights, w13, w2, act, biases, held)
     x = x.contiguous()
     if len(x) == 0:
         return torch.empty_like(x)
@@ -166,7 +166,7 @@ def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
     return local
 
 
-def experts_cpu(
+def on_cpu(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -177,8 +177,8 @@ def experts_cpu(
     held: Held | None = None,
 ) -> Tensor:
     """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
-    if isinstance(w13, Stack) and isinstance(w2, Stack) and quantized_cpu.supports(x, ids, w13, w2):
-        return quantized_cpu.experts(x, ids.contiguous(), weights.contiguous(), w13, w2, act, biases, held)
+    if experts_cpu.supports(x, ids, w13, w2):
+        return experts_cpu.experts(x, ids.contiguous(), weights.contiguous(), w13, w2, act, biases, held)
     k, experts = ids.shape[1], w13.shape[0]
     local = _local(ids, experts, held)
     order = local.argsort(stable=True)
