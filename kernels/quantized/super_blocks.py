@@ -17,7 +17,7 @@ from torch import Tensor
 from . import blocks_cpu, panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda
 from .super_blocks_form import Form
 
-CHUNK = 1 << 22  # elements that are decoded or encoded at once: what that takes is small beside a matrix
+CHUNK = 1 << 23  # elements that are decoded or encoded at once: what that takes is small beside a matrix
 CPU_CHUNK = 1 << 18  # that CPUs encode at once: they stay in a cache
 
 
