@@ -16,7 +16,7 @@ from torch import Tensor
 from ..cpp import ops
 from ..gemm.linear import gated_linear, linear
 from ..quantized.stack import Stack
-from . import quantized_cpu
+from . import experts_cpu
 from .moe import UNBIASED, Biases, Matrices, matrix
 
 SOURCE = "host_experts"
@@ -129,7 +129,7 @@ def host_biases(biases: Biases) -> Biases:
 
 def computes(x: Tensor, stack: Experts) -> bool:
     """Whether C++ has operations for all of this."""
-    there = all(isinstance(one, Tensor) or quantized_cpu.multiplies(one) for one in stack)
+    there = all(isinstance(one, Tensor) or experts_cpu.multiplies(one) for one in stack)
     return there and ops.takes(x.new_empty(0, dtype=computed_in(x.dtype)))
 
 
@@ -137,10 +137,7 @@ def _linear(
     name: str, x: Tensor, stack: Matrices, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, rows: slice
 ) -> ops.Calls:
     """Operations that make y [pairs, O] of x [pairs, I], by each place's expert."""
-    _, outputs, inputs = stack.shape
     if isinstance(stack, Tensor):
-        of = x, y, stack, at, bias, starts, len(at), inputs, outputs
-        one = ops.op(SOURCE, "experts_f16") if stack.dtype == torch.float16 else ops.typed(SOURCE, name, x.dtype)
-        return ((one, of),)
+        return experts_cpu.plain_linear(name, x, stack, at, starts, bias, y)
     assert isinstance(stack, Stack), "`computes` was not asked"
-    return quantized_cpu.linear(x, stack, (len(at), outputs), starts, bias, y, at, rows)
+    return experts_cpu.linear(x, stack, (len(at), stack.shape[1]), starts, bias, y, at, rows)

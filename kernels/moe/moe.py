@@ -19,7 +19,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import expert_gemm, quantized_cpu, quantized_cuda
+from . import expert_gemm, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
@@ -115,7 +115,7 @@ def expert_terms(
     """[T, n, H], whose sum over n is what `fused_experts` makes of the same: n is k where kernels leave each token's
     pairs apart, for whoever adds them to something else, or 1."""
     if not x.is_cuda:
-        return experts_cpu(x, ids, weights, w13, w2, act, biases, held).unsqueeze(1)
+        return on_cpu(x, ids, weights, w13, w2, act, biases, held).unsqueeze(1)
     x = x.contiguous()
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
@@ -198,7 +198,7 @@ def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
     return local
 
 
-def experts_cpu(
+def on_cpu(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -209,8 +209,8 @@ def experts_cpu(
     held: Held | None = None,
 ) -> Tensor:
     """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
-    if isinstance(w13, Stack) and isinstance(w2, Stack) and quantized_cpu.supports(x, ids, w13, w2):
-        return quantized_cpu.experts(x, ids.contiguous(), weights.contiguous(), w13, w2, act, biases, held)
+    if experts_cpu.supports(x, ids, w13, w2):
+        return experts_cpu.experts(x, ids.contiguous(), weights.contiguous(), w13, w2, act, biases, held)
     k, experts = ids.shape[1], w13.shape[0]
     local = _local(ids, experts, held)
     order = local.argsort(stable=True)
@@ -262,7 +262,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    borders = {*list(TILINGS)[:-1], *expert_gemm.ROWS, expert_gemm.MOST_PAIRS}
+    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS}
     return [1, min(GEMV_PAIRS, experts // GEMV_SHARE) // k + 1] + [most * experts // k + 1 for most in sorted(borders)]
 
 
@@ -319,10 +319,9 @@ def pipelined(
     """[T * k, H], each token's pairs apart: grouped GEMMs of few pairs per expert, where `expert_gemm` takes them.
     outputs: of an item of both GEMMs; chosen unless given."""
     outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
-    rows = expert_gemm.choose_rows(ids.numel(), held.total if held else len(w13))
-    groups = group(ids, len(w13), rows, held)
-    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(rows, outputs[0]))
-    return expert_gemm.expert_down(h, w2, groups, ItemConfig(rows, outputs[1]))
+    groups = group(ids, len(w13), expert_gemm.ROWS, held)
+    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(expert_gemm.ROWS, outputs[0]))
+    return expert_gemm.expert_down(h, w2, groups, ItemConfig(expert_gemm.ROWS, outputs[1]))
 
 
 def in_pieces(

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import blocks_cpu, panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda
 from .super_blocks_form import Form
 
-CHUNK = 1 << 22  # elements that are decoded or encoded at once: what that takes is small beside a matrix
+CHUNK = 1 << 23  # elements that are decoded or encoded at once: what that takes is small beside a matrix
 CPU_CHUNK = 1 << 18  # that CPUs encode at once: they stay in a cache
 
 
@@ -99,6 +99,11 @@ def _decoded(blocks: Tensor, form: Form, decode: Callable[[Tensor], Decoded]) ->
     width = blocks.shape[1] // form.bytes * form.super
     for part in blocks.split(max(16, CHUNK // max(width, 1) // 16 * 16)):
         yield decode(part.contiguous().view(len(part), -1, form.bytes))
+
+
+def form_of(codec: object) -> Form | None:
+    """A codec's form, where it packs weights into super-blocks: those have `decode`."""
+    return getattr(codec, "FORM", None) if hasattr(codec, "decode") else None
 
 
 def kept_bits(form: Form, inputs: int, device: torch.device) -> float:

@@ -76,9 +76,18 @@ def place_together(
         return need
 
     need = together(mesh.world, work)
-    if group is not None and model.offload is not None:
-        model.offload.share(group)
-    return need
+    if model.offload is None:  # on all ranks
+        return need
+    offload = model.offload
+    if group is not None:
+        offload.share(group)
+
+    def again() -> int:
+        if offload.sharers < several:  # they cannot map each other's memory
+            left_of_host(offload.host_bytes, "experts", device, host_room)
+        return need
+
+    return together(mesh.world, again)
 
 
 class OthersRefuse(FatalError):

@@ -5,6 +5,11 @@ What it refuses ends it with one line and the code.
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # as in rank/__main__.py
+
 import json
 import shutil
 import sys
@@ -210,4 +215,6 @@ def main(file: str) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     sys.exit(main(sys.argv[1]))

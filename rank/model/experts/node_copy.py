@@ -70,6 +70,13 @@ class NodeCopy:
             at += host_memory.aligned(x.nbytes)
         return parts.of(made)
 
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether it lies in the common memory."""
+        if self.memory is None:
+            return False
+        whole = np.frombuffer(self.memory, np.uint8)
+        return 0 <= x.data_ptr() - whole.ctypes.data < whole.nbytes
+
     def pin(self) -> None:
         """Once all ranks have filled their parts: else pages would come to be on the node of the rank that pins."""
         for area in self._areas:

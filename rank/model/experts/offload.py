@@ -95,7 +95,7 @@ class Offload:
         if not self.layers:
             return
         stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
-        self.host_bytes = sum(one.host_bytes(dtype) for one in stacks)
+        self.host_bytes = sum(one.host_bytes(dtype, device) for one in stacks)
         self.slot_bytes = sum(one.slot_bytes(dtype, device) for one in stacks)
         self._count()
         for one in stacks:
@@ -105,8 +105,10 @@ class Offload:
         """Before the weights are loaded: these ranks of the node hold the same experts. Collective over the group."""
         stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
         if stacks:
-            self._node = NodeCopy(stacks, [one.host_bytes(self.dtype) for one in stacks], group)
+            self._node = NodeCopy(stacks, [one.host_bytes(self.dtype, self.device) for one in stacks], group)
             self.sharers = group.size if self._node.memory is not None else 1
+        else:
+            self.sharers = group.size
 
     def keep(self, module: ShardedModule) -> None:
         """Once a module is loaded."""
@@ -168,6 +170,10 @@ class Offload:
         """As they lie in host memory: what the device has no form of, dequantised."""
         return held if self.device.type != "cuda" or gpu_form.supports(held) else plain(held, self.dtype)
 
+    def _stays(self, x: Tensor) -> bool:
+        """Whether it is pinned, or would be there twice if it was copied."""
+        return x.is_pinned() or (self._node is not None and self._node.holds(x))
+
     def _stack(self, layer: FusedExperts) -> Experts:
         """Its weights, pinned where there is a GPU."""
         both = []
@@ -175,7 +181,7 @@ class Offload:
             held = self._form(one.matrices)
             if self.device.type == "cuda":
                 parts = gpu_form.parts(held)
-                held = parts.of([x if x.is_pinned() else host_memory.pinned(x) for x in parts.tensors])
+                held = parts.of([x if self._stays(x) else host_memory.pinned(x) for x in parts.tensors])
                 one.hold(held)
             both.append(held)
         return Experts(*both)

@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from ....errors import MODEL, USAGE, FatalError
 from ....kernels.moe.moe import Matrices
+from ....kernels.quantized import super_blocks, super_blocks_cuda
 from ....kernels.quantized.stack import padded, stack
 from ..formats import ChooseFormat, MakePart, Part
+from ..formats._in_situ import InSitu
 from ..formats._packed import PackedPart
 from ..shard import Shard, whole_groups
 from ..weights.slicing import Field, ShardedModule, Source
+
+AT_ONCE = 1 << 23  # elements of experts that are encoded at once: of few, a GPU's launches would take most of the time
 
 
 class ExpertLayout(NamedTuple):
@@ -35,6 +39,7 @@ class Stacked(Protocol):
     inputs: Shard
     outputs: tuple[Shard, ...]
     layout: ExpertLayout
+    model_dtype: torch.dtype
 
     @property
     def width(self) -> int: ...
@@ -74,11 +79,12 @@ class StackOfParts:
         self.transposed = weights[0].stored and layer.layout.axes == "eio"
         self.fields = tuple(field._replace(axes=axes[field.name]) for field in weights)
 
-    def take(self, layer: Stacked, expert: int) -> None:
-        """Let the part be this expert's."""
+    def take(self, layer: Stacked, first: int, count: int = 1) -> None:
+        """Let the part be this expert's, or of several, whose outputs follow each other."""
         for field in self.fields:
-            one = layer.get_parameter(field.name).data[expert]
-            one = one.t().contiguous() if self.transposed else one
+            some = layer.get_parameter(field.name).data[first : first + count]
+            some = some.mT.contiguous() if self.transposed else some
+            one = some[0] if count == 1 else some.flatten(0, 1)
             setattr(self.part, field.name, nn.Parameter(one, requires_grad=False))
 
     def drop(self) -> None:
@@ -86,32 +92,35 @@ class StackOfParts:
             delattr(self.part, field.name)
 
     def make(self, layer: Stacked) -> Matrices:
-        def encoded(expert: int) -> list[Tensor]:
-            self.take(layer, expert)
-            made = self.part.encoded()
-            return [layer.in_order(x.unsqueeze(0)).squeeze(0) for x in made]
+        shape = experts, outputs, inputs = layer.experts.width, layer.width, layer.inputs.width
+        at_once = max(1, AT_ONCE // max(1, outputs * inputs)) if isinstance(self.part, InSitu) else 1
 
-        shape = layer.experts.width, layer.width, layer.inputs.width
-        made = stack(cast(Any, self.part.codec), encoded, shape)
+        def encoded(index: int) -> list[Tensor]:
+            count = min(at_once, experts - index * at_once)
+            self.take(layer, index * at_once, count)
+            made = self.part.encoded()
+            return [layer.in_order(x.unflatten(0, (count, -1))).flatten(0, 1) for x in made]
+
+        made = stack(cast(Any, self.part.codec), encoded, shape, at_once)
         self.drop()
         return made
 
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         return self.part.kept_bits(device) * padded(layer.width) / max(layer.width, 1)
 
+    def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
+        """Whether experts in host memory become plain weights, as the device has no form for what CPUs keep."""
+        form = super_blocks.form_of(self.part.codec)
+        return device.type == "cuda" and form is not None and not super_blocks_cuda.takes(layer.inputs.width, form)
+
 
 class OrderedStack(StackOfParts):
     """Of GPTQ with desc_act, where each expert orders its inputs in another way: they are dequantised when they are
-    loaded. Scales are read in the model's dtype, which tells what the weights become."""
-
-    def __init__(self, make_part: MakePart, layer: Stacked, sources: Sequence[Source]):
-        super().__init__(make_part, layer, sources)
-        self.fields = tuple(one._replace(dtype=None) if one.name == "scales" else one for one in self.fields)
+    loaded."""
 
     def make(self, layer: Stacked) -> Tensor:
-        dtype, device = (getattr(layer.get_parameter("scales"), what) for what in ("dtype", "device"))
         shape = layer.experts.width, layer.width, layer.inputs.width
-        made = torch.empty(shape, dtype=dtype, device=device)
+        made = torch.empty(shape, dtype=layer.model_dtype, device=layer.get_parameter("scales").device)
         for expert in range(len(made)):
             self.take(layer, expert)
             made[expert] = cast(Any, self.part).plain()

@@ -1,14 +1,11 @@
 """The gated delta net's convolution and recurrence against the plainest computation: one token at a time, in f64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from phalanx.kernels.recurrent import gated_delta
 from phalanx.kernels.recurrent.gated_delta import DeltaSizes, Gates
 
+from ..interpreter import interpret
 from ..test_compile import Recorder, compile_launch
 from .steps import PUBLISHED, SIZES, Layer, make_rows
 
@@ -105,12 +102,7 @@ def test_gated_norm(dtype, bound, dim):
 
 
 def test_kernels_in_the_interpreter():
-    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "phalanx.tests.kernels.recurrent.steps"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("recurrent.steps", timeout=110)
 
 
 KINDS = [(torch.bfloat16, 90), (torch.float16, 80), (torch.float32, 100)]
@@ -141,12 +133,13 @@ def test_kernels_of_prompts_compile(dtype, arch, monkeypatch):
 
     layer = Layer(PUBLISHED, make_rows([1, 70], [4, 70]), dtype=dtype)
     names = "conv_chunk_kernel", "system_kernel", "state_kernel"
-    compile_all(gated_delta_chunks_triton, names, layer.chunks, arch, monkeypatch)
+    compiled = compile_all(gated_delta_chunks_triton, names, layer.chunks, arch, monkeypatch)
+    assert dtype == torch.float32 or "wgmma" not in compiled["state_kernel"].asm["ptx"], "ptxas 12.8 fails at them"
 
 
 def compile_all(module, names, run, arch, monkeypatch):
     kernels = {name: getattr(module, name) for name in names}
-    launches = {name: Recorder() for name in names}
+    launches, made = {name: Recorder() for name in names}, {}
     for name, recorder in launches.items():
         monkeypatch.setattr(module, name, recorder)
     run()
@@ -154,3 +147,5 @@ def compile_all(module, names, run, arch, monkeypatch):
         ((args, options),) = recorder.found
         compiled = compile_launch(kernels[name], args, options, arch)
         assert compiled.metadata.shared <= 99 << 10, name
+        made[name] = compiled
+    return made

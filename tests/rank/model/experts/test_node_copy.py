@@ -5,10 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.errors import FatalError
+from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ExpertRoom
 from phalanx.rank.model.load import load
+from phalanx.rank.model.weights.dummy import Dummy
 
 from ..test_architectures import MODELS, write
 
@@ -37,6 +40,7 @@ def test_the_same_memory_with_the_same_numbers(made, isq):
     for model, tensors in ranks:
         assert model.offload.sharers == 3
         assert all(torch.equal(mine, want) for mine, want in zip(tensors, alone, strict=True))
+        assert all(model.offload._node.holds(x) for x in tensors) and not model.offload._node.holds(alone[0])
     for of_all in zip(*(tensors for _, tensors in ranks), strict=True):
         of_all[0].view(-1).view(torch.uint8)[-1] ^= 1
         assert all(torch.equal(one, of_all[0]) for one in of_all), "what one changes all see"
@@ -67,9 +71,24 @@ def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
     assert [model.offload.sharers for model, _ in loaded(made, 2)] == [1, 1]
 
 
+def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(made, monkeypatch):
+    gpu, room = torch.device("cuda"), 1_000_000
+
+    def rank(world):
+        grid = mesh.build(world, 1, 1)
+        model = load(made, grid, load_format="dummy")
+        dtypes = torch.float32, torch.float32
+        return load_memory.place_together(model, grid, (ALL, 0), dtypes, gpu, (None, room), Dummy())
+
+    assert len(threads.run(rank, 2)) == 2
+    monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
+    with pytest.raises(FatalError, match="this rank's experts take .* of the host's memory, but 0.00 GB are free"):
+        threads.run(rank, 2)
+
+
 def test_what_is_larger_than_foretold_stays_apart(made, monkeypatch):
     monkeypatch.setattr(node_copy, "SPARE", 0)
-    monkeypatch.setattr("phalanx.rank.model.experts.fused.StackedLinear.host_bytes", lambda self, dtype: 1)
+    monkeypatch.setattr("phalanx.rank.model.experts.fused.StackedLinear.host_bytes", lambda *_: 1)
     (_, first), (_, second) = loaded(made, 2)
     first[0].zero_()
     assert second[0].abs().sum() > 0
