@@ -18,8 +18,6 @@ from ..shard import Shard, whole_groups
 from ..weights.slicing import Field, ShardedModule, Source
 
 AT_ONCE = 1 << 23  # elements of experts that are packed at once: of few, launches would take most of the time
-    1 << 23
-)  # elements of experts that are packed at once: of few, a GPU's launches would take most of the time
 
 
 class ExpertLayout(NamedTuple):
