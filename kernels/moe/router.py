@@ -18,7 +18,7 @@ from ..cpp import ops
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
 ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
-SHARED_ROWS = 8  # tokens that a warp multiplies with one row of the router at once
+TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
@@ -113,10 +113,10 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
         kernel = jit.kernel("route", "choose", x.dtype, **sizes(1, experts, hidden, params, bias is not None))
         kernel((-(-rows // WARPS), 1, 1), WARPS * 32, logits, of_bias, ids, weights, rows, float(params.scale))
         return ids, weights
-    together = next(n for n in (1, 2, 4, SHARED_ROWS) if rows <= n or n == SHARED_ROWS)
+    together = next(n for n in (1, 2, 4, TILE) if rows <= n or n == TILE)
     kernel = jit.kernel("route", "route", x.dtype, **sizes(together, experts, hidden, params, bias is not None))
     arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
-    grid = -(-experts // WARPS), -(-rows // together), 1
+    grid = -(-experts // (16 if together == TILE else WARPS)), -(-rows // together), 1
     kernel(grid, WARPS * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
     return ids, weights
 

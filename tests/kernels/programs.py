@@ -53,8 +53,8 @@ INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 V2_ROUTER = RouterParams(6, normalise=False, scale=16.0, groups=8, top_groups=3, group_top=1)
 V3_ROUTER = RouterParams(8, "sigmoid", corrected=True, scale=2.5, groups=8, top_groups=4)
 PROGRAMS = [
-    ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
-    ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
+    ("norm", dict(T=torch.bfloat16, N=2048, V=8, THREADS=256, PARTS=2, TERMS=8)),
+    ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, TERMS=1)),
     ("layer_norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2, WEIGHT=1, BIAS=1)),
     ("layer_norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, WEIGHT=0, BIAS=0)),
     ("layer_norm", dict(T=torch.float16, N=64, V=8, THREADS=32, PARTS=1, WEIGHT=1, BIAS=0)),

@@ -28,6 +28,12 @@ class Sizes(NamedTuple):
     spread: str = "any"  # any; one: all tokens choose the same; few: most experts are empty
 
 
+def summed(pairs: Tensor, given: tuple[Tensor, ...], held: Held | None = None) -> Tensor:
+    """What kernels leave apart, [T * k, H], of what `make` gave them, as `fused_experts` adds it up."""
+    ids = given[1]
+    return moe.summed(moe.apart(pairs, ids, held), ids)
+
+
 # Counts that are no powers of two, one token, empty experts, all tokens to one, sizes that tiles do not divide.
 CASES = [
     Sizes(1, 2, 5, 64, 32),
@@ -114,16 +120,16 @@ def main() -> None:
         tiles = tilings[i % 2]
         dtype, bound = dtypes[i // 2 % 2]
         given, act = make(sizes, dtype), acts[i % len(acts)]
-        near(moe.grouped(*given, act, tiles=tiles), moe.fused_experts_reference(*given, act), bound)
+        near(summed(moe.grouped(*given, act, tiles=tiles), given), moe.fused_experts_reference(*given, act), bound)
         dtype, bound = dtypes[1 - i // 2 % 2]
         given, act = make(sizes, dtype), acts[-1 - i % len(acts)]
         added = biases(given)._replace(**{"down": None} if i == 2 else {})
-        got = moe.grouped(*given, act, added, tiles)
+        got = summed(moe.grouped(*given, act, added, tiles), given)
         near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
         held = shares(sizes.experts)[i % 3]
         own = share_of(given, held)
         of_own = Biases(*(None if one is None else one[held.first :][: held.size] for one in added))
-        got = moe.grouped(*own, act, of_own, tiles, held)
+        got = summed(moe.grouped(*own, act, of_own, tiles, held), own, held)
         near(got, moe.fused_experts_reference(*own, act, of_own, held), bound * 4)
     check_quantized(tilings)
 
@@ -150,8 +156,8 @@ def check_quantized(tilings: list[Tiling]) -> None:
         dtype, bound = [(torch.float32, 2e-5), (torch.float16, 2e-2)][i % 2]
         plain, (up, down) = quantized(make(sizes, dtype), pairs, unit)
         added = biases(plain) if i % 3 == 0 else moe.UNBIASED
-        got = moe.grouped(*plain[:3], up, down, "clamped_swiglu", added, tilings[i % 2])
-        near(got, moe.grouped(*plain, "clamped_swiglu", added, tilings[i % 2]), bound)
+        got = summed(moe.grouped(*plain[:3], up, down, "clamped_swiglu", added, tilings[i % 2]), plain)
+        near(got, summed(moe.grouped(*plain, "clamped_swiglu", added, tilings[i % 2]), plain), bound)
 
 
 if __name__ == "__main__":

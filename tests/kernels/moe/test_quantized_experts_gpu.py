@@ -65,8 +65,9 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
     x = given.x.to(dtype)
     assert quantized_cuda.supports(x, w13, w2)
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
-    call = moe.fused_experts if not tiles else functools.partial(moe.in_pieces, tiles=tiles)
-    got = [call(x, given.ids, given.weights, w13, w2, act, biases, held) for _ in range(2)]
+    call = moe.expert_terms if not tiles else functools.partial(moe.in_pieces, tiles=tiles)
+    made = [call(x, given.ids, given.weights, w13, w2, act, biases, held) for _ in range(2)]
+    got = [moe.summed(moe.apart(one, given.ids, held) if tiles else one, given.ids) for one in made]
     want = reference(x, given.ids, given.weights, w13, w2, act, biases, held)
     assert got[0].shape == want.shape and got[0].isfinite().all()
     assert ((got[0].double() - want).norm() / want.norm()).item() < bound or (held is not None and not got[0].any())

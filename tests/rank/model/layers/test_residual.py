@@ -334,3 +334,36 @@ def test_names_of_activations():
     assert activation("gelu_fast") == activation("gelu_new")  # the same formula
     with pytest.raises(FatalError, match="'mish' is not supported.*gelu_new"):
         MLP(HIDDEN, INNER, mesh.build(threads_of_one(), 1, 1), act="mish")
+
+
+class Apart:
+    """A summand whose terms are apart, as those of experts on GPUs."""
+
+    matrix = added_bias = None
+
+    def __init__(self, group):
+        self.group = group
+
+    def multiply(self, terms):
+        return terms.sum(1)
+
+    def terms_of(self, terms):
+        return terms
+
+
+def test_a_norm_adds_up_terms_that_are_apart():
+    def run(grid):
+        down, norm, value, x = parts(grid)
+        terms = torch.randn(ROWS, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
+        found = []
+        for more in ((), ((down, x),)):
+            for scale in (1.0, 0.5):
+                made = residual.Partial((Apart(grid.tensor), terms), *more, scale=scale)
+                want = terms.sum(1) + (down.multiply(x) if more else 0)
+                normed, stream = made.add_norm(value.clone(), norm)
+                torch.testing.assert_close(stream, value + want * scale)
+                torch.testing.assert_close(normed, rms_norm(stream, norm.rms_weight, norm.eps))
+                found += [normed, stream]
+        return found
+
+    world(run)
