@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from ..activation.activation import gated_activation
 from ..cpp import ops
+from . import target
 
 MOST_ROWS = 64
 BLOCK = 16  # outputs that lie together, as in blocks.h
@@ -33,8 +34,8 @@ class Blocks(NamedTuple):
 
 
 def takes(x: Tensor) -> bool:
-    """Whether operations read x [O, I], weights or codes."""
-    return x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
+    """Whether operations read x [O, I], weights or codes, once it is where `target` says."""
+    return target.of(x) == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
 
 
 def supports(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..cpp import ops
+from . import target
 
 SOURCE = "e4m3_cpu"
 MOST_ROWS = 64
@@ -36,7 +37,7 @@ class Packed(NamedTuple):
 
 def takes(codes: Tensor, unit: int) -> bool:
     """Whether operations read codes [O, I], of which `unit` inputs share a scale."""
-    if codes.device.type != "cpu" or not codes.numel() or unit % STEP or not ops.available():
+    if target.of(codes) != "cpu" or not codes.numel() or unit % STEP or not ops.available():
         return False
     return not bool(((codes & NAN) == NAN).any())  # read as f16, they would be numbers
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, panels, pieces_cuda, q8_0_cpu, q8_0_cuda
+from . import blocks_cpu, panels, pieces_cuda, q8_0_cpu, q8_0_cuda, target
 from .q8_0_cpu import GROUP
 
 BITS = 8.5  # of a weight with its share of the scale
@@ -89,8 +89,8 @@ def kept_bits(inputs: int, device: torch.device) -> float:
 
 
 def pack(codes: Tensor, scales: Tensor) -> Packed:
-    """What `linear` likes best on their device."""
-    if codes.is_cuda:
+    """What `linear` likes best on the device that reads it (target.py)."""
+    if target.of(codes) == "cuda":
         return q8_0_cuda.pack(codes, scales)
     return q8_0_cpu.pack(codes, scales) if q8_0_cpu.takes(codes) else Encoded(codes, scales)
 

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import host_memory
+from . import target
+
 BLOCK = 16  # outputs that packed forms keep together
 Encoded = Callable[[int], Sequence[Tensor]]  # the encoded tensors of the next n experts, [n * O, ...] each
 
@@ -59,39 +62,60 @@ def padded(outputs: int) -> int:
     return -(-outputs // BLOCK) * BLOCK
 
 
-def stack(codec: Codec, encoded: Encoded, shape: tuple[int, int, int], at_once: int = 1) -> Stack:
+def stack(
+    codec: Codec, encoded: Encoded, shape: tuple[int, int, int], at_once: int = 1, in_host: bool = False
+) -> Stack:
     """Packs so many experts after the others, the last perhaps fewer, so that no more of them are there twice.
 
-    encoded: of the i-th of these parts, from 0 on.
+    encoded: of the i-th of these parts, from 0 on. in_host: the stack is for CPUs, in host memory, whatever the device
+    that encodes and packs; pinned, where that is a GPU.
     """
     for form in getattr(codec, "FORMS", (codec.pack,)):
-        packed = _packed(form, encoded, shape, at_once)
+        packed = _packed(form, encoded, shape, at_once, in_host)
         if packed is not None:
             return Stack(codec, packed, shape)
     raise ValueError(f"{codec} packs the weights of {shape[0]} experts into several forms")
 
 
-def _packed(form: Callable[..., Any], encoded: Encoded, shape: tuple[int, int, int], at_once: int) -> Any:
+def _packed(
+    form: Callable[..., Any], encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool
+) -> Any:
     """None: not all experts' weights have one form."""
     made: Any = None
     room: list[Any] = []
     experts, room_of_one = shape[0], padded(shape[1])
     for first in range(0, experts, at_once):
         count = min(at_once, experts - first)
-        whole = form(*(_filled(x, count, room_of_one) for x in encoded(first // at_once)))
+        filled = [_filled(x, count, room_of_one) for x in encoded(first // at_once)]
+        with target.packed_for("cpu" if in_host else ""):
+            whole = form(*filled)
         one = type(whole)(*(x.unflatten(0, (count, -1)) if isinstance(x, Tensor) else x for x in whole))
         if "outputs" in one._fields:
             one = one._replace(outputs=room_of_one)
         if made is None:
             made = one
-            room = [x.new_empty(experts, *x.shape[1:]) if isinstance(x, Tensor) else x for x in one]
+            room = [_room(x, experts, in_host) if isinstance(x, Tensor) else x for x in one]
         if not _alike(one, made):
+            _wait(made, in_host)
             return None
         for to, x in zip(room, one, strict=True):
             if isinstance(x, Tensor):
-                to[first : first + count] = x
+                to[first : first + count].copy_(x, non_blocking=True)
+    _wait(made, in_host)
     stacked = type(made)(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in room))
     return stacked._replace(outputs=experts * room_of_one) if "outputs" in stacked._fields else stacked
+
+
+def _room(x: Tensor, experts: int, in_host: bool) -> Tensor:
+    """Memory for all experts' tensors like x [n, ...]."""
+    shape = experts, *x.shape[1:]
+    return host_memory.zeros(shape, x.dtype, pin=True) if in_host and x.is_cuda else x.new_empty(shape)
+
+
+def _wait(made: Any, in_host: bool) -> None:
+    """Until copies from a GPU to the host are done."""
+    if in_host and any(isinstance(x, Tensor) and x.is_cuda for x in made):
+        torch.cuda.synchronize()
 
 
 def _filled(x: Tensor, count: int, outputs: int) -> Tensor:

@@ -41,14 +41,21 @@ def place(
         offload = model.offload = Offload(fused, experts, dtype, device)
         host = offload.host_bytes // sharers
         need = offload.resident_bytes + (host if device.type == "cpu" else 0)
-        read = max((one.plain_bytes(stored) for one in model.sharded_modules() if one.in_host), default=0)
-        host_room = left_of_host(host + read, "experts", device, host_room)
+        there, here = (_read(model, stored, packed_there) for packed_there in (True, False))
+        need -= min(there, offload.resident_bytes)  # resident sets get memory when nothing is read any more
+        host_room = left_of_host(host + here, "experts", device, host_room)
     if layers:
         whole = {int(index): layer for index, layer in model.model.layers.items()}
         parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
         need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
     return need, host_room
+
+
+def _read(model: Model, stored: torch.dtype, packed_there: bool) -> int:
+    """The most bytes that are read but not yet encoded of a module in host memory, on the device or on the host."""
+    some = (one for one in model.sharded_modules() if one.in_host and one.packed_there == packed_there)
+    return max((one.plain_bytes(stored) for one in some), default=0)
 
 
 def place_together(
@@ -122,7 +129,8 @@ def weight_memory(
     encoded."""
 
     def plain_bytes(module: ShardedModule) -> int:
-        return 0 if module.in_host and device.type == "cuda" else module.plain_bytes(stored)
+        here = module.in_host and not module.packed_there and device.type == "cuda"
+        return 0 if here else module.plain_bytes(stored)
 
     kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared and not module.in_host)
     if isinstance(source, Striped):

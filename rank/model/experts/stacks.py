@@ -13,12 +13,11 @@ from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import super_blocks, super_blocks_cuda
 from ....kernels.quantized.stack import padded, stack
 from ..formats import ChooseFormat, MakePart, Part
-from ..formats._in_situ import InSitu
 from ..formats._packed import PackedPart
 from ..shard import Shard, whole_groups
 from ..weights.slicing import Field, ShardedModule, Source
 
-AT_ONCE = 1 << 23  # elements of experts that are encoded at once: of few, a GPU's launches would take most of the time
+AT_ONCE = 1 << 23  # elements of experts that are packed at once: of few, launches would take most of the time
 
 
 class ExpertLayout(NamedTuple):
@@ -40,6 +39,7 @@ class Stacked(Protocol):
     outputs: tuple[Shard, ...]
     layout: ExpertLayout
     model_dtype: torch.dtype
+    in_host: bool
 
     @property
     def width(self) -> int: ...
@@ -65,6 +65,8 @@ class StoredStack(Protocol):
 
 class StackOfParts:
     """A stack in a format of linears. What makes a linear's part makes each expert's, from its slices of the stack."""
+
+    packs_for_host = True  # on a GPU as well
 
     def __init__(self, make_part: MakePart, layer: Stacked, sources: Sequence[Source]):
         """Raises FatalError where tensor parallelism parts what is stored as one."""
@@ -93,7 +95,7 @@ class StackOfParts:
 
     def make(self, layer: Stacked) -> Matrices:
         shape = experts, outputs, inputs = layer.experts.width, layer.width, layer.inputs.width
-        at_once = max(1, AT_ONCE // max(1, outputs * inputs)) if isinstance(self.part, InSitu) else 1
+        at_once = max(1, AT_ONCE // max(1, outputs * inputs)) if self.part.rows_apart else 1
 
         def encoded(index: int) -> list[Tensor]:
             count = min(at_once, experts - index * at_once)
@@ -101,7 +103,7 @@ class StackOfParts:
             made = self.part.encoded()
             return [layer.in_order(x.unflatten(0, (count, -1))).flatten(0, 1) for x in made]
 
-        made = stack(cast(Any, self.part.codec), encoded, shape, at_once)
+        made = stack(cast(Any, self.part.codec), encoded, shape, at_once, layer.in_host)
         self.drop()
         return made
 
@@ -117,6 +119,8 @@ class StackOfParts:
 class OrderedStack(StackOfParts):
     """Of GPTQ with desc_act, where each expert orders its inputs in another way: they are dequantised when they are
     loaded."""
+
+    packs_for_host = False
 
     def make(self, layer: Stacked) -> Tensor:
         shape = layer.experts.width, layer.width, layer.inputs.width

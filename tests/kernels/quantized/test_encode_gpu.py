@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from phalanx.kernels.quantized import scale_search
+from phalanx.kernels.quantized.stack import stack
 
 from . import search_cases
 from .test_super_blocks import ERRORS
@@ -33,3 +34,19 @@ def test_weights(name):
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "q5_0", "q4_0", "e4m3"])
 def test_stacks(name, outputs):
     search_cases.check_stack(importlib.import_module(f"phalanx.kernels.quantized.{name}"), outputs, "cuda")
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q2_k", "q8_0", "q5_0", "q4_0", "e4m3"])
+def test_stacks_for_the_host(name, at_once):
+    codec = importlib.import_module(f"phalanx.kernels.quantized.{name}")
+    weights = torch.randn(3, 40, 512, device="cuda")
+
+    def encoded(index, device):
+        return [x.to(device) for x in codec.encode(weights[index * at_once :][:at_once].flatten(0, 1))]
+
+    made = stack(codec, lambda index: encoded(index, "cuda"), weights.shape, at_once, in_host=True)
+    want = stack(codec, lambda index: encoded(index, "cpu"), weights.shape, at_once)
+    assert type(made.packed) is type(want.packed)
+    for one, other in zip(made.tensors, want.tensors, strict=True):
+        assert one.is_pinned() and torch.equal(one, other)
