@@ -111,7 +111,10 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
     for name, stacks in layers.quantized.items():
         pairs = [(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
         versions[name] = [partial(moe.expert_terms, *one) for one in pairs]
-        for tiles in (1, 2, 4, 8) if rows * layers.shape.top_k <= 64 * layers.shape.experts else ():
+        many = rows * layers.shape.top_k > 64 * layers.shape.experts
+        if many:
+            versions[f"{name}, dequantised"] = [partial(moe.grouped, *one) for one in pairs]
+        for tiles in (8,) if many else (1, 2, 4, 8):
             versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, *one, tiles=tiles) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)

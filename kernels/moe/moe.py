@@ -19,7 +19,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import expert_gemm, experts_cpu, quantized_cuda
+from . import dequantized, expert_gemm, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
@@ -120,7 +120,9 @@ def expert_terms(
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
     if isinstance(w13, Stack) and isinstance(w2, Stack) and quantized_cuda.supports(x, w13, w2):
-        return apart(in_pieces(x, ids, weights, w13, w2, act, biases, held), ids, held)
+        most = dequantized.LEAST_PAIRS * (held.total if held else w13.shape[0])
+        way = in_pieces if ids.numel() <= most else grouped
+        return apart(way(x, ids, weights, w13, w2, act, biases, held=held), ids, held)
     w13, w2 = plain(w13, x.dtype), plain(w2, x.dtype)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in biases):
         return apart(grouped(x, ids, weights, w13, w2, act, biases, held=held), ids, held)
@@ -347,18 +349,28 @@ def grouped(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Plain,
-    w2: Plain,
+    w13: Matrices,
+    w2: Matrices,
     act: str = "silu",
     biases: Biases = UNBIASED,
     tiles: Tiling | None = None,
     held: Held | None = None,
 ) -> Tensor:
-    """`pipelined` of any number of pairs, by Triton. tiles: chosen unless given."""
+    """`pipelined` of any number of pairs, by Triton; what is packed becomes plain some experts at a time. tiles: chosen
+    unless given."""
     from . import moe_triton
 
     experts = w13.shape[0]
     tiles = tiles or tiling(ids.numel(), held.total if held else experts, x.dtype)
     groups = group(ids, experts, tiles.up.rows, held)
-    h = moe_triton.expert_up(x, ids, weights, w13, groups, ACTIVATIONS.index(act), tiles.up, biases.up)
-    return moe_triton.expert_down(h, w2, groups, tiles.down, weights, biases.down)
+    number, dtype = ACTIVATIONS.index(act), x.dtype
+    h, y = x.new_empty(ids.numel(), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
+    dequantized.by_parts(
+        w13, groups, biases.up, dtype,
+        lambda some, mine, bias: moe_triton.expert_up(x, ids, weights, some, mine, number, tiles.up, bias, h),
+    )  # fmt: skip
+    dequantized.by_parts(
+        w2, groups, biases.down, dtype,
+        lambda some, mine, bias: moe_triton.expert_down(h, some, mine, tiles.down, weights, bias, y),
+    )  # fmt: skip
+    return y

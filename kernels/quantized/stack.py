@@ -51,9 +51,13 @@ class Stack(NamedTuple):
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """All weights [E, O, I], contiguous."""
-        experts, outputs, inputs = self.shape
+        return self.some(0, self.shape[0], dtype)
+
+    def some(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Experts first to last: [last - first, O, I], contiguous."""
+        _, outputs, inputs = self.shape
         room = padded(outputs)
-        whole = self.codec.dequantize(self.packed, dtype, 0, experts * room).view(experts, room, inputs)
+        whole = self.codec.dequantize(self.packed, dtype, first * room, last * room).view(-1, room, inputs)
         return whole[:, :outputs].contiguous()
 
 

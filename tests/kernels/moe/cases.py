@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS
-from phalanx.kernels.moe import moe
+from phalanx.kernels.moe import dequantized, moe
 from phalanx.kernels.moe.moe import Biases, Held, TileConfig, Tiling
-from phalanx.kernels.quantized import floats
+from phalanx.kernels.quantized import floats, q8_0
 from phalanx.kernels.quantized.floats import Floats
+from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
 from ..attention.decoding import mend_interpreter
@@ -132,6 +133,7 @@ def main() -> None:
         got = summed(moe.grouped(*own, act, of_own, tiles, held), own, held)
         near(got, moe.fused_experts_reference(*own, act, of_own, held), bound * 4)
     check_quantized(tilings)
+    check_dequantized(tilings[0])
 
 
 def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, tuple[Floats, Floats]]:
@@ -158,6 +160,28 @@ def check_quantized(tilings: list[Tiling]) -> None:
         added = biases(plain) if i % 3 == 0 else moe.UNBIASED
         got = summed(moe.grouped(*plain[:3], up, down, "clamped_swiglu", added, tilings[i % 2]), plain)
         near(got, summed(moe.grouped(*plain, "clamped_swiglu", added, tilings[i % 2]), plain), bound)
+
+
+def encoded(weight: Tensor) -> Stack:
+    """A stack of weights [E, O, I]."""
+    experts, outputs, inputs = weight.shape
+    return stack(q8_0, lambda e: q8_0.encode(weight[e].nan_to_num(0)), (experts, outputs, inputs))
+
+
+def check_dequantized(tiles: Tiling) -> None:
+    """Packed experts, some at a time, make the bits of plain ones, also where a rank has some of them."""
+    for i, elements in enumerate((1, 3 * 64 * 64, dequantized.AT_ONCE)):
+        dequantized.AT_ONCE = elements
+        given = make(Sizes(20, 3, 7, 64, 32, "few" if i else "any"), torch.float32)
+        added = biases(given._replace(w13=given.w13.nan_to_num(0), w2=given.w2.nan_to_num(0))) if i else moe.UNBIASED
+        held = Held(0, 7, 9) if i == 1 else None
+        up, down = encoded(given.w13), encoded(given.w2)
+        plain = up.plain(torch.float32), down.plain(torch.float32)
+        got, want = (
+            summed(moe.grouped(*given[:3], *both, "silu", added, tiles, held), given, held)
+            for both in ((up, down), plain)
+        )
+        assert torch.equal(got, want)
 
 
 if __name__ == "__main__":
