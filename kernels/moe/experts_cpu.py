@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .moe import Biases, Held, Matrices
 
 SOURCE, PLAIN_SOURCE = "experts_cpu", "host_experts"
-TILE = 16  # rows of a tile of AMX, as in gemm_tiles.h
+TILE, PAIRED_ROWS = 16, 4  # rows of a tile of AMX, and an expert's from which on tiles take it, as in gemm_tiles.h
 MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
 MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 
@@ -91,7 +91,8 @@ def plain_linear(
     _, outputs, inputs = stack.shape
     calls: ops.Calls = ()
     paired = None
-    if x.dtype == torch.bfloat16 and ops.has(PLAIN_SOURCE, "pair_rows"):  # by tiles
+    many = scratch.tokens >= PAIRED_ROWS  # else no expert has rows for tiles
+    if many and x.dtype == torch.bfloat16 and ops.has(PLAIN_SOURCE, "pair_rows"):
         paired = scratch.empty(x, (len(x) // TILE + len(at) + 1, TILE * inputs), x.dtype)
         calls = ((ops.op(PLAIN_SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
     of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs

@@ -94,3 +94,11 @@ def test_layers_share_memory(tiled, isa):
         pairs = step_of(5)
         first, second = calls_of(pairs, codec), calls_of(pairs, codec)
         assert first[1] == second[1], codec
+
+
+@pytest.mark.parametrize("isa", TILES)
+def test_few_tokens_are_not_brought_into_pairs(tiled, isa):
+    tiled(isa)
+    for tokens, times in ((3, 0), (4, 2)):
+        names = [one.name for one, _ in calls_of(step_of(tokens))[0]]
+        assert names.count("pair_rows") == times
