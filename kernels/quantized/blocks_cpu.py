@@ -19,7 +19,7 @@ from . import target
 MOST_ROWS = 64
 BLOCK = 16  # outputs that lie together, as in blocks.h
 RUN = 32  # inputs that lie together
-DIGITS = {torch.float32: 124, torch.bfloat16: 92}  # bytes of a run of a row in digits, as in digits.h
+RUN_BYTES = {torch.float32: 124, torch.bfloat16: 92}  # of a row in digits, with its Sums, as in digits.h
 
 
 class Blocks(NamedTuple):
@@ -35,7 +35,8 @@ class Blocks(NamedTuple):
 
 
 def takes(x: Tensor) -> bool:
-    """Whether operations read x [O, I], weights or codes, once it is where `target` says."""
+    """Whether what is packed of x [O, I], weights or codes, will be read by operations: on the device that `target` names.
+    Not whether they may read x itself now, which `ops.takes` says: x may still lie on a GPU."""
     return target.of(x) == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
 
 
@@ -60,7 +61,7 @@ def blocked(numbers: Tensor, width: int) -> Tensor:
 
 
 def _digits(x: Tensor, inputs: int, scratch: Scratch) -> Tensor:
-    return scratch.empty(x, (len(x), inputs // RUN * DIGITS[x.dtype]), torch.uint8)
+    return scratch.empty(x, (len(x), inputs // RUN * RUN_BYTES[x.dtype]), torch.uint8)
 
 
 def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) -> Tensor:
