@@ -90,9 +90,13 @@ def place_together(
         offload.share(group)
 
     def again() -> int:
-        if offload.sharers < several:  # they cannot map each other's memory
-            left_of_host(offload.host_bytes, "experts", device, host_room)
-        return need
+        if offload.sharers == several:
+            return need
+        left_of_host(offload.host_bytes, "experts", device, host_room)  # they cannot map each other's memory
+        more = offload.host_bytes - offload.host_bytes // several if device.type == "cpu" else 0
+        if more:
+            check(need + more, room, source, None, device)
+        return need + more
 
     return together(mesh.world, again)
 

@@ -1,6 +1,7 @@
 """Replicas of one node have their experts in host memory once."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -71,19 +72,29 @@ def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
     assert [model.offload.sharers for model, _ in loaded(made, 2)] == [1, 1]
 
 
-def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(made, monkeypatch):
-    gpu, room = torch.device("cuda"), 1_000_000
+@pytest.mark.parametrize("device, told", [
+    ("cuda", "this rank's experts take .* of the host's memory, but 0.00 GB are free"),
+    ("cpu", "this rank's weights take .* GB, but for it 0.00 GB are free"),
+])  # fmt: skip
+def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(made, monkeypatch, device, told):
+    where, dtypes = torch.device(device), (torch.float32, torch.float32)
 
-    def rank(world):
+    def rank(world, room=None):
         grid = mesh.build(world, 1, 1)
         model = load(made, grid, load_format="dummy")
-        dtypes = torch.float32, torch.float32
-        return load_memory.place_together(model, grid, (ALL, 0), dtypes, gpu, (None, room), Dummy())
+        rooms = (room, None) if device == "cpu" else (None, room)
+        need = load_memory.place_together(model, grid, (ALL, 0), dtypes, where, rooms, Dummy())
+        return need, model.offload.host_bytes
 
-    assert len(threads.run(rank, 2)) == 2
+    ((need, experts), _) = threads.run(rank, 2)
+    room = need if device == "cpu" else 1_000_000
+    assert threads.run(partial(rank, room=room), 2) == [(need, experts)] * 2
     monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
-    with pytest.raises(FatalError, match="this rank's experts take .* of the host's memory, but 0.00 GB are free"):
-        threads.run(rank, 2)
+    with pytest.raises(FatalError, match=told):
+        threads.run(partial(rank, room=room), 2)
+    if device == "cpu":
+        more = experts - experts // 2
+        assert threads.run(partial(rank, room=need + more), 2) == [(need + more, experts)] * 2
 
 
 def test_what_is_larger_than_foretold_stays_apart(made, monkeypatch):
