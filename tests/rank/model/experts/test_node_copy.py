@@ -2,10 +2,11 @@
 
 from collections import Counter
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
-from phalanx.comm import mesh, threads
+from phalanx.comm import hosts, mesh, threads
 from phalanx.errors import FatalError
 from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
@@ -63,9 +64,9 @@ def test_each_part_of_the_model_is_shared_by_the_ranks_that_have_it(made, tp, pp
 
 
 def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
-    """Also where they are told apart by nothing but that they cannot open each other's memory."""
-    names = {}
-    monkeypatch.setattr(node_copy.platform, "node", lambda: names.setdefault(len(names), f"node{len(names) // 2}"))
+    """Also of equal names, and where nothing tells them apart but that they cannot open each other's memory."""
+    asked = count()
+    monkeypatch.setattr(hosts, "_boot_id", lambda: f"boot{next(asked) // 2}")
     found = Counter(model.offload.sharers for model, _ in loaded(made, 4))
     assert found == {2: 4}
     monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
