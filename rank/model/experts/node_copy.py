@@ -32,9 +32,11 @@ def sharers(mesh: Mesh) -> HostComm | None:
     of_replica = mesh.tensor.size * mesh.pipe.size
     if mesh.world.size == of_replica:
         return None
-    hosts = name_hosts(mesh.world)
-    color = hosts.index(hosts[mesh.world.rank]) * of_replica + mesh.world.rank % of_replica
-    group = mesh.world.split(color, mesh.world.rank)
+    group = mesh.groups.get("sharers")
+    if group is None:  # on all ranks
+        hosts = name_hosts(mesh.world)
+        color = hosts.index(hosts[mesh.world.rank]) * of_replica + mesh.world.rank % of_replica
+        group = mesh.groups["sharers"] = mesh.world.split(color, mesh.world.rank)
     return group if group.size > 1 else None
 
 

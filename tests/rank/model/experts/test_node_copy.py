@@ -1,5 +1,6 @@
 """Replicas of one node have their experts in host memory once."""
 
+import dataclasses
 from collections import Counter
 from functools import partial
 from itertools import count
@@ -71,6 +72,17 @@ def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
     assert found == {2: 4}
     monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
     assert [model.offload.sharers for model, _ in loaded(made, 2)] == [1, 1]
+
+
+def test_a_job_makes_the_group_once():
+    """Also where each model's expert degree is measured, and the mesh made anew."""
+
+    def rank(world):
+        grid = mesh.build(world, 1, 1, ep=0)
+        groups = [node_copy.sharers(one) for one in (grid, grid, dataclasses.replace(grid, ep=1))]
+        return [one is groups[0] and one.size == 2 for one in groups]
+
+    assert threads.run(rank, 2) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("device, told", [
