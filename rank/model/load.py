@@ -161,6 +161,7 @@ def _attach(model: Model, world: HostComm) -> None:
     """Prepare what is in host memory, once it is there. Collective over world."""
     told = []
     if model.offload is not None:  # on all ranks or none
+        world.barrier()  # striped loading ends on one rank before the others have filled their parts of what they share
         load_memory.together(world, model.offload.pin)  # they measure at the same time, and no rank pins meanwhile
         told.append(model.offload.attach())
     if model.layer_offload is not None:

@@ -1,6 +1,7 @@
 """Replicas of one node have their experts in host memory once."""
 
 import dataclasses
+import threading
 from collections import Counter
 from functools import partial
 from itertools import count
@@ -9,10 +10,11 @@ import pytest
 import torch
 from phalanx.comm import hosts, mesh, threads
 from phalanx.errors import FatalError
+from phalanx.rank.model import load as load_module
 from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.experts.offload import ExpertRoom, Offload
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights.dummy import Dummy
 
@@ -108,6 +110,24 @@ def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(mad
     if device == "cpu":
         more = experts - experts // 2
         assert threads.run(partial(rank, room=need + more), 2) == [(need + more, experts)] * 2
+
+
+def test_no_rank_pins_before_all_have_filled_their_parts(made, monkeypatch):
+    pin, fill, first, early = Offload.pin, load_module._fill, threading.Event(), []
+
+    def pinned(self):
+        first.set()
+        return pin(self)
+
+    def filled(*args):
+        fill(*args)
+        if threading.current_thread().name == "rank-1":
+            early.append(first.wait(0.2))
+
+    monkeypatch.setattr(Offload, "pin", pinned)
+    monkeypatch.setattr(load_module, "_fill", filled)
+    loaded(made, 2, way="striped")
+    assert early == [False] and first.is_set()
 
 
 def test_what_is_larger_than_foretold_stays_apart(made, monkeypatch):
