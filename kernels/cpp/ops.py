@@ -99,8 +99,8 @@ def libraries() -> dict[str, ctypes.CDLL]:
         except compiler.CompileError as error:
             refused.append(error)
         else:
-            for error in refused:
-                log.warning("kernels are compiled for %s: %s", isa, error)
+            for one in refused:
+                log.warning("kernels are compiled for %s: %s", isa, one)
             return found
     raise refused[-1]
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .moe import Groups
 
 ROWS = 8  # pairs of an item
-# Per expert. Of 4, Triton's tiles take 2 % less of a step of Qwen3-30B-A3B, of 16 they take 9 % less (H200, 2026-11-25).
+# Per expert. Of 4, Triton's tiles take 2 % less of a step of Qwen3-30B-A3B, of 16 they take 9 % less (H200,
+# 2026-11-25).
 MOST_PAIRS = 3
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 12
