@@ -31,6 +31,12 @@ FIRST = (
 gc.disable()
 
 
+def pytest_sessionstart(session):
+    config = session.config
+    if not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no":
+        gc.enable()  # xdist's controller collects nothing
+
+
 def pytest_collection_finish():
     gc.freeze()  # none of it is looked at again, either
     gc.enable()

@@ -322,8 +322,8 @@ def pipelined(
     outputs: of an item of both GEMMs; chosen unless given."""
     outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
     groups = group(ids, len(w13), expert_gemm.ROWS, held)
-    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(expert_gemm.ROWS, outputs[0]))
-    return expert_gemm.expert_down(h, w2, groups, ItemConfig(expert_gemm.ROWS, outputs[1]))
+    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0]))
+    return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
 
 
 def in_pieces(

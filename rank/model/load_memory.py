@@ -8,7 +8,7 @@ import torch
 
 from ...comm.base import HostComm
 from ...comm.mesh import Mesh
-from ...errors import MEMORY, FatalError
+from ...errors import MEMORY, FatalError, lacks_memory
 from .base import Model
 from .experts.fused import FusedExperts
 from .experts.node_copy import sharers
@@ -90,9 +90,13 @@ def place_together(
         offload.share(group)
 
     def again() -> int:
-        if offload.sharers < several:  # they cannot map each other's memory
-            left_of_host(offload.host_bytes, "experts", device, host_room)
-        return need
+        if offload.sharers == several:
+            return need
+        left_of_host(offload.host_bytes, "experts", device, host_room)  # they cannot map each other's memory
+        more = offload.host_bytes - offload.host_bytes // several if device.type == "cpu" else 0
+        if more:
+            check(need + more, room, source, None, device)
+        return need + more
 
     return together(mesh.world, again)
 
@@ -108,7 +112,9 @@ def together(world: HostComm, work: Callable[[], int]) -> int:
     stop: Exception | None = None
     try:
         made = work()
-    except (FatalError, MemoryError, torch.OutOfMemoryError) as error:
+    except Exception as error:
+        if not (isinstance(error, FatalError) or lacks_memory(error)):
+            raise
         stop = error
     refused = int(world.all_reduce(torch.tensor([int(stop is not None)])))
     if stop is not None:
@@ -138,10 +144,9 @@ def weight_memory(
     return kept + max(map(plain_bytes, modules), default=0)
 
 
-def too_large(need: int, text: str, device: torch.device) -> FatalError:
-    where = "on its GPU" if device.type == "cuda" else "for it"
+def too_large(need: int, text: str) -> FatalError:
     return FatalError(
-        f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp), a narrower "
+        f"this rank's weights take {need / 1e9:.2f} GB, but {text}: use more ranks (--tp, --pp), a narrower "
         "--dtype or --isq; `phalanx fit` shows what fits",
         MEMORY,
     )
@@ -153,7 +158,8 @@ def check(
     """Raise FatalError where the weights do not fit, or what brings them: without that the kernel would kill the rank
     while it loads. room, host_room: free bytes of the device and of a GPU's host; None: unlimited."""
     if room is not None and need > room:
-        raise too_large(need, f"{room / 1e9:.2f} GB are free", device)
+        where = "on its GPU" if device.type == "cuda" else "for it"
+        raise too_large(need, f"{where} {room / 1e9:.2f} GB are free")
     left = room - need if device.type == "cpu" and room is not None else host_room
     if isinstance(source, Striped) and left is not None and source.buffers > left:
         raise FatalError(

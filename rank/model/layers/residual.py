@@ -225,11 +225,10 @@ class Normed:
         stream, x, by = self.stream, self.stream.pending, self.norm.rms_weight
         if self._value is not None or self._work is not None or not isinstance(x, Partial) or x.group.size > 1:
             return None
-        if by is None:
+        # Asked before the part is made, which the kernel of the norm may add up from its terms.
+        if by is None or not skinny.supports_norm(stream.value, stream.value, by, weight, bias):
             return None
         part = x.local()
-        if not skinny.supports_norm(part, stream.value, by, weight, bias):
-            return None
         stream.pending = None
         y, stream.value = skinny.normed_linear(part, stream.value, by, self.norm.eps, weight, gate, bias)
         return y

@@ -342,12 +342,14 @@ class Apart:
     matrix = added_bias = None
 
     def __init__(self, group):
-        self.group = group
+        self.group, self.asked = group, []
 
     def multiply(self, terms):
+        self.asked.append("sum")
         return terms.sum(1)
 
     def terms_of(self, terms):
+        self.asked.append("terms")
         return terms
 
 
@@ -365,5 +367,20 @@ def test_a_norm_adds_up_terms_that_are_apart():
                 torch.testing.assert_close(normed, rms_norm(stream, norm.rms_weight, norm.eps))
                 found += [normed, stream]
         return found
+
+    world(run)
+
+
+def test_a_linear_leaves_terms_to_the_norm_that_it_does_not_fuse():
+    def run(grid):
+        up, norm = filled(ColumnParallel(whole(HIDDEN), (whole(INNER),), bias=False)), filled(AddRMSNorm(HIDDEN, 1e-5))
+        generator = torch.Generator().manual_seed(1)
+        value, terms = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(ROWS, 3, HIDDEN, generator=generator)
+        stream, apart = ResidualStream(value.clone()), Apart(grid.tensor)
+        stream.add(residual.Partial((apart, terms)))
+        found = up(norm(stream))
+        assert apart.asked == ["terms"]
+        torch.testing.assert_close(found, up(rms_norm(value + terms.sum(1), norm.rms_weight, norm.eps)))
+        return [found]
 
     world(run)
