@@ -35,8 +35,8 @@ class Blocks(NamedTuple):
 
 
 def takes(x: Tensor) -> bool:
-    """Whether what is packed of x [O, I], weights or codes, will be read by operations: on the device that `target` names.
-    Not whether they may read x itself now, which `ops.takes` says: x may still lie on a GPU."""
+    """Whether operations will read what is packed of x [O, I], weights or codes. `target` says on which device that
+    is. x itself may still lie on a GPU: whether operations may read it now, `ops.takes` says."""
     return target.of(x) == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
 
 
