@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
+from ..cpp.scratch import Scratch
 from ..quantized import blocks_cpu, e4m3_cpu
 from ..quantized.stack import Stack
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .moe import Biases, Held, Matrices
 
 SOURCE, PLAIN_SOURCE = "experts_cpu", "host_experts"
-TILE = 16  # rows of a tile of AMX, as in gemm_tiles.h
+TILE, PAIRED_ROWS = 16, 4  # rows of a tile of AMX, and an expert's from which on tiles take it, as in gemm_tiles.h
 MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
 MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 
@@ -56,13 +57,13 @@ def experts(
     order, place, ends = (torch.empty(n, dtype=torch.int32) for n in (pairs, pairs, count + 1))
     rows, up, inner = x.new_empty(pairs, hidden), x.new_empty(pairs, both), x.new_empty(pairs, both // 2)
     down, y = x.new_empty(pairs, hidden), x.new_empty(tokens, hidden)
-    first = held.first if held else 0
+    first, scratch = held.first if held else 0, Scratch(tokens)
     ops.run(
         (ops.op(SOURCE, "experts_sort"), (ids, order, place, ends, pairs, count, first)),
         (ops.typed(SOURCE, "experts_gather", x.dtype), (x, order, rows, pairs, top, hidden, x.stride(0))),
-        *linear(rows, w13, (count, both), ends, biases.up, up),
+        *linear(rows, w13, (count, both), ends, biases.up, up, scratch),
         (ops.typed("activation", f"gated_{act}", x.dtype), (up, inner, pairs, both // 2)),
-        *linear(inner, w2, (count, hidden), ends, biases.down, down),
+        *linear(inner, w2, (count, hidden), ends, biases.down, down, scratch),
         (ops.typed(SOURCE, "experts_combine", x.dtype), (down, place, weights, y, tokens, top, hidden)),
     )
     return y
@@ -70,19 +71,19 @@ def experts(
 
 def linear(
     x: Tensor, stack: Matrices, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
-    at: Tensor | None = None, rows: slice = slice(None),
+    scratch: Scratch, at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it."""
     if isinstance(stack, Tensor):
-        return plain_linear("experts_up", x, stack, _every(sizes[0]), ends, bias, y)
+        return plain_linear("experts_up", x, stack, _every(sizes[0]), ends, bias, y, scratch)
     assert isinstance(stack, Stack), "`supports` was not asked"
     if isinstance(stack.packed, e4m3_cpu.Packed):
-        return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, at, rows)
-    return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, at, rows)
+        return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at, rows)
+    return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, scratch, at, rows)
 
 
 def plain_linear(
-    name: str, x: Tensor, stack: Tensor, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor
+    name: str, x: Tensor, stack: Tensor, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, scratch: Scratch
 ) -> ops.Calls:
     """Operations of host_experts.cpp that make y [pairs, O] of x [pairs, I], by each place's expert: at [places] is its
     index in stack [E, O, I], and starts [places + 1] where its rows begin. name: experts_up makes x's dtype,
@@ -90,8 +91,9 @@ def plain_linear(
     _, outputs, inputs = stack.shape
     calls: ops.Calls = ()
     paired = None
-    if x.dtype == torch.bfloat16 and ops.has(PLAIN_SOURCE, "pair_rows"):  # by tiles
-        paired = x.new_empty(len(x) // TILE + len(at) + 1, TILE * inputs)
+    many = scratch.tokens >= PAIRED_ROWS  # else no expert has rows for tiles
+    if many and x.dtype == torch.bfloat16 and ops.has(PLAIN_SOURCE, "pair_rows"):
+        paired = scratch.empty(x, (len(x) // TILE + len(at) + 1, TILE * inputs), x.dtype)
         calls = ((ops.op(PLAIN_SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
     of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
     f16 = stack.dtype == torch.float16

@@ -79,10 +79,11 @@ def route_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPara
     logits = torch.empty(rows, experts, dtype=torch.float32)
     ids, weights = torch.empty(rows, top, dtype=torch.int32), torch.empty(rows, top, dtype=torch.float32)
     added, correction = bias if params.biased else None, bias if params.corrected else None
-    choice = rows, experts, top, int(params.scoring == "sigmoid"), int(params.normalise), *params[5:8]
+    choice = rows, experts, top, int(params.scoring == "sigmoid"), int(params.normalise)
+    groups = params.groups, params.top_groups, params.group_top
     ops.run(
         (ops.typed("route_cpu", "logits", x.dtype), (x, weight, added, logits, rows, *weight.shape, x.stride(0))),
-        (ops.op("route_cpu", "choose"), (logits, correction, ids, weights, *choice, float(params.scale))),
+        (ops.op("route_cpu", "choose"), (logits, correction, ids, weights, *choice, *groups, float(params.scale))),
     )
     return ids, weights
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.cpp import ops
+from phalanx.kernels.cpp.scratch import Scratch
 from phalanx.kernels.moe import experts_cpu, moe
 from phalanx.kernels.moe.moe import Biases, Held, fused_experts_reference
 from phalanx.kernels.quantized import affine, e4m3, q4_0, q4_k, q5_1, q6_k, q8_0
@@ -77,7 +78,7 @@ def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
     odd = quantised(torch.randn(4, 44, 96), q8_0)
     assert odd.packed.outputs == 4 * 48 and odd.expert(3, torch.float32).shape == (44, 96)
     y, ends = torch.empty(5, 44), torch.tensor([0, 2, 2, 2, 5], dtype=torch.int32)
-    ops.run(*experts_cpu.linear(rows, odd, odd.shape[:2], ends, None, y))
+    ops.run(*experts_cpu.linear(rows, odd, odd.shape[:2], ends, None, y, Scratch(len(rows))))
     want = torch.cat((rows[:2] @ odd.expert(0, torch.float32).T, rows[2:] @ odd.expert(3, torch.float32).T))
     torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-5)
     got = moe.fused_experts(rows, ids, weights, w13, w2)
