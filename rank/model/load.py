@@ -14,7 +14,7 @@ import torch
 from ...comm.base import HostComm
 from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
-from ...errors import USAGE, FatalError, first_line, lacks_memory
+from ...errors import USAGE, FatalError, HostMemoryError, first_line, lacks_memory
 from .. import filesystems
 from ..checkpoint_files import directory, is_gguf, read_index
 from ..gguf import checkpoint, mixes
@@ -105,7 +105,7 @@ def load(
         model.rope.to(device)
         _attach(model, mesh.world)
     except Exception as error:
-        if not lacks_memory(error):
+        if isinstance(error, HostMemoryError) or not lacks_memory(error):
             raise
         raise load_memory.too_large(need, f"memory ran out ({first_line(error).rstrip('.')})") from error
     _finish(model, DTYPES[chosen])
