@@ -67,8 +67,7 @@ def route_by_zipf(exponent: float) -> None:
             made += 1
             self.drawn = draw(exponent, len(self.weight), k, made).to(x.device)
             self.turn = torch.zeros(1, dtype=torch.int64, device=x.device)
-            self.every = torch.arange(DRAWS, device=x.device)
-        rows = (self.every[: len(x)] + self.turn) % DRAWS
+        rows = (torch.arange(len(x), device=x.device) + self.turn) % DRAWS  # a step may have more than DRAWS tokens
         self.turn += len(x)
         return self.drawn[rows], x.new_full((len(x), k), 1 / k, dtype=torch.float32)
 
