@@ -55,7 +55,8 @@ class Choice:
         of = torch.from_numpy(slot_of), torch.from_numpy(scores)
         sizes = ids.numel(), len(self.counts), self.first, self.way
         one = ops.op("host_experts", "choose_experts")
-        call = one.address, ops.pack((ids, *of, *self._results, *sizes, *map(float, self.costs.cpu), float(self.costs.copy), DECAY))
+        costs = map(float, (*self.costs.cpu, self.costs.copy, DECAY))
+        call = one.address, ops.pack((ids, *of, *self._results, *sizes, *costs))
         ops.run_calls(ops.call_array([call]), 1, 1)
         return None
 
