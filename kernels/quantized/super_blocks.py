@@ -45,7 +45,7 @@ class Plain(NamedTuple):
 Packed = Plain | super_blocks_cpu.Packed | pieces_cuda.Packed
 
 
-def encode(weight: Tensor, form: Form, encode_groups: Callable[[Tensor], Tensor]) -> Tensor:
+def encode(form: Form, encode_groups: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[Tensor]:
     """weight [O, I] of any float dtype → ggml's blocks uint8 [O, I / super * bytes].
 
     encode_groups: from f32 [O, super-blocks, groups, group] to uint8 [O, super-blocks, bytes].
@@ -57,7 +57,12 @@ def encode(weight: Tensor, form: Form, encode_groups: Callable[[Tensor], Tensor]
     for first in range(0, outputs, rows):
         part = weight[first : first + rows].float()
         blocks[first : first + rows] = encode_groups(part.reshape(len(part), *shape)).flatten(1)
-    return blocks
+    return (blocks,)
+
+
+def from_blocks(blocks: Tensor) -> tuple[Tensor]:
+    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
+    return (blocks,)
 
 
 def centred(groups: Tensor, middle: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +86,7 @@ def spanned(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return torch.cat((scales, low), -1).to(torch.float16), codes.to(torch.uint8)
 
 
-def pack(blocks: Tensor, form: Form, decode: Callable[[Tensor], Decoded]) -> Packed:
+def pack(form: Form, decode: Callable[[Tensor], Decoded], blocks: Tensor) -> Packed:
     """What `linear` likes best on the device that reads it (target.py).
 
     decode: of super-blocks, uint8 [..., form.bytes].
