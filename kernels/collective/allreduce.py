@@ -148,61 +148,32 @@ def supports_one_way_push(x: Tensor, ranks: int) -> bool:
     return x.nbytes * ranks <= INBOX + SENT
 
 
-def one_way_push_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    peers: SymmetricMemory,
-    blocks: int = BLOCKS,
-    threads: int = THREADS,
-) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add_norm` where supports_one_way_push, by at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
-    assert supports_one_way_push(x, peers.size)
-    return _launch_norm("one_way_push_add_norm", x, residual, weight, eps, peers, blocks, threads)
-
-
-def two_shot_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    peers: SymmetricMemory,
-    blocks: int = BLOCKS,
-    threads: int = THREADS,
-) -> tuple[Tensor, Tensor]:
-    """The same of any x that `supports` takes; each rank adds up a share of each row's columns."""
-    return _launch_norm("two_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
-
-
-def push_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    peers: SymmetricMemory,
-    blocks: int = BLOCKS,
-    threads: int = THREADS,
-) -> tuple[Tensor, Tensor]:
-    """The same for an x that supports_push."""
-    assert supports_push(x, peers.size)
-    return _launch_norm("push_add_norm", x, residual, weight, eps, peers, blocks, threads)
-
-
-def _launch_norm(
+def _add_norm(
     name: str,
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
     eps: float,
     peers: SymmetricMemory,
-    blocks: int,
-    threads: int,
+    blocks: int = BLOCKS,
+    threads: int = THREADS,
 ) -> tuple[Tensor, Tensor]:
+    """`all_reduce_add_norm` by one kernel, with at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
+    assert TAKES[name](x, peers.size)
     kernel, threads = norm_kernel(name, residual, weight, peers, residual.shape[-1], threads, x)
     rows = len(x)
     kernel((min(rows, blocks), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual
+
+
+TAKES = {
+    "one_way_push_add_norm": supports_one_way_push,
+    "two_shot_add_norm": supports,
+    "push_add_norm": supports_push,
+}
+one_way_push_add_norm = functools.partial(_add_norm, "one_way_push_add_norm")
+two_shot_add_norm = functools.partial(_add_norm, "two_shot_add_norm")  # each rank adds up a share of a row's columns
+push_add_norm = functools.partial(_add_norm, "push_add_norm")
 
 
 def norm_kernel(
