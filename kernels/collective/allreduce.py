@@ -25,7 +25,7 @@ INBOX = 2 * SLOT - SENT  # and SENT are an LL buffer: for all of two ranks' inpu
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
 FEW = 2  # rows that are summed and normed faster one after the other
 BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
-MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than Peers.blocks
+MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than SymmetricMemory.blocks
 THREADS = 512
 MOST_THREADS = 1024
 MOST_RANKS = 8
@@ -63,12 +63,12 @@ class SymmetricMemory:
 
     @functools.cached_property
     def recv_buffer(self) -> Tensor:
-        """[LANDING] uint8: this rank's."""
+        """[RECV_BUFFER] uint8: this rank's."""
         return memory(self.base + self.rank * self.stride + recv_buffer_at(self.size), RECV_BUFFER)
 
 
 def common_blocks(num_sms: Iterable[int]) -> int:
-    """Peers.blocks of GPUs with so many multiprocessors, each of which holds one block of MOST_THREADS."""
+    """SymmetricMemory.blocks of GPUs with so many multiprocessors, each of which holds one block of MOST_THREADS."""
     return min([MOST_BLOCKS, *num_sms])
 
 
