@@ -264,7 +264,7 @@ def run(config: BatchConfig, options: Options) -> int:
     """Not under MPI: supervise."""
     directory = server_process.job_directory()
     try:
-        link = os.path.join(directory, "lead")
+        link = os.path.join(directory, "link")
         plan = supervisor.launch_spec(options, link)
         child = start(config, server_process.config(options, link, None, []))
         return Supervisor(plan, child, options.restarts).run()
