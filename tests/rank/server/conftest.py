@@ -252,6 +252,12 @@ class Front:
             data = json.loads(data)
         return SimpleNamespace(status=response.status, headers=response.headers, body=data)
 
+    @property
+    def asked(self):
+        """The prompt of the last request."""
+        tokens = memoryview(self.lead.requests[-1].tokens).cast("I").tolist()
+        return self.sessions.text.tokenizer.decode(tokens)
+
     def post(self, path, **body):
         return self.request("POST", f"/v1/{path}", body)
 
@@ -282,6 +288,26 @@ class Front:
 def parse_events(data):
     lines = [line[6:] for line in data.decode().split("\n\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def make_server(tmp_path_factory, model_dir, tokenizer):
+    """Makes a front for all tests of a module."""
+    fronts = []
+
+    def make(lead=None, **options):
+        options.setdefault("served_model_name", "tiny")
+        fronts.append(Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, lead or {}, **options))
+        return fronts[-1]
+
+    yield make
+    for front in fronts:
+        front.stop()
+
+
+@pytest.fixture(scope="module")
+def server(make_server):
+    return make_server()
 
 
 @pytest.fixture

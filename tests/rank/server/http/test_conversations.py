@@ -13,18 +13,14 @@ from phalanx.rank.server.recorded_chat import RecordedChat
 from phalanx.rank.server.schema import ChatRequest
 from phalanx.rank.server.text.events import Text
 
-from ..conftest import Front
-
 pytestmark = pytest.mark.timeout(60)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, conversation_store=4)
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server(conversation_store=4)
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,6 @@ USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    from ..conftest import Front
-
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
-    yield front
-    front.stop()
-
-
 CHAT = [
     ({}, "messages", "messages is missing"),
     ({"messages": []}, "messages", "messages is an empty list: give at least one message"),

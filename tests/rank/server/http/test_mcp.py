@@ -8,7 +8,7 @@ import pytest
 from phalanx.rank import protocol
 
 from ...mcp_servers import STDIO, free_port, written
-from ..conftest import Front, parse_events
+from ..conftest import parse_events
 
 pytestmark = pytest.mark.timeout(30)
 MCP = {"type": "mcp", "server_label": "local", "require_approval": "never"}
@@ -23,16 +23,13 @@ ADD = calls("local_add", a=2, b=3)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    directory = tmp_path_factory.mktemp("front")
+def server(tmp_path_factory, make_server):
     dead = {"url": f"http://127.0.0.1:{free_port()}/mcp"}
-    config = written(directory, {"mcpServers": {"local": STDIO, "dead": dead}})
+    config = written(tmp_path_factory.mktemp("tools"), {"mcpServers": {"local": STDIO, "dead": dead}})
     ready = protocol.Ready(max_model_len=8192, vocab_size=400, kv_tokens=8192, block_size=16, max_num_seqs=4, ranks=1)
-    lead = {"per_delta": 3, "ready": ready}
-    front = Front(directory, model_dir, tokenizer, True, lead, served_model_name="tiny", mcp_config=config)
+    front = make_server({"per_delta": 3, "ready": ready}, mcp_config=config)
     front.call(front.state.tools.settled(30))
-    yield front
-    front.stop()
+    return front
 
 
 @pytest.fixture

@@ -48,11 +48,8 @@ $$\\sum_{k=1}^{n} k = \\frac{n(n+1)}{2}$$
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    place, options = tmp_path_factory.mktemp("front"), {"served_model_name": "tiny,other", "ui_server": True}
-    front = Front(place, model_dir, tokenizer, True, {"per_delta": 3}, **options)
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server({"per_delta": 3}, served_model_name="tiny,other", ui_server=True)
 
 
 @pytest.fixture
@@ -147,11 +144,6 @@ def finished(window, count):
     return window.texts(".assistant .body")
 
 
-def asked(server):
-    request = server.lead.requests[-1]
-    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
-
-
 def browsed(test):
     for mark in needs_browser:
         test = mark(test)
@@ -197,7 +189,7 @@ def test_stop_go_on_and_again(window, server, says):
     window.click(".do-goOn")
     window.wait("return document.querySelector('.assistant .body').innerText.includes('and the rest')")
     (longer,) = finished(window, 1)
-    assert longer.startswith(text.strip()) and asked(server).rstrip().endswith(text.strip())
+    assert longer.startswith(text.strip()) and server.asked.rstrip().endswith(text.strip())
     says("another answer")
     window.click(".do-again")
     window.wait("return document.querySelector('.branches')")
@@ -217,7 +209,7 @@ def test_an_edit_makes_a_branch_and_both_are_kept(window, server, says):
     window.type("textarea.edit", browser.KEYS["enter"])
     window.wait("return document.querySelector('.user .branches')")
     assert "good morning" in finished(window, 1)[0] and window.texts(".user .plain") == ["good morning?"]
-    assert "how are you" not in asked(server)
+    assert "how are you" not in server.asked
     window.open(f"http://127.0.0.1:{server.port}/")
     window.click(".item .open")
     assert window.texts(".user .branches") == ["2 / 2"]
@@ -238,14 +230,14 @@ def test_a_tool_call_and_its_result(window, server, says):
     finished(window, 1)
     assert window.texts(".reasoning .title") == ["Thoughts"] and "get_weather" in window.texts(".call .title")[0]
     assert "waits for a result" in window.texts(".call .mark")[0]
-    assert asked(server).startswith("<|turn|>tools") and "be brief" in asked(server)
+    assert server.asked.startswith("<|turn|>tools") and "be brief" in server.asked
     assert server.lead.requests[-1].sampling.temperature == 0.5
     says("it rains in Paris")
     window.click(".call summary")
     window.type(".result textarea", '{"sky": "rain"}')
     window.click(".result .primary")
     window.wait("return document.querySelectorAll('.assistant').length === 2")
-    assert "it rains in Paris" in finished(window, 2)[1] and '"sky": "rain"' in asked(server)
+    assert "it rains in Paris" in finished(window, 2)[1] and '"sky": "rain"' in server.asked
 
 
 @browsed
@@ -317,7 +309,7 @@ def test_a_dropped_file_goes_along(window, server, says):
     window.wait("return document.querySelector('#files .file')")
     send(window, "what is in it?")
     finished(window, 1)
-    assert "notes.txt" in asked(server) and "secret words" in asked(server)
+    assert "notes.txt" in server.asked and "secret words" in server.asked
     assert "notes.txt" in window.texts(".user .file")[0]
 
 
@@ -373,10 +365,10 @@ def test_tool_servers_are_switched(chromium, tmp_path, model_dir, tokenizer):
         chromium.wait("return document.querySelectorAll('#tool-servers .chip').length === 2")
         assert chromium.texts("#tool-servers .chip:disabled") == ["🔧 dead"]
         send(chromium, "add")
-        assert "it is 5" in finished(chromium, 1)[0] and "local_add" in asked(front)
+        assert "it is 5" in finished(chromium, 1)[0] and "local_add" in front.asked
         assert "add" in chromium.texts(".call .title")[0]
         chromium.click("#tool-servers .chip.on")
         send(chromium, "again")
-        assert "no tools" in finished(chromium, 2)[1] and "<|turn|>tools" not in asked(front)
+        assert "no tools" in finished(chromium, 2)[1] and "<|turn|>tools" not in front.asked
     finally:
         front.stop()

@@ -7,17 +7,10 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server.http.rerank import RerankRequest
 
-from ..conftest import Front, make_model
+from ..conftest import make_model
 
 pytestmark = pytest.mark.timeout(30)
 DOCUMENTS = ["a", "hello world, how are you? I am fine.", "the quick brown fox"]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
-    yield front
-    front.stop()
 
 
 def cosine(server, a, b):

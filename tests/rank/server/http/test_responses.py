@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from ..conftest import Front, parse_events
+from ..conftest import parse_events
 
 pytestmark = pytest.mark.timeout(30)
 TOOL = {"type": "function", "name": "get_weather", "description": "d", "parameters": {"type": "object"}}
@@ -13,11 +13,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    options = {"served_model_name": "tiny", "response_store": 4}
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {"per_delta": 3}, **options)
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server({"per_delta": 3}, response_store=4)
 
 
 @pytest.fixture
@@ -33,12 +30,6 @@ def says(server, monkeypatch):
     ]
 
 
-def asked(server):
-    """The prompt of the last request."""
-    request = server.lead.requests[-1]
-    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
-
-
 def turns(*texts):
     return "".join(f"<|turn|>{text}<|end|>\n" for text in texts) + "<|turn|>assistant\n"
 
@@ -52,7 +43,7 @@ def test_a_text(server, responses, says):
     usage = response.usage
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (3, 0)
-    assert asked(server) == turns("system\nbe brief", "user\nhi")
+    assert server.asked == turns("system\nbe brief", "user\nhi")
 
 
 def test_sampling_as_in_chats(server, responses, says):
@@ -124,7 +115,7 @@ def test_history_as_agents_send_it(server, responses, says):
     include = ["reasoning.encrypted_content"]
     response = responses.create(model="m", input=items, store=False, include=include, tools=[TOOL], tool_choice="none")
     assert response.store is False
-    assert asked(server) == turns("system\ns", "user\nweather?", "assistant\nI look.", "tool\nrain", "user\nso?")
+    assert server.asked == turns("system\ns", "user\nweather?", "assistant\nI look.", "tool\nrain", "user\nso?")
     with pytest.raises(openai.NotFoundError, match="there is no response"):
         responses.retrieve(response.id)
 
@@ -151,14 +142,14 @@ def test_a_request_as_codex_sends_it(server, says):
     }
     answer = server.request("POST", "/v1/responses", body, {"session_id": "1", "originator": "codex_cli_rs"})
     assert answer.status == 200 and b"event: response.completed" in answer.body
-    assert asked(server).endswith("user\n<environment_context/><|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n")
+    assert server.asked.endswith("user\n<environment_context/><|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n")
 
 
 def test_allowed_tools(server, responses, says):
     says("x")
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}
     responses.create(model="m", input="hi", tools=[TOOL, {**TOOL, "name": "other"}], tool_choice=choice)
-    assert "get_weather" in asked(server) and "other" not in asked(server)
+    assert "get_weather" in server.asked and "other" not in server.asked
 
 
 def test_going_on_and_forgetting(server, responses, says):
@@ -166,7 +157,7 @@ def test_going_on_and_forgetting(server, responses, says):
     first = responses.create(model="m", input="a", instructions="not inherited")
     says("two")
     second = responses.create(model="m", input="b", previous_response_id=first.id)
-    assert asked(server) == turns("user\na", "assistant\none", "user\nb")
+    assert server.asked == turns("user\na", "assistant\none", "user\nb")
     assert responses.retrieve(second.id).output_text == "two" and second.previous_response_id == first.id
     listed = responses.input_items.list(second.id, limit=2)
     assert [item.content[0].text for item in listed.data] == ["b", "one"] and listed.has_more

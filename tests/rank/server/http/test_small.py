@@ -12,15 +12,6 @@ pytestmark = pytest.mark.timeout(30)
 HELLO = {"messages": "hi", "max_tokens": 3}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    from ..conftest import Front
-
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
-    yield front
-    front.stop()
-
-
 def test_probes(server, make_front):
     assert server.request("GET", "/ready").body["status"] == "ready"
     assert server.request("GET", "/ping").status == 200 and server.request("GET", "/ping").body == b""
