@@ -47,20 +47,20 @@ class Choice:
         """The experts that are copied to the device."""
         return self._copied[: self.found[2]]
 
-    def choose(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray) -> None:
+    def choose(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray, limit: int = 1 << 30) -> None:
         """ids int32 [T, k], contiguous. slot_of [E] int64: -1 of those that are not resident. scores [E] f64: those of
-        the experts that are chosen grow, and all decay."""
+        the experts that are chosen grow, and all decay. limit: copies at most, where costs decide."""
         if not ops.available():
-            return self._choose_reference(ids, slot_of, scores)
+            return self._choose_reference(ids, slot_of, scores, limit)
         of = torch.from_numpy(slot_of), torch.from_numpy(scores)
-        sizes = ids.numel(), len(self.counts), self.first, self.way
+        sizes = ids.numel(), len(self.counts), self.first, self.way, limit
         one = ops.op("host_experts", "choose_experts")
         costs = map(float, (*self.costs.cpu, self.costs.copy, DECAY))
         call = one.address, ops.pack((ids, *of, *self._results, *sizes, *costs))
         ops.run_calls(ops.call_array([call]), 1, 1)
         return None
 
-    def _choose_reference(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray) -> None:
+    def _choose_reference(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray, limit: int) -> None:
         local = ids.numpy().reshape(-1) - self.first
         experts = len(self.counts)
         self.counts[:] = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
@@ -72,7 +72,8 @@ class Choice:
             chosen = chosen[np.argsort(-self.counts[chosen], kind="stable")]
             cpu = self.costs.of_rows(self.counts[chosen])
             left = np.concatenate((np.cumsum(cpu[::-1])[::-1], [0.0]))  # of the CPU, where the first n are copied
-            most = int(np.argmin(np.maximum(left, np.arange(len(chosen) + 1) * self.costs.copy)))
+            both = np.maximum(left, np.arange(len(chosen) + 1) * self.costs.copy)
+            most = int(np.argmin(both[: limit + 1]))
         self._copied[: len(chosen)] = chosen
         self.cpu[:] = -1
         self.cpu[chosen[most:]] = chosen[most:]
