@@ -24,7 +24,7 @@ from ....kernels.moe import host_exchange
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
 from ....kernels.moe.host_exchange import Exchange
 from ....kernels.moe.host_experts import Experts, HostPairs, computes, host_biases
-from ....kernels.moe.moe import Biases, Held, fused_experts
+from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
 from . import few_tokens
 from .few_tokens import FEW, FewTokens
 from .host_buffers import KEPT, Buffer, HostStack, HostView, SharedBuffers
@@ -137,7 +137,7 @@ class HostExperts:
         """numbers [T, k] int32: each pair's index in `stack`, or what is past its end."""
         biases = Biases(*(None if one is None else one.index_select(0, of) for one in self.biases))
         held = Held(0, stack.size, self.held.total + 1)
-        return fused_experts(x, numbers, weights, stack.w13, stack.w2, self.act, biases, held)
+        return fused_experts(Inputs(x, numbers, weights, *stack, self.act, biases, held))
 
     # -- of few tokens beside a GPU
 
