@@ -133,6 +133,15 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
     _run()(_pool(threads), calls, count)
 
 
+def stay_awake(seconds: float) -> None:
+    """This process's threads look so long for the next operations before they sleep, from now on."""
+    pool = _pool(torch.get_num_threads()) if available() else None
+    if pool is not None:
+        look = libraries()["pool"].pool_look
+        look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        look(pool, int(seconds * 1e9))
+
+
 @functools.cache
 def _run() -> Callable[..., None]:
     function = libraries()["pool"].pool_run

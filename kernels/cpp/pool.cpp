@@ -31,8 +31,8 @@ struct alignas(64) Gate {
             syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
     }
 
-    void wait(uint32_t from) {
-        for (Patience patience; !patience.over();)
+    void wait(uint32_t from, int64_t look = LOOK_NS) {
+        for (Patience patience(look); !patience.over();)
             if (__atomic_load_n(&value, __ATOMIC_ACQUIRE) != from) return;
         __atomic_add_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
         while (__atomic_load_n(&value, __ATOMIC_SEQ_CST) == from)
@@ -47,7 +47,7 @@ struct Pool {
     pthread_mutex_t busy;
     int threads;
     const Call* calls;
-    int64_t count;
+    int64_t count, look;  // look: nanoseconds that threads look for the next list before they sleep
 
     void work(int part) {
         const Call* list = calls;  // once the last operation is done, the caller may bring another list
@@ -76,7 +76,7 @@ static void* serve(void* given) {
     Pool* pool = worker.pool;
     // The first list may have begun before this thread has: it waits from the value that the pool was made with.
     for (uint32_t seen = 0;; seen++) {
-        pool->start.wait(seen);
+        pool->start.wait(seen, __atomic_load_n(&pool->look, __ATOMIC_RELAXED));
         pool->work(worker.part);
     }
     return nullptr;
@@ -93,6 +93,7 @@ EXPORT void* pool_make(int threads) {
     Pool* pool = (Pool*)memset(room, 0, sizeof(Pool));
     pthread_mutex_init(&pool->busy, nullptr);
     pool->threads = threads;
+    pool->look = LOOK_NS;
     for (int part = 1; part < threads; part++) {
         Worker* worker = (Worker*)malloc(sizeof(Worker));
         *worker = {pool, part};
@@ -102,6 +103,9 @@ EXPORT void* pool_make(int threads) {
     }
     return pool;
 }
+
+// For lists that follow each other at such distances: to wake sleeping threads takes longer than one of them.
+EXPORT void pool_look(void* pool, int64_t nanoseconds) { __atomic_store_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED); }
 
 // With a pool that another thread of this process uses, or with none, the caller computes alone.
 EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
