@@ -129,8 +129,9 @@ def call_array(calls: list[tuple[int, bytes]]) -> ctypes.Array[_Call]:
     return (_Call * len(calls))(*(_Call(*call) for call in calls))
 
 
-def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
-    _run()(_pool(threads), calls, count)
+def run_calls(calls: ctypes.Array[_Call], count: int, threads: int, alone: int = 0) -> None:
+    """alone: how many of the first ones the caller computes without the other threads, as they are short."""
+    _run()(_pool(threads), calls, count, alone)
 
 
 def stay_awake(seconds: float) -> None:
@@ -145,7 +146,8 @@ def stay_awake(seconds: float) -> None:
 @functools.cache
 def _run() -> Callable[..., None]:
     function = libraries()["pool"].pool_run
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
     return function
 
 

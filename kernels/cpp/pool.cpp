@@ -107,9 +107,12 @@ EXPORT void* pool_make(int threads) {
 // For lists that follow each other at such distances: to wake sleeping threads takes longer than one of them.
 EXPORT void pool_look(void* pool, int64_t nanoseconds) { __atomic_store_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED); }
 
-// With a pool that another thread of this process uses, or with none, the caller computes alone.
-EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
+// The first `alone` operations are the caller's, and need nobody. With a pool that another thread of this process uses, or
+// with none, so are the others.
+EXPORT void pool_run(void* given, const Call* calls, int64_t count, int64_t alone) {
     Pool* pool = (Pool*)given;
+    run_alone(calls, alone);
+    calls += alone, count -= alone;
     if (!pool || count == 0 || pthread_mutex_trylock(&pool->busy)) return run_alone(calls, count);
     pool->calls = calls;
     pool->count = count;

@@ -40,6 +40,7 @@ class Choice:
         self.found = np.zeros(4, np.int64)  # how many are resident, on the CPU, copied; pairs of those on the CPU
         self._copied = np.zeros(experts, np.int64)
         self.on_cpu = torch.from_numpy(self.cpu)  # the same memory
+        self._key: tuple[object, ...] = ()  # of the call that is kept: decode steps make the same again and again
         self._results = [torch.from_numpy(one) for one in (self.counts, self.cpu, self._copied, self.found)]
 
     @property
@@ -52,12 +53,15 @@ class Choice:
         the experts that are chosen grow, and all decay. limit: copies at most, where costs decide."""
         if not ops.available():
             return self._choose_reference(ids, slot_of, scores, limit)
-        of = torch.from_numpy(slot_of), torch.from_numpy(scores)
-        sizes = ids.numel(), len(self.counts), self.first, self.way, limit
-        one = ops.op("host_experts", "choose_experts")
-        costs = map(float, (*self.costs.cpu, self.costs.copy, DECAY))
-        call = one.address, ops.pack((ids, *of, *self._results, *sizes, *costs))
-        ops.run_calls(ops.call_array([call]), 1, 1)
+        key = ids.data_ptr(), ids.numel(), limit, slot_of.ctypes.data, scores.ctypes.data, self.costs
+        if key != self._key:
+            of = torch.from_numpy(slot_of), torch.from_numpy(scores)
+            sizes = ids.numel(), len(self.counts), self.first, self.way, limit
+            one = ops.op("host_experts", "choose_experts")
+            costs = map(float, (*self.costs.cpu, self.costs.copy, DECAY))
+            call = one.address, ops.pack((ids, *of, *self._results, *sizes, *costs))
+            self._key, self._call = key, ops.call_array([call])
+        ops.run_calls(self._call, 1, 1)
         return None
 
     def _choose_reference(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray, limit: int) -> None:

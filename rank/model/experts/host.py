@@ -80,6 +80,7 @@ class HostExperts:
         self._in_slot = torch.arange(self.set.slots, device=self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
         self._fewer: FewTokens | None = None
+        self._operations: bool | None = None
         self._coming: tuple[int, int, torch.cuda.Event] | None = None  # an expert, its slot, and when it is there
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
             for mine, theirs in zip(slots.tensors, buffer.tensors, strict=True):
@@ -152,7 +153,7 @@ class HostExperts:
         if self.shared.way == STREAM and self._fewer.capacity < min(ids.numel(), self.held.size):
             return None
         rows = x.shape[1] * x.element_size() % 16 == 0 and x.shape[1] % 4 == 0
-        plain = rows and jit.plain(x, ids, weights) and computes(x, self.layer.stack)
+        plain = rows and jit.plain(x, ids, weights) and self._computes(x.dtype)
         return self._fewer if plain else None
 
     def _of_few(self, pending: Pending, view: HostView) -> Tensor:
@@ -230,12 +231,18 @@ class HostExperts:
             x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
             return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
 
-        if tokens <= KEPT and computes(view.x, self.layer.stack):
+        if tokens <= KEPT and self._computes(view.x.dtype):
             view.work.run(self.layer, at, pairs, self.host_biases, made)
             return made
         fresh = pairs()
         fresh.add(self.layer.stack, at, int(self._choice.found[3]))
         return fresh.sum(made)
+
+    def _computes(self, dtype: torch.dtype) -> bool:
+        """Whether there are operations for x of the model's dtype."""
+        if self._operations is None:
+            self._operations = computes(torch.empty(0, dtype=dtype), self.layer.stack)
+        return self._operations
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """All of a step where the device is the CPU. The three ways differ in where the weights are read."""

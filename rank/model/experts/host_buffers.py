@@ -18,6 +18,8 @@ from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_form
 
 KEPT = 16  # tokens of steps whose operations are kept
+FEW = 4  # tokens whose rows one thread brings together sooner than all begin to
+PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
 
 
 class Kept(NamedTuple):
@@ -46,7 +48,8 @@ class HostWork:
             packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
             self._kept[key] = Kept(packed, calls)
         kept = self._kept[key]
-        ops.run_calls(kept.packed, len(kept.calls), torch.get_num_threads())
+        alone = PLACED if len(out) <= FEW else 0
+        ops.run_calls(kept.packed, len(kept.calls), torch.get_num_threads(), alone)
 
 
 class HostView:
