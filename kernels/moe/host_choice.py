@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cpp import ops
 
-DECAY = 0.98  # of an expert's score from one step to the next: what was chosen 34 steps ago counts half
+DECAY = 0.995  # of an expert's score from one step to the next: what was chosen 138 steps ago counts half
 CHEAPEST, ON_CPU, COPIED = 0, 1, 2  # ways: by the costs; all that are not resident on the CPU; all of them copied
 
 
