@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
 class Played:
     """What host_exchange.cu does. `collect` has nothing to add up before the CPU's part is given: it is done then."""
 
-    def __init__(self, patch, layer):
+    def __init__(self, patch):
         self.waiting, self.fetched = [], 0
         patch.setattr(host_memory, "pin_memory", lambda memory: None)
         patch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
@@ -75,6 +75,14 @@ def experts(path, room, **options):
     return threads.run(rank, 1)[0]
 
 
+def beside_gpu(patch, layer, made, way):
+    """Have the layer's experts served as beside a GPU, whose part is Played."""
+    host, played = layer.host, Played(patch)
+    patch.setattr(jit, "plain", lambda *tensors: True)
+    host.on_gpu, host.shared = True, host.shared.__class__(way, made.counters, SharedBuffers(), host.shared.streamer)
+    return played
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write(tmp_path_factory.mktemp("few"), **MODELS["qwen3_moe"] | {"moe_intermediate_size": 32})
@@ -84,9 +92,7 @@ def path(tmp_path_factory):
 @torch.no_grad()
 def test_both_sides_agree(path, monkeypatch, offload, way):
     (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, ExpertRoom(offload, way=way))
-    host, played = layer.host, Played(monkeypatch, layer)
-    monkeypatch.setattr(jit, "plain", lambda *tensors: True)
-    host.on_gpu, host.shared = True, host.shared.__class__(way, made.counters, SharedBuffers(), host.shared.streamer)
+    host, played = layer.host, beside_gpu(monkeypatch, layer, made, way)
     if way == "auto":
         host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=0.7)
     draw = torch.Generator().manual_seed(0)
@@ -100,6 +106,23 @@ def test_both_sides_agree(path, monkeypatch, offload, way):
     assert played.sent == 18 and played.fetched == counters.streamed
     assert (counters.streamed > 0) == (way != "cpu") and (counters.cpu > 0) == (way != "stream")
     assert (counters.resident > 0) == (offload == 3)
+
+
+@torch.no_grad()
+def test_a_part_of_the_cpu_that_fails(path, monkeypatch):
+    """The GPU does not wait for it any more."""
+    layer, made = experts(path, ExpertRoom(100, way="cpu"))
+    beside_gpu(monkeypatch, layer, made, "cpu")
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(type(layer.host), "_by_cpu", fail)
+    total = layer.down_proj.experts.size
+    ids = torch.arange(layer.top_k, dtype=torch.int32)[None] % total
+    with pytest.raises(MemoryError):
+        layer(torch.ones(1, layer.down_proj.outputs[0].size), ids, torch.ones(ids.shape)).local()
+    assert int(layer.host.shared.buffers.exchange.made[1]) == 1
 
 
 def test_flags_between_threads(monkeypatch):
