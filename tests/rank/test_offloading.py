@@ -94,10 +94,10 @@ def test_preemption_aborts_and_prefix_hits(wide, tp, pp, ep):
             engine.send(protocol.Abort(["gone"]))
             outputs = engine.collect(sent)
             assert {name[2:]: one.tokens for name, one in outputs.items()} == want
-        again = engine.generate({"again": (prompts[5], greedy(COUNT))})["again"]
-        assert again.tokens == want["5"] and again.cached > 0
+        again = engine.generate({name: (prompts[7], greedy(COUNT)) for name in ("first", "again")})
+        assert again["first"].tokens == again["again"].tokens == want["7"]
         stats = engine.rest()
-        assert stats.preemptions > 0 and stats.experts_loaded > 0
+        assert stats.preemptions > 0 and stats.cached_tokens > 0 and stats.experts_loaded > 0
         assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
         assert engine.drain() == 0
 
