@@ -92,11 +92,11 @@ class Budget:
     def _wrap(self, name: str, owner: Any, attribute: str) -> None:
         call: Callable[..., Any] = getattr(owner, attribute)
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             if name == "begin":
                 self.rows.append(defaultdict(float))
             started, row = time.perf_counter(), self.rows[-1]
-            made = call(*args)
+            made = call(*args, **kwargs)
             row[name] += time.perf_counter() - started
             return made
 
