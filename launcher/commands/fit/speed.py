@@ -22,8 +22,8 @@ GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reac
 SMALL_OPS = 5  # kernels of a layer beside its GEMMs: two norms, rope, attention, activation
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
 HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured
-# Of experts in host memory, one rank with an H200 and 16 cores with AMX (2026-11-25): the CPU reads them at 72 to 86 GB/s
-# where each has one token, and computes 1.0 to 1.2 TFLOP/s where each has 64; copies run at 42 to 47 GB/s.
+# Of experts in host memory, one rank with an H200 and 16 cores with AMX (2026-11-25): the CPU reads them at 72 to
+# 86 GB/s where each has one token, and computes 1.0 to 1.2 TFLOP/s where each has 64; copies run at 42 to 47 GB/s.
 RANK_HOST = 80e9
 RANK_FLOPS = 1.1e12
 EXPERT_COPIES = 45e9
@@ -127,7 +127,7 @@ class StepModel:
         work = 2.0 * one.elements * rows * chosen / ep
         if not self.layout.offload:
             return self._roof(touched, work / GROUPED) + self.device.ramp
-        # Of few rows the host computes some experts where they lie, while others are copied; of many rows all are copied.
+        # Of few rows the host computes some experts where they lie while others are copied; of many all are copied.
         both = max(touched / (self.host + EXPERT_COPIES), work / RANK_FLOPS)
         return min(both, max(touched / EXPERT_COPIES, work / self.flops)) + self.device.ramp
 
