@@ -68,8 +68,11 @@ class Budget:
     def __init__(self) -> None:
         self.rows: list[defaultdict[str, float]] = [defaultdict(float)]
         for name, owner, attribute in (
-            ("host", HostExperts, "_from_host"),
+            ("begin", HostExperts, "_from_host"),
+            ("begin", HostExperts, "_decide"),
+            ("end", HostExperts, "_give"),
             ("wait", HostView, "wait"),
+            ("wait", HostView, "arrived"),
             ("choose", HostExperts, "_choose"),
             ("launch", HostExperts, "_on_device"),
             ("launch", Streamer, "_launch"),
@@ -89,11 +92,11 @@ class Budget:
     def _wrap(self, name: str, owner: Any, attribute: str) -> None:
         call: Callable[..., Any] = getattr(owner, attribute)
 
-        def timed(*args: Any) -> Any:
-            if name == "host":
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if name == "begin":
                 self.rows.append(defaultdict(float))
             started, row = time.perf_counter(), self.rows[-1]
-            made = call(*args)
+            made = call(*args, **kwargs)
             row[name] += time.perf_counter() - started
             return made
 
@@ -102,8 +105,8 @@ class Budget:
     def means(self, count: int, seconds: float) -> dict[str, float]:
         """Of the last `count` rows: microseconds of each part of what takes `seconds` a layer, and experts."""
         rows = self.rows[-count:]
-        found = {name: sum(row[name] for row in rows) / len(rows) for name in (*PARTS, "host", *SERVED)}
-        found["other"] = found.pop("host") - sum(found[name] for name in IN_HOST)
+        found = {name: sum(row[name] for row in rows) / len(rows) for name in (*PARTS, "begin", "end", *SERVED)}
+        found["other"] = found.pop("begin") + found.pop("end") - sum(found[name] for name in IN_HOST)
         found["rest"] = seconds - sum(found[name] for name in (*PARTS, "other"))
         return {name: round(one if name in SERVED else 1e6 * one, 2) for name, one in found.items()}
 
