@@ -86,6 +86,7 @@ class WgmmaConfig(NamedTuple):
     inputs: int  # of a chunk
     split: int  # blocks of a cluster that share a tile, each a part of its inputs
     share: int = 1  # blocks of a cluster that have tiles of the same rows, and x together
+    ahead: int = 0  # whether a piece is fetched before the one before it has been multiplied
 
     def blocks(self, rows: int, outputs: int) -> int:
         tiles = -(-outputs // (self.outputs * self.share)) * self.share
@@ -257,18 +258,27 @@ def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tenso
     return y
 
 
-def wgmma(x: Tensor, packed: Packed, cut: WgmmaConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """Of any number of rows, on Hopper."""
+def wgmma(
+    x: Tensor,
+    packed: Packed,
+    cut: WgmmaConfig,
+    gate: str = "",
+    bias: Tensor | None = None,
+    y: Tensor | None = None,
+    part: tuple[int, int] | None = None,
+) -> Tensor:
+    """Of any number of rows, on Hopper. part: of y's columns, from a multiple of 16, the others are left as they are."""
     (rows, inputs), outputs = x.shape, packed.outputs
     width = outputs // 2 if gate else outputs
-    y = x.new_empty(rows, width)
+    y = x.new_empty(rows, width) if y is None else y
+    begin, end = part or (0, width)
     _, shared = wgmma_stages(cut, packed.layout)
     sizes = _wgmma_sizes(inputs, cut, gate, bias is not None, packed.layout)
     kernel = jit.kernel("quantized_wgmma", "quantized_wgmma", x.dtype, shared, **sizes)
     height = -(-rows // -(-rows // cut.rows))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, height, inputs)
-    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height
-    blocks, cluster = cut.blocks(rows, outputs), cut.split * cut.share
+    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height, begin
+    blocks, cluster = cut.blocks(rows, (end - begin) * (outputs // width)), cut.split * cut.share
     kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
     return y
 
@@ -340,6 +350,7 @@ def _wgmma_sizes(inputs: int, cut: WgmmaConfig, gate: str, bias: bool, layout: L
         KC=cut.inputs,
         STAGES=wgmma_stages(cut, layout)[0],
         ROWS=cut.rows,
+        AHEAD=cut.ahead,
         GROUPS=cut.outputs // 64,
         SPLIT=cut.split,
         SHARE=cut.share,

@@ -183,12 +183,13 @@ def test_gated_gemm(rows, outputs, inputs, cut, form, launched):
     "rows, outputs, inputs, gated, cut, dtype, form",
     [
         (33, 150, 512, "", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q8_0"),
+        (33, 150, 512, "", WgmmaConfig(128, 64, 128, 1, ahead=1), torch.bfloat16, "q8_0"),
         (131, 288, 256, "silu", WgmmaConfig(192, 128, 64, 1), torch.float16, "q8_0"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "int4 32 zeros"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.float16, "int4 128"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "e4m3"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "q4_k"),
-        (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q6_k"),
+        (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1, ahead=1), torch.bfloat16, "q6_k"),
     ],
 )
 def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
