@@ -267,7 +267,7 @@ def wgmma(
     y: Tensor | None = None,
     part: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Of any number of rows, on Hopper. part: of y's columns, from a multiple of 16, the others are left as they are."""
+    """Of any number of rows, on Hopper. part: y's columns from a multiple of 16 on; the others stay as they are."""
     (rows, inputs), outputs = x.shape, packed.outputs
     width = outputs // 2 if gate else outputs
     y = x.new_empty(rows, width) if y is None else y
