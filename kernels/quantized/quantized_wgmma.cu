@@ -125,9 +125,8 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
                     wgmma<false>(T(), sum, a[k % 2][s], descriptor_at(of_x, at), n > 0 || k > 0 || s > 0);
                 }
                 wgmma_commit();
-                if (AHEAD && h == SPAN / 32 - 1 && p + 1 < OF_CHUNK) next = fetch(p + 1);
+                if (h == SPAN / 32 - 1 && p + 1 < OF_CHUNK) next = fetch(p + 1);
                 wgmma_wait<1>();
-                if (!AHEAD && h == SPAN / 32 - 1 && p + 1 < OF_CHUNK) next = fetch(p + 1);
                 if (k > 0) continue;
                 // What was loaded of the chunk before has been multiplied, so that it has been read.
                 Barrier* const before = empty + (n + STAGES - 1) % STAGES;
