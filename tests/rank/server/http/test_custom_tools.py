@@ -21,7 +21,7 @@ def server(make_server):
 
 @pytest.fixture
 def client(server):
-    server.lead.requests.clear()
+    server.scheduler.requests.clear()
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0) as client:
         yield client
 
@@ -86,26 +86,26 @@ def test_a_response(client, server):
 def test_tool_choice(client, server):
     named = {"type": "custom", "custom": {"name": "sql"}}
     chat(client, tools=[SQL, FUNCTION], tool_choice=named)
-    assert "sql" in server.lead.requests[-1].grammar and '\\"f\\"' not in server.lead.requests[-1].grammar
+    assert "sql" in server.scheduler.requests[-1].grammar and '\\"f\\"' not in server.scheduler.requests[-1].grammar
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
     chat(client, tools=[SQL, FUNCTION], tool_choice=allowed)
-    assert "sql" in server.lead.requests[-1].grammar and '"name": "f"' not in server.asked
+    assert "sql" in server.scheduler.requests[-1].grammar and '"name": "f"' not in server.asked
     flat = [{"type": "custom", "name": "sql"}, {"type": "function", "name": "f"}]
     for choice in (flat[0], {"type": "allowed_tools", "mode": "required", "tools": flat[:1]}):
         client.responses.create(model="m", input="hi", tools=flat, tool_choice=choice)
-        assert "sql" in server.lead.requests[-1].grammar and '\\"f\\"' not in server.lead.requests[-1].grammar
+        assert "sql" in server.scheduler.requests[-1].grammar and '\\"f\\"' not in server.scheduler.requests[-1].grammar
 
 
 def test_a_grammar(client, server):
     tool = {"type": "custom", "custom": {"name": "sql", "format": {"type": "grammar", "grammar": DIGITS}}}
     chat(client, tools=[tool])
-    parts = json.loads(server.lead.requests[-1].grammar)["grammars"]
+    parts = json.loads(server.scheduler.requests[-1].grammar)["grammars"]
     assert parts[-1]["json_schema"]["properties"]["input"]["pattern"] == "^([0-9]+|none)$"
     assert "a text by this regex grammar" in server.asked
     client.responses.create(
         model="m", input="hi", tools=[{"type": "custom", "name": "sql", "format": {"type": "grammar", **DIGITS}}]
     )
-    assert json.loads(server.lead.requests[-1].grammar)["grammars"] == parts
+    assert json.loads(server.scheduler.requests[-1].grammar)["grammars"] == parts
 
 
 REFUSED = [

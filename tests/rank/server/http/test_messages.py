@@ -28,7 +28,7 @@ def client(server):
 
 @pytest.fixture
 def says(server, monkeypatch):
-    return lambda text: monkeypatch.setattr(server.lead, "answer", text)
+    return lambda text: monkeypatch.setattr(server.scheduler, "answer", text)
 
 
 def test_a_text(server, client, says):
@@ -44,9 +44,9 @@ def test_a_text(server, client, says):
     count = client.messages.count_tokens(model="claude", messages=USER, system="be brief").input_tokens
     usage = message.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == count and usage.cache_read_input_tokens == 3
-    assert usage.output_tokens == len(server.lead.encode("hello world"))
+    assert usage.output_tokens == len(server.scheduler.encode("hello world"))
     assert server.asked == "<|turn|>system\nbe brief<|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n"
-    assert server.lead.requests[-1].sampling.top_k == 5
+    assert server.scheduler.requests[-1].sampling.top_k == 5
 
 
 def test_why_it_stopped(client, says):
@@ -61,7 +61,7 @@ def test_a_limit_beyond_the_context(server, client, says):
     says("hello")
     message = client.messages.create(model="m", max_tokens=20_000, messages=USER)
     assert message.stop_reason == "end_turn"
-    sampling, prompt = server.lead.requests[-1].sampling, len(server.lead.requests[-1].tokens) // 4
+    sampling, prompt = server.scheduler.requests[-1].sampling, len(server.scheduler.requests[-1].tokens) // 4
     assert sampling.max_tokens == 512 - prompt
     says("hello " * 600)
     message = client.messages.create(model="m", max_tokens=20_000, messages=USER)
@@ -218,7 +218,7 @@ def test_a_prompt_that_is_too_long(server, client):
     """Agents look for these words, and shorten the conversation then."""
     head = "<|turn|>user\n"
     exact = [{"role": "user", "content": "word " * 250}]
-    count = len(server.lead.encode(f"{head}{exact[0]['content']}<|end|>\n<|turn|>assistant\n"))
+    count = len(server.scheduler.encode(f"{head}{exact[0]['content']}<|end|>\n<|turn|>assistant\n"))
     assert 512 <= count < 1000
     for messages, tokens in ((exact, str(count)), ([{"role": "user", "content": "word " * 3000}], r"\d{3,}")):
         with pytest.raises(anthropic.BadRequestError) as error:
