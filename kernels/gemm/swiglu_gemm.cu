@@ -46,7 +46,7 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
     grid_wait();
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (warp == 0 && elected()) {
+        if (threadIdx.x == 0) {
             for (int tile = blockIdx.x / 2, n = 0; tile < tiles; tile += gridDim.x / 2) {
                 const Place place(tile, pairs);
                 for (int c = 0; c < CHUNKS; c++, n++) {

@@ -138,7 +138,7 @@ expert_gemm(const T* x, const __grid_constant__ TensorMap of_w, const int* order
     __syncthreads();
     if (warp == THREADS / 32) {
         if (GATED) grid_wait();
-        if (elected()) bring_weights(&of_w, tiles, ring, full, empty);
+        if (lane == 0) bring_weights(&of_w, tiles, ring, full, empty);
         return;
     }
     grid_wait();

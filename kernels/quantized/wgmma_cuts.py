@@ -34,7 +34,8 @@ class WgmmaConfig(NamedTuple):
 
 
 class WgmmaParts(NamedTuple):
-    """Two launches: of as many outputs as make whole waves of blocks by a cut with large tiles, and of the rest."""
+    """Two launches: of as many outputs as make whole waves of blocks by a cut with large tiles, and of the rest. Both
+    of cuts without clusters, as measured."""
 
     first: WgmmaConfig
     columns: int  # of y, that are the first's
@@ -46,19 +47,21 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, nu
     """The fastest way for these sizes."""
     all_of_them = list(configs(rows, inputs, layout, gated))
 
-    def fastest(outputs: int) -> tuple[float, WgmmaConfig]:
-        return min((_time(rows, outputs, inputs, layout, num_sms, cut), cut) for cut in all_of_them)
+    alone = [cut for cut in all_of_them if cut.split * cut.share == 1]
 
-    time, best = fastest(outputs)
+    def fastest(cuts: list[WgmmaConfig], outputs: int) -> tuple[float, WgmmaConfig]:
+        return min((_time(rows, outputs, inputs, layout, num_sms, cut), cut) for cut in cuts)
+
+    time, best = fastest(all_of_them, outputs)
     limit, found = GAIN * time, None
-    for cut in all_of_them:
+    for cut in alone:
         row_tiles = -(-rows // cut.rows)
-        if cut.split * cut.share > 1 or num_sms % row_tiles:
+        if num_sms % row_tiles:
             continue
         wave = num_sms // row_tiles * cut.outputs  # outputs of a whole one
         if not (some := outputs // wave * wave) or some == outputs:
             continue
-        time, rest = fastest(outputs - some)
+        time, rest = fastest(alone, outputs - some)
         time += _time(rows, some, inputs, layout, num_sms, cut)
         if time < limit:
             limit, found = time, WgmmaParts(cut, some // (1 + gated), rest)

@@ -216,7 +216,7 @@ def test_wgmma_in_two_parts(gated, launched):
 def test_two_parts_are_chosen_where_waves_are_far_from_whole():
     """Of 256 rows, 224 tiles on 132 multiprocessors."""
     way = pieces_cuda.choose(256, 28672, 4096, q8_0_cuda.LAYOUT, True, H200)
-    assert way == WgmmaParts(WgmmaConfig(128, 256, 64, 1), 132 * 64, WgmmaConfig(192, 128, 128, 1, 2))
+    assert way == WgmmaParts(WgmmaConfig(128, 256, 64, 1), 132 * 64, WgmmaConfig(192, 128, 128, 1))
     assert isinstance(pieces_cuda.choose(256, 4096, 14336, q8_0_cuda.LAYOUT, False, H200), WgmmaConfig)
 
 
