@@ -103,8 +103,9 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
     if rows <= 16:
         versions["gemv"] = [partial(moe.expert_gemv, one) for one in calls]
     if rows * layers.shape.top_k <= 16 * layers.shape.experts:
-        for outputs in ((64, 128), (128, 128), (64, 64), (128, 64)):
-            versions[f"pipelined {outputs}"] = [partial(moe.pipelined, one, outputs) for one in calls]
+        for outputs, height in itertools.product(((64, 128), (128, 128), (64, 64), (128, 64)), (8, 16, 32)):
+            made = [partial(moe.pipelined, one, outputs, height) for one in calls]
+            versions[f"pipelined {outputs} of {height}"] = made
     versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, one, tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
     for name, stacks in layers.quantized.items():
@@ -142,17 +143,18 @@ def tune(layers: Layers, rows: int) -> None:
             continue
         groups = [moe.group(one.ids, layers.shape.experts, height) for one in calls]
         hs = [torch.randn(one.pairs, one.w2.shape[2], device="cuda").bfloat16() for one in calls]
+        ys = [one.x.new_empty(one.pairs, one.x.shape[1]) for one in calls]
         ups: list[tuple[float, tuple[int, ...]]] = []
         downs: list[tuple[float, tuple[int, ...]]] = []
         for cut in (one for one in cuts() if one.rows == height):
             both = cut._replace(outputs=cut.outputs // 2)
             up: list[Call] = [
-                partial(moe_triton.expert_up, *one[:3], moe.plain(one.w13, one.x.dtype), g, silu, both)
-                for one, g in zip(calls, groups, strict=True)
+                partial(moe_triton.expert_up, *one[:3], moe.plain(one.w13, one.x.dtype), g, silu, both, None, h)
+                for one, g, h in zip(calls, groups, hs, strict=True)
             ]
             down: list[Call] = [
-                partial(moe_triton.expert_down, h, moe.plain(one.w2, h.dtype), g, cut)
-                for h, g, one in zip(hs, groups, calls, strict=True)
+                partial(moe_triton.expert_down, h, moe.plain(one.w2, h.dtype), g, cut, one.weights, None, y)
+                for h, g, one, y in zip(hs, groups, calls, ys, strict=True)
             ]
             for found, one, way in ((ups, up, both), (downs, down, cut)):
                 try:

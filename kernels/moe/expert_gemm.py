@@ -13,18 +13,24 @@ from ..device import device_caps
 if TYPE_CHECKING:
     from .moe import Groups
 
-ROWS = 8  # pairs of an item
-# Per expert. Of 4, Triton's tiles take 2 % less of a step of Qwen3-30B-A3B, of 16 they take 9 % less (H200,
-# 2026-11-25).
-MOST_PAIRS = 3
+# Most pairs per expert → pairs of an item: an expert with more has its weights read again. Of 4 pairs, Triton's tiles
+# take 2 % less of a step of Qwen3-30B-A3B, of 16 they take 9 % less (H200, 2026-11-25).
+ROWS = {3: 8}
+MOST_PAIRS = max(ROWS)
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 12
 
 
 class ItemConfig(NamedTuple):
-    """What a block computes at once of ROWS pairs of one expert."""
+    """What a block computes at once of one expert."""
 
     outputs: int  # of w: 64 or 128; with a gate half of them are up's
+    rows: int = 8  # pairs: 8, 16 or 32
+
+
+def rows(pairs: int, experts: int) -> int:
+    """Of an item, where so many pairs have so many experts."""
+    return next((rows for most, rows in ROWS.items() if pairs <= most * experts), max(ROWS.values()))
 
 
 def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
@@ -59,7 +65,7 @@ def sizes(inputs: int, outputs: int, act: str, top: int, cut: ItemConfig) -> dic
         M=cut.outputs,
         KC=_chunk(inputs),
         STAGES=stages(cut, inputs)[0],
-        TILES=ROWS // 8,
+        TILES=cut.rows // 8,
         GATED=int(bool(act)),
         ACT=ACTIVATIONS.index(act) if act else 0,
         TOP=top,
@@ -73,8 +79,8 @@ def _chunk(inputs: int) -> int:
 
 def stages(cut: ItemConfig, inputs: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as expert_gemm.cu lays it out."""
-    sums = _warps_together(cut) * cut.outputs * (ROWS + 1) * 4
-    stage = (cut.outputs + ROWS) * _chunk(inputs) * 2
+    sums = _warps_together(cut) * cut.outputs * (cut.rows + 1) * 4
+    stage = (cut.outputs + cut.rows) * _chunk(inputs) * 2
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
 

@@ -293,15 +293,16 @@ def _group_reference(local: Tensor, experts: int, rows: int, found: Groups) -> G
     return found
 
 
-def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
+def pipelined(given: Inputs, outputs: tuple[int, int] | None = None, rows: int = 0) -> Tensor:
     """[T * k, H], each token's pairs apart: grouped GEMMs of few pairs per expert, where `expert_gemm` takes them.
-    outputs: of an item of both GEMMs; chosen unless given."""
+    outputs and rows: of an item of both GEMMs; chosen unless given."""
     x, ids, weights, w13, w2, act, _, held = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
-    groups = group(ids, len(w13), expert_gemm.ROWS, held)
-    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0]))
-    return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
+    rows = rows or expert_gemm.rows(given.pairs, given.experts)
+    groups = group(ids, len(w13), rows, held)
+    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0], rows))
+    return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1], rows))
 
 
 def in_pieces(given: Inputs, tiles: int = 0) -> Tensor:

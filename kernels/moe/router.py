@@ -20,6 +20,7 @@ CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
 ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8
+TILE_WARPS = 16  # of a block of TILE tokens: each asks for all that it needs at once
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
 
@@ -115,10 +116,11 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
         kernel((-(-rows // WARPS), 1, 1), WARPS * 32, logits, of_bias, ids, weights, rows, float(params.scale))
         return ids, weights
     together = next(n for n in (1, 2, 4, TILE) if rows <= n or n == TILE)
-    kernel = jit.kernel("route", "route", x.dtype, **sizes(together, experts, hidden, params, bias is not None))
+    found = sizes(together, experts, hidden, params, bias is not None)
+    kernel = jit.kernel("route", "route", x.dtype, **found)
     arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
     grid = -(-experts // (16 if together == TILE else WARPS)), -(-rows // together), 1
-    kernel(grid, WARPS * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
+    kernel(grid, found["WARPS"] * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
     return ids, weights
 
 
@@ -132,7 +134,7 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         SCORING=SCORINGS.index(params.scoring),
         NORMALISE=int(params.normalise),
         BIAS=int(bias),
-        WARPS=WARPS,
+        WARPS=TILE_WARPS if together == TILE else WARPS,
         GROUPS=params.groups,
         TOP_GROUPS=params.top_groups,
         GROUP_TOP=params.group_top,
