@@ -329,8 +329,9 @@ def grouped(given: Inputs, tiles: Tiling | None = None) -> Tensor:
         w13, groups, biases.up, dtype,
         lambda some, mine, bias: moe_triton.expert_up(x, ids, weights, some, mine, number, tiles.up, bias, h),
     )  # fmt: skip
+    whole = isinstance(w2, Tensor)
     dequantized.by_parts(
         w2, groups, biases.down, dtype,
-        lambda some, mine, bias: moe_triton.expert_down(h, some, mine, tiles.down, weights, bias, y),
+        lambda some, mine, bias: moe_triton.expert_down(h, some, mine, tiles.down, weights, bias, y, whole),
     )  # fmt: skip
     return y

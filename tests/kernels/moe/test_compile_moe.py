@@ -39,7 +39,7 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, unit, arch
     pytest.importorskip("triton")
     from phalanx.kernels.moe import moe_triton
 
-    monkeypatch.setattr(moe_triton, "_overlaps", lambda _: arch >= 90 and dtype != torch.float32)
+    monkeypatch.setattr(moe_triton, "overlaps", lambda _: arch >= 90 and dtype != torch.float32)
     tiles = moe.TILINGS[most] if most else moe.F32_TILING
     ids = torch.arange(k, dtype=torch.int32)[None]
     x, weights = torch.zeros(1, hidden, dtype=dtype), torch.ones(1, k)
@@ -50,7 +50,7 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, unit, arch
     w13, w2 = (stored(w, unit) if unit else w for w in (w13, w2))
     for kernel, call in (
         ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up, up, h)),
-        ("expert_down_kernel", lambda: moe_triton.expert_down(h, w2, groups, tiles.down, weights, down, y)),
+        ("expert_down_kernel", lambda: moe_triton.expert_down(h, w2, groups, tiles.down, weights, down, y, True)),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids)),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids, range(2, 5))),
     ):
