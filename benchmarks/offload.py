@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from phalanx.benchmarks import step
+from phalanx.kernels.moe.router import with_shared
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.layers.moe import Router
 from phalanx.rank.options import Options
@@ -60,7 +61,7 @@ def route_by_zipf(exponent: float) -> None:
     """Replace every router's choice. What it needs lies on the device, so that steps are captured with it."""
     made = 0
 
-    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self: Any, x: Tensor, shared: int = 0) -> tuple[Tensor, Tensor]:
         nonlocal made
         k = self.params.top_k
         if not hasattr(self, "drawn"):
@@ -70,7 +71,8 @@ def route_by_zipf(exponent: float) -> None:
             self.every = torch.arange(DRAWS, device=x.device)
         rows = (self.every[: len(x)] + self.turn) % DRAWS
         self.turn += len(x)
-        return self.drawn[rows], x.new_full((len(x), k), 1 / k, dtype=torch.float32)
+        weights = x.new_full((len(x), k), 1 / k, dtype=torch.float32)
+        return with_shared(self.drawn[rows], weights, len(self.weight), shared)
 
     Router.forward = forward  # type: ignore[method-assign]
 

@@ -8,6 +8,8 @@ constexpr int V = 8;  // elements of one access
 constexpr int PER = (EXPERTS + 31) / 32;  // experts of a lane
 constexpr float LOWEST = -3.0e38f;  // below any logit that counts; a NaN is that, too, so that ids are always valid
 
+constexpr int SLOTS = TOP + SHARED;  // of a token: behind the chosen experts those that all tokens visit, with weight 1
+
 enum { SOFTMAX, SIGMOID };
 
 // A warp: which of a lane's experts, as bits, are in none of the TOP_GROUPS best of GROUPS groups. A group is as good as
@@ -53,7 +55,7 @@ __device__ inline unsigned outside_groups(const float* rank) {
     return outside;
 }
 
-// A warp: `logits` [EXPERTS] of one token → its ids and weights [TOP]. bias: of softmax's logits, or of sigmoid's scores, for
+// A warp: `logits` [EXPERTS] of one token → its ids and weights [SLOTS]. bias: of softmax's logits, or of sigmoid's scores, for
 // the choice alone.
 __device__ inline void choose_experts(const float* logits, const float* bias, int* ids, float* weights, float scale) {
     const int lane = threadIdx.x % 32;
@@ -107,7 +109,10 @@ __device__ inline void choose_experts(const float* logits, const float* bias, in
         if (lane == k) mine = value, id = at;
         chosen += value;
     }
-    if (lane >= TOP) return;
+    if (lane >= TOP) {
+        if (lane < SLOTS) ids[lane] = EXPERTS + lane - TOP, weights[lane] = 1;
+        return;
+    }
     if (SCORING == SIGMOID)
         mine = NORMALISE ? mine / (chosen + 1e-20f) : mine;
     else
@@ -227,7 +232,7 @@ route(const T* x, const T* router, const float* bias, float* logits, int* ids, f
     __syncthreads();
     if (!last) return;
     for (int r = first + warp; r < min(first + R, rows); r += WARPS)
-        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * TOP, weights + (long long)r * TOP, scale);
+        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * SLOTS, weights + (long long)r * SLOTS, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
@@ -236,5 +241,5 @@ choose(const float* logits, const float* bias, int* ids, float* weights, int row
     launch_dependents();
     const int r = blockIdx.x * WARPS + threadIdx.x / 32;
     if (r < rows)
-        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * TOP, weights + (long long)r * TOP, scale);
+        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * SLOTS, weights + (long long)r * SLOTS, scale);
 }

@@ -36,18 +36,32 @@ class RouterParams(NamedTuple):
     top_groups: int = 1  # groups that experts are chosen from
     group_top: int = 2  # a group is as good as its best experts together, so many
     biased: bool = False  # a bias is added to softmax's logits
+    shared: int = 0  # experts that all tokens visit with weight 1: they are numbered behind the others
+
+    @property
+    def slots(self) -> int:
+        """Experts of a token."""
+        return self.top_k + self.shared
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
-    """x [T, H], weight [E, H] and bias [E] f32 → ids [T, k] int32 and weights [T, k] f32 of each token's experts.
+    """x [T, H], weight [E, H] and bias [E] f32 → ids [T, k] int32 and weights [T, k] f32 of each token's experts, of
+    which the last ones are shared.
 
     bias: where params.corrected, or params.biased. Ids are valid whatever x holds, NaN too.
     """
     if supports(weight, params):
         return route_cuda(x, weight, bias, params)
-    if supports_cpu(x, weight):
-        return route_cpu(x, weight, bias, params)
-    return route_reference(x, weight, bias, params)
+    ids, weights = (route_cpu if supports_cpu(x, weight) else route_reference)(x, weight, bias, params)
+    return with_shared(ids, weights, len(weight), params.shared)
+
+
+def with_shared(ids: Tensor, weights: Tensor, experts: int, shared: int) -> tuple[Tensor, Tensor]:
+    """With `shared` more experts of each token, numbered from `experts` on, of weight 1."""
+    if not shared:
+        return ids, weights
+    more = torch.arange(experts, experts + shared, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
+    return torch.cat((ids, more), 1), torch.cat((weights, weights.new_ones(len(ids), shared)), 1)
 
 
 def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
@@ -92,7 +106,7 @@ def route_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPara
 def supports(weight: Tensor, params: RouterParams) -> bool:
     """Whether `route_cuda` takes this router."""
     experts, hidden = weight.shape
-    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts)
+    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= experts and params.slots <= 32
     return weight.is_cuda and weight.element_size() == 2 and sizes and supports_groups(params) and jit.plain(weight)
 
 
@@ -106,8 +120,8 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
     """One kernel; of many tokens a GEMM and one more."""
     x = x.contiguous()
     rows, (experts, hidden) = len(x), weight.shape
-    ids = torch.empty(rows, params.top_k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(rows, params.top_k, dtype=torch.float32, device=x.device)
+    ids = torch.empty(rows, params.slots, dtype=torch.int32, device=x.device)
+    weights = torch.empty(rows, params.slots, dtype=torch.float32, device=x.device)
     few = rows <= ROUTE_ROWS
     logits = torch.empty(rows, experts, dtype=torch.float32, device=x.device) if few else _logits(x, weight)
     of_bias = logits if bias is None else bias
@@ -131,6 +145,7 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         EXPERTS=experts,
         HIDDEN=hidden,
         TOP=params.top_k,
+        SHARED=params.shared,
         SCORING=SCORINGS.index(params.scoring),
         NORMALISE=int(params.normalise),
         BIAS=int(bias),

@@ -187,6 +187,15 @@ def test_router(params, experts, hidden):
     assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
 
 
+def test_shared_experts_are_behind_the_chosen_ones():
+    for tokens in (1, 3, 64, 257):
+        x, weight = (torch.randn(n, 2048, device="cuda").bfloat16() for n in (tokens, 64))
+        ids, weights = router.route(x, weight, None, RouterParams(6, normalise=False, shared=2))
+        want = router.route(x, weight, None, RouterParams(6, normalise=False))
+        want_ids, want_weights = router.with_shared(*want, 64, 2)
+        assert torch.equal(ids, want_ids) and torch.equal(weights, want_weights)
+
+
 def test_ids_are_valid_whatever_comes():
     for fill in (float("nan"), float("inf"), 0.0):
         x = torch.full((9, 64), fill, device="cuda", dtype=torch.bfloat16)
