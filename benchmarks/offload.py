@@ -61,7 +61,7 @@ def route_by_zipf(exponent: float) -> None:
     """Replace every router's choice. What it needs lies on the device, so that steps are captured with it."""
     made = 0
 
-    def forward(self: Any, x: Tensor, shared: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(self: Any, x: Tensor, shared: int = 0, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
         nonlocal made
         k = self.params.top_k
         if not hasattr(self, "drawn"):

@@ -126,6 +126,7 @@ __device__ inline void choose_experts(const float* logits, const float* bias, in
 // experts, and warps share the inputs.
 constexpr bool MATMUL = R == 8;
 constexpr int OF_BLOCK = MATMUL ? 16 : WARPS;
+constexpr int BLOCKS = (EXPERTS + OF_BLOCK - 1) / OF_BLOCK;  // of R tokens; those behind them bring weights
 
 // logits of the block's experts and of tokens first to first + R - 1, by a warp for one expert.
 __device__ inline void multiply(const T* x, const T* router, float* logits, int rows, int first) {
@@ -213,10 +214,21 @@ __device__ inline void multiply_tiles(const T* x, const T* router, float* logits
     if (expert + e < EXPERTS && first + r < rows) logits[(long long)(first + r) * EXPERTS + expert + e] = total;
 }
 
+// Ask for pieces of AHEAD_BYTES to come to the second-level cache, shared out over the blocks behind the others.
+__device__ inline void bring(const char* ahead, int pieces) {
+#if __CUDA_ARCH__ >= 900
+    const int block = (blockIdx.x - BLOCKS) * gridDim.y + blockIdx.y, piece = block * AHEAD_PIECES + threadIdx.x;
+    if (threadIdx.x < AHEAD_PIECES && piece < pieces)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead + (long long)piece * AHEAD_BYTES), "n"(AHEAD_BYTES));
+#endif
+}
+
+// ahead: weights that the kernels after this one will read, pieces of AHEAD_BYTES. Memory would idle meanwhile.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-route(const T* x, const T* router, const float* bias, float* logits, int* ids, float* weights, int* arrived, int rows,
-      float scale) {
+route(const T* x, const T* router, const float* bias, float* logits, int* ids, float* weights, int* arrived,
+      const char* ahead, int pieces, int rows, float scale) {
     __shared__ bool last;
+    if (blockIdx.x >= BLOCKS) return bring(ahead, pieces);
     const int warp = threadIdx.x / 32, first = blockIdx.y * R;
     if constexpr (MATMUL)
         multiply_tiles(x, router, logits, rows, first);
@@ -225,7 +237,7 @@ route(const T* x, const T* router, const float* bias, float* logits, int* ids, f
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(arrived + blockIdx.y, 1) == (int)gridDim.x - 1;
+        last = atomicAdd(arrived + blockIdx.y, 1) == BLOCKS - 1;
         if (last) arrived[blockIdx.y] = 0;
         __threadfence();
     }

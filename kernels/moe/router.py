@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import jit
 from ..cpp import ops
+from ..device import device_caps
 
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
@@ -21,6 +22,8 @@ ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8
 TILE_WARPS = 16  # of a block of TILE tokens: each asks for all that it needs at once
+AHEAD = 16 << 20  # bytes of the experts' weights that are brought while a router works
+AHEAD_BYTES, AHEAD_PIECES = 4096, 64  # of a piece; of a block
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
 
@@ -44,14 +47,17 @@ class RouterParams(NamedTuple):
         return self.top_k + self.shared
 
 
-def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x [T, H], weight [E, H] and bias [E] f32 → ids [T, k] int32 and weights [T, k] f32 of each token's experts, of
     which the last ones are shared.
 
-    bias: where params.corrected, or params.biased. Ids are valid whatever x holds, NaN too.
+    bias: where params.corrected, or params.biased. Ids are valid whatever x holds, NaN too. ahead: what the next
+    kernels read first, whatever is chosen; GPUs bring some of it to their cache meanwhile.
     """
     if supports(weight, params):
-        return route_cuda(x, weight, bias, params)
+        return route_cuda(x, weight, bias, params, ahead)
     ids, weights = (route_cpu if supports_cpu(x, weight) else route_reference)(x, weight, bias, params)
     return with_shared(ids, weights, len(weight), params.shared)
 
@@ -116,7 +122,9 @@ def supports_groups(params: RouterParams) -> bool:
     return params.groups == 1 or (params.groups <= 32 and params.group_top in best)
 
 
-def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
+def route_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One kernel; of many tokens a GEMM and one more."""
     x = x.contiguous()
     rows, (experts, hidden) = len(x), weight.shape
@@ -133,8 +141,12 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
     found = sizes(together, experts, hidden, params, bias is not None)
     kernel = jit.kernel("route", "route", x.dtype, **found)
     arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
-    grid = -(-experts // (16 if together == TILE else WARPS)), -(-rows // together), 1
-    kernel(grid, found["WARPS"] * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
+    blocks, tiles = -(-experts // (16 if together == TILE else WARPS)), -(-rows // together)
+    brought = x if ahead is None else ahead
+    pieces = min(AHEAD, brought.nbytes) // AHEAD_BYTES if ahead is not None and device_caps(x.device).has_pdl else 0
+    grid = blocks + -(-pieces // (AHEAD_PIECES * tiles)), tiles, 1
+    kernel(grid, found["WARPS"] * 32, x, weight, of_bias, logits, ids, weights, arrived, brought, pieces, rows,
+           float(params.scale))  # fmt: skip
     return ids, weights
 
 
@@ -153,6 +165,8 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         GROUPS=params.groups,
         TOP_GROUPS=params.top_groups,
         GROUP_TOP=params.group_top,
+        AHEAD_BYTES=AHEAD_BYTES,
+        AHEAD_PIECES=AHEAD_PIECES,
     )
 
 

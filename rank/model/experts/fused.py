@@ -260,6 +260,13 @@ class FusedExperts(nn.Module):
         both = *tiling_rows(experts, self.top_k), *tiling_rows(experts, self.top_k + self.shared)
         return sorted({*both, SHARED_ROWS + 1})
 
+    def read_first(self, tokens: int) -> Tensor | None:
+        """What so many tokens make kernels read first, if they visit most experts: few are chosen by chance."""
+        w13 = self.gate_up_proj.matrices
+        if not isinstance(w13, Tensor) or not w13.is_cuda or self.top_k * tokens < self.down_proj.experts.size:
+            return None
+        return w13
+
     def append(self, up: Tensor, down: Tensor) -> bool:
         """Once they are loaded: hold this rank's part of what all tokens visit, up [2 W, H] and down [H, W], as further
         experts. False: they stay as they are, as these are quantised, biased or not all here, or W is no multiple of

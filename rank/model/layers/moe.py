@@ -34,10 +34,11 @@ class Router(ShardedModule):
         self.e_score_correction_bias = bias if params.corrected else None
         self.bias = bias if params.biased else None
 
-    def forward(self, x: Tensor, shared: int = 0) -> tuple[Tensor, Tensor]:
-        """x [T, H] → ids [T, k] int32 and weights [T, k] f32. shared: experts behind the others that all visit."""
+    def forward(self, x: Tensor, shared: int = 0, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [T, H] → ids [T, k] int32 and weights [T, k] f32. shared: experts behind the others that all visit. ahead:
+        what is read next."""
         bias = self.bias if self.params.biased else self.e_score_correction_bias
-        return route(x, self.weight, bias, self.params._replace(shared=shared))
+        return route(x, self.weight, bias, self.params._replace(shared=shared), ahead)
 
 
 def _check_groups(experts: int, params: RouterParams) -> None:
@@ -84,7 +85,7 @@ class MoE(nn.Module):
     def forward(self, h: Normed | Tensor) -> Partial:
         """h [T, H] → this rank's part of [T, H]."""
         x = h.tensor() if isinstance(h, Normed) else h
-        return self.experts(x, *self.gate(x))
+        return self.experts(x, *self.gate(x, ahead=self.experts.read_first(len(x))))
 
 
 class SharedMoE(MoE):
@@ -113,7 +114,7 @@ class SharedMoE(MoE):
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h
         if self.experts.shared and len(x) <= SHARED_ROWS:
-            return self.experts(x, *self.gate(x, self.experts.shared))
+            return self.experts(x, *self.gate(x, self.experts.shared, self.experts.read_first(len(x))))
         return super().forward(x) + self.shared_experts(x)
 
 
