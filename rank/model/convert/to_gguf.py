@@ -271,7 +271,7 @@ def _encode(weight: Tensor, type: str) -> Tensor:
         blocks = q8_0.to_blocks(q8_0.encode(rows))
     else:
         codec = importlib.import_module(f"{quantized.__name__}.{type.lower()}")
-        blocks = super_blocks.encode(rows, codec.FORM, codec.encode_groups)
+        (blocks,) = super_blocks.encode(codec.FORM, codec.encode_groups, rows)
     return blocks.view(*weight.shape[:-1], -1)
 
 
