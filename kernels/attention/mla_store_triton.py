@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 STORE_HEADS = 8  # query heads that one program rotates
 COLUMNS = 128  # of a head's latent query that one program makes
+FEW = 64  # tokens: of as many, programs have 16
 
 
 def rope_and_store_latents(
@@ -54,14 +55,15 @@ def absorb_and_store_latents(
     latent, rope = len(norm.weight), cos_sin.cos.shape[-1]
     assert q.stride()[1:] == (width, 1) and latents.stride(1) == 1 and cache.is_contiguous()
     assert up.is_contiguous() and queries.is_contiguous()
-    rows = min(max(16, triton.next_power_of_2(tokens)), 64)
+    rows = 16 if tokens <= FEW else 32
     columns = min(COLUMNS if q.element_size() == 2 else COLUMNS // 4, max(16, triton.next_power_of_2(latent)))
-    programs, overlap = heads * triton.cdiv(latent, columns) * triton.cdiv(tokens, rows), overlaps(q)
+    blocks, overlap = triton.cdiv(latent, columns), overlaps(q)
+    programs, turned = heads * blocks * triton.cdiv(tokens, rows), triton.next_power_of_2(triton.cdiv(rows, blocks))
     absorb_kernel[(programs + tokens,)](
         q, latents, norm.weight, cos_sin.cos, cos_sin.sin, cache if scales is None else cache.view(torch.uint8),
         slots if scales is None else scales, slots, up, queries, norm.eps, q.stride(0), latents.stride(0), tokens,
         programs, heads, width, up.shape[1], latent, rope, triton.next_power_of_2(latent),
-        triton.next_power_of_2(rope // 2), max(16, triton.next_power_of_2(width - rope)), rows, columns,
+        triton.next_power_of_2(rope // 2), max(16, triton.next_power_of_2(width - rope)), rows, turned, columns,
         cos_sin.interleaved, cache.shape[1], int(scales is not None),
         "tf32" if q.element_size() == 2 else "ieee", overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
@@ -150,11 +152,11 @@ def absorb_kernel(
     q, latents, weight, cos, sin, cache, scales, slots, up, queries, eps, q_row, latents_row, tokens, programs,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, UP: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     LATENT_PADDED: tl.constexpr, PAIRS: tl.constexpr, NOPE_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    TURNED: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The first programs make COLUMNS of one head's latent queries of ROWS tokens, and the first ones of a head rotate
-    the rest of its queries. The last `tokens` programs store one token's latent each."""
+    """The first programs make COLUMNS of one head's latent queries of ROWS tokens, and rotate the rest of TURNED of
+    them. The last `tokens` programs store one token's latent each."""
     NOPE: tl.constexpr = WIDTH - ROPE
     BLOCKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     pid, pairs = tl.program_id(0), tl.arange(0, PAIRS)
@@ -183,8 +185,10 @@ def absorb_kernel(
         y = tl.dot(x, w, input_precision=PRECISION)
         mask = there[:, None] & (columns < LATENT)[None, :]
         tl.store(to + columns[None, :], y.to(queries.dtype.element_ty), mask=mask)
-        if block == 0:
-            at = rows[:, None] * ROPE
-            _rotate(
-                from_q + NOPE, to + LATENT, scales, there, cos + at, sin + at, pairs, ROPE, INTERLEAVED, False
-            )  # fmt: skip
+        some = block * TURNED + tl.arange(0, TURNED)
+        mine = tile * ROWS + some.to(tl.int64)
+        at = mine[:, None] * ROPE
+        _rotate(
+            q + mine[:, None] * q_row + head * WIDTH + NOPE, queries + (mine[:, None] * HEADS + head) * (LATENT + ROPE) + LATENT,
+            scales, (some < ROWS) & (mine < tokens), cos + at, sin + at, pairs, ROPE, INTERLEAVED, False,
+        )  # fmt: skip

@@ -24,7 +24,9 @@ from .backend import AttentionParams, Part
 if TYPE_CHECKING:
     from .mla import Context
 
-PROGRAMS = 2  # of a decode step, wanted for each multiprocessor
+PROGRAMS = (
+    3  # most of a decode step for each multiprocessor, which has one at a time: others wait to find nothing to do
+)
 MOST_KV_SPLITS = 64
 SPLIT = 256  # tokens: about what is worth a program of its own, where all multiprocessors have one
 GROUP = 16  # most query heads of a program
@@ -293,7 +295,7 @@ def run(part: Part, plan: int) -> None:
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
     """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
     splits = 1
-    while splits < MOST_KV_SPLITS and programs * splits < PROGRAMS * num_sms and longest > splits * SPLIT:
+    while splits < MOST_KV_SPLITS and 2 * programs * splits <= PROGRAMS * num_sms and longest > splits * SPLIT:
         splits *= 2
     return splits
 
