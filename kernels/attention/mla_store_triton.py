@@ -188,7 +188,8 @@ def absorb_kernel(
         some = block * TURNED + tl.arange(0, TURNED)
         mine = tile * ROWS + some.to(tl.int64)
         at = mine[:, None] * ROPE
+        x = q + mine[:, None] * q_row + head * WIDTH + NOPE
+        to = queries + (mine[:, None] * HEADS + head) * (LATENT + ROPE) + LATENT
         _rotate(
-            q + mine[:, None] * q_row + head * WIDTH + NOPE, queries + (mine[:, None] * HEADS + head) * (LATENT + ROPE) + LATENT,
-            scales, (some < ROWS) & (mine < tokens), cos + at, sin + at, pairs, ROPE, INTERLEAVED, False,
+            x, to, scales, (some < ROWS) & (mine < tokens), cos + at, sin + at, pairs, ROPE, INTERLEAVED, False,
         )  # fmt: skip
