@@ -26,8 +26,8 @@ from . import stacks
 from .host import HostExperts, Pending
 from .stacks import APART, ExpertLayout, StoredStack
 
-# Tokens; of more, experts that all visit have GEMMs of their own. In tiles of few rows their weights would be read again
-# for each: a step of 256 of DeepSeek-V2-Lite took 11.3 ms so, not 10.6 (H200, 2026-11-25).
+# Tokens; of more, experts that all visit have GEMMs of their own. In tiles of few rows their weights would be read
+# again: a step of 256 of DeepSeek-V2-Lite took 11.3 ms so, not 10.6 (H200, 2026-11-25).
 SHARED_ROWS = 16
 
 
