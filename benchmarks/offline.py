@@ -95,7 +95,7 @@ class Ask(msgspec.Struct):
 
 
 class OfflineRank(program.Rank):
-    """A rank whose lead makes its own requests."""
+    """A rank whose scheduler makes its own requests."""
 
     def connect(self) -> None: ...
 

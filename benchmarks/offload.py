@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from phalanx.benchmarks import step
-from phalanx.kernels.moe.router import with_shared
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.host_buffers import HostView
@@ -69,8 +68,11 @@ class Budget:
     def __init__(self) -> None:
         self.rows: list[defaultdict[str, float]] = [defaultdict(float)]
         for name, owner, attribute in (
-            ("host", HostExperts, "_from_host"),
+            ("begin", HostExperts, "_from_host"),
+            ("begin", HostExperts, "_decide"),
+            ("end", HostExperts, "_give"),
             ("wait", HostView, "wait"),
+            ("wait", HostView, "arrived"),
             ("choose", HostExperts, "_choose"),
             ("launch", HostExperts, "_on_device"),
             ("launch", Streamer, "_launch"),
@@ -90,11 +92,11 @@ class Budget:
     def _wrap(self, name: str, owner: Any, attribute: str) -> None:
         call: Callable[..., Any] = getattr(owner, attribute)
 
-        def timed(*args: Any) -> Any:
-            if name == "host":
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if name == "begin":
                 self.rows.append(defaultdict(float))
             started, row = time.perf_counter(), self.rows[-1]
-            made = call(*args)
+            made = call(*args, **kwargs)
             row[name] += time.perf_counter() - started
             return made
 
@@ -103,8 +105,8 @@ class Budget:
     def means(self, count: int, seconds: float) -> dict[str, float]:
         """Of the last `count` rows: microseconds of each part of what takes `seconds` a layer, and experts."""
         rows = self.rows[-count:]
-        found = {name: sum(row[name] for row in rows) / len(rows) for name in (*PARTS, "host", *SERVED)}
-        found["other"] = found.pop("host") - sum(found[name] for name in IN_HOST)
+        found = {name: sum(row[name] for row in rows) / len(rows) for name in (*PARTS, "begin", "end", *SERVED)}
+        found["other"] = found.pop("begin") + found.pop("end") - sum(found[name] for name in IN_HOST)
         found["rest"] = seconds - sum(found[name] for name in (*PARTS, "other"))
         return {name: round(one if name in SERVED else 1e6 * one, 2) for name, one in found.items()}
 
@@ -147,7 +149,7 @@ def route_by_zipf(exponent: float) -> None:
     """Replace every router's choice. What it needs lies on the device, so that steps are captured with it."""
     made = 0
 
-    def forward(self: Any, x: Tensor, shared: int = 0, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal made
         k = self.params.top_k
         if not hasattr(self, "drawn"):
@@ -156,8 +158,7 @@ def route_by_zipf(exponent: float) -> None:
             self.turn = torch.zeros(1, dtype=torch.int64, device=x.device)
         rows = (torch.arange(len(x), device=x.device) + self.turn) % DRAWS  # a step may have more than DRAWS tokens
         self.turn += len(x)
-        weights = x.new_full((len(x), k), 1 / k, dtype=torch.float32)
-        return with_shared(self.drawn[rows], weights, len(self.weight), shared)
+        return self.drawn[rows], x.new_full((len(x), k), 1 / k, dtype=torch.float32)
 
     Router.forward = forward  # type: ignore[method-assign]
 

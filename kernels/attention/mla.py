@@ -81,9 +81,7 @@ def store_and_attend(
 
     (tokens, heads, _), latent = q.shape, up.shape[2]
     queries, mixed = q.new_empty(tokens, heads, cache.shape[2]), q.new_empty(tokens, heads, latent)
-    mla_store_triton.absorb_and_store_latents(
-        q, latents, norm, cos_sin, cache, rows.slots, up, queries, scales
-    )  # fmt: skip
+    mla_store_triton.absorb_and_store_latents(q, latents, norm, cos_sin, cache, rows.slots, up, queries, scales)
     keys = cache[:, :, None]
     attend(Part(queries, keys, keys[..., :latent], rows, params, 0, tokens, mixed, scales))
     return mla_triton.values(mixed, up, q.shape[2] - (cache.shape[2] - latent)).flatten(1)

@@ -24,9 +24,8 @@ from .backend import AttentionParams, Part
 if TYPE_CHECKING:
     from .mla import Context
 
-PROGRAMS = (
-    3  # most of a decode step for each multiprocessor, which has one at a time: others wait to find nothing to do
-)
+# Most of a decode step for each multiprocessor, which has one at a time: more would wait to find nothing to do.
+PROGRAMS = 3
 MOST_KV_SPLITS = 64
 SPLIT = 256  # tokens: about what is worth a program of its own, where all multiprocessors have one
 GROUP = 16  # most query heads of a program

@@ -129,14 +129,25 @@ def call_array(calls: list[tuple[int, bytes]]) -> ctypes.Array[_Call]:
     return (_Call * len(calls))(*(_Call(*call) for call in calls))
 
 
-def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
-    _run()(_pool(threads), calls, count)
+def run_calls(calls: ctypes.Array[_Call], count: int, threads: int, alone: int = 0) -> None:
+    """alone: how many of the first ones the caller computes without the other threads, as they are short."""
+    _run()(_pool(threads), calls, count, alone)
+
+
+def stay_awake(seconds: float) -> None:
+    """This process's threads look so long for the next operations before they sleep, from now on."""
+    pool = _pool(torch.get_num_threads()) if available() else None
+    if pool is not None:
+        look = libraries()["pool"].pool_look
+        look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        look(pool, int(seconds * 1e9))
 
 
 @functools.cache
 def _run() -> Callable[..., None]:
     function = libraries()["pool"].pool_run
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
     return function
 
 

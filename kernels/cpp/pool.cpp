@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "op.h"
@@ -30,8 +31,8 @@ struct alignas(64) Gate {
             syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
     }
 
-    void wait(uint32_t from) {
-        for (Patience patience; !patience.over();)
+    void wait(uint32_t from, int64_t look = LOOK_NS) {
+        for (Patience patience(look); !patience.over();)
             if (__atomic_load_n(&value, __ATOMIC_ACQUIRE) != from) return;
         __atomic_add_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
         while (__atomic_load_n(&value, __ATOMIC_SEQ_CST) == from)
@@ -46,7 +47,7 @@ struct Pool {
     pthread_mutex_t busy;
     int threads;
     const Call* calls;
-    int64_t count;
+    int64_t count, look;  // look: nanoseconds that threads look for the next list before they sleep
 
     void work(int part) {
         const Call* list = calls;  // once the last operation is done, the caller may bring another list
@@ -75,7 +76,7 @@ static void* serve(void* given) {
     Pool* pool = worker.pool;
     // The first list may have begun before this thread has: it waits from the value that the pool was made with.
     for (uint32_t seen = 0;; seen++) {
-        pool->start.wait(seen);
+        pool->start.wait(seen, __atomic_load_n(&pool->look, __ATOMIC_RELAXED));
         pool->work(worker.part);
     }
     return nullptr;
@@ -92,6 +93,7 @@ EXPORT void* pool_make(int threads) {
     Pool* pool = (Pool*)memset(room, 0, sizeof(Pool));
     pthread_mutex_init(&pool->busy, nullptr);
     pool->threads = threads;
+    pool->look = LOOK_NS;
     for (int part = 1; part < threads; part++) {
         Worker* worker = (Worker*)malloc(sizeof(Worker));
         *worker = {pool, part};
@@ -102,9 +104,15 @@ EXPORT void* pool_make(int threads) {
     return pool;
 }
 
-// With a pool that another thread of this process uses, or with none, the caller computes alone.
-EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
+// For lists that follow each other at such distances: to wake sleeping threads takes longer than one of them.
+EXPORT void pool_look(void* pool, int64_t nanoseconds) { __atomic_store_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED); }
+
+// The first `alone` operations are the caller's, and need nobody. With a pool that another thread of this process uses, or
+// with none, so are the others.
+EXPORT void pool_run(void* given, const Call* calls, int64_t count, int64_t alone) {
     Pool* pool = (Pool*)given;
+    run_alone(calls, alone);
+    calls += alone, count -= alone;
     if (!pool || count == 0 || pthread_mutex_trylock(&pool->busy)) return run_alone(calls, count);
     pool->calls = calls;
     pool->count = count;
@@ -112,3 +120,21 @@ EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
     pool->work(0);
     pthread_mutex_unlock(&pool->busy);
 }
+
+// A flag in memory that a device writes: 1 once it has the value, 0 if it has not after so many nanoseconds. Looks for a
+// layer's time, as it is mostly that close, and then sleeps between two looks.
+EXPORT int flag_wait(const uint32_t* flag, uint32_t value, int64_t nanoseconds) {
+    constexpr int64_t LAYER_NS = 300000;
+    int64_t begin = 0;
+    for (int64_t looks = 0;; looks++) {
+        if (__atomic_load_n(flag, __ATOMIC_ACQUIRE) == value) return 1;
+        timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        const int64_t time = t.tv_sec * 1000000000 + t.tv_nsec;
+        if (!looks) begin = time;
+        if (time - begin > nanoseconds) return 0;
+        if (time - begin > LAYER_NS) nap();
+    }
+}
+
+EXPORT void flag_set(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }

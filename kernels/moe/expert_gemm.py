@@ -13,24 +13,25 @@ from ..device import device_caps
 if TYPE_CHECKING:
     from .moe import Groups
 
-# Most pairs per expert → pairs of an item: an expert with more has its weights read again. Of 4 pairs, Triton's tiles
-# take 2 % less of a step of Qwen3-30B-A3B, of 16 they take 9 % less (H200, 2026-11-25).
-ROWS = {3: 8}
-MOST_PAIRS = max(ROWS)
+ROWS = 8  # pairs of an item
+# Pairs per expert (H200, 2026-11-25). Of 4, Triton's tiles take 2 % less of a step of Qwen3-30B-A3B, whose experts
+# have 5 million weights, but 6 % more of a layer of Mixtral-8x7B (686 against 645 us), whose have 176 million. More
+# pairs of experts as large were not measured.
+MOST_PAIRS = 3
+MOST_PAIRS_OF_LARGE = 4
+LARGE = 64 << 20  # weights of an expert
+# Of a block, if all experts have pairs: of as many the first GEMM has items of 128 outputs. Of 16 tokens they take 1 %
+# less of a layer of DeepSeek-V2-Lite and of Qwen3-30B-A3B than those of 64, and as much of Mixtral-8x7B (H200,
+# 2026-11-25).
+ITEMS = 4
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 12
 
 
 class ItemConfig(NamedTuple):
-    """What a block computes at once of one expert."""
+    """What a block computes at once of ROWS pairs of one expert."""
 
     outputs: int  # of w: 64 or 128; with a gate half of them are up's
-    rows: int = 8  # pairs: 8, 16 or 32
-
-
-def rows(pairs: int, experts: int) -> int:
-    """Of an item, where so many pairs have so many experts."""
-    return next((rows for most, rows in ROWS.items() if pairs <= most * experts), max(ROWS.values()))
 
 
 def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
@@ -39,6 +40,17 @@ def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
     sizes = hidden % 64 == 0 and inner % 64 == 0
     same = x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype
     return same and sizes and jit.plain(x, w13, w2) and device_caps(x.device).has_tma
+
+
+def most_pairs(w2: Tensor) -> int:
+    """Per expert, of which these kernels are the fastest. w2 [E, H, I]: beside w13, which is twice as large."""
+    return MOST_PAIRS_OF_LARGE if 3 * w2.shape[1] * w2.shape[2] >= LARGE else MOST_PAIRS
+
+
+def item_outputs(w2: Tensor, blocks: int) -> tuple[int, int]:
+    """Of an item of both GEMMs, which so many blocks share out."""
+    experts, hidden, inner = w2.shape
+    return 128 if experts * inner // 64 >= ITEMS * blocks else 64, 64 if hidden % 128 else 128
 
 
 def expert_up(
@@ -65,7 +77,7 @@ def sizes(inputs: int, outputs: int, act: str, top: int, cut: ItemConfig) -> dic
         M=cut.outputs,
         KC=_chunk(inputs),
         STAGES=stages(cut, inputs)[0],
-        TILES=cut.rows // 8,
+        TILES=ROWS // 8,
         GATED=int(bool(act)),
         ACT=ACTIVATIONS.index(act) if act else 0,
         TOP=top,
@@ -79,8 +91,8 @@ def _chunk(inputs: int) -> int:
 
 def stages(cut: ItemConfig, inputs: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as expert_gemm.cu lays it out."""
-    sums = _warps_together(cut) * cut.outputs * (cut.rows + 1) * 4
-    stage = (cut.outputs + cut.rows) * _chunk(inputs) * 2
+    sums = _warps_together(cut) * cut.outputs * (ROWS + 1) * 4
+    stage = (cut.outputs + ROWS) * _chunk(inputs) * 2
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
 

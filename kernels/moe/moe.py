@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import ACTIVATIONS
+from ..device import device_caps
 from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
@@ -130,7 +131,7 @@ def expert_terms(given: Inputs) -> Tensor:
         return apart(grouped(given), ids, held)
     if given.pairs <= min(GEMV_PAIRS, given.experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
         return expert_gemv(given).unsqueeze(1)
-    if given.pairs <= expert_gemm.MOST_PAIRS * given.experts and expert_gemm.supports(x, w13, w2):
+    if given.pairs <= expert_gemm.most_pairs(w2) * given.experts and expert_gemm.supports(x, w13, w2):
         return apart(pipelined(given), ids, held)
     return apart(grouped(given), ids, held)
 
@@ -249,7 +250,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS}
+    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE}
     return [1, min(GEMV_PAIRS, experts // GEMV_SHARE) // k + 1] + [most * experts // k + 1 for most in sorted(borders)]
 
 
@@ -293,16 +294,15 @@ def _group_reference(local: Tensor, experts: int, rows: int, found: Groups) -> G
     return found
 
 
-def pipelined(given: Inputs, outputs: tuple[int, int] | None = None, rows: int = 0) -> Tensor:
+def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     """[T * k, H], each token's pairs apart: grouped GEMMs of few pairs per expert, where `expert_gemm` takes them.
-    outputs and rows: of an item of both GEMMs; chosen unless given."""
+    outputs: of an item of both GEMMs; chosen unless given."""
     x, ids, weights, w13, w2, act, _, held = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
-    outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
-    rows = rows or expert_gemm.rows(given.pairs, given.experts)
-    groups = group(ids, len(w13), rows, held)
-    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0], rows))
-    return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1], rows))
+    outputs = outputs or expert_gemm.item_outputs(w2, device_caps(x.device).num_sms)
+    groups = group(ids, len(w13), expert_gemm.ROWS, held)
+    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0]))
+    return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
 
 
 def in_pieces(given: Inputs, tiles: int = 0) -> Tensor:
@@ -329,9 +329,8 @@ def grouped(given: Inputs, tiles: Tiling | None = None) -> Tensor:
         w13, groups, biases.up, dtype,
         lambda some, mine, bias: moe_triton.expert_up(x, ids, weights, some, mine, number, tiles.up, bias, h),
     )  # fmt: skip
-    whole = isinstance(w2, Tensor)
     dequantized.by_parts(
         w2, groups, biases.down, dtype,
-        lambda some, mine, bias: moe_triton.expert_down(h, some, mine, tiles.down, weights, bias, y, whole),
+        lambda some, mine, bias: moe_triton.expert_down(h, some, mine, tiles.down, weights, bias, y),
     )  # fmt: skip
     return y

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .moe import Groups, TileConfig
 
 COLUMNS = 1024  # of a program that adds up a token's experts
-EARLY = 512  # programs of the second GEMM that ask for weights while the first one ends: about those that find room
-EARLY_BYTES = 512  # of each of their outputs
 
 
 @triton.jit
@@ -40,15 +38,6 @@ def _activated(gate, up, ACT: tl.constexpr):
     if ACT == 2:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1 + tl.exp(-z)) * up
-
-
-@triton.jit
-def _prefetch(rows, BYTES: tl.constexpr):
-    """Ask for so many bytes at each pointer, multiples of 16, to come to the second-level cache. From sm_90 on."""
-    tl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0;", "=r,l", [rows], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -98,23 +87,16 @@ def expert_down_kernel(
     h, w2, scales, bias, order, ends, tile_expert, tile_start, weights, y,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     KIND: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
-    EARLY: tl.constexpr, EARLY_BYTES: tl.constexpr,
 ):  # fmt: skip
     """y [pairs, HIDDEN], in the pairs' own order, of h [pairs, INNER] in that of `order`.
 
-    h has the pairs' weights in it, a bias gets them here. The first EARLY programs bring EARLY_BYTES of each output's
-    weights to the second-level cache while the kernel before ends: the tiles must be older than that.
+    h has the pairs' weights in it, a bias gets them here.
     """
-    BLOCKS: tl.constexpr = (HIDDEN + OUTPUTS - 1) // OUTPUTS
-    tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     if OVERLAP:
-        if EARLY > 0 and tl.program_id(0) < EARLY:
-            early = tl.load(tile_expert + tile, cache_modifier=".cg").to(tl.int64)
-            if early >= 0:
-                mine = early * HIDDEN + (block * OUTPUTS + tl.arange(0, OUTPUTS)) % HIDDEN
-                _prefetch(w2 + mine * INNER, EARLY_BYTES)
         gdc_wait()
         gdc_launch_dependents()
+    BLOCKS: tl.constexpr = (HIDDEN + OUTPUTS - 1) // OUTPUTS
+    tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert < 0:
         return
@@ -195,18 +177,15 @@ def expert_down(
     weights: Tensor,
     bias: Tensor | None,
     y: Tensor,
-    early: bool = False,
 ) -> None:
     """Fill y [pairs, H], in the pairs' own order, of what `expert_up` makes. bias [E, H]: added, times the pairs'
-    weights. early: w2 and the groups are older than the kernel before."""
+    weights."""
     (hidden, inner), overlap = w2.shape[1:], overlaps(h)
-    early = early and inner % 8 == 0 and isinstance(w2, Tensor)
     codes, scales, kind, unit = stored(w2)
     grid = (len(groups.tile_expert) * triton.cdiv(hidden, cut.outputs),)
     expert_down_kernel[grid](
         h, codes, scales, h if bias is None else bias, *groups, weights, y, hidden, inner,
         cut.rows, cut.outputs, cut.inputs, kind, unit, bias is not None, _precision(h), overlap,
-        EARLY * early, min(EARLY_BYTES, inner * 2),
         num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
 

@@ -8,8 +8,6 @@ constexpr int V = 8;  // elements of one access
 constexpr int PER = (EXPERTS + 31) / 32;  // experts of a lane
 constexpr float LOWEST = -3.0e38f;  // below any logit that counts; a NaN is that, too, so that ids are always valid
 
-constexpr int SLOTS = TOP + SHARED;  // of a token: behind the chosen experts those that all tokens visit, with weight 1
-
 enum { SOFTMAX, SIGMOID };
 
 // A warp: which of a lane's experts, as bits, are in none of the TOP_GROUPS best of GROUPS groups. A group is as good as
@@ -55,7 +53,7 @@ __device__ inline unsigned outside_groups(const float* rank) {
     return outside;
 }
 
-// A warp: `logits` [EXPERTS] of one token → its ids and weights [SLOTS]. bias: of softmax's logits, or of sigmoid's scores, for
+// A warp: `logits` [EXPERTS] of one token → its ids and weights [TOP]. bias: of softmax's logits, or of sigmoid's scores, for
 // the choice alone.
 __device__ inline void choose_experts(const float* logits, const float* bias, int* ids, float* weights, float scale) {
     const int lane = threadIdx.x % 32;
@@ -109,10 +107,7 @@ __device__ inline void choose_experts(const float* logits, const float* bias, in
         if (lane == k) mine = value, id = at;
         chosen += value;
     }
-    if (lane >= TOP) {
-        if (lane < SLOTS) ids[lane] = EXPERTS + lane - TOP, weights[lane] = 1;
-        return;
-    }
+    if (lane >= TOP) return;
     if (SCORING == SIGMOID)
         mine = NORMALISE ? mine / (chosen + 1e-20f) : mine;
     else
@@ -126,7 +121,6 @@ __device__ inline void choose_experts(const float* logits, const float* bias, in
 // experts, and warps share the inputs.
 constexpr bool MATMUL = R == 8;
 constexpr int OF_BLOCK = MATMUL ? 16 : WARPS;
-constexpr int BLOCKS = (EXPERTS + OF_BLOCK - 1) / OF_BLOCK;  // of R tokens; those behind them bring weights
 
 // logits of the block's experts and of tokens first to first + R - 1, by a warp for one expert.
 __device__ inline void multiply(const T* x, const T* router, float* logits, int rows, int first) {
@@ -214,21 +208,10 @@ __device__ inline void multiply_tiles(const T* x, const T* router, float* logits
     if (expert + e < EXPERTS && first + r < rows) logits[(long long)(first + r) * EXPERTS + expert + e] = total;
 }
 
-// Ask for pieces of AHEAD_BYTES to come to the second-level cache, shared out over the blocks behind the others.
-__device__ inline void bring(const char* ahead, int pieces) {
-#if __CUDA_ARCH__ >= 900
-    const int block = (blockIdx.x - BLOCKS) * gridDim.y + blockIdx.y, piece = block * AHEAD_PIECES + threadIdx.x;
-    if (threadIdx.x < AHEAD_PIECES && piece < pieces)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead + (long long)piece * AHEAD_BYTES), "n"(AHEAD_BYTES));
-#endif
-}
-
-// ahead: weights that the kernels after this one will read, pieces of AHEAD_BYTES. Memory would idle meanwhile.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-route(const T* x, const T* router, const float* bias, float* logits, int* ids, float* weights, int* arrived,
-      const char* ahead, int pieces, int rows, float scale) {
+route(const T* x, const T* router, const float* bias, float* logits, int* ids, float* weights, int* arrived, int rows,
+      float scale) {
     __shared__ bool last;
-    if (blockIdx.x >= BLOCKS) return bring(ahead, pieces);
     const int warp = threadIdx.x / 32, first = blockIdx.y * R;
     if constexpr (MATMUL)
         multiply_tiles(x, router, logits, rows, first);
@@ -237,14 +220,14 @@ route(const T* x, const T* router, const float* bias, float* logits, int* ids, f
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(arrived + blockIdx.y, 1) == BLOCKS - 1;
+        last = atomicAdd(arrived + blockIdx.y, 1) == (int)gridDim.x - 1;
         if (last) arrived[blockIdx.y] = 0;
         __threadfence();
     }
     __syncthreads();
     if (!last) return;
     for (int r = first + warp; r < min(first + R, rows); r += WARPS)
-        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * SLOTS, weights + (long long)r * SLOTS, scale);
+        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * TOP, weights + (long long)r * TOP, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
@@ -253,5 +236,5 @@ choose(const float* logits, const float* bias, int* ids, float* weights, int row
     launch_dependents();
     const int r = blockIdx.x * WARPS + threadIdx.x / 32;
     if (r < rows)
-        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * SLOTS, weights + (long long)r * SLOTS, scale);
+        choose_experts(logits + (long long)r * EXPERTS, bias, ids + (long long)r * TOP, weights + (long long)r * TOP, scale);
 }

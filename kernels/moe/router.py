@@ -14,16 +14,13 @@ from torch import Tensor
 
 from .. import jit
 from ..cpp import ops
-from ..device import device_caps
 
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
 ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
-WARPS = 8
-TILE_WARPS = 16  # of a block of TILE tokens: each asks for all that it needs at once
-AHEAD = 16 << 20  # bytes of the experts' weights that are brought while a router works
-AHEAD_BYTES, AHEAD_PIECES = 4096, 64  # of a piece; of a block
+WARPS = 8  # of a block
+TILE_WARPS = 16  # of one of TILE tokens: each asks at once for all that it needs of 2048 inputs
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
 
@@ -39,35 +36,18 @@ class RouterParams(NamedTuple):
     top_groups: int = 1  # groups that experts are chosen from
     group_top: int = 2  # a group is as good as its best experts together, so many
     biased: bool = False  # a bias is added to softmax's logits
-    shared: int = 0  # experts that all tokens visit with weight 1: they are numbered behind the others
-
-    @property
-    def slots(self) -> int:
-        """Experts of a token."""
-        return self.top_k + self.shared
 
 
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams, ahead: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """x [T, H], weight [E, H] and bias [E] f32 → ids [T, k] int32 and weights [T, k] f32 of each token's experts, of
-    which the last ones are shared.
+def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
+    """x [T, H], weight [E, H] and bias [E] f32 → ids [T, k] int32 and weights [T, k] f32 of each token's experts.
 
-    bias: where params.corrected, or params.biased. Ids are valid whatever x holds, NaN too. ahead: what the next
-    kernels read first, whatever is chosen; GPUs bring some of it to their cache meanwhile.
+    bias: where params.corrected, or params.biased. Ids are valid whatever x holds, NaN too.
     """
     if supports(weight, params):
-        return route_cuda(x, weight, bias, params, ahead)
-    ids, weights = (route_cpu if supports_cpu(x, weight) else route_reference)(x, weight, bias, params)
-    return with_shared(ids, weights, len(weight), params.shared)
-
-
-def with_shared(ids: Tensor, weights: Tensor, experts: int, shared: int) -> tuple[Tensor, Tensor]:
-    """With `shared` more experts of each token, numbered from `experts` on, of weight 1."""
-    if not shared:
-        return ids, weights
-    more = torch.arange(experts, experts + shared, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
-    return torch.cat((ids, more), 1), torch.cat((weights, weights.new_ones(len(ids), shared)), 1)
+        return route_cuda(x, weight, bias, params)
+    if supports_cpu(x, weight):
+        return route_cpu(x, weight, bias, params)
+    return route_reference(x, weight, bias, params)
 
 
 def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
@@ -112,7 +92,7 @@ def route_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPara
 def supports(weight: Tensor, params: RouterParams) -> bool:
     """Whether `route_cuda` takes this router."""
     experts, hidden = weight.shape
-    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= experts and params.slots <= 32
+    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts)
     return weight.is_cuda and weight.element_size() == 2 and sizes and supports_groups(params) and jit.plain(weight)
 
 
@@ -122,14 +102,12 @@ def supports_groups(params: RouterParams) -> bool:
     return params.groups == 1 or (params.groups <= 32 and params.group_top in best)
 
 
-def route_cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams, ahead: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
     """One kernel; of many tokens a GEMM and one more."""
     x = x.contiguous()
     rows, (experts, hidden) = len(x), weight.shape
-    ids = torch.empty(rows, params.slots, dtype=torch.int32, device=x.device)
-    weights = torch.empty(rows, params.slots, dtype=torch.float32, device=x.device)
+    ids = torch.empty(rows, params.top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(rows, params.top_k, dtype=torch.float32, device=x.device)
     few = rows <= ROUTE_ROWS
     logits = torch.empty(rows, experts, dtype=torch.float32, device=x.device) if few else _logits(x, weight)
     of_bias = logits if bias is None else bias
@@ -137,17 +115,18 @@ def route_cuda(
         kernel = jit.kernel("route", "choose", x.dtype, **sizes(1, experts, hidden, params, bias is not None))
         kernel((-(-rows // WARPS), 1, 1), WARPS * 32, logits, of_bias, ids, weights, rows, float(params.scale))
         return ids, weights
-    together = next(n for n in (1, 2, 4, TILE) if rows <= n or n == TILE)
+    together, grid = blocks(rows, experts)
     found = sizes(together, experts, hidden, params, bias is not None)
     kernel = jit.kernel("route", "route", x.dtype, **found)
     arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
-    blocks, tiles = -(-experts // (16 if together == TILE else WARPS)), -(-rows // together)
-    brought = x if ahead is None else ahead
-    pieces = min(AHEAD, brought.nbytes) // AHEAD_BYTES if ahead is not None and device_caps(x.device).has_pdl else 0
-    grid = blocks + -(-pieces // (AHEAD_PIECES * tiles)), tiles, 1
-    kernel(grid, found["WARPS"] * 32, x, weight, of_bias, logits, ids, weights, arrived, brought, pieces, rows,
-           float(params.scale))  # fmt: skip
+    kernel(grid, found["WARPS"] * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
     return ids, weights
+
+
+def blocks(rows: int, experts: int) -> tuple[int, tuple[int, int, int]]:
+    """Tokens of a block of `route`, and the grid; with no tokens the grid is empty."""
+    together = next(n for n in (1, 2, 4, TILE) if rows <= n or n == TILE)
+    return together, (-(-experts // (16 if together == TILE else WARPS)), -(-rows // together), 1)
 
 
 def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: bool) -> dict[str, int]:
@@ -157,7 +136,6 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         EXPERTS=experts,
         HIDDEN=hidden,
         TOP=params.top_k,
-        SHARED=params.shared,
         SCORING=SCORINGS.index(params.scoring),
         NORMALISE=int(params.normalise),
         BIAS=int(bias),
@@ -165,8 +143,6 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         GROUPS=params.groups,
         TOP_GROUPS=params.top_groups,
         GROUP_TOP=params.group_top,
-        AHEAD_BYTES=AHEAD_BYTES,
-        AHEAD_PIECES=AHEAD_PIECES,
     )
 
 

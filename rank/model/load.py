@@ -31,7 +31,6 @@ from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.mla import LatentUp
-from .layers.moe import SharedMoE
 from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
@@ -134,19 +133,12 @@ def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torc
 def _finish(model: Model, dtype: torch.dtype) -> None:
     """Once its weights are loaded. dtype: the model's."""
     model.dtype = dtype
-    for one in list(model.modules()):
+    for one in model.modules():
         if isinstance(one, LatentUp):
             one.expand(model.dtype)
-        if isinstance(one, SharedMoE) and merges_experts(model, one.gate.weight.device):
-            one.merge()
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
-
-
-def merges_experts(model: Model, device: torch.device) -> bool:
-    """Whether experts that all tokens visit may be held with the others: kernels of GPUs gain by it."""
-    return device.type == "cuda" and model.layer_offload is None
 
 
 def _fill_together(

@@ -3,7 +3,7 @@
 import torch
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.collective import allreduce
-from phalanx.kernels.moe import expert_gemm, moe, quantized_cuda, router
+from phalanx.kernels.moe import expert_gemm, host_exchange, moe, quantized_cuda, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import e4m3_cuda, int4_cuda, pieces_cuda, q8_0_cuda, super_blocks, super_blocks_cuda
@@ -70,7 +70,7 @@ PROGRAMS = [
             T=torch.bfloat16,
             C=torch.bfloat16,
             DIM=128,
-            TURNED=128,
+            ROTATED=128,
             V=2,
             Q_HEADS=32,
             KV_HEADS=8,
@@ -87,7 +87,7 @@ PROGRAMS = [
             T=torch.float16,
             C=torch.float16,
             DIM=64,
-            TURNED=32,
+            ROTATED=32,
             V=2,
             Q_HEADS=4,
             KV_HEADS=2,
@@ -104,7 +104,7 @@ PROGRAMS = [
             T=torch.float32,
             C=torch.bfloat16,
             DIM=10,
-            TURNED=6,
+            ROTATED=6,
             V=1,
             Q_HEADS=3,
             KV_HEADS=1,
@@ -207,8 +207,10 @@ PROGRAMS = [
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu", part=True))),
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(64)))),
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(128)))),
-    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(128, 16)))),
-    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(64, 32)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(64)))),
+    ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(True, True))),
+    ("host_exchange", dict(T=torch.float32, **host_exchange.sizes())),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

@@ -1,6 +1,7 @@
 """The small operations, on odd sizes, strided inputs and empty batches."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -185,3 +186,18 @@ def test_linear_plain_and_packed(rows, outputs, inputs, monkeypatch):
 def test_only_f32_is_packed():
     weight = torch.randn(1024, 512, dtype=torch.bfloat16)
     assert pack(weight) is weight
+
+
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+def test_threads_may_stay_awake(monkeypatch):
+    """For lists with little between them; what they compute is the same."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = torch.randn(64, 64)
+    want = linear(x, x)
+    ops.stay_awake(2e-3)
+    try:
+        for pause in (0, 1e-3, 1e-2):
+            time.sleep(pause)  # up to 10 ms: less and more than the 2 ms that they stay awake
+            assert torch.equal(linear(x, x), want)
+    finally:
+        ops.stay_awake(3e-5)

@@ -26,10 +26,6 @@ from . import stacks
 from .host import HostExperts, Pending
 from .stacks import APART, ExpertLayout, StoredStack
 
-# Tokens; of more, experts that all visit have GEMMs of their own. In tiles of few rows their weights would be read
-# again: a step of 256 of DeepSeek-V2-Lite took 11.3 ms so, not 10.6 (H200, 2026-11-25).
-SHARED_ROWS = 16
-
 
 class StackedLinear(ShardedModule):
     """One linear of all experts: this rank's slice of W [experts, outputs, inputs], and biases [experts, outputs]."""
@@ -197,7 +193,6 @@ class FusedExperts(nn.Module):
         self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
         self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
         self.host: HostExperts | None = None  # where they are in host memory
-        self.shared = 0  # of the matrices, behind the others: those that all tokens visit
 
     def hold_apart(self) -> None:
         """Before `build`: the checkpoint has gate and up apart, and outputs before inputs, whatever the architecture's
@@ -252,38 +247,11 @@ class FusedExperts(nn.Module):
         """Elements of this rank's slices of the experts that one token visits; of experts shared out, on average."""
         one = sum(w.inputs.width * sum(shard.width for shard in w.outputs) for w in (self.gate_up_proj, self.down_proj))
         here = self.down_proj.experts
-        return self.top_k * one * here.width // here.size + self.shared * one
+        return self.top_k * one * here.width // here.size
 
     def kernel_rows(self) -> list[int]:
         """Numbers of tokens that together use every kernel there is for these experts."""
-        experts = self.down_proj.experts.size + self.shared
-        if not self.shared:
-            return tiling_rows(experts, self.top_k)
-        both = *tiling_rows(experts, self.top_k), *tiling_rows(experts, self.top_k + self.shared)
-        return sorted({*both, SHARED_ROWS + 1})
-
-    def read_first(self, tokens: int) -> Tensor | None:
-        """What so many tokens make kernels read first, if they visit most experts: few are chosen by chance."""
-        w13 = self.gate_up_proj.matrices
-        if not isinstance(w13, Tensor) or not w13.is_cuda or self.top_k * tokens < self.down_proj.experts.size:
-            return None
-        return w13
-
-    def append(self, up: Tensor, down: Tensor) -> bool:
-        """Once they are loaded: hold this rank's part of what all tokens visit, up [2 W, H] and down [H, W], as further
-        experts. False: they stay as they are, as these are quantised, biased or not all here, or W is no multiple of
-        their inner size."""
-        both, one = self.gate_up_proj, self.down_proj
-        w13, w2, inner, width = both.matrices, one.matrices, one.inputs.width, down.shape[1]
-        if not isinstance(w13, Tensor) or not isinstance(w2, Tensor) or both.bias is not None or width % inner:
-            return False
-        if self.held or both.in_host or one.in_host or up.dtype != w13.dtype:
-            return False
-        self.shared = width // inner
-        more = up.view(2, self.shared, inner, -1).transpose(0, 1).reshape(self.shared, 2 * inner, -1)
-        both.hold(torch.cat((w13, more)))
-        one.hold(torch.cat((w2, down.view(len(down), self.shared, inner).transpose(0, 1))))
-        return True
+        return tiling_rows(self.down_proj.experts.size, self.top_k)
 
 
 def tensors_of(matrices: Matrices) -> list[Tensor]:

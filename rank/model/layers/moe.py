@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.gemm.linear import gated_linear, linear
 from ....kernels.moe.router import RouterParams, route
-from ..experts.fused import APART, SHARED_ROWS, ExpertLayout, FusedExperts
+from ..experts.fused import APART, ExpertLayout, FusedExperts
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
 from .mlp import GatedMLP, activation
@@ -34,11 +33,10 @@ class Router(ShardedModule):
         self.e_score_correction_bias = bias if params.corrected else None
         self.bias = bias if params.biased else None
 
-    def forward(self, x: Tensor, shared: int = 0, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [T, H] → ids [T, k] int32 and weights [T, k] f32. shared: experts behind the others that all visit. ahead:
-        what is read next."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] → ids [T, k] int32 and weights [T, k] f32."""
         bias = self.bias if self.params.biased else self.e_score_correction_bias
-        return route(x, self.weight, bias, self.params._replace(shared=shared), ahead)
+        return route(x, self.weight, bias, self.params)
 
 
 def _check_groups(experts: int, params: RouterParams) -> None:
@@ -85,13 +83,11 @@ class MoE(nn.Module):
     def forward(self, h: Normed | Tensor) -> Partial:
         """h [T, H] → this rank's part of [T, H]."""
         x = h.tensor() if isinstance(h, Normed) else h
-        return self.experts(x, *self.gate(x, ahead=self.experts.read_first(len(x))))
+        return self.experts(x, *self.gate(x))
 
 
 class SharedMoE(MoE):
     """With experts that all tokens visit, held as one (DeepSeekMoE: Dai et al. 2024, arXiv 2401.06066)."""
-
-    shared_experts: GatedMLP | AppendedExperts
 
     def __init__(
         self, hidden: int, inner: int, shared: int, experts: int, params: RouterParams, mesh: Mesh, act: str = "silu"
@@ -100,46 +96,6 @@ class SharedMoE(MoE):
         super().__init__(hidden, inner, experts, params, mesh, act)
         self.shared_experts = GatedMLP(hidden, shared, mesh, act=act)
 
-    def merge(self) -> None:
-        """Once it is loaded on a GPU: hold the shared experts behind the others, where both are plain and cut alike.
-        Few tokens then visit all of them by the same kernels."""
-        shared = self.shared_experts
-        assert isinstance(shared, GatedMLP)
-        up, down = shared.gate_up_proj.matrix, shared.down_proj.matrix
-        if up is None or down is None or up.is_mkldnn or not self.experts.append(up, down):
-            return
-        del self.shared_experts
-        self.shared_experts = AppendedExperts(self.experts)
-
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h
-        if self.experts.shared and len(x) <= SHARED_ROWS:
-            return self.experts(x, *self.gate(x, self.experts.shared, self.experts.read_first(len(x))))
         return super().forward(x) + self.shared_experts(x)
-
-
-class AppendedExperts:
-    """The last ones of a stack, which all tokens visit, each by GEMMs of its own."""
-
-    matrix: Tensor | None = None  # no one matrix makes the sum
-    added_bias: Tensor | None = None
-
-    def __init__(self, experts: FusedExperts):
-        self.experts, self.group = experts, experts.group
-
-    def __call__(self, x: Tensor) -> Partial:
-        return Partial((self, x))
-
-    def multiply(self, x: Tensor) -> Tensor:
-        both, one, count = self.experts.gate_up_proj.matrices, self.experts.down_proj.matrices, self.experts.shared
-        assert isinstance(both, Tensor) and isinstance(one, Tensor)
-        made = [
-            linear(gated_linear(x, up, self.experts.activation), down)
-            for up, down in zip(both[-count:], one[-count:], strict=True)
-        ]
-        for other in made[1:]:
-            made[0] += other
-        return made[0]
-
-    def terms_of(self, x: Tensor) -> Tensor | None:
-        return None

@@ -50,7 +50,7 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, unit, arch
     w13, w2 = (stored(w, unit) if unit else w for w in (w13, w2))
     for kernel, call in (
         ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up, up, h)),
-        ("expert_down_kernel", lambda: moe_triton.expert_down(h, w2, groups, tiles.down, weights, down, y, True)),
+        ("expert_down_kernel", lambda: moe_triton.expert_down(h, w2, groups, tiles.down, weights, down, y)),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids)),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids, range(2, 5))),
     ):

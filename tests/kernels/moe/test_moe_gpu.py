@@ -60,17 +60,15 @@ def test_quantized(sizes, pairs, unit, tokens):
 
 
 @needs_tma
-@pytest.mark.parametrize("outputs", [(64, 128), (128, 64)])
+@pytest.mark.parametrize("outputs", [(64, 64), (128, 128)])
 @pytest.mark.parametrize("spread", ["any", "few", "one"])
 @pytest.mark.parametrize("tokens", [1, 9, 30, 75, 200])
 def test_pipelined(outputs, spread, tokens):
-    """Items of 8, 16 and 32 rows, also more items than blocks."""
+    """Also more items than blocks, and experts of several items."""
     for dtype, bound in KINDS[1:]:
         given = make(Sizes(tokens, 4, 20, 512, 384, spread), dtype, "cuda")
         assert expert_gemm.supports(given.x, given.w13, given.w2)
-        want = moe.fused_experts_reference(given)
-        for rows in (8, 16, 32):
-            near(summed(moe.pipelined(given, outputs, rows), given), want, bound)
+        near(summed(moe.pipelined(given, outputs), given), moe.fused_experts_reference(given), bound)
 
 
 @needs_tma
@@ -185,16 +183,6 @@ def test_router(params, experts, hidden):
         chosen = chosen / chosen.sum(-1, keepdim=True) if params.normalise else chosen
         torch.testing.assert_close(weights, chosen * params.scale, atol=1e-5, rtol=1e-4)
     assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
-
-
-def test_shared_experts_are_behind_the_chosen_ones():
-    for tokens in (1, 3, 64, 257):
-        x, weight = (torch.randn(n, 2048, device="cuda").bfloat16() for n in (tokens, 64))
-        ahead = torch.zeros(5000, 1000, device="cuda")  # whose last bytes are no whole piece
-        ids, weights = router.route(x, weight, None, RouterParams(6, normalise=False, shared=2), ahead)
-        want = router.route(x, weight, None, RouterParams(6, normalise=False))
-        want_ids, want_weights = router.with_shared(*want, 64, 2)
-        assert torch.equal(ids, want_ids) and torch.equal(weights, want_weights)
 
 
 def test_ids_are_valid_whatever_comes():
