@@ -15,7 +15,7 @@ Below the speeds stands what the host does for a layer of experts in a decode st
     wait    until the layer's tokens and choices have come from the GPU: its work before them, and the way
     choose  which experts the CPU computes, and which are copied
     launch  of copies and of the GPU's work on copied experts
-    cpu     the experts that the CPU computes
+    cpu     until the CPU has computed its experts, which begins before graphs
     other   of the host's part, such as the experts that change places
     graphs  launches of captured pieces
     rest    of the step: building and ending it
@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from phalanx.benchmarks import step
+from phalanx.kernels.cpp import ops
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.host_buffers import HostView
@@ -76,7 +77,8 @@ class Budget:
             ("choose", HostExperts, "_choose"),
             ("launch", HostExperts, "_on_device"),
             ("launch", Streamer, "_launch"),
-            ("cpu", HostExperts, "_by_cpu"),
+            ("cpu", HostExperts, "_begin"),
+            ("cpu", ops.Begun, "end"),
             ("graphs", torch.cuda.CUDAGraph, "replay"),
         ):
             self._wrap(name, owner, attribute)

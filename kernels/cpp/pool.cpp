@@ -1,5 +1,6 @@
 // Runs a list of operations on a few threads: each thread goes through the whole list and does its part of every
-// operation; between two operations all of them meet. The caller is thread 0, so that one thread needs nobody.
+// operation; between two operations all of them meet. The caller is thread 0, so that one thread needs nobody; in a pool
+// apart it is none of them, and does something else meanwhile.
 //
 // Who waits as long as wait.h says sleeps until it is woken (futex): idle threads cost nothing, and a machine with fewer
 // cores than threads still gets on.
@@ -42,10 +43,11 @@ struct alignas(64) Gate {
 };
 
 struct Pool {
-    Gate start, done;  // a list begins; all threads have done their part of an operation
+    Gate start, done, ended;  // a list begins; all threads have done their part of an operation; of a list, in pools apart
     alignas(64) uint32_t arrived;
     pthread_mutex_t busy;
-    int threads;
+    int threads, apart;
+    uint32_t before;  // `ended` as the list began
     const Call* calls;
     int64_t count, look;  // look: nanoseconds that threads look for the next list before they sleep
 
@@ -78,6 +80,7 @@ static void* serve(void* given) {
     for (uint32_t seen = 0;; seen++) {
         pool->start.wait(seen, __atomic_load_n(&pool->look, __ATOMIC_RELAXED));
         pool->work(worker.part);
+        if (pool->apart && worker.part == 0) pool->ended.open();
     }
     return nullptr;
 }
@@ -87,14 +90,14 @@ static void run_alone(const Call* calls, int64_t count) {
 }
 
 // A pool that lasts as long as the process. null: the threads cannot be had.
-EXPORT void* pool_make(int threads) {
+EXPORT void* pool_make(int threads, int apart) {
     void* room;
     if (posix_memalign(&room, 64, sizeof(Pool))) return nullptr;
     Pool* pool = (Pool*)memset(room, 0, sizeof(Pool));
     pthread_mutex_init(&pool->busy, nullptr);
-    pool->threads = threads;
+    pool->threads = threads, pool->apart = apart;
     pool->look = LOOK_NS;
-    for (int part = 1; part < threads; part++) {
+    for (int part = !apart; part < threads; part++) {
         Worker* worker = (Worker*)malloc(sizeof(Worker));
         *worker = {pool, part};
         pthread_t thread;
@@ -107,17 +110,37 @@ EXPORT void* pool_make(int threads) {
 // For lists that follow each other at such distances: to wake sleeping threads takes longer than one of them.
 EXPORT void pool_look(void* pool, int64_t nanoseconds) { __atomic_store_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED); }
 
-// The first `alone` operations are the caller's, and need nobody. With a pool that another thread of this process uses, or
-// with none, so are the others.
-EXPORT void pool_run(void* given, const Call* calls, int64_t count, int64_t alone) {
+// With a pool that another thread of this process uses, or with none, the caller computes alone.
+EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
     Pool* pool = (Pool*)given;
-    run_alone(calls, alone);
-    calls += alone, count -= alone;
     if (!pool || count == 0 || pthread_mutex_trylock(&pool->busy)) return run_alone(calls, count);
     pool->calls = calls;
     pool->count = count;
     pool->start.open();
     pool->work(0);
+    pthread_mutex_unlock(&pool->busy);
+}
+
+// Of a pool apart: begin a list, whose first `alone` operations are the caller's. 0: all of it is done. Else pool_end of the
+// same thread waits for it.
+EXPORT int pool_begin(void* given, const Call* calls, int64_t count, int64_t alone) {
+    Pool* pool = (Pool*)given;
+    run_alone(calls, alone);
+    calls += alone, count -= alone;
+    if (!pool || count == 0 || pthread_mutex_trylock(&pool->busy)) {
+        run_alone(calls, count);
+        return 0;
+    }
+    pool->calls = calls;
+    pool->count = count;
+    pool->before = __atomic_load_n(&pool->ended.value, __ATOMIC_ACQUIRE);
+    pool->start.open();
+    return 1;
+}
+
+EXPORT void pool_end(void* given) {
+    Pool* pool = (Pool*)given;
+    pool->ended.wait(pool->before, pool->look);
     pthread_mutex_unlock(&pool->busy);
 }
 

@@ -13,6 +13,9 @@ LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0,
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1, FP8=0)
 GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0, FP8=0)
 GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1, FP8=0)
+ROTARY = dict(DIM=128, ROTATED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8, INTERLEAVED=0, SIZE=16, FP8=0)
+ROTARY_FP8 = ROTARY | dict(DIM=64, ROTATED=32, Q_HEADS=4, KV_HEADS=2, INTERLEAVED=1, FP8=1)
+ROTARY_ODD = dict(DIM=10, ROTATED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1, INTERLEAVED=1, SIZE=5, FP8=0)
 LLAMA_FP8, GEMMA_FP8 = LLAMA | dict(FP8=1), GEMMA | dict(FP8=1)
 
 
@@ -64,57 +67,9 @@ PROGRAMS = [
     ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
     ("activation", dict(T=torch.float32, V=1, ACT=2)),
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
-    (
-        "rope",
-        dict(
-            T=torch.bfloat16,
-            C=torch.bfloat16,
-            DIM=128,
-            ROTATED=128,
-            V=2,
-            Q_HEADS=32,
-            KV_HEADS=8,
-            NORM=1,
-            PER=8,
-            INTERLEAVED=0,
-            SIZE=16,
-            FP8=0,
-        ),
-    ),
-    (
-        "rope",
-        dict(
-            T=torch.float16,
-            C=torch.float16,
-            DIM=64,
-            ROTATED=32,
-            V=2,
-            Q_HEADS=4,
-            KV_HEADS=2,
-            NORM=1,
-            PER=8,
-            INTERLEAVED=1,
-            SIZE=16,
-            FP8=1,
-        ),
-    ),
-    (
-        "rope",
-        dict(
-            T=torch.float32,
-            C=torch.bfloat16,
-            DIM=10,
-            ROTATED=6,
-            V=1,
-            Q_HEADS=3,
-            KV_HEADS=1,
-            NORM=0,
-            PER=1,
-            INTERLEAVED=1,
-            SIZE=5,
-            FP8=0,
-        ),
-    ),
+    ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, **ROTARY)),
+    ("rope", dict(T=torch.float16, C=torch.float16, **ROTARY_FP8)),
+    ("rope", dict(T=torch.float32, C=torch.bfloat16, **ROTARY_ODD)),
     ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0, BIAS=0)),
     ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8, ACT=0, BIAS=1)),
     ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0, BIAS=0)),

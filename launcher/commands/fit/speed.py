@@ -120,7 +120,7 @@ class StepModel:
             return self._roof(one.bytes, 2.0 * one.elements * tokens) + self.device.ramp
         ep, all_experts = self.layout.ep, self.shape.experts
         chosen = max(1, self.shape.chosen)
-        rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all copies that the expert group spans
+        rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all replicas that the expert group spans
         visited = one.copies * (1 - (1 - chosen / all_experts) ** rows)  # of a rank's experts, on average
         spread = math.sqrt(2 * math.log(ep) * visited * (1 - visited / one.copies))  # all wait for the busiest rank
         touched = (one.host if self.layout.offload else one.bytes) * min(one.copies, visited + spread)

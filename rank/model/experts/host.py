@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ....kernels import jit
+from ....kernels.cpp import ops
 from ....kernels.graph_pieces import after_launch, on_host
 from ....kernels.moe import host_exchange
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
@@ -80,6 +81,7 @@ class HostExperts:
         self._in_slot = torch.arange(self.set.slots, device=self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
         self._fewer: FewTokens | None = None
+        self._begun: ops.Begun | None = None  # what the CPU computes of a step of few tokens
         self._operations: bool | None = None
         self._coming: tuple[int, int, torch.cuda.Event] | None = None  # an expert, its slot, and when it is there
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
@@ -168,13 +170,15 @@ class HostExperts:
     def _decide(self, few: FewTokens, view: HostView, exchange: Exchange, tokens: int) -> None:
         view.arrived(exchange)
         ids = view.ids[:tokens]
-        few.ask(exchange, self._choose(ids, few.limit(ids.numel())))
+        choice = self._choose(ids, few.limit(ids.numel()))
+        few.ask(exchange, choice)
+        self._begun = self._begin(view, tokens) if choice.found[1] else None
 
     def _give(self, view: HostView, exchange: Exchange, tokens: int) -> None:
         """The CPU's part, which the GPU waits for: nothing here may wait for the GPU."""
         try:
-            if self._choice.found[1]:
-                self._by_cpu(view, tokens)
+            if self._begun is not None:
+                self._begun.end()
             else:
                 view.made[:tokens].zero_()
             exchange.give()
@@ -225,18 +229,22 @@ class HostExperts:
 
     def _by_cpu(self, view: HostView, tokens: int) -> Tensor:
         """What the CPU makes of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
-        made, at = view.made[:tokens], self._choice.on_cpu
-
-        def pairs() -> HostPairs:
-            x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
-            return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
-
+        made = view.made[:tokens]
         if tokens <= KEPT and self._computes(view.x.dtype):
-            view.work.run(self.layer, at, pairs, self.host_biases, made)
+            self._begin(view, tokens).end()
             return made
-        fresh = pairs()
-        fresh.add(self.layer.stack, at, int(self._choice.found[3]))
+        fresh = self._pairs(view, tokens)
+        fresh.add(self.layer.stack, self._choice.on_cpu, int(self._choice.found[3]))
         return fresh.sum(made)
+
+    def _pairs(self, view: HostView, tokens: int) -> HostPairs:
+        x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
+        return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
+
+    def _begin(self, view: HostView, tokens: int) -> ops.Begun:
+        """The same of few tokens, which other threads compute."""
+        pairs = functools.partial(self._pairs, view, tokens)
+        return view.work.begin(self.layer, self._choice.on_cpu, pairs, self.host_biases, view.made[:tokens])
 
     def _computes(self, dtype: torch.dtype) -> bool:
         """Whether there are operations for x of the model's dtype."""

@@ -36,7 +36,9 @@ class HostWork:
         self._pairs: dict[Hashable, HostPairs] = {}  # which one layer after the other fills
         self._kept: dict[Hashable, Kept] = {}
 
-    def run(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> None:
+    def begin(
+        self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor
+    ) -> ops.Begun:
         """`HostPairs.all_calls` of one layer, always the same for as many tokens. pairs: makes them."""
         key = id(layer), len(out)
         if key not in self._kept:
@@ -49,7 +51,7 @@ class HostWork:
             self._kept[key] = Kept(packed, calls)
         kept = self._kept[key]
         alone = PLACED if len(out) <= FEW else 0
-        ops.run_calls(kept.packed, len(kept.calls), torch.get_num_threads(), alone)
+        return ops.Begun(kept.packed, len(kept.calls), alone)
 
 
 class HostView:

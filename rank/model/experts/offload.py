@@ -229,7 +229,7 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
         at[chosen] = chosen
         started = time.perf_counter()
         if kept:
-            work.run(stack, at, fresh, UNBIASED, out)
+            work.begin(stack, at, fresh, UNBIASED, out).end()
         else:
             pairs = fresh()
             pairs.add(stack.stack, at, ids.numel())

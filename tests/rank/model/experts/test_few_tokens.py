@@ -117,7 +117,7 @@ def test_a_part_of_the_cpu_that_fails(path, monkeypatch):
     def fail(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(type(layer.host), "_by_cpu", fail)
+    monkeypatch.setattr(host_exchange.Exchange, "give", fail)
     total = layer.down_proj.experts.size
     ids = torch.arange(layer.top_k, dtype=torch.int32)[None] % total
     with pytest.raises(MemoryError):
