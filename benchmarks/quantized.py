@@ -21,7 +21,16 @@ from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
-from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q4_k, q6_k, q8_0_cuda, super_blocks, super_blocks_cuda
+from phalanx.kernels.quantized import (
+    int4_cuda,
+    pieces_cuda,
+    q4_k,
+    q6_k,
+    q8_0_cuda,
+    super_blocks,
+    super_blocks_cuda,
+    wgmma_cuts,
+)
 from phalanx.kernels.quantized.pieces_cuda import Layout, Packed
 from torch import Tensor
 
@@ -100,8 +109,8 @@ def _wgmma(cut: pieces_cuda.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -
 
 
 def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
-    taken = device_caps(torch.device("cuda")).hopper and rows in pieces_cuda.WGMMA_ROWS
-    return list(pieces_cuda.wgmma_configs(rows, inputs, layout, bool(gate))) if taken else []
+    taken = device_caps(torch.device("cuda")).hopper and rows in wgmma_cuts.ROWS
+    return list(wgmma_cuts.configs(rows, inputs, layout, bool(gate))) if taken else []
 
 
 def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Layout) -> None:

@@ -34,9 +34,9 @@ static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
 struct Tile {
     int first, row, rank;  // output of y, row, part of the inputs
 
-    __device__ Tile(int row_tiles, int height) {
+    __device__ Tile(int row_tiles, int height, int begin) {
         const int at = blockIdx.x / (SPLIT * SHARE);  // neighbours share W
-        first = (at / row_tiles * SHARE + blockIdx.x % SHARE) * OUTS;
+        first = begin + (at / row_tiles * SHARE + blockIdx.x % SHARE) * OUTS;
         row = at % row_tiles * height, rank = blockIdx.x % SPLIT;
     }
 };
@@ -106,10 +106,13 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
 #pragma unroll 1
     for (int n = 0; n < CHUNKS; n++) {
         const unsigned stage = ring + n % STAGES * STAGE;
+        const unsigned long long of_x = smem_descriptor(stage, 16);
+        auto fetch = [&](int p) { return shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane); };
         mbarrier_wait(full + n % STAGES, n / STAGES);
+        Piece next = fetch(0);
 #pragma unroll
         for (int p = 0; p < OF_CHUNK; p++) {
-            const Piece piece = shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane);
+            const Piece piece = next;
 #pragma unroll
             for (int h = 0; h < SPAN / 32; h++) {
                 const int k = p * (SPAN / 32) + h;  // of the chunk's parts of 32 inputs
@@ -118,10 +121,11 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < 2; s++) {
-                    const unsigned x = stage + k / 2 * ROWS * 128 + k % 2 * 64 + s * 32;
-                    wgmma<false>(T(), sum, a[k % 2][s], smem_descriptor(x, 16), n > 0 || k > 0 || s > 0);
+                    const int at = k / 2 * ROWS * 128 + k % 2 * 64 + s * 32;
+                    wgmma<false>(T(), sum, a[k % 2][s], descriptor_at(of_x, at), n > 0 || k > 0 || s > 0);
                 }
                 wgmma_commit();
+                if (h == SPAN / 32 - 1 && p + 1 < OF_CHUNK) next = fetch(p + 1);
                 wgmma_wait<1>();
                 if (k > 0) continue;
                 // What was loaded of the chunk before has been multiplied, so that it has been read.
@@ -149,30 +153,42 @@ __device__ inline float4 total(const float* at) {
     return sum;
 }
 
+// Four values of a row of y, from a column on.
+__device__ inline void store_four(const float4& sum, const float4& up, const T* bias, T* y, int column, int width) {
+    const float of_gate[] = {sum.x, sum.y, sum.z, sum.w}, of_up[] = {up.x, up.y, up.z, up.w};
+    const int count = min(width - column, 4);
+    Vec<T, 4> four;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        auto added = [&](int at) { return BIAS && j < count ? to_float(bias[at + j]) : 0; };
+        const float value = of_gate[j] + added(column);
+        four.x[j] = from_float<T>(GATED ? gated<T, ACT>(value, of_up[j] + added(width + column)) : value);
+    }
+    if (width % 4 == 0) {
+        *(Vec<T, 4>*)(y + column) = four;
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (j < count) y[column + j] = four.x[j];
+    }
+}
+
 // This block's outputs of the tile: of y's rows from its first on, `rows` of them.
 __device__ inline void store(const float* sums, const T* bias, T* y, const Tile& tile, int width, int rows) {
-    constexpr int MINE = OUTS / SPLIT, FOURS = MINE / 4;
-    for (int i = threadIdx.x; i < rows * FOURS; i += THREADS) {
-        const int row = i / FOURS, out = tile.rank * MINE + i % FOURS * 4, column = tile.first + out;
-        if (column >= width) continue;
-        const float* const at = sums + row * PITCH + out;
-        const float4 sum = total(at), up = GATED ? total(at + OUTS) : sum;
-        const float of_gate[] = {sum.x, sum.y, sum.z, sum.w}, of_up[] = {up.x, up.y, up.z, up.w};
-        const int count = min(width - column, 4);
-        Vec<T, 4> four;
+    constexpr int MINE = OUTS / SPLIT, FOURS = MINE / 4, AT_ONCE = 4;  // fours that a thread reads before it goes on
+    for (int first = threadIdx.x; first < rows * FOURS; first += AT_ONCE * THREADS) {
+        float4 sum[AT_ONCE], up[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            auto added = [&](int at) { return BIAS && j < count ? to_float(bias[at + j]) : 0; };
-            const float value = of_gate[j] + added(column);
-            four.x[j] = from_float<T>(GATED ? gated<T, ACT>(value, of_up[j] + added(width + column)) : value);
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = min(first + k * THREADS, rows * FOURS - 1);
+            const float* const at = sums + i / FOURS * PITCH + tile.rank * MINE + i % FOURS * 4;
+            sum[k] = total(at), up[k] = GATED ? total(at + OUTS) : sum[k];
         }
-        T* const to = y + (long long)(tile.row + row) * width + column;
-        if (width % 4 == 0) {
-            *(Vec<T, 4>*)to = four;
-        } else {
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (j < count) to[j] = four.x[j];
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = first + k * THREADS, column = tile.first + tile.rank * MINE + i % FOURS * 4;
+            if (i < rows * FOURS && column < width)
+                store_four(sum[k], up[k], bias, y + (long long)(tile.row + i / FOURS) * width, column, width);
         }
     }
 }
@@ -180,7 +196,7 @@ __device__ inline void store(const float* sums, const T* bias, T* y, const Tile&
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* weight, const T* bias, T* y, int rows,
-                int outputs, int height) {
+                int outputs, int height, int begin) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
@@ -188,7 +204,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     float* const sums = (float*)((char*)memory + (ring - smem_address(memory)));
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs;
-    const Tile tile((rows + height - 1) / height, height);
+    const Tile tile((rows + height - 1) / height, height, begin);
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
@@ -202,7 +218,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
         __syncthreads();
     if (thread >= THREADS) {
         set_registers<TO_COPY>(false);
-        if (thread == THREADS) produce(&of_x, weight, ring, full, empty, tile, (width + 15) / 16, height);
+        if (warp == THREADS / 32 && elected()) produce(&of_x, weight, ring, full, empty, tile, (width + 15) / 16, height);
     } else {
         set_registers<REGISTERS>(true);
         grid_wait();

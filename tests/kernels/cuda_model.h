@@ -338,6 +338,7 @@ static void mbarrier_expect(Barrier* barrier, int bytes) {
 static void mbarrier_wait(Barrier* barrier, int round) {
     model::wait_until([=] { return (barrier->phase & 1) != (round & 1); });
 }
+static bool elected() { return model::lane() == 0; }
 static void release_stage(Barrier* empty) {
     __syncwarp();
     if (model::lane() == 0) mbarrier_arrive(empty);
