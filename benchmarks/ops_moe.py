@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -182,10 +181,7 @@ def main() -> None:
             else:
                 router(table, layers, rows)
                 experts(table, layers, rows)
-    if asked.json:
-        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
-        with open(asked.json, "a") as file:
-            file.writelines(json.dumps(about | line) + "\n" for line in table.lines)
+    table.append(asked.json)
 
 
 if __name__ == "__main__":
