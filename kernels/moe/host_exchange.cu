@@ -39,10 +39,12 @@ host_send(const uint4* x, const int* ids, const float* weights, const int* slots
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_fetch(const unsigned* list, const long long* parts, const int* ids, int* count, long long* of, int* numbers,
            int tensors, int pairs, int most, int first) {
-    __shared__ int experts[THREADS];
+    __shared__ int experts[THREADS], told;
     grid_wait();
     launch_dependents();
-    const int found = (int)load_host(list);
+    if (threadIdx.x == 0) told = (int)load_host(list);  // one thread's, as each load crosses PCIe
+    __syncthreads();
+    const int found = told;
     if (threadIdx.x < found) experts[threadIdx.x] = (int)load_host(list + 1 + threadIdx.x);
     __syncthreads();
     if (blockIdx.x == 0) {
@@ -95,10 +97,10 @@ host_collect(const T* resident, const T* copied, const float* made, T* y, const 
     const int i = (blockIdx.x * THREADS + threadIdx.x) * 4;
     if (i >= n) return;
     float sum[4];
-    asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(sum[0]) : "l"(made + i));
-    asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(sum[1]) : "l"(made + i + 1));
-    asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(sum[2]) : "l"(made + i + 2));
-    asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(sum[3]) : "l"(made + i + 3));
+    asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+                 : "l"(made + i)
+                 : "memory");
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         if (RESIDENT) sum[j] += to_float(resident[i + j]);
