@@ -21,7 +21,16 @@ from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
-from phalanx.kernels.quantized import int4_cuda, pieces_cuda, q4_k, q6_k, q8_0_cuda, super_blocks, super_blocks_cuda
+from phalanx.kernels.quantized import (
+    floats,
+    int4_cuda,
+    pieces_cuda,
+    q4_k,
+    q6_k,
+    q8_0_cuda,
+    super_blocks,
+    super_blocks_cuda,
+)
 from phalanx.kernels.quantized.pieces_cuda import Layout, Packed
 from torch import Tensor
 
@@ -52,16 +61,27 @@ def random_super_blocks(outputs: int, inputs: int, form: super_blocks.Form) -> P
     return Packed(pieces, outputs, super_blocks_cuda.layout(form))
 
 
+def random_fp8(outputs: int, inputs: int) -> Packed:
+    """With a scale for each 128 inputs of an output."""
+    codes = torch.randint(0, 126, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    packed = floats.pack_linear(floats.pack(codes, torch.rand(outputs, inputs // 128, device="cuda") / 4096))
+    assert isinstance(packed, Packed)
+    return packed
+
+
 FORMATS: dict[str, Callable[[int, int], Packed]] = {
     "q8_0": random_q8_0,
     "int4": random_int4,
     "int4-zeros": partial(random_int4, zeros=True),
+    "fp8": random_fp8,
     "q4_k": partial(random_super_blocks, form=q4_k.FORM),
     "q6_k": partial(random_super_blocks, form=q6_k.FORM),
 }
 
 
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
+    if packed.unit:
+        return floats.linear(x, packed, gate)
     if pieces_cuda.supports(x, packed):
         return pieces_cuda.linear(x, packed, gate)
     return by_bf16(x, pieces_cuda.dequantize(packed, x.dtype), gate)

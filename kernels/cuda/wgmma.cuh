@@ -72,6 +72,17 @@ template <int N> __device__ inline void set_registers(bool more) {
     OF_SHARED(type, name, 256, D128, "%128", "%129", "%130", SIXTY_FOUR(c, 0), SIXTY_FOUR(c, 64))
 WGMMA(bf16, "bf16")
 WGMMA(f16, "f16")
+// c [64, n] = or += a [64, 32] b [n, 32] of e4m3, a in registers.
+#define OF_E4M3(n, sums, a0, a1, a2, a3, b0, more, ...)                                                                  \
+    __device__ inline void wgmma_e4m3(float (&c)[n / 2], const unsigned (&a)[4], unsigned long long b, bool add) {       \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, " more ", 0; wgmma.mma_async.sync.aligned.m64n" #n              \
+                     "k32.f32.e4m3.e4m3 {" sums "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b0 ", add, 1, 1; }"              \
+                     : __VA_ARGS__                                                                                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));                              \
+    }
+OF_E4M3(64, D32, "%32", "%33", "%34", "%35", "%36", "%37", SIXTEEN(c, 0), SIXTEEN(c, 16))
+OF_E4M3(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", SIXTY_FOUR(c, 0))
+#undef OF_E4M3
 #undef WGMMA
 #undef OF_SHARED
 #undef OF_REGISTERS

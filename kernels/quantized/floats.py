@@ -6,13 +6,16 @@ e4m3: Micikevicius et al. 2022, arXiv 2209.05433. e2m1 with scales e8m0: OCP Mic
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import jit
 from ..activation.activation import gated_activation
-from . import e4m3_cpu, e4m3_cuda, panels, pieces_cuda
+from ..device import DeviceCaps
+from . import e4m3_cpu, e4m3_cuda, e4m3_wgmma, panels, pieces_cuda
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -64,7 +67,8 @@ def pack_linear(plain: Floats) -> Packed:
         return e4m3_cpu.pack(plain.codes, plain.scales)
     if not plain.codes.is_cuda or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
-    return e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // e4m3_cuda.GROUP, 1))
+    packed = e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // e4m3_cuda.GROUP, 1))
+    return packed._replace(unit=plain.unit)
 
 
 def in_pieces(inputs: int, unit: int) -> bool:
@@ -118,6 +122,8 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
     if isinstance(packed, pieces_cuda.Packed):
+        if e4m3_wgmma.supports(x, packed, bias):
+            return e4m3_wgmma.linear(x, packed, gate, bias)
         if pieces_cuda.supports(x, packed, bias):
             return pieces_cuda.linear(x, packed, gate, bias)
     elif isinstance(packed, e4m3_cpu.Packed):
@@ -133,4 +139,11 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 
-variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU, but for Triton's
+def variants(
+    rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What `linear` of so many rows, each, is compiled as on a GPU, but for Triton's."""
+    every = set(rows)
+    eight = {n for n in every if e4m3_wgmma.chosen(n, packed, found)}
+    yield from e4m3_wgmma.variants(eight, packed, dtype, gate, bias, found)
+    yield from pieces_cuda.variants(every - eight, packed, dtype, gate, bias, found)

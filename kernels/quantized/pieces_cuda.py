@@ -53,6 +53,7 @@ class Packed(NamedTuple):
     pieces: Tensor
     outputs: int
     layout: Layout
+    unit: int = 0  # inputs that share a scale, where they are more than the layout says
 
     @property
     def inputs(self) -> int:

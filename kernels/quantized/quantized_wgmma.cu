@@ -29,18 +29,9 @@ static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;             // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 
 static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
+#include "wgmma_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-struct Tile {
-    int first, row, rank;  // output of y, row, part of the inputs
-
-    __device__ Tile(int row_tiles, int height) {
-        const int at = blockIdx.x / (SPLIT * SHARE);  // neighbours share W
-        first = (at / row_tiles * SHARE + blockIdx.x % SHARE) * OUTS;
-        row = at % row_tiles * height, rank = blockIdx.x % SPLIT;
-    }
-};
-
 // The tile's part of W and x, chunk by chunk, by one thread.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Tile& tile, int strips, int height) {
@@ -137,45 +128,6 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
     fence_registers(sum);
 }
 
-// Four values of the sums, over the cluster's blocks.
-__device__ inline float4 total(const float* at) {
-    if constexpr (SPLIT == 1) return *(const float4*)at;
-    float4 sum = {};
-#pragma unroll
-    for (int rank = 0; rank < SPLIT; rank++) {
-        const float4 part = load_from_block(smem_address(at), rank);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    return sum;
-}
-
-// This block's outputs of the tile: of y's rows from its first on, `rows` of them.
-__device__ inline void store(const float* sums, const T* bias, T* y, const Tile& tile, int width, int rows) {
-    constexpr int MINE = OUTS / SPLIT, FOURS = MINE / 4;
-    for (int i = threadIdx.x; i < rows * FOURS; i += THREADS) {
-        const int row = i / FOURS, out = tile.rank * MINE + i % FOURS * 4, column = tile.first + out;
-        if (column >= width) continue;
-        const float* const at = sums + row * PITCH + out;
-        const float4 sum = total(at), up = GATED ? total(at + OUTS) : sum;
-        const float of_gate[] = {sum.x, sum.y, sum.z, sum.w}, of_up[] = {up.x, up.y, up.z, up.w};
-        const int count = min(width - column, 4);
-        Vec<T, 4> four;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            auto added = [&](int at) { return BIAS && j < count ? to_float(bias[at + j]) : 0; };
-            const float value = of_gate[j] + added(column);
-            four.x[j] = from_float<T>(GATED ? gated<T, ACT>(value, of_up[j] + added(width + column)) : value);
-        }
-        T* const to = y + (long long)(tile.row + row) * width + column;
-        if (width % 4 == 0) {
-            *(Vec<T, 4>*)to = four;
-        } else {
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (j < count) to[j] = four.x[j];
-        }
-    }
-}
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)

@@ -6,7 +6,15 @@ from phalanx.kernels.collective import allreduce
 from phalanx.kernels.moe import expert_gemm, moe, quantized_cuda, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
-from phalanx.kernels.quantized import e4m3_cuda, int4_cuda, pieces_cuda, q8_0_cuda, super_blocks, super_blocks_cuda
+from phalanx.kernels.quantized import (
+    e4m3_cuda,
+    e4m3_wgmma,
+    int4_cuda,
+    pieces_cuda,
+    q8_0_cuda,
+    super_blocks,
+    super_blocks_cuda,
+)
 from phalanx.kernels.quantized.stack import Stack
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0, FP8=0)
@@ -169,6 +177,11 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, E4M3))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1), "silu", True))),
+    ("e4m3_wgmma", dict(T=torch.float16, **e4m3_wgmma.sizes(14336, e4m3_wgmma.Cut(192, 64, 4), "", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(256, 64, 2), "", False))),
+    ("e4m3_rows", dict(T=torch.bfloat16, I=4096)),
+    ("e4m3_rows", dict(T=torch.float16, I=14336)),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, E4M3))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False, Q4_K))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "silu", True, Q6_K))),

@@ -1,0 +1,142 @@
+// y [rows, width] = x [rows, I] W^T of numbers in e4m3, by Hopper's asynchronous tensor-core instructions of 8 bits: for
+// sm_90a alone. W lies in pieces (e4m3.cuh), and each 128 inputs of an output share a scale; x lies as e4m3_rows.cu
+// leaves it, with a scale for each 128 inputs of a row.
+//
+// A block has a tile of 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile
+// and each a part of the inputs, and they add their sums up through each other's shared memory.
+//
+// One warp has copies bring chunks of 128 inputs of W, of x and of x's scales to shared memory, STAGES ahead; as much of
+// W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs. A piece's words are
+// the first operand as they are. Tensor cores keep about 14 bits of such a sum (DeepSeek-V3, arXiv 2412.19437, 3.3.2),
+// so that those of each 128 inputs are scaled and added up in f32. With GATED, W is a gate matrix over an up matrix and
+// y = act(gate) * up. With BIAS, bias [outputs] is added. Rows of x past `height` are whatever lies there.
+#include "tma.cuh"
+#include "mma.cuh"
+#include "wgmma.cuh"
+#include "pairs.cuh"
+#include "e4m3.cuh"
+
+constexpr int KC = 128, SHARE = 1, M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;
+constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
+constexpr int X_BYTES = ROWS * KC, W_BYTES = STRIPS * OF_CHUNK * PIECE;
+constexpr int STAGE = (X_BYTES + W_BYTES + ROWS * 4 + 1023) / 1024 * 1024;
+constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
+// Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
+constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = 24;
+constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
+static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
+constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
+#include "wgmma_tile.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// The tile's part of W, of x and of its scales [I / 128, pitch], chunk by chunk, by one thread.
+__device__ inline void produce(const TensorMap* of_x, const float* x_scales, const unsigned char* weight, unsigned ring,
+                               Barrier* full, Barrier* empty, const Tile& tile, int strips, int height, int pitch) {
+    auto ask = [&](int n) {  // for W's part of the n-th chunk
+        const int stage = n % STAGES;
+        mbarrier_expect(full + stage, W_BYTES + height * (KC + 4));
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            const int half = GATED ? i / (OUTS / 16) : 0, strip = tile.first / 16 + i - half * (OUTS / 16);
+            const int there = half * strips + min(strip, strips - 1);  // what is past the end is not stored
+            bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE,
+                      weight + ((long long)there * PIECES + (tile.rank * CHUNKS + n) * OF_CHUNK) * PIECE,
+                      OF_CHUNK * PIECE, full + stage);
+        }
+    };
+    auto ask_x = [&](int n) {
+        const int stage = n % STAGES, chunk = tile.rank * CHUNKS + n;
+        tma_load(ring + stage * STAGE, of_x, chunk * (KC / 2), tile.row, full + stage);  // in elements of two bytes
+        bulk_load(ring + stage * STAGE + X_BYTES + W_BYTES, x_scales + (long long)chunk * pitch + tile.row, height * 4,
+                  full + stage);
+    };
+#pragma unroll 1
+    for (int n = 0; n < STAGES && n < CHUNKS; n++) ask(n);
+    grid_wait();
+    launch_dependents();
+#pragma unroll 1
+    for (int n = 0; n < STAGES && n < CHUNKS; n++) ask_x(n);
+#pragma unroll 1
+    for (int n = STAGES; n < CHUNKS; n++) {
+        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
+        ask(n);
+        ask_x(n);
+    }
+}
+
+// The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
+// each eight.
+__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float part[ROWS / 2] = {};
+#pragma unroll
+    for (int r = 0; r < ROWS / 2; r++) sum[r] = 0;
+#pragma unroll 1
+    for (int n = 0; n < CHUNKS; n++) {
+        const unsigned stage = ring + n % STAGES * STAGE;
+        mbarrier_wait(full + n % STAGES, n / STAGES);
+        Piece pieces[OF_CHUNK];
+#pragma unroll
+        for (int p = 0; p < OF_CHUNK; p++)
+            pieces[p] = shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane);
+        fence_registers(part);
+        wgmma_fence();
+#pragma unroll
+        for (int p = 0; p < OF_CHUNK; p++)
+            wgmma_e4m3(part, pieces[p].words, smem_descriptor(stage + p * SPAN, 16), p > 0);
+        wgmma_commit();
+        const float2 by = scales(pieces[0], 0);
+        wgmma_wait<0>();
+        fence_registers(part);
+#pragma unroll
+        for (int r = 0; r < ROWS / 2; r += 4) {
+            const unsigned at = stage + X_BYTES + W_BYTES + (r * 2 + lane % 4 * 2) * 4;  // of rows 8 (r / 4) + lane % 4 * 2
+            const float first = __uint_as_float(load_shared4(at)), second = __uint_as_float(load_shared4(at + 4));
+            sum[r] += part[r] * (first * by.x), sum[r + 1] += part[r + 1] * (second * by.x);
+            sum[r + 2] += part[r + 2] * (first * by.y), sum[r + 3] += part[r + 3] * (second * by.y);
+        }
+        release_stage(empty + n % STAGES);
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
+e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const unsigned char* weight, const T* bias, T* y,
+           int rows, int outputs, int height, int pitch) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ uint4 memory[];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
+    const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
+    float* const sums = (float*)((char*)memory + (ring - smem_address(memory)));
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int width = GATED ? outputs / 2 : outputs;
+    const Tile tile((rows + height - 1) / height, height);
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(full + s, 1);
+            mbarrier_init(empty + s, THREADS / 32);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (thread >= THREADS) {
+        set_registers<TO_COPY>(false);
+        if (thread == THREADS) produce(&of_x, x_scales, weight, ring, full, empty, tile, (width + 15) / 16, height, pitch);
+    } else {
+        set_registers<REGISTERS>(true);
+        grid_wait();
+        float sum[ROWS / 2];
+        multiply(ring, full, empty, sum);
+        block_sync<THREADS>(1);  // the last chunks have been read
+        float* const here = sums + lane % 4 * 2 * PITCH + warp * 16 + lane / 4;
+#pragma unroll
+        for (int r = 0; r < ROWS / 2; r++) here[(r / 4 * 8 + r % 2) * PITCH + r % 4 / 2 * 8] = sum[r];
+        if constexpr (SPLIT > 1)
+            cluster_sync();
+        else
+            block_sync<THREADS>(1);
+        store(sums, bias, y, tile, width, min(height, rows - tile.row));
+        if constexpr (SPLIT > 1) cluster_sync();  // no block leaves while another may read there
+    }
+#endif
+}

@@ -1,0 +1,166 @@
+"""Linears of FP8 weights for many rows on Hopper: x becomes e4m3, too, and tensor cores multiply in 8 bits.
+
+Both have a scale for each 128 inputs, as checkpoints with `activation_scheme: dynamic` mean it (DeepSeek-V3, arXiv
+2412.19437, section 3.3). Fewer rows are bound by memory: there x stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import ACTIVATIONS, gated_activation
+from ..device import DeviceCaps, device_caps
+from . import e4m3_cuda
+from .pieces_cuda import SHARED, STRIP, Packed
+
+UNIT = 128  # inputs of a scale, and of a chunk
+LEAST_ROWS = 65
+MOST = 448.0  # the largest number of e4m3
+ROWS_WARPS = 8  # of a block of e4m3_rows.cu
+TILES = ((128, 64), (192, 64), (256, 64), (128, 128))  # outputs and rows
+SPLITS = (1, 2, 4)
+LEAST_STAGES, MOST_STAGES = 3, 8
+
+
+class Cut(NamedTuple):
+    """How e4m3_wgmma.cu cuts a GEMM."""
+
+    outputs: int  # of a tile
+    rows: int  # of a tile, at most
+    split: int  # blocks of a cluster that share a tile, each a part of its inputs
+
+    def height(self, rows: int) -> int:
+        """Rows of a tile: about as many in each, a multiple of four for copies of scales."""
+        tiles = -(-rows // self.rows)
+        return -(-rows // (4 * tiles)) * 4
+
+    def blocks(self, rows: int, outputs: int) -> int:
+        return -(-outputs // self.outputs) * -(-rows // self.height(rows)) * self.split
+
+
+def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
+    """Whether these are the weights, the rows and the GPU for it."""
+    if not isinstance(packed, Packed) or packed.layout != e4m3_cuda.LAYOUT or packed.unit % UNIT or not packed.unit:
+        return False
+    return found.hopper and rows >= LEAST_ROWS
+
+
+def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
+    """Whether `linear` takes x [T, I] and bias [O], and is the fastest way."""
+    if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if bias is not None and bias.dtype != x.dtype:
+        return False
+    return jit.plain(x, packed.pieces) and chosen(len(x), packed, device_caps(x.device))
+
+
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O]; x is rounded to e4m3.
+
+    gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
+    """
+    fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
+    cut = choose(len(x), packed.outputs, packed.inputs, bool(fused), device_caps(x.device))
+    y = gemm(x, packed, cut, fused, bias)
+    return y if fused == gate else gated_activation(y, gate)
+
+
+def variants(
+    rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What the GEMM of so many rows, each, is compiled as."""
+    for n in rows:
+        assert isinstance(packed, Packed)
+        fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
+        cut = choose(n, packed.outputs, packed.inputs, bool(fused), found)
+        yield jit.variant("e4m3_rows", dtype, I=packed.inputs)
+        yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, cut, fused, bias))
+
+
+@functools.cache
+def choose(rows: int, outputs: int, inputs: int, gated: bool, found: DeviceCaps) -> Cut:
+    """The fastest cut for these sizes, by a model of waves of blocks."""
+    return min(cuts(inputs, gated), key=functools.partial(_time, rows, outputs, inputs, found.num_sms))
+
+
+def cuts(inputs: int, gated: bool) -> Iterator[Cut]:
+    """All that `gemm` takes for these sizes."""
+    for outputs, height in TILES:
+        for split in SPLITS:
+            cut = Cut(outputs, height, split)
+            if inputs % (UNIT * split) == 0 and outputs // (1 + gated) % (4 * split) == 0:
+                yield cut
+
+
+def _time(rows: int, outputs: int, inputs: int, num_sms: int, cut: Cut) -> float:
+    """Cycles of an H200, roughly: multiplied, brought near and scaled, of which the longest counts."""
+    at_once = num_sms // cut.split * cut.split if cut.split < 4 else num_sms * 7 // 32 * 4
+    waves = -(-cut.blocks(rows, outputs) // at_once)
+    multiplied = cut.outputs * cut.rows * UNIT / 4096
+    scaled = cut.outputs * cut.rows / 64
+    near = (cut.outputs * e4m3_cuda.PIECE / STRIP * UNIT / e4m3_cuda.GROUP + cut.rows * UNIT) * at_once / 12600 / 4
+    exchange = 230 + cut.outputs * cut.rows / 4.8 if cut.split > 1 else 0
+    return waves * (inputs / UNIT / cut.split * (max(multiplied, near) + scaled / 2 + 60) + exchange + 4000)
+
+
+def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    (rows, inputs), outputs = x.shape, packed.outputs
+    height = cut.height(rows)
+    pitch = -(-rows // height) * height
+    codes, scales = encode_rows(x, pitch)
+    y = x.new_empty(rows, outputs // 2 if gate else outputs)
+    _, shared = stages(cut)
+    kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", x.dtype, shared, **sizes(inputs, cut, gate, bias is not None))
+    of_x = jit.tensor_map(codes.data_ptr(), rows, inputs // 2, height, inputs // 2)  # in elements of two bytes
+    args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height, pitch
+    kernel((cut.blocks(rows, outputs), 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.split)
+    return y
+
+
+def encode_rows(x: Tensor, pitch: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [T, I] and scales f32 [I / 128, pitch]: those of `encode_rows_reference`, for e4m3_wgmma.cu."""
+    rows, inputs = x.shape
+    codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(inputs // UNIT, pitch, device=x.device)
+    kernel = jit.kernel("e4m3_rows", "e4m3_rows", x.dtype, 0, I=inputs)
+    kernel((-(-rows * inputs // UNIT // ROWS_WARPS), 1, 1), ROWS_WARPS * 32, x, codes, scales, rows, pitch)
+    return codes, scales
+
+
+def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T, I / 128]: max|x| / 448."""
+    parts = x.float().unflatten(1, (-1, UNIT))
+    most = parts.abs().amax(2, keepdim=True)
+    values = torch.where(most > 0, parts * (MOST / most), 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    # Of 16 inputs: a byte's first bit, a lane's t, the second bit.
+    codes = values.view(torch.uint8).reshape(len(x), -1, 2, 4, 2)
+    return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(2)
+
+
+def stages(cut: Cut) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
+    weights = cut.outputs // STRIP * (UNIT // e4m3_cuda.GROUP) * e4m3_cuda.PIECE
+    stage = -(-(cut.rows * (UNIT + 4) + weights) // 1024) * 1024
+    count = min((SHARED - 1024) // stage, MOST_STAGES)
+    assert count >= LEAST_STAGES
+    return count, 1024 + max(count * stage, cut.rows * (cut.outputs + 4) * 4)
+
+
+def sizes(inputs: int, cut: Cut, gate: str, bias: bool) -> dict[str, jit.Size]:
+    """What e4m3_wgmma.cu is compiled for."""
+    return dict(
+        I=inputs,
+        STAGES=stages(cut)[0],
+        ROWS=cut.rows,
+        GROUPS=cut.outputs // 64,
+        SPLIT=cut.split,
+        GATED=int(bool(gate)),
+        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        BIAS=int(bias),
+    )

@@ -1,0 +1,92 @@
+"""FP8 by tensor cores of 8 bits, against f64 of the same codes: every cut, gates, biases, odd sizes."""
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.quantized import e4m3_wgmma, floats
+from torch.nn.functional import silu
+
+from ...devices import needs_hopper, require_gpu
+from ..gpu import NAN, poison  # noqa: F401
+from . import floats_cases
+
+require_gpu()
+E4M3 = torch.float8_e4m3fn
+# Of the norm of the error: outputs in 16 bits, and what tensor cores drop of sums of 128.
+BOUND = {torch.bfloat16: 2**-8, torch.float16: 2**-9}
+
+
+def make(outputs, inputs, unit=128):
+    plain = floats_cases.make(outputs, inputs, unit)
+    packed = floats.pack_linear(floats.pack(plain.codes.cuda(), plain.scales.cuda()))
+    return packed, floats.dequantize(plain).double().cuda()
+
+
+def rows_of(rows, inputs, dtype):
+    """x, and NaN behind it; some rows much larger than others."""
+    room = torch.full((rows * inputs + (1 << 14),), NAN, device="cuda", dtype=dtype)
+    x = room[: rows * inputs].view(rows, inputs).copy_(torch.randn(rows, inputs, device="cuda"))
+    x[::7] *= 50
+    return x
+
+
+def rounded(x):
+    """What x becomes, in f64."""
+    parts = x.float().unflatten(1, (-1, 128))
+    most = parts.abs().amax(2, keepdim=True)
+    codes = torch.where(most > 0, parts * (448 / most), 0).to(E4M3).double()
+    return (codes * (most.double() / 448)).flatten(1)
+
+
+def check(found, want, about):
+    apart = ((found[0].double() - want).norm(dim=1) / want.norm(dim=1)).max().item()
+    assert apart < BOUND[found[0].dtype], (about, apart)
+    assert all(torch.equal(y, found[0]) for y in found), about
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows, inputs", [(1, 128), (65, 4096), (257, 14336)])
+def test_rows(rows, inputs, dtype):
+    x = rows_of(rows, inputs, dtype)
+    x[0, :128] = 0
+    pitch = -(-rows // 4) * 4
+    codes, scales = e4m3_wgmma.encode_rows(x, pitch)
+    want, by = e4m3_wgmma.encode_rows_reference(x)
+    torch.testing.assert_close(scales[:, :rows].T, by, rtol=1e-6, atol=0)
+    apart = (codes.view(E4M3).float() - want.view(E4M3).float()).abs() / want.view(E4M3).float().abs().clamp(1)
+    assert apart.max() <= 1 / 8 and (apart > 0).float().mean() < 1e-4  # a quotient that rounds another way
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "outputs, inputs, gated, dtype",
+    [(1344, 2048, True, torch.bfloat16), (5003, 1024, False, torch.float16), (96, 512, True, torch.float16)],
+)
+@pytest.mark.parametrize("rows", [5, 65, 100, 129, 256, 1000])
+def test_every_cut(rows, outputs, inputs, gated, dtype):
+    packed, weight = make(outputs, inputs)
+    x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
+    want = rounded(x) @ weight.T + bias.double()
+    if gated:
+        first, second = want.to(dtype).double().chunk(2, 1)
+        want = silu(first) * second
+    cuts = list(e4m3_wgmma.cuts(inputs, gated))
+    sizes = [e4m3_wgmma.sizes(inputs, cut, "silu" * gated, True) for cut in cuts]
+    jit.compile_ahead([jit.variant("e4m3_wgmma", dtype, **one) for one in sizes], x.device)
+    for cut in cuts:
+        check([e4m3_wgmma.gemm(x, packed, cut, "silu" * gated, bias) for _ in range(3)], want, cut)
+
+
+@needs_hopper
+@pytest.mark.parametrize("outputs, inputs, gate", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
+@pytest.mark.parametrize("rows", [65, 128, 256, 2048])
+@pytest.mark.parametrize("unit", [128, 4096 // 2])
+def test_linears_of_a_model(rows, outputs, inputs, gate, unit):
+    packed, weight = make(outputs, inputs, unit)
+    x = rows_of(rows, inputs, torch.bfloat16)
+    assert e4m3_wgmma.supports(x, packed)
+    want = rounded(x) @ weight.T
+    if gate:
+        first, second = want.to(x.dtype).double().chunk(2, 1)
+        want = silu(first) * second
+    check([floats.linear(x, packed, gate) for _ in range(10)], want, rows)
