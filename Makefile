@@ -10,7 +10,8 @@
 # TORCH_INDEX=URL       where pip finds PyTorch, if not where it finds the rest. PyTorch's own index of CPU builds (its
 #                       site's "Start locally" page shows the address) saves gigabytes of CUDA libraries
 # WHEELS=DIR            install from the files in this directory and ask no network
-# WORKERS=2             how many processes run the tests; unless given two, and on machines with GPUs one
+# WORKERS=3             how many processes run the tests; unless given three, as tests also wait, two for test-long, and
+#                       on machines with GPUs one
 # PYTHON=python3.12     the interpreter for .venv, 3.11 or newer
 
 SHELL := /bin/bash
@@ -38,7 +39,11 @@ offline := $(if $(WHEELS),--no-index --find-links "$(WHEELS)" )
 gpus := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 start := $(if $(filter 0,$(gpus)),--np 2 --device cpu,--np $(if $(filter 1,$(gpus)),1,2)) --ui-server
 
-WORKERS ?= $(if $(filter 0,$(gpus)),2,0)
+WORKERS ?= $(if $(filter 0,$(gpus)),3,0)
+# Whole files, in the order of tests/conftest.py: those that take longest first.
+spread := --dist loadfile --no-loadscope-reorder
+# The long ones start more ranks: a third process wins no time, and some tests lose theirs.
+LONG_WORKERS := $(if $(filter 3,$(WORKERS)),2,$(WORKERS))
 
 comma := ,
 define check_torch
@@ -64,10 +69,10 @@ serve: install
 	@exec $(BIN)/phalanx serve $(start) $(ARGS)
 
 test: lint
-	$(BIN)/pytest -m "not long" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not long" -n $(WORKERS) $(spread) $(PYTEST_ARGS)
 
 test-long: install-test
-	@failed=0; $(call long,long and not alone,-n $(WORKERS) --dist loadfile); $(call long,long and alone,); exit $$failed
+	@failed=0; $(call long,long and not alone,-n $(LONG_WORKERS) $(spread)); $(call long,long and alone,); exit $$failed
 
 # mypy has to see the repository's root under the package's name.
 lint: install-test

@@ -1,6 +1,7 @@
 """Decode and prefill with experts in host memory: tokens/s, and how experts were served.
 
     python benchmarks/offload.py --offload 0,64,128
+    python benchmarks/offload.py --offload 64,128 --isq q4km
     python benchmarks/offload.py --offload 64 --zipf 0.8 --placement cpu
     python benchmarks/offload.py DIR --offload 8 --device cpu     # the shape of DIR's config.json
 
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--offload", default="0,64,128", help="experts of a layer in host memory alone: N,..; 0: none")
     parser.add_argument("--placement", default="auto", choices=("auto", "resident", "cpu", "stream"))
     parser.add_argument("--zipf", type=float, help="exponent of the experts' popularity")
+    parser.add_argument("--isq", default="none", help="what linears and experts are quantised to, such as q4km")
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--batches", default="1,16", help="sequences that decode together")
@@ -103,6 +105,7 @@ def main() -> None:
                 prefix_cache=False,
                 max_num_seqs=max(batches),
                 num_experts_offload_per_rank=offload,
+                isq=asked.isq,
                 expert_placement=asked.placement if offload else "auto",
                 timeout=600.0,
             )
@@ -111,7 +114,7 @@ def main() -> None:
             print(step.table(lines))
             print(*(line for line in lines if line["what"] == "experts"))
             if asked.json:
-                about = dict(offload=offload, placement=asked.placement, zipf=asked.zipf, np=asked.np)
+                about = dict(offload=offload, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
                 with open(asked.json, "a") as file:
                     file.writelines(json.dumps(about | line) + "\n" for line in lines)
 

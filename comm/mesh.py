@@ -22,7 +22,7 @@ class Mesh:
     tensor: Comm  # tensor-parallel group: the ranks that share this stage's layers
     pipe: Comm  # pipeline group: one rank of each stage; its rank is the stage. Activations go forward on it
     feedback: Comm  # the same ranks as pipe: sampled ids go back from the last stage to the first
-    ep: int = 1  # neighbours of the tensor group that hold different experts; it divides the group's size
+    ep: int = 1  # neighbours of the tensor group that hold different experts; it divides its size. 0: it is measured
 
     @property
     def stage(self) -> int:

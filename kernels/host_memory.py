@@ -9,11 +9,17 @@ import contextlib
 import functools
 import logging
 import math
+import resource
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..errors import MEMORY, FatalError
+
+ALIGN = 256  # bytes
 
 log = logging.getLogger("phalanx")
 
@@ -22,12 +28,40 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     """Zeros on the host. pin: for a GPU; the driver then touches each page, so it lies on the caller's NUMA node.
 
     Unpinned pages take memory only when they are first written. Where the driver refuses to pin, as by a limit on
-    locked memory, a warning says so, and copies are slower and wait. Raises MemoryError.
+    locked memory, a warning says so, and copies are slower and wait. Raises MemoryError, which says how much was asked
+    for, and the limit on a process's memory if there is one.
     """
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        memory = np.zeros(size, np.uint8)
+    except MemoryError:
+        limit = _limit(resource.RLIMIT_AS)
+        under = f" under a limit of {limit / 1e6:.0f} MB (ulimit -v), which may be raised" if limit else ""
+        raise MemoryError(f"the system refuses {size / 1e6:.1f} MB of host memory{under}") from None
     if pin and memory.nbytes:
         _pin(memory)
     return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def pinned(x: Tensor) -> Tensor:
+    """A copy of x in memory that is pinned, where the driver allows it."""
+    return zeros((*x.shape,), x.dtype, pin=True).copy_(x)
+
+
+def aligned(size: int) -> int:
+    """Bytes up to where the next tensor of one piece of memory may begin, as CUDA's own allocations do."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def check_pinned(what: str, tensors: Iterable[Tensor]) -> None:
+    """Raise FatalError where one is not: CUDA graphs take copies from pinned memory alone. what: it is for."""
+    lost = sum(tensor.nbytes for tensor in tensors if tensor.nbytes and not tensor.is_pinned())
+    if lost:
+        raise FatalError(
+            f"{what}: {lost / 1e6:.1f} MB of this rank's host memory could not be pinned: raise the limit on locked "
+            "memory (ulimit -l), or ask for less",
+            MEMORY,
+        )
 
 
 def _pin(memory: np.ndarray) -> None:
@@ -47,10 +81,18 @@ def _forget_error() -> None:
         torch.ones(1, device="cuda")
 
 
+def _limit(which: int) -> int:
+    """A limit of this process in bytes; 0: there is none."""
+    soft = resource.getrlimit(which)[0]
+    return 0 if soft == resource.RLIM_INFINITY else soft
+
+
 @functools.cache  # a model has hundreds of pieces
 def _warn(refused: int) -> None:
+    limit = _limit(resource.RLIMIT_MEMLOCK)
     log.warning(
-        "host memory cannot be pinned (CUDA error %d), so copies to the GPU are slower: raise the limit on locked "
+        "host memory cannot be pinned (CUDA error %d%s), so copies to the GPU are slower: raise the limit on locked "
         "memory (ulimit -l), or ask for less host memory",
         refused,
+        f"; {limit / 1e6:.1f} MB may be locked" if limit else "",
     )

@@ -231,8 +231,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0  # fmt: skip
     ep: Annotated[
         int,
-        flag("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=1,
-             help="ranks of tp that share experts out, for large batches; 1 splits each"),
+        flag("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=0,
+             help="ranks of tp that share experts out; 1 splits each; 0: measured"),
     ] = 1  # fmt: skip
     multithread: Annotated[
         bool,
@@ -256,6 +256,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--expert-placement", group=_MEMORY, choices=("auto", "resident", "cpu", "stream"),
                   help="how experts in host memory are served; auto: the fastest"),
     ] = "auto"  # fmt: skip
+    cpu_offload_gb: Annotated[
+        float,
+        flag("--cpu-offload-gb", group=_MEMORY, metavar="GiB", low=0, help="a rank's layers copied for each step"),
+    ] = 0.0
     kvcache_mem_cpu: Annotated[
         int, flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
                   help="host memory of a rank for what the KV cache has no room for"),
@@ -344,7 +348,7 @@ def degrees(size: int, tp: int, pp: int, dp: int, ep: int = 1) -> tuple[int, int
     """The tensor, pipeline and data degrees of `size` ranks; 0 means not given. Raises ValueError in words for users.
 
     One copy of the model, unless more are asked for; tp takes the ranks that are left, or pp does where tp is given.
-    ep: the expert degree, which must divide tp.
+    ep: the expert degree, which must divide tp; 0: any.
     """
     given = [(name, n) for name, n in (("--tp", tp), ("--pp", pp), ("--dp", dp)) if n]
     for name, degree in given:
@@ -357,7 +361,7 @@ def degrees(size: int, tp: int, pp: int, dp: int, ep: int = 1) -> tuple[int, int
         raise ValueError(f"{words} is {product}, but there are {size} ranks{more}")
     left = size // product
     tensor = tp or left
-    if tensor % ep:
+    if ep and tensor % ep:
         raise ValueError(
             f"--ep {ep} does not divide --tp {tensor}: the ranks of a tensor group share out its experts; those of "
             "several copies (--dp) cannot yet"

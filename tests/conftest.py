@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +14,19 @@ from .processes import wait
 
 SESSION = secrets.token_hex(8)
 PATIENCE = 20.0  # for what was told to end, on a machine that others use too
+# Files that take longest, begun first, so that none is left alone at the end.
+FIRST = (
+    "rank/test_generation.py", "test_endings.py", "rank/test_served.py", "launcher/commands/fit/test_measured.py",
+    "launcher/commands/fit/test_memory.py", "launcher/commands/fit/test_command.py", "test_gguf.py",
+    "kernels/quantized/test_pieces_cuda.py", "rank/test_faults.py", "launcher/commands/fit/test_speed.py",
+    "launcher/commands/test_convert.py", "launcher/job/test_supervisor.py", "kernels/moe/test_moe.py",
+    "test_batch.py", "launcher/test_library_docs.py", "kernels/test_compile.py", "test_clients.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
+    places = {f"tests/{file}": at for at, file in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(FIRST)))
     for item in items:
         if item.get_closest_marker("flaky"):
             raise pytest.UsageError(f"{item.nodeid}: say retry(reason=...) in place of flaky")
@@ -43,6 +55,13 @@ def pytest_fixture_setup(fixturedef):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(leftovers.MARK, SESSION)
         return (yield)
+
+
+@pytest.fixture
+def short_directory():
+    """For a Unix socket, whose whole path has at most 107 bytes: pytest's own directories are long."""
+    with tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session", autouse=True)

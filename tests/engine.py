@@ -76,13 +76,13 @@ class Engine:
         **options,
     ):
         on = options.pop("device", "") or device(ranks, threads)
-        wait = wait or (60 if on == "cpu" else 100)  # the first ranks on GPUs compile kernels
+        wait = wait or 120  # the first ranks on GPUs compile kernels; four on two cores that others use start slowly
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx-test-")
         path = f"{self._directory.name}/lead.sock"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
         listener.listen(1)
-        timeout = 20.0 if on == "cpu" else 60.0
+        timeout = 60.0  # of a step, on a machine that others use too
         options = {"max_num_seqs": 32, "mem": 64, "timeout": timeout, "device": on, "dtype": "f32", **options}
         chosen = Options(model=str(model), ranks=ranks, multithread=threads, **options)
         job = Job(options=chosen, announced_size=ranks, server_socket=path)
@@ -106,9 +106,9 @@ class Engine:
         except BaseException as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(2)  # the last words are on their way
-            log = self.log()
+            log, code = self.log(), self.process.poll()
             self.kill()
-            raise AssertionError(f"the ranks did not come up: {error!r}\n{log}") from error
+            raise AssertionError(f"the ranks did not come up (exit code {code}): {error!r}\n{log}") from error
 
     def _accept(self, listener: socket.socket, wait: float) -> socket.socket:
         """Rank 0's connection; gives up when the ranks have ended."""
@@ -178,7 +178,7 @@ class Engine:
                     return self.stats
         raise AssertionError(f"the lead hung up\n{self.log()}")
 
-    def drain(self, timeout: float = 15) -> int:
+    def drain(self, timeout: float = 60) -> int:
         """Ask the job to end in order; its exit code."""
         self.send(protocol.Drain())
         for message in self.messages():

@@ -22,7 +22,13 @@ SCALES = {
     Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.IQ4_NL: (0,),
     Type.IQ4_XS: (0,),
 }  # fmt: skip
-PAIRED = ("llama", "mistral", "mixtral", "granite")  # whose queries and keys are written as interleaved pairs
+PAIRED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "granite",
+    "smollm3",
+)  # whose queries and keys are written as interleaved pairs
 
 
 def write(
@@ -38,7 +44,7 @@ def write(
     not model_type. extra: tensors besides. Returns the first file."""
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
-    tensors = _stacked(load_file(checkpoint / "model.safetensors"))
+    tensors = _stacked(load_file(checkpoint / "model.safetensors"), config)
     count = len(tensors) + len(extra)
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=-(-count // shards) if shards > 1 else 0)
     _metadata(writer, config, architecture)
@@ -64,10 +70,11 @@ def write(
 # model_type → GGUF's name of the architecture
 ARCHITECTURES = {
     "mixtral": "llama", "mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
-    "phi": "phi2", "glm4_moe": "glm4moe", "gpt_bigcode": "starcoder",
+    "phi": "phi2", "glm4_moe": "glm4moe", "gpt_bigcode": "starcoder", "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2",
 }  # fmt: skip
 # Names that gguf-py does not have.
-NAMES = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+NAMES = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
 
 
 def _theirs(name: str, config: dict[str, Any], architecture: str = "") -> str:
@@ -101,7 +108,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_layer_norm_eps(eps)
     if (eps := of("rms_norm_eps")) is not None:
         writer.add_layer_norm_rms_eps(eps)
-    if config.get("head_dim"):
+    if config.get("head_dim") and architecture != "deepseek2":
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     _rope(writer, config, dim)
@@ -112,14 +119,20 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
             writer.add_expert_feed_forward_length(inner)
     if shared := of("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "deepseek2"):
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
-        writer.add_expert_weights_norm(config["norm_topk_prob"])
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
-    if architecture in ("gemma2", "gemma3", "phi3"):
+        writer.add_expert_weights_norm(of("norm_topk_prob", default=False))
+        writer.add_expert_group_count(config["n_group"] or 1)
+        writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if architecture == "cohere2":
+        writer.add_logit_scale(config["logit_scale"])
+    if architecture == "deepseek2":
+        _latents(writer, config)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2") or config["model_type"] == "olmo3":
         writer.add_sliding_window(config["sliding_window"] or 0)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -134,22 +147,49 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_logit_scale(config["logits_scaling"])
 
 
+def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Of V2 as files had it at first, of V3 as newer ones have it."""
+    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    newer = config["model_type"] == "deepseek_v3"
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(latent)
+    writer.add_key_length(latent + rotated if newer else key)
+    writer.add_value_length(latent if newer else value)
+    if newer:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_rope_dimension_count(rotated)
+
+
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
-    if "sliding_attention" in rope:
+    if "sliding_attention" in rope and config["model_type"] != "olmo3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if full.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(full["factor"])
+    if full.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(full["factor"])
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+        if full.get("mscale_all_dim"):
+            writer.add_rope_scaling_yarn_log_mul(0.1 * full["mscale_all_dim"])
     partial = config.get("partial_rotary_factor") or full.get("partial_rotary_factor")
     if partial is not None:
         writer.add_rope_dimension_count(int(dim * partial))
 
 
-def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With one tensor of all experts, and of all heads' norms."""
+def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """With one tensor of all experts, and of all heads' norms. Of some what files have apart, apart."""
+    if config["model_type"] == "gpt_oss":
+        tensors = dict(one for name, x in tensors.items() for one in _of_gpt_oss(name, x))
+    if config["model_type"] == "deepseek_v3":
+        tensors = dict(one for name, x in tensors.items() for one in _of_latents(name, x, config))
     found: dict[str, Any] = {}
     number = re.compile(r"\.(experts|norms)\.(\d+)(?=\.)")
     for name, x in tensors.items():
@@ -159,6 +199,27 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             found[name] = x
     return {name: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for name, x in found.items()}
+
+
+def _of_gpt_oss(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
+    """Its own have gate and up in turn, inputs before outputs."""
+    if ".experts." not in name:
+        return [(name, x)]
+    stem, end = name.removesuffix("_bias"), ".bias" if name.endswith("_bias") else ".weight"
+    x = x if name.endswith("_bias") else x.mT.contiguous()
+    if "down_proj" in name:
+        return [(f"{stem}{end}", x)]
+    parts = ("gate_proj", x[:, 0::2]), ("up_proj", x[:, 1::2])
+    return [(stem.replace("gate_up_proj", part) + end, one.contiguous()) for part, one in parts]
+
+
+def _of_latents(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    if "kv_b_proj" not in name:
+        return [(name, x)]
+    heads = x.unflatten(0, (config["num_attention_heads"], -1))
+    keys, values = heads.split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
+    parts = ("k_b_proj", keys.mT), ("v_b_proj", values)
+    return [(name.replace("kv_b_proj", part), one.contiguous()) for part, one in parts]
 
 
 def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
@@ -210,13 +271,15 @@ def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) 
     config = json.loads((checkpoint / "config.json").read_text())
     into.mkdir()
     tensors = load_file(checkpoint / "model.safetensors")
-    for name, x in _stacked(tensors).items():
+    for name, x in _stacked(tensors, config).items():
         if x.dim() > 1:
             theirs = _theirs(name, config)
             wanted = _wanted(kind, theirs)
             data = gguf.quants.dequantize(_encoded(theirs, x, wanted), wanted)
             made = torch.from_numpy(np.ascontiguousarray(data))
-            if ".experts." in name:
+            if (whole := _whole(name, made, tensors)) is not None:
+                tensors |= whole
+            elif ".experts." in name:
                 stem, _, end = name.rpartition(".experts.")
                 tensors |= {f"{stem}.experts.{i}.{end}": one.clone() for i, one in enumerate(made)}
             else:
@@ -224,6 +287,25 @@ def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) 
     save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
     (into / "config.json").write_text(json.dumps(config))
     return into
+
+
+def _whole(name: str, x: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """The tensor of a checkpoint with `x` in place of what was taken apart; None: it was not."""
+    stem, _, part = name.removesuffix(".weight").rpartition(".")
+    if part in ("k_b_proj", "v_b_proj"):
+        held = tensors[f"{stem}.kv_b_proj.weight"].clone().unflatten(0, (len(x), -1))
+        here = held[:, : x.shape[2]] if part == "k_b_proj" else held[:, -x.shape[1] :]
+        here.copy_(x.mT if part == "k_b_proj" else x)
+        return {f"{stem}.kv_b_proj.weight": held.flatten(0, 1)}
+    if part == "bias":  # plain in all files
+        return {}
+    if f"{stem}.gate_up_proj" not in tensors:
+        return None
+    if part == "down_proj":
+        return {f"{stem}.down_proj": x.mT.contiguous()}
+    held = tensors[f"{stem}.gate_up_proj"].clone()
+    held[..., 0 if part == "gate_proj" else 1 :: 2] = x.mT
+    return {f"{stem}.gate_up_proj": held}
 
 
 def tokenizer(directory: Path) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Server:
     def mpirun(self) -> int:
         return self.pids(r"^(.*/)?(mpirun|prterun|mpiexec) -")[0]
 
-    def exit_code(self, seconds: float = 15) -> int:
+    def exit_code(self, seconds: float = 30) -> int:
         """Wait for the job's end; the code that the user's shell sees."""
         self.started.look()
         code = self.process.wait(seconds)

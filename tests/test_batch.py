@@ -143,6 +143,7 @@ def test_killed_ten_times(checkpoint, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.alone  # beside others, loading may take all the time that it has
 @pytest.mark.timeout(400)
 def test_a_deadline(checkpoint, tmp_path):
     """Started again and again with too little time: each start ends in time, and all is done in the end."""

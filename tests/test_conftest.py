@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import FIRST
+
 HERE = Path(__file__).resolve().parent
 
 LEAVES = """
@@ -89,3 +91,7 @@ def test_what_is_tried_twice_is_listed_with_its_reason(run):
 def test_nothing_is_tried_twice_without_a_reason(run, mark, word):
     done = run(test_a=f"import pytest\n@pytest.mark.{mark}\ndef test_it(): pass\n")
     assert done.returncode == 4 and "test_a.py::test_it: " in done.stderr and word in done.stderr
+
+
+def test_the_files_that_are_begun_first_are_there():
+    assert [name for name in FIRST if not (HERE / name).is_file()] == []

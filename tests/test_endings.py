@@ -98,7 +98,7 @@ def test_ctrl_c_while_loading(checkpoint):
     with Server(checkpoint, *ARGUMENTS, wait=False) as server:
         server.wait_ranks(2)
         server.process.send_signal(signal.SIGINT)
-        assert server.exit_code(6) == 0
+        assert server.exit_code() == 0
         assert "phalanx: ending: no request was accepted yet" in server.output
         assert not server.left()
 

@@ -21,9 +21,11 @@ ROOMS = (
     "rank.model.convert",
     "rank.model.measure",
     "rank.model.load",
+    "rank.model.load_memory",
     "rank.model.fingerprint",
     "rank.model.architectures.*",
     "rank.model.base",
+    "rank.model.layer_offload",
     "rank.model.layers.moe",
     "rank.model.stored_formats.*",
     "rank.model.experts",
@@ -61,6 +63,7 @@ ROOMS = (
     "rank.safetensors_header",
     "rank.filesystems",
     "rank.heap",
+    "rank.layer_places",
     "errors",
 )
 # Besides the order: what a room must not import although it stands further down.

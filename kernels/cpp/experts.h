@@ -4,6 +4,9 @@
 
 constexpr int64_t READING = 3;  // rows that take about as long as reading the weights for them
 
+// Which of a stack's weights is an expert's. `at`: int64 [experts]; null: its own number.
+inline int64_t weight_of(const void* at, int64_t expert) { return at ? ((const int64_t*)at)[expert] : expert; }
+
 // Calls f(expert, block, first row, last row) for this thread's blocks. `ends` [experts + 1]: where each expert's rows
 // begin. A block is some outputs of an expert's weight; experts without rows have none.
 template <typename F>

@@ -1,38 +1,91 @@
-// What experts make of their tokens, expert by expert, wherever the weights of each lie: a table has their addresses. A
-// pair is a token and one of its k experts; pair p is of token p / k. Pairs get places in the order of their experts, so
-// that each expert's rows stand side by side. Several rounds may place pairs, with other tables; what all of them have
-// made is added up at the end, in the order of a token's experts.
+// What experts make of their tokens, expert by expert, wherever the weights of each lie: `at` says which of a stack's
+// weights is each expert's. A pair is a token and one of its k experts; pair p is of token p / k. Pairs get places in the
+// order of their experts, so that each expert's rows stand side by side. Several rounds may place pairs, of other stacks;
+// what all of them have made is added up at the end, in the order of a token's experts.
 
 #include "op.h"
 #include "simd.h"
 #include "gemm_rows.h"
 
-// Give the pairs whose experts have an address in `table` places, from the round before's last one on.
+// Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (way 1), all
+// copied (way 2), or those with the most tokens copied while the CPU computes the others (way 0), as many as make the
+// longer of the two as short as can be. Scores of the chosen grow, and all decay.
+struct Choose {
+    const int32_t* ids;  // [pairs]
+    const int64_t* slot_of;  // [experts]; -1: not resident
+    double* scores;  // [experts]
+    int64_t* counts;  // [experts] pairs of each
+    int64_t* cpu;  // [experts] its number where the CPU computes it; else -1
+    int64_t* copied;  // [experts], of which the first ones are copied
+    int64_t* found;  // how many are resident, computed by the CPU, and copied; and the pairs of those of the CPU
+    int64_t pairs, experts, first, way;  // first: the router's number of expert 0
+    double read, compute, copy, decay;  // seconds: of an expert on the CPU at least, of a token, of an expert's copy
+};
+
+void choose(const Choose& a, int part, int) {
+    if (part) return;
+    int64_t used = 0, missing = 0, pairs = 0;
+    for (int64_t e = 0; e < a.experts; e++) a.counts[e] = 0, a.cpu[e] = -1;
+    for (int64_t p = 0; p < a.pairs; p++) {
+        int64_t e = a.ids[p] - a.first;
+        if (e >= 0 && e < a.experts) a.counts[e]++;
+    }
+    for (int64_t e = 0; e < a.experts; e++) {
+        a.scores[e] = a.scores[e] * a.decay + (a.counts[e] > 0);
+        used += a.counts[e] > 0;
+        if (!a.counts[e] || a.slot_of[e] >= 0) continue;
+        int64_t i = missing++;
+        if (a.way == 0)  // by their tokens, and then by their numbers
+            for (; i > 0 && a.counts[a.copied[i - 1]] < a.counts[e]; i--) a.copied[i] = a.copied[i - 1];
+        a.copied[i] = e;
+    }
+    int64_t most = a.way == 2 ? missing : 0;
+    if (a.way == 0) {
+        double left = 0, best = missing * a.copy;  // left: of the CPU, where the first n are copied
+        most = missing;
+        for (int64_t n = missing - 1; n >= 0; n--) {
+            double tokens = a.counts[a.copied[n]] * a.compute, longer = n * a.copy;
+            left += tokens > a.read ? tokens : a.read;
+            longer = left > longer ? left : longer;
+            if (longer <= best) best = longer, most = n;
+        }
+    }
+    for (int64_t i = most; i < missing; i++) {
+        int64_t e = a.copied[i];
+        a.cpu[e] = e;
+        pairs += a.counts[e];
+    }
+    a.found[0] = used - missing, a.found[1] = missing - most, a.found[2] = most, a.found[3] = pairs;
+}
+
+// Give the pairs whose experts have weights in this round's stack places, from the round before's last one on.
 struct Place {
     const int32_t* ids;  // [pairs]
-    const int64_t* table;  // [experts] address of each expert's matrix; 0: not of this round
+    const int64_t* at;  // [experts]; -1: not of this round
     int32_t* place;  // [pairs], of the pairs selected
     int32_t* pair;  // [pairs] by place
     int32_t* starts;  // [experts + 1] first place of each expert's pairs, and where the last one's end
-    int64_t pairs, experts, first;  // first: the router's number of expert 0
+    int64_t pairs, experts, first, fresh;  // fresh: this round is the first one, and places no pair had one before
 };
 
 void place(const Place& a, int part, int) {
     if (part) return;
-    int32_t begin = a.starts[a.experts];
+    int32_t begin = a.fresh ? 0 : a.starts[a.experts];
     for (int64_t e = 0; e <= a.experts; e++) a.starts[e] = 0;
+    if (a.fresh)
+        for (int64_t p = 0; p < a.pairs; p++) a.place[p] = -1;
     for (int64_t p = 0; p < a.pairs; p++) {
         int64_t e = a.ids[p] - a.first;
-        if (e >= 0 && e < a.experts && a.table[e]) a.starts[e + 1]++;
+        if (e >= 0 && e < a.experts && a.at[e] >= 0) a.starts[e + 1]++;
     }
     a.starts[0] = begin;
     for (int64_t e = 0; e < a.experts; e++) a.starts[e + 1] += a.starts[e];
     for (int64_t p = 0; p < a.pairs; p++) {
         int64_t e = a.ids[p] - a.first;
-        if (e < 0 || e >= a.experts || !a.table[e]) continue;
-        int32_t at = a.starts[e]++;  // and back below
-        a.place[p] = at;
-        a.pair[at] = (int32_t)p;
+        if (e < 0 || e >= a.experts || a.at[e] < 0) continue;
+        int32_t place = a.starts[e]++;  // and back below
+        a.place[p] = place;
+        a.pair[place] = (int32_t)p;
     }
     for (int64_t e = a.experts; e > 0; e--) a.starts[e] = a.starts[e - 1];
     a.starts[0] = begin;
@@ -53,11 +106,12 @@ void gather(const Gather& a, int part, int parts) {
         memcpy((char*)a.y + i * a.row, (const char*)a.x + a.pair[i] / a.k * a.row, a.row);
 }
 
-// y [place, outputs] of x [place, inputs] by each place's expert.
+// y [place, outputs] of x [place, inputs] by each place's expert, of plain weights.
 struct Grouped {
     const void* x;
     void* y;
-    const int64_t* table;
+    const void* stack;  // [weights, outputs, inputs]
+    const int64_t* at;  // [experts] each one's weight in `stack`
     const void* bias;  // [experts, outputs]; null where there is none
     const int32_t* starts;
     int64_t experts, inputs, outputs;
@@ -68,7 +122,8 @@ template <typename T, typename Out> void grouped(const Grouped& a, int part, int
         int64_t first = a.starts[e], rows = a.starts[e + 1] - first;
         if (!rows) continue;
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
-        Linear one = {(const T*)a.x + first * a.inputs, (const void*)a.table[e], bias, (Out*)a.y + first * a.outputs,
+        const T* weight = (const T*)a.stack + a.at[e] * a.outputs * a.inputs;
+        Linear one = {(const T*)a.x + first * a.inputs, weight, bias, (Out*)a.y + first * a.outputs,
                       rows, a.inputs, a.outputs, a.inputs};
         linear<T, Out>(one, part, parts);
     }
@@ -76,14 +131,14 @@ template <typename T, typename Out> void grouped(const Grouped& a, int part, int
 
 // y [tokens, hidden] = the sum over a token's pairs that have a place of weight * made [place].
 struct Combine {
-    const float* made;
+    const void* made;
     const float* weights;  // [pairs]
     const int32_t* place;  // -1: none
     float* y;
     int64_t tokens, k, hidden;
 };
 
-void combine(const Combine& a, int part, int parts) {
+template <typename T> void combine(const Combine& a, int part, int parts) {
     Share share((a.hidden + LANES - 1) / LANES, part, parts);
     int64_t first = share.first * LANES, last = share.last * LANES < a.hidden ? share.last * LANES : a.hidden;
     for (int64_t t = 0; t < a.tokens; t++) {
@@ -91,15 +146,18 @@ void combine(const Combine& a, int part, int parts) {
         for (int64_t i = first; i < last; i++) y[i] = 0;
         for (int64_t p = t * a.k; p < (t + 1) * a.k; p++) {
             if (a.place[p] < 0) continue;
-            const float *made = a.made + a.place[p] * a.hidden, weight = a.weights[p];
-            for (int64_t i = first; i < last; i++) y[i] += weight * made[i];
+            const T* made = (const T*)a.made + a.place[p] * a.hidden;
+            const float weight = a.weights[p];
+            for (int64_t i = first; i < last; i++) y[i] += weight * widen(made[i]);
         }
     }
 }
 
+OP(choose_experts, choose, Choose)
 OP(place_pairs, place, Place)
 OP(gather_rows, gather, Gather)
-OP(combine_pairs, combine, Combine)
+OP(combine_pairs_f32, combine<float>, Combine)
+OP(combine_pairs_bf16, combine<bf16>, Combine)
 OP(experts_up_f32, (grouped<float, float>), Grouped)
 OP(experts_up_bf16, (grouped<bf16, bf16>), Grouped)
 OP(experts_down_f32, (grouped<float, float>), Grouped)

@@ -1,27 +1,35 @@
 """Experts that are computed on CPUs, wherever in host memory the weights of each lie: host_experts.cpp.
 
 Each token's sum is made in the order of its experts from what each has made of it. So it does not depend on where
-their weights are, to the last bit.
+their weights are, to the last bit. Weights may be plain, or quantised: these are multiplied as they lie, by the
+operations of their format. What has neither operations nor a compiler goes expert by expert, by torch.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..cpp import ops
 from ..gemm.linear import gated_linear, linear
-from .moe import UNBIASED, Biases, of_expert
+from ..quantized.stack import Stack
+from . import quantized_cpu
+from .moe import UNBIASED, Biases, Matrices, matrix, of_expert
+
+SOURCE = "host_experts"
 
 
-class Stack(NamedTuple):
-    """Weights of some experts, of one dtype, contiguous."""
+class Experts(NamedTuple):
+    """Weights of n experts in one memory."""
 
-    w13: Tensor  # [n, 2 I, H], gate over up
-    w2: Tensor  # [n, H, I]
+    w13: Matrices  # [n, 2 I, H], gate over up
+    w2: Matrices  # [n, H, I]
+
+    @property
+    def size(self) -> int:
+        return self.w13.shape[0]
 
 
 class HostPairs:
@@ -33,49 +41,55 @@ class HostPairs:
         self.x, self.ids, self.weights, self.act, self.biases, self.first = x, ids, weights, act, biases, first
         self._used = 0
         self._place = torch.full((ids.numel(),), -1, dtype=torch.int32)
-        self._made = torch.empty(ids.numel(), x.shape[1], dtype=torch.float32)
-        self._compiled = ops.takes(x)
-        self._starts: Tensor | None = None
+        self._made = torch.empty(0)
+        self._buffers: tuple[Tensor, ...] = ()
 
-    def add(self, stack: Stack, at: np.ndarray, count: int) -> None:
+    def add(self, stack: Experts, at: Tensor, count: int) -> None:
         """Compute the pairs of some experts, once each. at: [E] int64 each expert's index in `stack`; -1: it is not
         among these. count: how many pairs they have."""
         if not count:
             return
-        if self._compiled:
-            self._add_compiled(stack, at, count)
+        if computes(self.x, stack):
+            ops.run(*self._calls(stack, at, slice(self._used, self._used + count)))
         else:
             self._add_plainly(stack, at)
         self._used += count
 
-    def _add_compiled(self, stack: Stack, at: np.ndarray, count: int) -> None:
+    def all_calls(self, stack: Experts, at: Tensor, out: Tensor) -> ops.Calls:
+        """Operations that fill out [T, H] f32 with the weighted sums of all pairs whose experts have a weight by `at`,
+        which is read when they run: they may run again when what lies in these tensors has changed."""
+        self._used = 0
+        return *self._calls(stack, at, slice(0, self.ids.numel())), self._combine(out)
+
+    def _calls(self, stack: Experts, at: Tensor, mine: slice) -> ops.Calls:
+        """Of a round whose pairs get these places. Where fewer have any, what the others make is nobody's."""
         experts, pairs, k, (outputs, hidden) = len(at), self.ids.numel(), self.ids.shape[1], stack.w13.shape[1:]
-        if self._starts is None:
-            self._starts = torch.zeros(experts + 1, dtype=torch.int32)
-            self._pair = torch.empty(pairs, dtype=torch.int32)
-            self._rows = self.x.new_empty(pairs, hidden)
-            self._both = self.x.new_empty(pairs, outputs)
-            self._inner = self.x.new_empty(pairs, outputs // 2)
-        up, down = (_addresses(one, at) for one in stack)
-        starts, kind = self._starts, ops.SUFFIXES[self.x.dtype]
-        names = ("place_pairs", "gather_rows", f"experts_up_{kind}", f"experts_down_{kind}")
-        op = [ops.op("host_experts", name) for name in names]
-        act = ops.op("activation", f"gated_{self.act}_{kind}")
-        mine = slice(self._used, self._used + count)
-        ops.run(
-            (op[0], (self.ids, up, self._place, self._pair, starts, pairs, experts, self.first)),
-            (op[1], (self.x, self._rows, self._pair, starts, experts, k, hidden * self.x.element_size())),
-            (op[2], (self._rows, self._both, up, self.biases.up, starts, experts, hidden, outputs)),
-            (act, (self._both[mine], self._inner[mine], count, outputs // 2)),
-            (op[3], (self._inner, self._made, down, self.biases.down, starts, experts, outputs // 2, hidden)),
+        if not self._buffers:
+            starts, pair = (torch.empty(n, dtype=torch.int32) for n in (experts + 1, pairs))
+            widths = hidden, outputs, outputs // 2
+            self._buffers = starts, pair, *(self.x.new_empty(pairs, width) for width in widths)
+            wide = isinstance(stack.w2, Tensor)
+            self._made = torch.empty(pairs, hidden, dtype=torch.float32 if wide else self.x.dtype)
+        starts, pair, rows, both, inner = self._buffers
+        row = hidden * self.x.element_size()
+        places = self._place, pair, starts, pairs, experts, self.first, int(not self._used)
+        act = ops.typed("activation", f"gated_{self.act}", self.x.dtype)
+        return (
+            (ops.op(SOURCE, "place_pairs"), (self.ids, at, *places)),
+            (ops.op(SOURCE, "gather_rows"), (self.x, rows, pair, starts, experts, k, row)),
+            *_linear("experts_up", rows, stack.w13, at, starts, self.biases.up, both, mine),
+            (act, (both[mine], inner[mine], mine.stop - mine.start, outputs // 2)),
+            *_linear("experts_down", inner, stack.w2, at, starts, self.biases.down, self._made, mine),
         )
 
-    def _add_plainly(self, stack: Stack, at: np.ndarray) -> None:
-        """By torch: of dtypes that C++ has no operations for, and where it does not compile."""
+    def _add_plainly(self, stack: Experts, at: Tensor) -> None:
+        """By torch: of dtypes and formats that C++ has no operations for, and where it does not compile."""
         local, used, k = self.ids.flatten().long() - self.first, self._used, self.ids.shape[1]
-        for e in np.flatnonzero(at >= 0).tolist():
-            pairs = (local == e).nonzero()[:, 0]
-            x, w13, w2 = self.x[pairs // k], stack.w13[at[e]], stack.w2[at[e]]
+        if not self._made.numel():
+            self._made = torch.empty(self.ids.numel(), self.x.shape[1])
+        for e in (at >= 0).nonzero().flatten().tolist():
+            pairs, index = (local == e).nonzero()[:, 0], int(at[e])
+            x, w13, w2 = self.x[pairs // k], *(matrix(one, index, self.x.dtype) for one in stack)
             inner = gated_linear(x, w13, self.act, of_expert(self.biases.up, e))
             self._made[used : used + len(pairs)] = linear(inner, w2, of_expert(self.biases.down, e))
             self._place[pairs] = torch.arange(used, used + len(pairs), dtype=torch.int32)
@@ -85,18 +99,34 @@ class HostPairs:
         """The weighted sums of what was added, [T, H] f32; in `out`, where that is given."""
         (tokens, hidden), k = self.x.shape, self.ids.shape[1]
         y = torch.empty(tokens, hidden) if out is None else out
-        if self._compiled:
-            ops.op("host_experts", "combine_pairs")(self._made, self.weights, self._place, y, tokens, k, hidden)
+        if self._used and self._buffers:
+            ops.run(self._combine(y))
             return y
         y.zero_()
-        for j in range(k):
+        for j in range(k if self._used else 0):
             place = self._place.view(tokens, k)[:, j].long()
             there = place >= 0
             y[there] += self.weights[there, j, None] * self._made[place[there]]
         return y
 
+    def _combine(self, y: Tensor) -> tuple[ops.Op, tuple[ops.Value, ...]]:
+        (tokens, hidden), k = self.x.shape, self.ids.shape[1]
+        one = ops.typed(SOURCE, "combine_pairs", self._made.dtype)
+        return one, (self._made, self.weights, self._place, y, tokens, k, hidden)
 
-def _addresses(stack: Tensor, at: np.ndarray) -> Tensor:
-    """[E] int64: of each expert's matrix; 0 where it has none here."""
-    found = np.where(at >= 0, stack.data_ptr() + at * stack.stride(0) * stack.element_size(), 0)
-    return torch.from_numpy(found)
+
+def computes(x: Tensor, stack: Experts) -> bool:
+    """Whether C++ has operations for all of this."""
+    return ops.takes(x) and all(isinstance(one, Tensor) or quantized_cpu.kernel_of(one) is not None for one in stack)
+
+
+def _linear(
+    name: str, x: Tensor, stack: Matrices, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, rows: slice
+) -> ops.Calls:
+    """Operations that make y [pairs, O] of x [pairs, I], by each place's expert."""
+    _, outputs, inputs = stack.shape
+    if isinstance(stack, Tensor):
+        of = x, y, stack, at, bias, starts, len(at), inputs, outputs
+        return ((ops.typed(SOURCE, name, x.dtype), of),)
+    assert isinstance(stack, Stack), "`computes` was not asked"
+    return quantized_cpu.linear(x, stack, (len(at), outputs), starts, bias, y, at, rows)

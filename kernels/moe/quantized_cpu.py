@@ -31,7 +31,7 @@ KERNELS: dict[type, ModuleType] = {
 
 def supports(x: Tensor, ids: Tensor, w13: object, w2: object) -> bool:
     """Whether `experts` takes these, and is faster than dequantising experts one by one."""
-    return _kernel(w13) is not None and _kernel(w2) is not None and _few(x, ids, w13)
+    return kernel_of(w13) is not None and kernel_of(w2) is not None and _few(x, ids, w13)
 
 
 def _few(x: Tensor, ids: Tensor, w13: object) -> bool:
@@ -40,7 +40,8 @@ def _few(x: Tensor, ids: Tensor, w13: object) -> bool:
     return there and ids.numel() <= MOST_ROWS * w13.shape[0]
 
 
-def _kernel(stack: object) -> ModuleType | None:
+def kernel_of(stack: object) -> ModuleType | None:
+    """Who multiplies its packed form; None: nobody."""
     return KERNELS.get(type(stack.packed)) if isinstance(stack, Stack) else None
 
 
@@ -57,16 +58,20 @@ def experts(
     ops.run(
         (ops.op(SOURCE, "experts_sort"), (ids, order, place, ends, pairs, count, first)),
         (ops.typed(SOURCE, "experts_gather", x.dtype), (x, order, rows, pairs, top, hidden, x.stride(0))),
-        *_linear(rows, w13, ends, biases.up, up),
+        *linear(rows, w13, w13.shape[:2], ends, biases.up, up),
         (ops.typed("activation", f"gated_{act}", x.dtype), (up, inner, pairs, both // 2)),
-        *_linear(inner, w2, ends, biases.down, down),
+        *linear(inner, w2, w2.shape[:2], ends, biases.down, down),
         (ops.typed(SOURCE, "experts_combine", x.dtype), (down, place, weights, y, tokens, top, hidden)),
     )
     return y
 
 
-def _linear(x: Tensor, stack: Stack, ends: Tensor, bias: Tensor | None, y: Tensor) -> ops.Calls:
-    kernel = _kernel(stack)
+def linear(
+    x: Tensor, stack: Stack, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    at: Tensor | None = None, rows: slice = slice(None),
+) -> ops.Calls:  # fmt: skip
+    """Operations that make y [P, O] of x [P, I], as `q8_0_cpu.experts` has it."""
+    kernel = kernel_of(stack)
     assert kernel is not None, "supports() was not asked"
-    calls: ops.Calls = kernel.experts(x, stack.packed, stack.shape[:2], ends, bias, y)
+    calls: ops.Calls = kernel.experts(x, stack.packed, sizes, ends, bias, y, at, rows)
     return calls

@@ -73,21 +73,22 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def _widened(x: Tensor) -> tuple[Tensor, ops.Calls]:
-    """x in f32, and the operations that make it that."""
+def _widened(x: Tensor, rows: slice = slice(None)) -> tuple[Tensor, ops.Calls]:
+    """x in f32, and the operations that make these rows of it."""
     if x.dtype == torch.float32:
         return x, ()
     wide = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    return wide, ((ops.op(SOURCE, "e4m3_widen"), (x, wide, len(x), x.shape[1], x.stride(0))),)
+    return wide, ((ops.op(SOURCE, "e4m3_widen"), (x[rows], wide[rows], len(x[rows]), x.shape[1], x.stride(0))),)
 
 
 def experts(
-    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor
-) -> ops.Calls:
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    at: Tensor | None = None, rows: slice = slice(None),
+) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `q8_0_cpu.experts` does."""
-    wide, calls = _widened(x)
+    wide, calls = _widened(x, rows)
     count, outputs = sizes
-    of = wide, stack.codes, stack.scales, bias, ends, y, count, stack.inputs, outputs, wide.stride(0), stack.unit
+    of = wide, stack.codes, stack.scales, bias, ends, at, y, count, stack.inputs, outputs, wide.stride(0), stack.unit
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))
 
 

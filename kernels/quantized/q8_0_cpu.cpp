@@ -19,7 +19,7 @@ struct Linear {
 
 // The weights of several experts, one after the other, each with rows of x of its own.
 struct Experts {
-    const void *x, *digits, *blocks, *bias, *ends;  // bias [experts, outputs]; ends: as each_block has it
+    const void *x, *digits, *blocks, *bias, *ends, *at;  // bias [experts, outputs]; ends: as each_block has it; at: weight_of
     void* y;
     int64_t experts, inputs, outputs, pitch;
 };
@@ -185,8 +185,9 @@ template <typename T> void experts(const Experts& a, int part, int parts) {
     const int64_t size = a.inputs / GROUP * BYTES, blocks = (a.outputs + BLOCK - 1) / BLOCK;
     each_block((const int32_t*)a.ends, a.experts, blocks, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
+        const int64_t first = weight_of(a.at, e) * blocks;
         const Linear of = {a.x, a.digits, nullptr, bias, a.y, last, a.inputs, a.outputs, a.pitch};
-        rows<T>(of, m, i, (const uint8_t*)a.blocks + (e * blocks + i) * size);
+        rows<T>(of, m, i, (const uint8_t*)a.blocks + (first + i) * size);
     });
 }
 

@@ -77,16 +77,19 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
 
 
 def experts(
-    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor
-) -> ops.Calls:
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    at: Tensor | None = None, rows: slice = slice(None),
+) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. stack: the weights [O, I] of all
     experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
-    bias [experts, O]."""
+    bias [experts, O]. at int64 [experts]: which of the stack's weights is each one's, where it is not its own number.
+    rows: of x, that are multiplied."""
     count, outputs = sizes
     digits = x.new_empty(len(x), stack.inputs // GROUP, DIGITS, dtype=torch.uint8)
-    of = x, digits, stack.blocks, bias, ends, y, count, stack.inputs, outputs, x.stride(0)
+    of = x, digits, stack.blocks, bias, ends, at, y, count, stack.inputs, outputs, x.stride(0)
+    mine = x[rows]
     return (
-        (ops.typed("q8_0_cpu", "q8_0_split", x.dtype), (x, digits, len(x), stack.inputs, x.stride(0))),
+        (ops.typed("q8_0_cpu", "q8_0_split", x.dtype), (mine, digits[rows], len(mine), stack.inputs, x.stride(0))),
         (ops.typed("q8_0_cpu", "q8_0_experts", x.dtype), of),
     )
 

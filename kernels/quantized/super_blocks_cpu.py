@@ -89,14 +89,15 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 
 
 def experts(
-    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor
-) -> ops.Calls:
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    at: Tensor | None = None, rows: slice = slice(None),
+) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `q8_0_cpu.experts` does."""
     (count, outputs), inputs, form = sizes, stack.inputs, stack.form
     digits = x.new_empty(len(x), inputs // RUN, DIGITS, dtype=torch.uint8)
-    of = x, digits, stack.blocks, bias, ends, y, count, inputs, outputs, x.stride(0), form.super, form.zero
+    of = x, digits, stack.blocks, bias, ends, at, y, count, inputs, outputs, x.stride(0), form.super, form.zero
     return (
-        (ops.typed(SOURCE, "super_blocks_split", x.dtype), (x, digits, len(x), inputs, x.stride(0))),
+        (ops.typed(SOURCE, "super_blocks_split", x.dtype), (x[rows], digits[rows], len(x[rows]), inputs, x.stride(0))),
         (ops.typed(SOURCE, _name("experts", form), x.dtype), of),
     )
 

@@ -20,7 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cpp import ops
+
 CHUNK = 64
+DELTA_KEYS = 512  # elements of a key that delta_cpu.cpp has room for
 L2_EPS = 1e-6  # of the norm of queries and keys, as the published models have it
 
 
@@ -76,11 +79,31 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor
 
     x: [T, C]. weight: [C, K]. state: [rows, K - 1, C], the inputs of the tokens before, which are replaced.
     """
-    if x.is_cuda and batch.num_decodes == len(batch.query_lens):
-        from . import gated_delta_triton
+    if not x.is_cuda:
+        if _single(batch) and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype and ops.takes(x):
+            return conv_step_cpu(x, weight, state, batch)
+        return causal_conv_reference(x, weight, state, batch)
+    from . import gated_delta_chunks_triton, gated_delta_triton
 
+    if _single(batch):
         return gated_delta_triton.conv_step(x, weight, state, batch.rows, batch.lengths)
-    return causal_conv_reference(x, weight, state, batch)
+    return gated_delta_chunks_triton.conv_chunks(x, weight, state, batch)
+
+
+def _single(batch: Rows) -> bool:
+    """Whether each sequence has one token."""
+    return batch.num_decodes == len(batch.query_lens)
+
+
+def conv_step_cpu(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
+    """causal_conv of one token of each sequence, in C++."""
+    assert state.is_contiguous() and state.dtype == torch.float32
+    out = x.new_empty(x.shape)
+    ops.typed("delta_cpu", "conv_step", x.dtype)(
+        x, weight, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(x), x.stride(0),
+        weight.stride(0), *weight.shape,
+    )  # fmt: skip
+    return out
 
 
 def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
@@ -121,11 +144,30 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
 
     qkv: [T, channels], behind the convolution. state: [rows, value heads, key dim, value dim] f32, which is updated.
     """
-    if qkv.is_cuda and batch.num_decodes == len(batch.query_lens):
-        from . import gated_delta_triton
+    if not qkv.is_cuda:
+        if _single(batch) and sizes.key_dim <= DELTA_KEYS and qkv.stride(1) == 1 and ops.takes(qkv):
+            return delta_step_cpu(qkv, gates, state, batch, sizes)
+        return gated_delta_reference(qkv, gates, state, batch, sizes)
+    from . import gated_delta_chunks_triton, gated_delta_triton
 
-        return gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS)
-    return gated_delta_reference(qkv, gates, state, batch, sizes)
+    out = torch.empty(len(qkv), sizes.value_heads, sizes.value_dim, dtype=qkv.dtype, device=qkv.device)
+    decodes = out[: batch.num_decodes]
+    gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS, decodes)
+    if batch.num_decodes < len(batch.query_lens):
+        gated_delta_chunks_triton.delta_chunks(qkv, gates, state, batch, sizes, L2_EPS, out)
+    return out
+
+
+def delta_step_cpu(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:
+    """gated_delta of one token of each sequence, in C++."""
+    g, beta = gates.decays()
+    assert state.is_contiguous() and beta.is_contiguous()
+    out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
+    ops.typed("delta_cpu", "delta_step", qkv.dtype)(
+        qkv, g.exp_().contiguous(), beta, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(qkv),
+        qkv.stride(0), *sizes, L2_EPS,
+    )  # fmt: skip
+    return out
 
 
 def gated_delta_reference(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:

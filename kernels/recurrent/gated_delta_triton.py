@@ -61,14 +61,13 @@ def conv_kernel(
 
 
 def delta_step(
-    qkv: Tensor, gates: Gates, state: Tensor, rows: Tensor, lengths: Tensor, sizes: DeltaSizes, eps: float
-) -> Tensor:
-    """gated_delta of one token of each sequence. Rows of -1 write nothing and return zeros. eps: of the norm of queries
-    and keys."""
-    count = len(qkv)
+    qkv: Tensor, gates: Gates, state: Tensor, rows: Tensor, lengths: Tensor, sizes: DeltaSizes, eps: float, out: Tensor
+) -> None:
+    """gated_delta of one token of each of the first sequences, as many as out [count, value heads, value dim] has. Rows
+    of -1 write nothing and return zeros. eps: of the norm of queries and keys."""
+    count = len(out)
     b, a = gates.b, gates.a
-    assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and state.is_contiguous()
-    out = torch.empty(count, sizes.value_heads, sizes.value_dim, dtype=qkv.dtype, device=qkv.device)
+    assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and state.is_contiguous() and out.is_contiguous()
     if count:
         grid = count, sizes.value_heads, triton.cdiv(sizes.value_dim, VALUES)
         delta_kernel[grid](
@@ -76,7 +75,19 @@ def delta_step(
             eps, sizes.key_dim**-0.5, sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim,
             triton.next_power_of_2(sizes.key_dim), VALUES, num_warps=4,
         )  # fmt: skip
-    return out
+
+
+@triton.jit
+def log_decay(a, a_log, dt_bias):
+    """g of Gates.decays."""
+    x = a.to(tl.float32) + dt_bias
+    soft = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))  # as torch's softplus
+    return -tl.exp(a_log) * soft
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x.to(tl.float32)))
 
 
 @triton.jit
@@ -102,10 +113,8 @@ def delta_kernel(
         v = tl.load(mine + 2 * KEY_HEADS * KEY + head * VALUE + columns, mask=there, other=0.0).to(tl.float32)
         q = q * (tl.rsqrt(tl.sum(q * q) + eps) * scale)
         k = k * tl.rsqrt(tl.sum(k * k) + eps)
-        x = tl.load(a + token * a_row + head).to(tl.float32) + tl.load(dt_bias + head)
-        soft = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))  # as torch's softplus
-        decay = tl.exp(-tl.exp(tl.load(a_log + head)) * soft)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(b + token * b_row + head).to(tl.float32)))
+        decay = tl.exp(log_decay(tl.load(a + token * a_row + head), tl.load(a_log + head), tl.load(dt_bias + head)))
+        beta = sigmoid(tl.load(b + token * b_row + head))
         base = state + (row * VALUE_HEADS + head) * (KEY * VALUE)
         at = base + dims[:, None] * VALUE + columns[None, :]
         mask = real[:, None] & there[None, :]

@@ -22,7 +22,7 @@ from ...rank.options import ISQ_SPELLINGS, flag
 from .. import hf_hub
 from ..job.linux import say
 from ..options import option_sources
-from ..options.help import options_help, show_config
+from ..options.help import shown
 
 HELP = "quantise a model into a checkpoint of few bits"
 USAGE_TEXT = """phalanx convert SRC DST --to FORMAT [options]: quantise a model into a checkpoint that loads at once
@@ -91,8 +91,7 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str]) -> int:
     chosen = option_sources.read(ConvertOptions, argv, os.environ)
-    if chosen.help or chosen.show_config:
-        print(USAGE_TEXT + options_help(ConvertOptions) if chosen.help else show_config(chosen))
+    if shown(chosen, USAGE_TEXT):
         return 0
     for note in chosen.notes:
         say(note)

@@ -14,7 +14,7 @@ from ...rank.options import flag
 from ..job import allocation, mpirun
 from ..job.linux import say
 from ..options import option_sources
-from ..options.help import options_help, show_config
+from ..options.help import shown
 
 HELP = "write the current Slurm, PBS or LSF allocation as a file for mpirun"
 USAGE = """phalanx hostfile [options]: write the hosts of the current Slurm, PBS or LSF allocation as mpirun reads them
@@ -42,8 +42,7 @@ class HostfileOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str]) -> int:
     chosen = option_sources.read(HostfileOptions, argv, os.environ)
-    if chosen.help or chosen.show_config:
-        print(USAGE + options_help(HostfileOptions) if chosen.help else show_config(chosen))
+    if shown(chosen, USAGE):
         return 0
     options = chosen.options
     found = allocation.find(os.environ, options.slots)

@@ -14,7 +14,7 @@ from ...rank.options import flag
 from .. import hf_hub
 from ..job.linux import say
 from ..options import option_sources
-from ..options.help import options_help, show_config
+from ..options.help import shown
 
 HELP = "fetch a model from the Hugging Face hub, before a job without network"
 USAGE = """phalanx pull ID [options]: fetch a model such as Qwen/Qwen3-0.6B from the Hugging Face hub
@@ -37,8 +37,7 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str]) -> int:
     chosen = option_sources.read(PullOptions, argv, os.environ)
-    if chosen.help or chosen.show_config:
-        print(USAGE + options_help(PullOptions) if chosen.help else show_config(chosen))
+    if shown(chosen, USAGE):
         return 0
     for note in chosen.notes:
         say(note)

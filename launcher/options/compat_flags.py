@@ -60,7 +60,7 @@ FOREIGN: dict[str, CompatFlag] = {
     "--swap-space": _refuse("--kvcache-mem-cpu MB gives the KV cache host memory, in MB of each rank"),
     "--distributed-executor-backend": _note("ranks are MPI processes", takes_value=True),
     "--tokenizer": _refuse("the tokenizer is read from the model's directory"),
-    "--enable-expert-parallel": _refuse("say over how many ranks: --ep N, as many as --tp or a divisor of it"),
+    "--enable-expert-parallel": _refuse("say over how many ranks: --ep N, as many as --tp or a divisor of it, or 0"),
     "--nnodes": _NODES,
     "--allowed-methods": _note("pages of --allowed-origins may use every method that an endpoint has", True),
     "--allowed-headers": _note("pages of --allowed-origins may send every header", True),

@@ -52,6 +52,15 @@ def _columns(left: str, right: str) -> str:
     return f"  {left:{WIDTH}} {right}" if len(left) <= WIDTH else f"  {left}\n  {'':{WIDTH}} {right}"
 
 
+def shown(chosen: ParsedOptions[Any], usage: str) -> bool:
+    """Whether help or the configuration was asked for, which is printed then instead of running."""
+    if chosen.help:
+        print(usage + options_help(type(chosen.options)))
+    elif chosen.show_config:
+        print(show_config(chosen))
+    return chosen.help or chosen.show_config
+
+
 def show_config(chosen: ParsedOptions[Any], in_force: Mapping[str, object] = MappingProxyType({})) -> str:
     """Every value with its origin, in the order of the options; `in_force` has those that are not what was chosen."""
     rows = []

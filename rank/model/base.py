@@ -21,6 +21,7 @@ from .experts.fused import FusedExperts, StackedLinear
 from .experts.offload import Offload
 from .experts.stacks import APART
 from .formats import ChooseFormat, dense
+from .layer_offload import LayerOffload
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.norm import LayerNorm, RMSNorm
@@ -82,6 +83,8 @@ class Args:
         """Raises FatalError where a key is missing or has a wrong type or value. A null counts as absent."""
         resolved = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
         given = {key: value for key, value in (config.raw | resolved).items() if value is not None}
+        if given.get("use_sliding_window") is False:  # transformers writes a window of 0 then, of Qwen2-MoE
+            given.pop("sliding_window", None)
         values = {}
         for field in dataclasses.fields(cls):
             if field.name in given:
@@ -170,6 +173,7 @@ class Model(nn.Module):
 
     # Set by load():
     offload: Offload | None = None  # this stage's experts in host memory
+    layer_offload: LayerOffload | None = None  # this stage's layers in host memory
     dtype: torch.dtype
     weight_bytes: int  # on this rank
     num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
@@ -221,6 +225,8 @@ class Model(nn.Module):
             assert hidden is not None
             embedded = list(hidden.split([len(batch.ids) for batch in batches]))
         streams = [ResidualStream(x) for x in embedded]
+        if self.layer_offload is not None:
+            self.layer_offload.begin(len(batches))
         runs = [self._run(stream, batch) for stream, batch in zip(streams, batches, strict=True)]
         if len(runs) == 1:
             for _ in runs[0]:
@@ -234,7 +240,8 @@ class Model(nn.Module):
         """Run one microbatch through this stage's layers, and yield at each norm."""
         ropes = self.rope(batch.positions)
         for index, layer in self.model.layers.items():
-            for normed in layer(stream, ropes[int(index)], batch):
+            run = layer(stream, ropes[int(index)], batch)
+            for normed in run if self.layer_offload is None else self.layer_offload.around(int(index), run):
                 if len(stream) == 0:  # the last layer samples no row
                     return
                 yield normed
@@ -290,6 +297,8 @@ class Model(nn.Module):
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, stored), format_of)
             elif isinstance(layer, FusedExperts):
+                if f"{path}.gate_proj" in stored:
+                    layer.hold_apart()
                 up = self._expert_sources(f"{path}.gate_up_proj", layer.gate_up_proj, stored)
                 down = self._expert_sources(f"{path}.down_proj", layer.down_proj, stored)
                 layer.build(up, down, format_of)
@@ -311,7 +320,7 @@ class Model(nn.Module):
 
     def _expert_sources(self, path: str, layer: StackedLinear, stored: Container[str]) -> tuple[Source, ...]:
         """Checkpoints hold each expert's linears apart, or all experts' as one tensor, gate and up merged or not."""
-        if path in stored or layer.layout != APART:
+        if path in stored or (layer.layout.axes, layer.layout.interleaved) != (APART.axes, APART.interleaved):
             return tuple(self._merged_sources(path, layer.outputs))
         parent, _, name = path.rpartition(".")
         parts = self.MERGED.get(name, (name,))

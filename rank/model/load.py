@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,17 +14,18 @@ import torch
 from ...comm.base import HostComm
 from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
-from ...errors import MEMORY, USAGE, FatalError
+from ...errors import USAGE, FatalError
 from .. import filesystems
 from ..checkpoint_files import directory, is_gguf, read_index
 from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
-from . import architectures, stored_formats
+from . import architectures, load_memory, stored_formats
 from .base import Model
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
-from .experts.offload import ON_DEVICE, ExpertRoom, Offload
-from .experts.stacks import StackOfParts
+from .experts.measured import build_measured
+from .experts.offload import ON_DEVICE, ExpertRoom, overflowing
+from .experts.stacks import OrderedStack, StackOfParts
 from .formats import ChooseFormat, Part, in_situ
 from .formats._in_situ import InSitu
 from .layers.embedding import VocabParallelEmbedding
@@ -32,7 +35,7 @@ from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
 from .weights.safetensors import Checkpoint
-from .weights.slicing import ShardedModule, Slice
+from .weights.slicing import Slice
 from .weights.striped import Striped
 
 log = logging.getLogger(__name__)
@@ -63,15 +66,14 @@ def load(
     isq: str = "none",
     quantization: str = "auto",
     experts: ExpertRoom = ON_DEVICE,
+    layers: int = 0,
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
-    dtype: auto, f32, bf16 or f16. max_model_len: 0 for the model's own. load_format: auto, or dummy for random weights,
-    which needs config.json alone. way: direct, where each rank reads its own slices; striped, where one rank reads each
-    byte and sends it to those that need it; or auto. progress gets this rank's bytes or, striped, the job's.
-    room: bytes that weights may take of the device's memory; None: unlimited. host_room: of the host's memory, where
-    the device is a GPU. isq: the format that linears are quantised to while they are loaded, or none.
-    experts: what of them is in host memory. Raises FatalError with a message for the user.
+    dtype: auto, f32, bf16 or f16. max_model_len: 0 for the model's own. load_format: auto, or dummy for random weights.
+    way: direct (each rank reads its own slices), striped (one reads each byte and sends it to others) or auto. progress
+    gets this rank's bytes or, striped, the job's. room: bytes of the device for weights; None: unlimited. host_room: of
+    a GPU's host. isq: what linears become. experts, layers: what is in host memory, and bytes. Raises FatalError.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -84,34 +86,34 @@ def load(
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
-    model = _build(config, mesh, model_length(max_model_len, config, speaks), index, (isq, quantization))
-    if mesh.ep > 1 or experts:
-        _check_experts(model, mesh)
+    build = partial(_build, config, model_length(max_model_len, config, speaks), index, (isq, quantization))
+    mesh, model = build_measured(build, mesh, DTYPES[chosen], device, bool(experts))
+    _check_experts(model, mesh, experts)
     if speaks and isq != "none":
         _tell_other_formats(model, isq)
     parts = list(model.slices())
-    source: Dummy | Checkpoint | Striped = Dummy()
-    if index is not None:
-        source = _open(model, parts, config, index, way, mesh.world, speaks)
+    source = Dummy() if index is None else _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
-    placed, host_room = _place(model, experts, DTYPES[chosen], device, mesh, host_room)
-    need = placed + _memory(model.sharded_modules(), source, DTYPES[chosen], stored, device)
-    if room is not None and need > room:
-        raise _too_large(need, f"{room / 1e9:.2f} GB are free", device)
-    if isinstance(source, Striped):
-        _check_buffers(source.buffers, room - need if device.type == "cpu" and room is not None else host_room)
+    memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
+    experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
+
+    def need_of_this_rank() -> int:
+        placed, left = load_memory.place(model, experts, layers, (DTYPES[chosen], stored), device, host_room)
+        load_memory.check(need := placed + memory(), room, source, left, device)
+        return need
+
+    need = load_memory.together(mesh.world, need_of_this_rank)
     try:
-        _fill(source, parts, Filler(model.sharded_modules(), device, DTYPES[chosen], stored), progress)
+        _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
         _attach(model, speaks)
     except torch.OutOfMemoryError as error:
-        raise _too_large(need, str(error).partition(". ")[0], device) from None
-    model.dtype = DTYPES[chosen]
-    _finish(model)
+        raise load_memory.too_large(need, str(error).partition(". ")[0], device) from None
+    _finish(model, DTYPES[chosen])
     return model.eval()
 
 
-def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantised: tuple[str, str]) -> Model:
+def _build(config: Config, length: int, index: Index | None, quantised: tuple[str, str], mesh: Mesh) -> Model:
     """This rank's model, without memory, for sequences of up to `length`. quantised: isq and quantization of `load`."""
     module = architectures.find(config.model_type)
     names = names_of(config, module.Model, index)
@@ -119,8 +121,14 @@ def _build(config: Config, mesh: Mesh, length: int, index: Index | None, quantis
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 
-def _finish(model: Model) -> None:
-    """Once its weights are loaded."""
+def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> Filler:
+    park = model.layer_offload.park if model.layer_offload is not None else lambda module: None
+    return Filler(model.sharded_modules(), device, dtype, stored, park)
+
+
+def _finish(model: Model, dtype: torch.dtype) -> None:
+    """Once its weights are loaded. dtype: the model's."""
+    model.dtype = dtype
     for one in model.modules():
         if isinstance(one, LatentUp):
             one.expand(model.dtype)
@@ -129,34 +137,13 @@ def _finish(model: Model) -> None:
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
 
 
-def _place(
-    model: Model, experts: ExpertRoom, dtype: torch.dtype, device: torch.device, mesh: Mesh, host_room: int | None
-) -> tuple[int, int | None]:
-    """Mark the stage's experts as the host's, where the user asks for that.
-
-    Returns the bytes that they take of the device's memory, and what they leave of the host's. Raises FatalError where
-    they do not fit there.
-    """
-    if not experts:
-        return 0, host_room
-    layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
-    model.offload = offload = Offload(layers, experts, dtype, device)
-    if device.type == "cpu":
-        return offload.resident_bytes + offload.host_bytes, host_room
-    if host_room is not None and offload.host_bytes > host_room:
-        raise FatalError(
-            f"this rank's experts take {offload.host_bytes / 1e9:.2f} GB of the host's memory, but "
-            f"{host_room / 1e9:.2f} GB are free for it: use more ranks (--tp, --ep, --pp) or a node with more memory; "
-            "`phalanx fit` shows what fits",
-            MEMORY,
-        )
-    return offload.resident_bytes, None if host_room is None else host_room - offload.host_bytes
-
-
 def _attach(model: Model, speaks: bool) -> None:
-    """Prepare the experts that are in host memory, once they are there."""
-    if model.offload is not None and (told := model.offload.attach()) and speaks:
-        log.info(told)
+    """Prepare what is in host memory, once it is there."""
+    told = [model.offload.attach()] if model.offload is not None else []
+    if model.layer_offload is not None:
+        told.append(model.layer_offload.attach(aside=model.offload is None))
+    for text in filter(None, told if speaks else ()):
+        log.info(text)
 
 
 def _experts_of(model: Model) -> int:
@@ -164,9 +151,11 @@ def _experts_of(model: Model) -> int:
     return sum(isinstance(one, FusedExperts) for one in model.modules())
 
 
-def _check_experts(model: Model, mesh: Mesh) -> None:
-    """Raise FatalError where no stage has any. Collective over the mesh's world."""
-    if not int(mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))):
+def _check_experts(model: Model, mesh: Mesh, experts: ExpertRoom) -> None:
+    """Raise FatalError where no stage has any, but options speak of them. Collective over the mesh's world."""
+    if (mesh.ep > 1 or experts) and not int(
+        mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))
+    ):
         raise _no_experts(mesh)
 
 
@@ -205,45 +194,13 @@ def check(
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
+    mesh = dataclasses.replace(mesh, ep=mesh.ep or 1)
     index = read_index(config.path) if load_format != "dummy" else None
-    model = _build(config, mesh, model_length(max_model_len, config), index, (isq, quantization))
+    model = _build(config, model_length(max_model_len, config), index, (isq, quantization), mesh)
     if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
         raise _no_experts(mesh)
     if index is not None:
         _open(model, list(model.slices()), config, index, "direct", mesh.world, speaks=False)
-
-
-def _memory(
-    modules: list[ShardedModule],
-    source: Dummy | Checkpoint | Striped,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    device: torch.device,
-) -> int:
-    """Bytes that loading takes at most: all weights as they are kept, and what is read but not yet encoded."""
-    kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared and not module.in_host)
-    if isinstance(source, Striped):
-        return kept + source.peak(lambda module: module.plain_bytes(stored))
-    return kept + max((module.plain_bytes(stored) for module in modules), default=0)
-
-
-def _too_large(need: int, text: str, device: torch.device) -> FatalError:
-    where = "on its GPU" if device.type == "cuda" else "for it"
-    return FatalError(
-        f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp), a narrower "
-        "--dtype or --isq; `phalanx fit` shows what fits",
-        MEMORY,
-    )
-
-
-def _check_buffers(need: int, room: int | None) -> None:
-    """room: memory that the weights leave. Without this check the kernel would kill the rank while it loads."""
-    if room is not None and need > room:
-        raise FatalError(
-            f"striped loading takes {need / 1e6:.1f} MB of the host's memory on this rank while it reads, but "
-            f"{room / 1e6:.1f} MB are free beside the weights: choose --load direct, or more memory for the job",
-            MEMORY,
-        )
 
 
 def choose_format(config: Config, isq: str, quantization: str = "auto", names: Collection[str] = ()) -> ChooseFormat:
@@ -316,6 +273,8 @@ def _open(
     if speaks:
         _tell_unread(model, config, parts, source)
         _tell_dequantised(parts, source)
+        if any(isinstance(one, StackedLinear) and isinstance(one.stored, OrderedStack) for one in model.modules()):
+            log.info("experts with desc_act are dequantised while they are loaded: they take the memory of --dtype")
     return Striped(source, parts, world) if way == "striped" else source
 
 

@@ -25,6 +25,7 @@ from .cache_spec import block_bytes, cache_dtype, row_bytes
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
+from .layer_offload import may_move
 from .layers.gated_delta_net import GatedDeltaNet
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
@@ -141,8 +142,8 @@ def weights(
     module: nn.Module, dtype: torch.dtype, device: torch.device, without: nn.Module | None = None
 ) -> list[dict[str, Any]]:
     """Each linear and each other layer of the module: its name, elements and bytes, whether it is a matrix that tokens
-    are multiplied with, and whether its bytes are another's, as a tied head's are; of experts' those of one expert, and
-    how many there are. without: a part that is left out."""
+    are multiplied with, whether it may be in host memory, and whether its bytes are another's, as a tied head's are; of
+    experts' those of one expert, and how many there are. without: a part that is left out."""
     inside = set() if without is None else set(without.modules())
     found = []
     for name, one in module.named_modules():
@@ -164,11 +165,17 @@ def weights(
                 "elements": elements // copies,
                 "bytes": sum(part.kept_bytes(dtype, device) for part in held) // copies,
                 "matrix": isinstance(one, Linear | StackedLinear | Router),
+                "moves": may_move(one),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }
-            | ({"expert": True, "copies": copies} if isinstance(one, StackedLinear) else {})
+            | (_of_experts(one, dtype) if isinstance(one, StackedLinear) else {})
         )
     return found
+
+
+def _of_experts(one: StackedLinear, dtype: torch.dtype) -> dict[str, Any]:
+    copies = one.experts.width
+    return {"expert": True, "copies": copies, "host": one.host_bytes(dtype) // copies}
 
 
 def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -> bool:

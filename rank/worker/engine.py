@@ -25,6 +25,7 @@ from ..model.base import Model
 from ..model.experts.offload import ExpertRoom
 from ..model.load import check as check_model
 from ..model.load import load as load_model
+from ..model.load_memory import OthersRefuse
 from ..model.weights.local_copy import make_local_copy
 from ..options import Options
 from . import graphs, kv_cache
@@ -159,10 +160,16 @@ class Engine:
         told at once, by the rank that has it, and ends the job.
         """
         if not self._served:
-            return work()
+            try:
+                return work()
+            except OthersRefuse:
+                time.sleep(10)  # that rank ends the job
+                raise
         made, why = None, ""
         try:
             made = work()
+        except OthersRefuse:
+            pass
         except errors.FatalError as stop:
             why = str(stop) or "it cannot be loaded"
         told = [text.decode() for text in gather_bytes(self.place.world, why.encode()) if text]
@@ -175,12 +182,16 @@ class Engine:
         staged = options.stage and options.load_format != "dummy"
         directory = self._stage() if staged else Path(options.model)
         started = time.monotonic()
-        with errors.memory_for("the weights", "Use more ranks (--tp, --pp), a narrower --dtype or --isq"):
+        fewer = "Use more ranks (--tp, --pp), a narrower --dtype or --isq"
+        if options.num_experts_offload_per_rank or options.expert_memory:
+            fewer = f"{fewer}, or leave more experts on the GPUs (--num-experts-offload-per-rank, --expert-memory)"
+        with errors.memory_for("the weights", fewer):
             model = load_model(
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
                 options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,
                 ExpertRoom(options.num_experts_offload_per_rank, options.expert_memory * kv_cache.MIB,
                            options.expert_placement),
+                int(options.cpu_offload_gb * (1 << 30)),
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model

@@ -79,6 +79,7 @@ def test_one_engine_alone_and_wrong_words(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_offline_takes_the_flags(tmp_path):
     """The real program, on the CPU."""
     words = [

@@ -111,7 +111,7 @@ static void entry() {
 }
 
 static void run_block() {
-    static std::vector<char> stacks(MOST * STACK);
+    alignas(64) static char stacks[MOST * STACK];  // of each library: takes memory where threads have run alone
     const int count = threads.x;
     copies.clear();
     memset(smem, 0xff, SMEM);
@@ -120,7 +120,7 @@ static void run_block() {
     for (int i = 0; i < count; i++) {
         Fiber& fiber = fibers[i];
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = stacks.data() + (size_t)i * STACK;
+        fiber.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
         fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.ready = [] { return true; };

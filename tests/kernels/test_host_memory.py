@@ -1,7 +1,9 @@
 import gc
 import logging
+import resource
 from types import SimpleNamespace
 
+import pytest
 import torch
 from phalanx.kernels import host_memory
 
@@ -21,10 +23,25 @@ def test_memory_that_cannot_be_pinned_is_served_unpinned_with_one_warning(monkey
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "ones", launch)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 23, 1 << 23))
     with caplog.at_level(logging.WARNING, "phalanx"):
         made = [host_memory.zeros((3, 4), torch.int16, pin=True) for _ in range(2)]
     assert all(x.shape == (3, 4) and not x.any() for x in made)
-    assert [one.message.partition(",")[0] for one in caplog.records] == ["host memory cannot be pinned (CUDA error 2)"]
+    (warning,) = [one.message for one in caplog.records]
+    assert warning.startswith("host memory cannot be pinned (CUDA error 2; 8.4 MB may be locked), so copies")
+    assert "ulimit -l" in warning
     del made
     gc.collect()
     assert calls == ["register", "launch"] * 2
+
+
+@pytest.mark.parametrize(
+    "limit, words",
+    [(1 << 30, "the system refuses 1125899906.8 MB of host memory under a limit of 1074 MB (ulimit -v)"),
+     (resource.RLIM_INFINITY, "the system refuses 1125899906.8 MB of host memory")],
+)  # fmt: skip
+def test_memory_that_is_refused(monkeypatch, limit, words):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    with pytest.raises(MemoryError) as caught:
+        host_memory.zeros((1 << 50,), torch.uint8, pin=False)
+    assert str(caught.value).startswith(words) and ("ulimit" in words) == ("ulimit" in str(caught.value))

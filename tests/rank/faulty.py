@@ -1,18 +1,25 @@
 """A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP".
 
-PLACE is join, load, slow, stripe, start, step, memory, host-memory or hang. PATIENCE: of the watch, with the start.
+PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit or swap. limit: the rank's address
+space may grow by STEP MB once it asks for host memory. swap: it is killed in its STEPth copy to host blocks. PATIENCE:
+of the watch, with the start.
 """
 
 import os
+import resource
+import signal
 import sys
 import time
 
+import psutil
 import torch
 from phalanx.comm import startup
+from phalanx.kernels import host_memory
 from phalanx.rank import __main__ as main
 from phalanx.rank.model.weights.striped import Reader
 from phalanx.rank.worker import engine
 from phalanx.rank.worker.model_runner import ModelRunner
+from phalanx.rank.worker.swap import Swap
 
 place, rank, step = os.environ["FAULT"].split(":")
 startup.PATIENCE = float(os.environ.get("PATIENCE", startup.PATIENCE))
@@ -61,6 +68,22 @@ def prepare(self, real=ModelRunner._prepare):
     real(self)
 
 
+def zeros(shape, dtype, pin, real=host_memory.zeros):
+    if mine:
+        most = psutil.Process().memory_info().vms + int(step) * (1 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return real(shape, dtype, pin)
+
+
+def store(self, blocks, places, real=Swap.store):
+    stores.append(len(blocks))
+    if mine and len(stores) == int(step):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self, blocks, places)
+
+
+mine = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == rank
+stores: list[int] = []
 if place == "join" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
     time.sleep(1000)  # longer than the test runs: it never joins
 if place == "load":
@@ -69,6 +92,10 @@ elif place == "slow":
     engine.load_model = load_slowly
 elif place == "stripe":
     Reader.next = read
+elif place == "limit":
+    host_memory.zeros = zeros
+elif place == "swap":
+    Swap.store = store
 elif place == "start":
     ModelRunner._prepare = prepare
 else:

@@ -11,6 +11,7 @@ from phalanx.rank import protocol
 
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
+from ..processes import wait
 from .reference import Reference
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a kind has transformers look for prompts
@@ -185,7 +186,8 @@ def test_cut_steps_change_no_token(checkpoint, expected, tp, pp):
     with Engine(checkpoint("llama"), tp * pp, **options) as engine:
         requests = {str(i): (prompt(i), greedy(60)) for i in range(3)}
         outputs = engine.generate(requests)
-        assert engine.log().count("a step is cut") >= 4 * tp * pp
+        # mpirun hands on what ranks write when it comes to it.
+        assert not wait(lambda: engine.log().count("a step is cut") < 4 * tp * pp, 20)
         assert {i: outputs[i].tokens for i in requests} == {i: expected("llama", int(i))[:60] for i in requests}
         requests = {f"again {i}": (prompt(i), greedy(60)) for i in range(3)}
         outputs = engine.generate(

@@ -14,7 +14,7 @@ from .... import errors
 from ....rank.options import flag
 from ... import find_server
 from ...options import option_sources
-from ...options.help import options_help, show_config
+from ...options.help import shown
 from . import report, run, workload
 from .client import Client, Failure
 
@@ -52,8 +52,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = option_sources.read(BenchOptions, argv, os.environ)
     for note in chosen.notes:
         print(f"phalanx: {note}", file=sys.stderr)
-    if chosen.help or chosen.show_config:
-        print(USAGE + options_help(BenchOptions) if chosen.help else show_config(chosen))
+    if shown(chosen, USAGE):
         return 0
     server = find_server.chosen(chosen, "bench")
     model = find_server.model(server)

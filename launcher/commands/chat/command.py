@@ -11,7 +11,7 @@ from .... import errors
 from ....rank.server.mcp import connection
 from ... import find_server
 from ...options import option_sources
-from ...options.help import options_help, show_config
+from ...options.help import shown
 from ...tool_thread import ToolThread
 from .conversation import Conversation
 from .display import Display, Live, Plain, Whole
@@ -30,8 +30,7 @@ Without options it finds the server that you have started, on this host or in a 
 
 def main(argv: Sequence[str]) -> int:
     chosen = option_sources.read(ChatOptions, argv, os.environ)
-    if chosen.help or chosen.show_config:
-        print(USAGE + options_help(ChatOptions) if chosen.help else show_config(chosen))
+    if shown(chosen, USAGE):
         return 0
     options = chosen.options
     server = find_server.chosen(chosen, "chat")

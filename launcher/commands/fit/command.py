@@ -15,7 +15,7 @@ from ....rank.options import IN_SITU, ISQ_SPELLINGS, KV_DTYPES, degrees, flag
 from ...job import binding
 from ...job.linux import say
 from ...options import option_sources
-from ...options.help import options_help, show_config
+from ...options.help import shown
 from . import devices, directory, headers, measured, plan, report
 from .devices import DEVICES, Device
 from .measured import Question
@@ -58,6 +58,9 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     host_mem: Annotated[
         float, flag("--host-mem", group=_GROUP, metavar="GB", low=0, help="of a host, for experts; 0: unknown")
     ] = 0.0
+    cpu_offload_gb: Annotated[
+        float, flag("--cpu-offload-gb", group=_GROUP, metavar="GiB", low=0, help="a rank's layers copied for each step")
+    ] = 0.0
     context: Annotated[
         int, flag("--context", "--max-model-len", group=_GROUP, metavar="N", low=0,
                   help="longest prompt + output; 0: the model's, at most 8192"),
@@ -96,8 +99,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str]) -> int:
     chosen = option_sources.read(FitOptions, argv, os.environ)
-    if chosen.help or chosen.show_config:
-        print(USAGE + options_help(FitOptions) if chosen.help else show_config(chosen))
+    if shown(chosen, USAGE):
         return 0
     for note in chosen.notes:
         say(note)
@@ -139,6 +141,7 @@ def _asked(options: FitOptions, shape: ModelShape) -> Workload:
         isq=options.isq,
         kv_fraction=options.kv_fraction,
         kv_cache_dtype=options.kv_cache_dtype,
+        cpu_offload=int(options.cpu_offload_gb * devices.GIB),
     )
 
 

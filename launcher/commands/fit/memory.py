@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ....rank import layer_places
 from .devices import Device
-from .shape import KINDS, WIDTHS, ModelShape, split
+from .shape import KINDS, WIDTHS, ModelShape, StageShape, Weights, split
 
 BLOCK = 16  # tokens; rank/worker/engine.py
 # The KV cache's share of what is free after loading, on GPUs less the largest step, by whether it is a CPU;
@@ -41,6 +42,7 @@ class Workload:
     kv_fraction: float = 0.0  # 0: the default
     isq: str = "none"  # the format that linears are quantised to
     kv_cache_dtype: str = "auto"
+    cpu_offload: int = 0  # bytes of a rank's layers that may be in host memory
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,11 @@ class Stage:
 
     layers: int
     weights: dict[str, int]  # bytes on the device, by class
-    host: int  # bytes of experts in the host's memory
+    host: int  # bytes of experts and of layers in the host's memory
     rope: int  # bytes of the table of cosines and sines
     kv_token: int  # bytes of one token's keys and values
     state: int = 0  # bytes of what is kept of one sequence as a whole
+    slots: int = 0  # bytes on the device that layers in the host's memory are copied to
 
     def blocks(self, room: float, rows: int) -> int:
         """How many fit into `room` bytes beside the states of so many sequences."""
@@ -84,20 +87,48 @@ class MemoryFit:
         return max(self.stages, key=lambda stage: stage.loaded)
 
 
-def stages(shape: ModelShape, layout: Layout, context: int) -> tuple[Stage, ...]:
-    """The model's stages, the first one with the embedding first. context: tokens of the longest sequence."""
+@dataclass(frozen=True)
+class Parked:
+    """The layers of a stage whose weights are in host memory, by the choice of rank/layer_places.py."""
+
+    bytes: int = 0
+    slots: int = 0
+    weights: tuple[Weights, ...] = ()
+
+
+def parked(stage: StageShape, most: int) -> Parked:
+    """What `most` bytes hold."""
+    if not most:
+        return Parked()
+    layers = [[one for one in layer.weights if one.moves] for layer in stage.layers]
+    sizes = [round(sum(one.bytes * one.copies for one in layer)) for layer in layers]
+    chosen = layer_places.choose(sizes, most)
+    if not chosen:
+        return Parked()
+    slots = layer_places.slots(chosen) * max(sizes[place] for place in chosen)
+    weights = tuple(one for place in chosen for one in layers[place])
+    return Parked(sum(sizes[place] for place in chosen), slots, weights)
+
+
+def stages(shape: ModelShape, layout: Layout, context: int, offload: int = 0) -> tuple[Stage, ...]:
+    """The model's stages, the first one with the embedding first. context: tokens of the longest sequence. offload:
+    bytes of layers that may be in host memory."""
     made = []
     for one in shape.stage_shapes(layout.tp, layout.pp, layout.ep):
         weights, host = dict.fromkeys(KINDS, 0.0), 0.0
         for part in one.weights:
             if part.expert and layout.offload:
-                host += part.bytes * part.copies
+                host += part.host * part.copies
             elif not part.shared:
                 weights[part.kind] += part.bytes * part.copies
+        moved = parked(one, offload)
+        for part in moved.weights:
+            weights[part.kind] -= part.bytes * part.copies
         whole = {kind: round(size) for kind, size in weights.items()}
         kv = sum(layer.kv for layer in one.layers)
         state = sum(layer.state for layer in one.layers)
-        made.append(Stage(len(one.layers), whole, round(host), context * shape.ranks[layout.tp].rope, kv, state))
+        rope = context * shape.ranks[layout.tp].rope
+        made.append(Stage(len(one.layers), whole, round(host) + moved.bytes, rope, kv, state, moved.slots))
     return tuple(made)
 
 
@@ -111,14 +142,14 @@ def activations(shape: ModelShape, layout: Layout, asked: Workload, budget: int)
 
 def memory_fit(shape: ModelShape, layout: Layout, asked: Workload, device: Device, budget: int) -> MemoryFit:
     """What of `device.memory` weights, libraries and cache take on each rank, and what does not fit."""
-    parts = stages(shape, layout, asked.context)
+    parts = stages(shape, layout, asked.context, 0 if device.cpu else asked.cpu_offload)
     runtime = device.runtime + (device.group if layout.ranks > 1 else 0)
     fraction = asked.kv_fraction or FRACTION[device.cpu]
     needs = activations(shape, layout, asked, budget)
     rows = split(asked.concurrency, layout.dp)
     most = rows * split(asked.context, BLOCK)  # no more is ever used
     kept = 0.0 if device.cpu else needs  # GPU ranks try the largest step before they size the cache
-    free = [device.memory - runtime - stage.loaded - stage.rope - kept for stage in parts]
+    free = [device.memory - runtime - stage.loaded - stage.slots - stage.rope - kept for stage in parts]
     blocks = [stage.blocks(fraction * max(0.0, left), rows) for stage, left in zip(parts, free, strict=True)]
     fits, count = min(blocks), min(most, *blocks)
     used = [count * BLOCK * stage.kv_token + rows * stage.state for stage in parts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from .devices import Device
+from .devices import GIB, Device
 from .memory import Layout, MemoryFit, Workload, memory_fit
 from .shape import ModelShape
 from .speed import Speed, predict
@@ -89,11 +89,11 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
     lacks = _host_lacks(held, layout, cluster)
     verdict = _verdict(held, asked, lacks, together)
     runs = not held.problem and not lacks
-    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout, shape))
+    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout))
 
 
 def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:
-    """Bytes that a host lacks for the experts that it is to hold."""
+    """Bytes that a host lacks for the experts and layers that it is to hold."""
     host = max(stage.host for stage in held.stages) * min(layout.ranks, cluster.per_node)
     return max(0.0, host - cluster.host_memory) if cluster.host_memory else 0.0
 
@@ -102,17 +102,15 @@ def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> s
     if held.problem:
         return f"{held.problem}: {held.short / 1e9:.1f} GB too little on a rank"
     if lacks:
-        return f"the experts do not fit: {lacks / 1e9:.1f} GB too little on a host"
+        what = "experts and layers do" if asked.cpu_offload else "experts do"
+        return f"the {what} not fit: {lacks / 1e9:.1f} GB too little on a host"
     if together < asked.concurrency:
         return f"{together} of {asked.concurrency} sequences at once at full length"
     return ""
 
 
-def _lacking(layout: Layout, shape: ModelShape) -> str:
+def _lacking(layout: Layout) -> str:
     """What Phalanx does not do yet."""
-    experts = (one for layer in shape.kinds(layout.tp, layout.ep) for one in layer.weights if one.expert)
-    if layout.offload and any(one.bytes < 2 * one.elements for one in experts):
-        return "experts in host memory are not served yet where they are quantised"
     return "ep over several copies is not served yet" if layout.ep > layout.tp else ""
 
 
@@ -160,6 +158,8 @@ def command(
         words += ["--isq", asked.isq]
     if asked.kv_cache_dtype != "auto":
         words += ["--kv-cache-dtype", asked.kv_cache_dtype]
+    if asked.cpu_offload and not cluster.device.cpu:
+        words += ["--cpu-offload-gb", f"{asked.cpu_offload / GIB:g}"]
     if asked.kv_fraction:
         words += ["--kv-fraction", f"{asked.kv_fraction:g}"]
     serve = "phalanx serve " + shlex.join(words)

@@ -59,9 +59,11 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
 def breakdown(one: LayoutEstimate) -> list[str]:
     """A rank's memory, on the stage with the most weights."""
     stage, held = one.room.heaviest, one.room
+    slots = f"; {gb(stage.host)} in the host's memory, copied to {gb(stage.slots)}" if stage.slots else ""
     parts = [f"{kind} {gb(stage.weights[kind])}" for kind in KINDS if stage.weights[kind]]
     return [
-        f"GB on a rank: {', '.join(parts)} = {gb(stage.loaded)} weights; rope tables {gb(stage.rope)}; libraries about "
+        f"GB on a rank: {', '.join(parts)} = {gb(stage.loaded)} weights{slots}; "
+        f"rope tables {gb(stage.rope)}; libraries about "
         f"{gb(held.runtime)}; KV cache {gb(held.kv_bytes)} ({stage.kv_token} bytes a token); "
         f"left for a step {gb(max(0.0, held.spare))}, of which it needs about {gb(held.activations)}"
     ]
@@ -120,6 +122,7 @@ def _layout(one: LayoutEstimate) -> dict[str, Any]:
         "fits": one.runs, "verdict": one.verdict or "everything asked for fits", "short": round(held.short),
         "served": not one.unserved, "why_not_served": one.unserved,
         "weights": stage.weights, "weight_bytes": stage.loaded, "host_bytes": max(s.host for s in held.stages),
+        "slot_bytes": stage.slots,
         "rope_bytes": stage.rope, "runtime_bytes": round(held.runtime), "activation_bytes": round(held.activations),
         "kv_bytes_per_token": stage.kv_token, "kv_bytes": held.kv_bytes, "kv_tokens": held.kv_room * layout.dp,
         "sequences": one.together,

@@ -37,9 +37,11 @@ class Weights(msgspec.Struct, frozen=True):
     elements: int  # of one copy
     bytes: float  # of these
     matrix: bool  # tokens are multiplied with it
+    moves: bool  # --cpu-offload-gb may leave it in host memory
     shared: bool = False  # the bytes are another's: a tied head's are the embedding's
     expert: bool = False
     copies: int = 1  # experts of the layer
+    host: float = 0.0  # bytes of one expert's elements in the host's memory
 
     @property
     def kind(self) -> str:
@@ -148,4 +150,5 @@ def _with_shared_out(cut: Layer, other: Layer, ep: int, parts: int) -> Layer:
 
 def _share_of(experts: Weights, ep: int, parts: int) -> Weights:
     elements, copies = split(experts.elements, parts), split(experts.copies, ep)
-    return msgspec.structs.replace(experts, elements=elements, bytes=experts.bytes / parts, copies=copies)
+    size, host = experts.bytes / parts, experts.host / parts
+    return msgspec.structs.replace(experts, elements=elements, bytes=size, host=host, copies=copies)

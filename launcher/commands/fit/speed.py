@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from .devices import Device
-from .memory import Layout, Workload
+from .memory import Layout, Workload, parked
 from .shape import WIDTHS, Layer, ModelShape, StageShape, Weights, split
 
 ROUND = 3  # order of the norm that joins memory's time and arithmetic's
@@ -71,6 +71,7 @@ class StepModel:
         self.width = WIDTHS[asked.dtype]
         self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
         self.host = HOST / max(1, ranks_here)
+        self.offload = 0 if device.cpu else asked.cpu_offload
 
     def step(self, stage: StageShape, tokens: int, context: float, sampled: int) -> float:
         """Seconds of one stage for `tokens` rows whose attention reads `context` cached tokens altogether."""
@@ -88,6 +89,9 @@ class StepModel:
                 total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
                 if self.layout.tp > 1:
                     total += self.links.latency + logits / self.links.tensor
+        copies = parked(stage, self.offload).bytes / PCIE
+        # They run while the layers before compute, but for those beside experts in host memory.
+        total = total + copies if self.layout.offload else max(total, copies)
         if self.layout.pp > 1:
             total += self.links.hop + tokens * self.shape.hidden * self.width / self.links.stage
         return total
@@ -113,7 +117,7 @@ class StepModel:
         rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all copies that the expert group spans
         visited = one.copies * (1 - (1 - chosen / all_experts) ** rows)  # of a rank's experts, on average
         spread = math.sqrt(2 * math.log(ep) * visited * (1 - visited / one.copies))  # all wait for the busiest rank
-        touched = one.bytes * min(one.copies, visited + spread)
+        touched = (one.host if self.layout.offload else one.bytes) * min(one.copies, visited + spread)
         work = 2.0 * one.elements * rows * chosen / ep
         if not self.layout.offload:
             return self._roof(touched, work / GROUPED) + self.device.ramp

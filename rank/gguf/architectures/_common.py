@@ -38,6 +38,12 @@ EXPERTS = layer(
     ffn_down_exps="mlp.experts.down_proj",
 )
 
+SHARED_EXPERTS = layer(
+    ffn_gate_shexp="mlp.shared_experts.gate_proj",
+    ffn_up_shexp="mlp.shared_experts.up_proj",
+    ffn_down_shexp="mlp.shared_experts.down_proj",
+)
+
 
 def config(m: Metadata) -> dict[str, Any]:
     """The keys of config.json that all architectures have."""

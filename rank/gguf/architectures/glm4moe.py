@@ -5,20 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import DECODER, EXPERTS, QK_NORM, experts, layer
+from ._common import DECODER, EXPERTS, QK_NORM, SHARED_EXPERTS, experts, layer
 from ._common import config as common
 
 TENSORS = (
     DECODER
     | QK_NORM
     | EXPERTS
-    | layer(
-        post_attention_norm="post_attention_layernorm",
-        exp_probs_b="mlp.gate",
-        ffn_gate_shexp="mlp.shared_experts.gate_proj",
-        ffn_up_shexp="mlp.shared_experts.up_proj",
-        ffn_down_shexp="mlp.shared_experts.down_proj",
-    )
+    | SHARED_EXPERTS
+    | layer(post_attention_norm="post_attention_layernorm", exp_probs_b="mlp.gate")
 )
 ENDINGS = {"exp_probs_b.bias": "e_score_correction_bias"}
 

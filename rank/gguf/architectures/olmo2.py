@@ -1,4 +1,4 @@
-"""OLMo 2."""
+"""OLMo 2, and OLMo 3: that has windows, of all layers but every fourth, whose rope alone is scaled."""
 
 from __future__ import annotations
 
@@ -17,4 +17,10 @@ WRITES = ("olmo2",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
-    return common(m) | {"model_type": "olmo2"}
+    keys = common(m)
+    if not (window := m.integer("attention.sliding_window", 0)):
+        return keys | {"model_type": "olmo2"}
+    rope = keys["rope_parameters"]
+    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    ropes = {"full_attention": {"rope_type": "default"} | rope, "sliding_attention": plain}
+    return keys | {"model_type": "olmo3", "sliding_window": window, "rope_parameters": ropes}

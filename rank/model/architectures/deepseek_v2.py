@@ -3,6 +3,7 @@ layers, experts, some of which all tokens visit."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
@@ -10,9 +11,11 @@ from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.moe.router import RouterParams
 from .. import base
-from ..layers.mla import LatentAttention, LatentSizes
+from ..layers.linear import Linear
+from ..layers.mla import LatentAttention, LatentSizes, LatentUp
 from ..layers.moe import SharedMoE
 from ..layers.rope import Parameters, yarn_mscale
+from ..weights.slicing import Source
 from . import llama
 
 # The part of a head that is rotated stands for the head where rotary embeddings are made.
@@ -116,3 +119,10 @@ class Model(base.Model):
         "q_kv_a_proj": ("q_proj", "kv_a_proj_with_mqa"),
         "q_a_kv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     }
+
+    def _sources(self, path: str, linear: Linear, stored: Container[str]) -> list[Source]:
+        """GGUF files may have what makes keys and what makes values apart."""
+        apart = [path.replace("kv_b_proj", one) for one in ("k_b_proj", "v_b_proj")]
+        if isinstance(linear, LatentUp) and apart[0] in stored:
+            return [Source(one) for one in apart]
+        return super()._sources(path, linear, stored)

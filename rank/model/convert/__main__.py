@@ -22,7 +22,7 @@ from ....errors import MEMORY, MODEL, USAGE, FatalError, lacks_memory
 from ...safetensors_header import INDEX, Index, read_index, weight_files
 from ..base import Model
 from ..config import Config, read_config
-from ..experts.fused import FusedExperts
+from ..experts.fused import StackedLinear
 from ..load import load
 from . import calibrate, gptq, layouts, to_fp8, to_gguf
 from .writer import Writer
@@ -105,8 +105,13 @@ def _round(question: Question, config: Config, device: str) -> None:
 def _load(config: Config, question: Question, device: str) -> Model:
     alone = threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0]
     model = load(question.source, alone, device, question.dtype, progress=_bar("reading"))
-    if any(isinstance(one, FusedExperts) for one in model.modules()):
-        raise FatalError(f"{question.source} has experts ({config.model_type}), which are not quantised yet", MODEL)
+    for module in model.modules():
+        if isinstance(module, StackedLinear) and any("{}" not in source.path for source in module.sources):
+            raise FatalError(
+                f"{question.source} ({config.model_type}) has all experts of a layer in one tensor, which --to "
+                f"{question.to} cannot store: --isq quantises such models while they are loaded",
+                MODEL,
+            )
     for one in model.parameters():
         if one.is_mkldnn:
             raise FatalError(
@@ -123,10 +128,29 @@ def _progress(
     rounded = calibrate.round_model(model, question.windows, scheme, units)
     with tqdm(rounded, "rounding", len(model.model.layers), unit="layer", disable=not sys.stderr.isatty()) as bar:
         for layer in bar:
-            lost = ", ".join(f"{one.path.rpartition('.')[2]} {one.error:.4f}" for one in layer.linears)
-            plain = f"; plain: {', '.join(path.rpartition('.')[2] for path in layer.skipped)}" if layer.skipped else ""
-            bar.write(f"layer {layer.number}: error of the outputs: {lost}{plain}", sys.stderr)
+            lost = ", ".join(f"{name} {error:.4f}" for name, error in _errors(layer).items())
+            left = dict.fromkeys(path.rpartition(".")[2] for path in layer.skipped)
+            plain = f"; plain: {', '.join(left)}" if left else ""
+            bar.write(f"layer {layer.number}: error of the outputs: {lost}{plain}{_unseen(layer)}", sys.stderr)
             yield layer
+
+
+def _errors(layer: calibrate.LayerResult) -> dict[str, float]:
+    """By the linears' names; of experts the mean."""
+    found: dict[str, list[float]] = {}
+    for one in layer.linears:
+        what = "experts' " if ".experts." in one.path else ""
+        found.setdefault(what + one.path.rpartition(".")[2], []).append(one.error)
+    return {name: sum(errors) / len(errors) for name, errors in found.items()}
+
+
+def _unseen(layer: calibrate.LayerResult) -> str:
+    if not layer.unseen:
+        return ""
+    return (
+        f"; {layer.unseen} of {layer.experts} experts got fewer than {calibrate.FEWEST} tokens and are rounded to the "
+        "nearest codes: more --samples reach them"
+    )
 
 
 def _counter(what: str, **options: Any) -> Any:

@@ -12,17 +12,21 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ....kernels.gemm.linear import gated_linear
 from ..base import Layer, Model
 from ..batch import Batch
 from ..cache_spec import Caches, CacheSpec
+from ..experts.fused import FusedExperts, StackedLinear
 from ..formats import Part
 from ..layers.linear import Linear
+from ..layers.moe import Router
 from ..layers.residual import Normed, ResidualStream
 from ..weights.slicing import Source
 from . import gptq
 
 TOKENS = 4096  # of a forward pass
 BLOCK = 16  # tokens of a block of the cache
+FEWEST = 32  # tokens by which an expert is rounded; by fewer it would fit to them alone
 UNIT = 32  # inputs of a group come in multiples of it, as kernels take them
 
 
@@ -36,6 +40,8 @@ class LayerResult(NamedTuple):
     number: str
     linears: list[LinearResult]
     skipped: list[str]  # paths of linears that stay plain: their sizes do not fit, or they got no tokens
+    experts: int = 0
+    unseen: int = 0  # of these experts: rounded to the nearest codes, as too few tokens chose them
 
 
 @torch.inference_mode()
@@ -84,11 +90,20 @@ def _run(model: Model, index: str, batch: Batch, x: Tensor) -> Tensor:
 
 
 class _Inputs:
-    """Adds up X^T X of what each linear of a layer gets, until it is stopped."""
+    """Adds up X^T X of what each linear of a layer gets, until it is stopped. Of experts it keeps the tokens and which
+    each visits: that takes less than a sum for each of them."""
 
     def __init__(self, layer: nn.Module):
         self.hessians: dict[Linear, Tensor] = {}
+        self.visits: dict[FusedExperts, list[tuple[Tensor, Tensor]]] = {}
         self._hooks = [one.register_forward_pre_hook(self._take) for one in layer.modules() if isinstance(one, Linear)]
+        experts = [one for one in layer.modules() if isinstance(one, FusedExperts)]
+        self._hooks += [one.register_forward_pre_hook(self._visit) for one in experts]
+
+    def _visit(self, experts: nn.Module, arguments: Any) -> None:
+        x, ids, _ = arguments
+        assert isinstance(experts, FusedExperts)
+        self.visits.setdefault(experts, []).append((x.cpu(), ids.cpu()))
 
     def _take(self, linear: nn.Module, arguments: Any) -> None:
         (h,) = arguments
@@ -118,16 +133,79 @@ def _round_layer(
             rounded = gptq.quantize(part.weight, hessian, scheme)
         except ValueError as failed:
             raise ValueError(f"{part.sources[0].path}: {failed}") from None
-        weight = rounded.weight()
-        for path, rows in _rows(part.sources, [shard.width for shard in part.outputs]):
-            of_path = rounded._replace(**{name: getattr(rounded, name)[rows] for name in ("codes", "scales", "zeros")})
-            error = gptq.relative_error(part.weight[rows], weight[rows], hessian)
-            done.append(LinearResult(path, of_path, error))
-        part.weight.copy_(weight)
-    return LayerResult(index, done, skipped)
+        done += _results(part.sources, [shard.width for shard in part.outputs], part.weight, rounded, hessian)
+        part.weight.copy_(rounded.weight())
+    experts = unseen = 0
+    for one in (one for one in layer.modules() if isinstance(one, FusedExperts)):
+        rounded_experts = Experts(one, inputs.visits.pop(one), scheme, units)
+        done += rounded_experts.round()
+        skipped += rounded_experts.skipped
+        experts, unseen = experts + one.gate_up_proj.experts.width, unseen + rounded_experts.unseen
+    skipped += [source.path for one in layer.modules() if isinstance(one, Router) for source in one.sources]
+    return LayerResult(index, done, skipped, experts, unseen)
 
 
-def _fits(part: Part, scheme: gptq.Scheme, units: tuple[int, int]) -> bool:
+class Experts:
+    """The experts of one layer, each of which is rounded for the tokens that chose it."""
+
+    def __init__(
+        self,
+        layer: FusedExperts,
+        visits: Sequence[tuple[Tensor, Tensor]],
+        scheme: gptq.Scheme,
+        units: tuple[int, int],
+    ):
+        """visits: tokens [T, H] and the experts of each [T, k]."""
+        self.layer, self.scheme = layer, scheme
+        self.unseen = 0
+        self.skipped: list[str] = []
+        self._x, self._ids = torch.cat([x for x, _ in visits]), torch.cat([ids for _, ids in visits])
+        self._both = [one for one in (layer.gate_up_proj, layer.down_proj) if _fits(one, scheme, units)]
+        for one in (layer.gate_up_proj, layer.down_proj):
+            if one not in self._both:
+                self.skipped += [s.path.format(e) for s in one.sources for e in range(one.experts.size)]
+
+    def round(self) -> Iterator[LinearResult]:
+        up, down = self.layer.gate_up_proj, self.layer.down_proj
+        for expert in range(up.experts.width) if self._both else ():
+            weight = up.weight.data[expert]
+            rows = self._tokens(expert, weight)
+            if rows is None:
+                self.unseen += 1
+            inner = None if rows is None else gated_linear(rows.to(weight.dtype), weight, self.layer.activation)
+            for linear, x in ((up, rows), (down, inner)):
+                if linear in self._both:
+                    yield from self._one(linear, expert, None if x is None else x.float())
+
+    def _tokens(self, expert: int, like: Tensor) -> Tensor | None:
+        """[T, H] of those that chose an expert; None: they are too few."""
+        rows = self._x[(self._ids == expert).any(1)]
+        return rows.to(like) if len(rows) >= FEWEST else None
+
+    def _one(self, linear: StackedLinear, expert: int, x: Tensor | None) -> Iterator[LinearResult]:
+        weight = linear.weight.data[expert]
+        # Inputs that have nothing to do with each other: each weight gets the nearest code.
+        hessian = torch.eye(weight.shape[1], device=weight.device) if x is None else x.t() @ x
+        sources = [source._replace(path=source.path.format(expert)) for source in linear.sources]
+        try:
+            rounded = gptq.quantize(weight, hessian, self.scheme)
+        except ValueError as failed:
+            raise ValueError(f"{sources[0].path}: {failed}") from None
+        yield from _results(sources, [shard.width for shard in linear.outputs], weight, rounded, hessian)
+        weight.copy_(rounded.weight())
+
+
+def _results(
+    sources: Sequence[Source], widths: Sequence[int], weight: Tensor, rounded: gptq.Rounded, hessian: Tensor
+) -> Iterator[LinearResult]:
+    """Of each of the checkpoint's tensors that a matrix consists of."""
+    made = rounded.weight()
+    for path, rows in _rows(sources, widths):
+        of_path = rounded._replace(**{name: getattr(rounded, name)[rows] for name in ("codes", "scales", "zeros")})
+        yield LinearResult(path, of_path, gptq.relative_error(weight[rows], made[rows], hessian))
+
+
+def _fits(part: Part | StackedLinear, scheme: gptq.Scheme, units: tuple[int, int]) -> bool:
     """Whether all of its tensors can be stored and read."""
     inputs = part.inputs.size
     group = scheme.group_of(inputs)

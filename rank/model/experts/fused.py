@@ -7,6 +7,7 @@ follows anyway adds up the rest: no token is sent to where its experts are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,15 +83,24 @@ class StackedLinear(ShardedModule):
 
     def finish(self) -> None:
         if self.stored is not None:
-            self.packed = self.stored.make(self)
+            made = self.stored.make(self)
             for one in self.stored.fields:
                 delattr(self, one.name)
-            for index, held in enumerate(tensors_of(self.packed)):
-                self.register_buffer(f"packed_{index}", held, persistent=False)
+            self.hold(made)
         else:
             self._finish_plain()
         if self.bias is not None:
             self.bias = nn.Parameter(self.in_order(self.bias.data), requires_grad=False)
+
+    def hold(self, matrices: Matrices) -> None:
+        """Keep these; their tensors become buffers."""
+        if self.stored is None:
+            assert isinstance(matrices, Tensor)
+            self.weight = nn.Parameter(matrices, requires_grad=False)
+            return
+        self.packed = matrices
+        for index, held in enumerate(tensors_of(matrices)):
+            self.register_buffer(f"packed_{index}", held, persistent=False)
 
     def _finish_plain(self) -> None:
         weight = self.weight if self.layout.axes == "eoi" else self.weight.mT
@@ -105,7 +115,22 @@ class StackedLinear(ShardedModule):
         if self.stored is None:
             return super().kept_bytes(dtype, device)
         bias = self.bias.numel() * dtype.itemsize if self.bias is not None else 0
-        return round(self.num_weights * self.stored.kept_bits(self, device) / 8) + bias
+        return round(self.num_weights * self._bits(dtype, device) / 8) + bias
+
+    def _bits(self, dtype: torch.dtype, device: torch.device) -> float:
+        """Of one weight in memory: the model's, where it is plain or becomes that while it is loaded."""
+        return (self.stored.kept_bits(self, device) if self.stored is not None else 0) or 8.0 * dtype.itemsize
+
+    def host_bytes(self, dtype: torch.dtype) -> int:
+        """Of its weights in host memory, in a model of this dtype. Asked before they are loaded."""
+        return round(self.num_weights * self._bits(dtype, torch.device("cpu")) / 8)
+
+    def slot_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        """Of one expert on the device that lies in host memory as well: at most, as its form is made of that there."""
+        bits = max(self._bits(dtype, one) for one in (device, torch.device("cpu")))
+        if device.type == "cuda":
+            bits = max(bits, getattr(self.stored, "slot_bits", 0))
+        return math.ceil(self.num_weights // max(self.experts.width, 1) * bits / 8)
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         if self.stored is not None:
@@ -161,6 +186,16 @@ class FusedExperts(nn.Module):
         self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
         self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
         self.host: HostExperts | None = None  # where they are in host memory
+
+    def hold_apart(self) -> None:
+        """Before `build`: the checkpoint has gate and up apart, and outputs before inputs, whatever the architecture's
+        own have."""
+        both, one = self.gate_up_proj, self.down_proj
+        part = one.inputs
+        for linear, outputs in ((both, (part, part)), (one, one.outputs)):
+            linear.layout = ExpertLayout(biased=linear.layout.biased)
+            linear.fields = Field("weight", linear.layout.axes), Field("bias", "eo")
+            linear.cut(linear.inputs, outputs)
 
     def build(self, up: Sequence[Source], down: Sequence[Source], format_of: ChooseFormat) -> None:
         """Choose both linears' formats, and cut experts where that of `down` leaves its groups whole."""

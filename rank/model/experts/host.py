@@ -1,7 +1,7 @@
 """Experts in host memory, and three ways to serve one: resident on the device, computed by the CPU, or copied over.
 
 A step knows which experts its tokens have chosen. Those in the layer's resident set are computed on the device as ever.
-Of the others, the CPU computes some where they lie while copies of the rest come to the device (residents.py chooses).
+Of the others, the CPU computes some where they lie while copies of the rest come to the device (host_choice.py).
 With very many tokens nearly every expert is chosen: then nobody waits to learn which, and all others are copied.
 
 Captured decode steps are in pieces around the host's part (kernels/graph_pieces.py): a piece ends with copies of the
@@ -19,16 +19,18 @@ import torch
 from torch import Tensor
 
 from ....kernels.graph_pieces import on_host
-from ....kernels.moe.host_experts import HostPairs, Stack
+from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
+from ....kernels.moe.host_experts import Experts, HostPairs, computes
 from ....kernels.moe.moe import Biases, Held, fused_experts
-from .host_buffers import HostView, SharedBuffers, Streamer
-from .residents import Costs, Residents
+from .host_buffers import KEPT, Buffer, HostStack, HostView, SharedBuffers, Streamer
+from .residents import Residents
 
 ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
 LOOKED = 512  # tokens up to which steps look in any case, as captured steps must: copies are the host's part of these
 TURN = 4  # steps between two looks at a layer's resident set
 AUTO, CPU, STREAM, RESIDENT = "auto", "cpu", "stream", "resident"
 WAYS = AUTO, RESIDENT, CPU, STREAM
+NUMBERS = {AUTO: CHEAPEST, CPU: ON_CPU, STREAM: COPIED, RESIDENT: COPIED}
 
 
 @dataclass
@@ -46,32 +48,33 @@ class Shared:
     """What all layers of a rank have together."""
 
     way: str
-    costs: Costs
     counters: Counters
     buffers: SharedBuffers | None  # None: the device is the CPU
     streamer: Streamer
 
 
 class HostExperts:
-    """One layer's experts: `stack` in host memory, some of them in `slots` on the device as well."""
+    """One layer's experts in host memory, some of them in `slots` on the device as well."""
 
-    def __init__(self, stack: Stack, biases: Biases, act: str, held: Held, slots: Stack, shared: Shared):
-        """biases: on the device. held: the router's numbers of the experts in `stack`."""
-        self.stack, self.act, self.held, self.slots, self.shared = stack, act, held, slots, shared
+    def __init__(
+        self, layer: HostStack, biases: Biases, act: str, held: Held, slots: Buffer, costs: Costs, shared: Shared
+    ):
+        """biases: on the device. held: the router's numbers of the experts in `layer`. costs: of its format."""
+        self.layer, self.act, self.held, self.slots, self.shared = layer, act, held, slots, shared
         self.biases = biases
-        self.device = slots.w13.device
+        self.device = shared.streamer.device
         self.on_gpu = self.device.type == "cuda"
         self.host_biases = Biases(*(None if one is None else one.cpu() for one in biases))
-        self.set = Residents(held.size, len(slots.w13))
-        self._size = stack.w13[0].numel() + stack.w2[0].numel()
+        self.set = Residents(held.size, slots.stack.size)
         self._steps = 0
-        self._chosen = np.zeros(held.size, bool)  # by the step's tokens
+        self._choice = Choice(held.size, held.first, costs, NUMBERS[shared.way])
         # Of the router's numbers, the slot on the device; as many as there are slots: it has none.
         self._slot = torch.from_numpy(self._numbers(self.set.slot_of, self.set.slots)).to(self.device)
         self._in_slot = torch.arange(self.set.slots, device=self.device)  # each slot's expert, for biases
         self._coming: tuple[int, int, torch.cuda.Event] | None = None  # an expert, its slot, and when it is there
-        for mine, theirs in zip(slots, stack, strict=True):
-            mine.copy_(theirs[: len(mine)])
+        for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
+            for mine, theirs in zip(slots.tensors, buffer.tensors, strict=True):
+                mine[some[0] : some[-1] + 1] = theirs[: len(some)]
 
     # -- a step
 
@@ -87,7 +90,7 @@ class HostExperts:
             if self.set.slots:
                 on_host(view.sent, len(x))
         if self.set.slots:
-            pending.made = self._on_device(x, ids, weights, self.slots, self._slot, self._in_slot)
+            pending.made = self._on_device(x, ids, weights, self.slots.stack, self._slot, self._in_slot)
         return pending
 
     def finish(self, pending: Pending) -> Tensor:
@@ -105,76 +108,85 @@ class HostExperts:
         on_host(functools.partial(self._from_host, view), len(x))
         return view.out.to(x.dtype) if pending.made is None else pending.made.add_(view.out)
 
-    def _on_device(self, x: Tensor, ids: Tensor, weights: Tensor, stack: Stack, numbers: Tensor, of: Tensor) -> Tensor:
+    def _on_device(
+        self, x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, numbers: Tensor, of: Tensor
+    ) -> Tensor:
         """numbers: of each of the router's experts, its index in `stack`, or len(stack). of: each index's expert."""
         biases = Biases(*(None if one is None else one.index_select(0, of) for one in self.biases))
-        held = Held(0, len(stack.w13), self.held.total + 1)
+        held = Held(0, stack.size, self.held.total + 1)
         return fused_experts(x, numbers[ids.long()], weights, stack.w13, stack.w2, self.act, biases, held)
 
     def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray, keep: bool) -> Iterator[Tensor]:
         """What each buffer of copied experts makes, [T, H]. keep: those experts become resident."""
-        for some, buffer in self.shared.streamer.copies(self.stack, experts):
+        for some, buffer in self.shared.streamer.copies(self.layer, experts):
             at = np.full(self.held.size, -1)
             at[some] = np.arange(len(some))
-            numbers = torch.from_numpy(self._numbers(at, len(buffer.w13))).to(self.device, non_blocking=True)
-            rest = np.zeros(len(buffer.w13) - len(some), some.dtype)
+            count = buffer.stack.size
+            numbers = torch.from_numpy(self._numbers(at, count)).to(self.device, non_blocking=True)
+            rest = np.zeros(count - len(some), some.dtype)
             of = torch.from_numpy(np.concatenate((some, rest))).to(self.device, non_blocking=True)
-            yield self._on_device(x, ids, weights, buffer, numbers, of)
+            yield self._on_device(x, ids, weights, buffer.stack, numbers, of)
             if keep:
                 self._adopt(some, buffer)
 
     def _from_host(self, view: HostView, tokens: int) -> None:
-        """The host's part of a step on a GPU: fill view.out for `tokens` real tokens."""
+        """The host's part of a step on a GPU: fill view.out for `tokens` real tokens.
+
+        What is copied is launched first, so that copies and the CPU work at the same time."""
         view.wait(fresh=not self.set.slots)
-        counts, cpu, streamed = self._choose(view.ids[:tokens])
-        out = view.out[:tokens]
-        if cpu.any():
-            pairs = HostPairs(view.x[:tokens], view.ids[:tokens], view.weights[:tokens], self.act, self.host_biases,
-                              self.held.first)  # fmt: skip
-            pairs.add(self.stack, np.where(cpu, np.arange(len(cpu)), -1), int(counts[cpu].sum()))
-            pairs.sum(view.made[:tokens])
-            out.copy_(view.made[:tokens], non_blocking=True)
-        else:
+        choice, out = self._choose(view.ids[:tokens]), view.out[:tokens]
+        if choice.found[2] or not choice.found[1]:
             out.zero_()
         x, ids, weights = (one[:tokens] for one in view.on_device)
-        for part in self._streamed(x, ids, weights, streamed, keep=self.shared.way == RESIDENT):
+        for part in self._streamed(x, ids, weights, choice.copied, keep=self.shared.way == RESIDENT):
             out += part
-        self._move(counts)
+        if choice.found[1]:
+            made = self._by_cpu(view, tokens)
+            if choice.found[2]:
+                out += made.to(self.device, non_blocking=True)
+            else:
+                out.copy_(made, non_blocking=True)
+        self._move()
+
+    def _by_cpu(self, view: HostView, tokens: int) -> Tensor:
+        """What the CPU makes of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
+        made, at = view.made[:tokens], self._choice.on_cpu
+
+        def pairs() -> HostPairs:
+            x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
+            return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
+
+        if tokens <= KEPT and computes(view.x, self.layer.stack):
+            view.work.run(self.layer, at, pairs, self.host_biases, made)
+            return made
+        fresh = pairs()
+        fresh.add(self.layer.stack, at, int(self._choice.found[3]))
+        return fresh.sum(made)
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """All of a step where the device is the CPU. The three ways differ in where the weights are read."""
-        counts, cpu, streamed = self._choose(ids)
-        pairs = HostPairs(x.contiguous(), ids, weights, self.act, self.host_biases, self.held.first)
-        used = (counts > 0) & (self.set.slot_of >= 0)
-        pairs.add(self.slots, np.where(used, self.set.slot_of, -1), int(counts[used].sum()))
-        pairs.add(self.stack, np.where(cpu, np.arange(len(cpu)), -1), int(counts[cpu].sum()))
-        for some, buffer in self.shared.streamer.copies(self.stack, streamed):
-            at = np.full(len(cpu), -1)
-            at[some] = np.arange(len(some))
-            pairs.add(buffer, at, int(counts[some].sum()))
+        choice = self._choose(ids.contiguous())
+        counts = choice.counts
+        pairs = HostPairs(x.contiguous(), ids.contiguous(), weights, self.act, self.host_biases, self.held.first)
+        resident = torch.from_numpy(self.set.slot_of)
+        pairs.add(self.slots.stack, resident, int(counts[self.set.slot_of >= 0].sum()))
+        pairs.add(self.layer.stack, choice.on_cpu, int(choice.found[3]))
+        for some, buffer in self.shared.streamer.copies(self.layer, choice.copied):
+            at = torch.full((len(counts),), -1)
+            at[torch.from_numpy(some)] = torch.arange(len(some))
+            pairs.add(buffer.stack, at, int(counts[some].sum()))
             if self.shared.way == RESIDENT:
                 self._adopt(some, buffer)
-        self._move(counts)
+        self._move()
         return pairs.sum()
 
     # -- decisions
 
-    def _choose(self, ids: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How many pairs each expert has [E], which experts the CPU computes [E] bool, and those that are copied."""
-        local = ids.numpy().reshape(-1) - self.held.first
-        counts = np.bincount(local[(local >= 0) & (local < self.held.size)], minlength=self.held.size)
-        missing = (counts > 0) & (self.set.slot_of < 0)
-        streamed = np.flatnonzero(missing)
-        if self.shared.way == CPU:
-            streamed = streamed[:0]
-        elif self.shared.way == AUTO:
-            streamed = self.shared.costs.streamed(streamed, counts[streamed], self._size, self.stack.w13.element_size())
-        cpu = missing.copy()
-        cpu[streamed] = False
-        self._count(int((counts > 0).sum()) - int(missing.sum()), int(cpu.sum()), len(streamed))
-        self.set.observe(counts)
-        self._chosen = counts > 0
-        return counts, cpu, streamed
+    def _choose(self, ids: Tensor) -> Choice:
+        """How the experts that these tokens have chosen are served."""
+        self._choice.choose(ids, self.set.slot_of, self.set.scores)
+        self._count(*self._choice.found[:3].tolist())
+        return self._choice
 
     def _count(self, resident: int, cpu: int, streamed: int) -> None:
         total = self.shared.counters
@@ -182,18 +194,19 @@ class HostExperts:
         total.cpu += cpu
         total.streamed += streamed
 
-    def _adopt(self, experts: np.ndarray, buffer: Stack) -> None:
+    def _adopt(self, experts: np.ndarray, buffer: Buffer) -> None:
         """Keep experts that were copied, each in the place of one that this step has not chosen."""
+        chosen = self._choice.counts > 0
         for index, expert in enumerate(experts.tolist()):
-            slot = self.set.least(self._chosen)
+            slot = self.set.least(chosen)
             if slot < 0:
                 return
             self._set_slot(self.set.leave(slot), self.set.slots)
-            for mine, theirs in zip(self.slots, buffer, strict=True):
+            for mine, theirs in zip(self.slots.tensors, buffer.tensors, strict=True):
                 mine[slot].copy_(theirs[index])
             self._enter(expert, slot)
 
-    def _move(self, counts: np.ndarray) -> None:
+    def _move(self) -> None:
         """Now and then let an expert that is chosen more often take the place of a resident one, in the background."""
         if self._coming is not None:
             expert, slot, there = self._coming
@@ -207,7 +220,7 @@ class HostExperts:
             return
         expert, slot = wanted
         self._set_slot(self.set.leave(slot), self.set.slots)  # what is launched from now on does not read the slot
-        done = self.shared.streamer.replace(self.slots, slot, self.stack, expert)
+        done = self.shared.streamer.replace(self.slots, slot, self.layer, expert)
         if done is None:
             self._enter(expert, slot)
         else:

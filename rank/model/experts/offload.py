@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ....errors import MODEL, FatalError
+from ....comm.base import HostComm
 from ....kernels import host_memory
-from ....kernels.moe.host_experts import HostPairs, Stack
-from ....kernels.moe.moe import Biases, Held
+from ....kernels.moe.host_choice import Costs
+from ....kernels.moe.host_experts import Experts, HostPairs
+from ....kernels.moe.moe import Biases, Held, Matrices, plain
+from ....kernels.quantized import gpu_form
 from .fused import FusedExperts
 from .host import AUTO, Counters, HostExperts, Shared
-from .host_buffers import SharedBuffers, Streamer
-from .residents import Costs
+from .host_buffers import BUFFER, BUFFERS, HostStack, SharedBuffers, Streamer
 
 CHOSEN = 8  # experts of a token that is timed
 MANY = 64  # tokens of an expert that is timed
 ROUNDS = 3
+SPARED = 0.15  # of a GPU's free memory that is left for the cache and steps, where experts overflow to the host
+
+log = logging.getLogger(__name__)
 
 
 class ExpertRoom(NamedTuple):
@@ -38,103 +44,139 @@ class ExpertRoom(NamedTuple):
 ON_DEVICE = ExpertRoom()
 
 
+def overflowing(
+    model: nn.Module,
+    memory: Callable[[], int],
+    room: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    world: HostComm,
+) -> ExpertRoom:
+    """What of this rank's experts goes to host memory, where the user has not said it: nothing where all ranks' weights
+    fit, and never on CPUs.
+
+    memory: bytes of all weights on this rank's device. room: that are free there; None: unlimited. All ranks have
+    experts in host memory or none, as that changes how steps are cut. Collective over the world, on GPUs.
+    """
+    if device.type != "cuda" or room is None:
+        return ON_DEVICE
+    layers, need = [one for one in model.modules() if isinstance(one, FusedExperts)], memory()
+    figures = world.all_gather(torch.tensor([need, room, len(layers)], dtype=torch.int64)).view(-1, 3).tolist()
+    lacking = [(mine - free, rank) for rank, (mine, free, some) in enumerate(figures) if mine > free and some]
+    if not lacking:
+        return ON_DEVICE
+    if world.rank == 0:
+        rank = max(lacking)[1]
+        log.info(
+            "the weights do not fit on all GPUs (%.2f GB on rank %d's, where %.2f GB are free): what does not fit of "
+            "the experts goes to host memory; --expert-memory says how much stays",
+            figures[rank][0] / 1e9,
+            rank,
+            figures[rank][1] / 1e9,
+        )
+    experts = sum(one.kept_bytes(dtype, device) for layer in layers for one in (layer.gate_up_proj, layer.down_proj))
+    return ExpertRoom(memory=max(1, int(room * (1 - SPARED)) - (need - experts) - BUFFERS * BUFFER))
+
+
 class Offload:
     """Of one rank: made before the weights are loaded, and used when they are."""
 
     def __init__(self, layers: Iterable[FusedExperts], room: ExpertRoom, dtype: torch.dtype, device: torch.device):
-        """layers: of this stage, which all have equally many experts. Raises FatalError where their format cannot be
-        in host memory yet."""
-        self.layers, self.device, self.way = list(layers), device, room.way
+        """layers: of this stage, which all have equally many experts."""
+        self.layers, self.device, self.room, self.dtype = list(layers), device, room, dtype
         self.counters = Counters()
-        self.slots, self.expert_bytes = 0, 0
+        self.slots, self.host_bytes, self.slot_bytes = 0, 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
-        both = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
-        if any(one.stored is not None for one in both):
-            raise FatalError(
-                "--num-experts-offload-per-rank: experts that are quantised cannot be in host memory yet: use a "
-                "checkpoint in 16 or 32 bits, or share them out (--tp, --ep)",
-                MODEL,
-            )
-        experts = both[0].experts.width
-        self.expert_bytes = sum(one.num_weights for one in both[:2]) // max(experts, 1) * dtype.itemsize
-        if room.offload:
-            self.slots = max(0, experts - room.offload)
-        else:
-            self.slots = min(experts, room.memory // max(1, len(self.layers) * self.expert_bytes))
-        for one in both:
+        stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
+        self.host_bytes = sum(one.host_bytes(dtype) for one in stacks)
+        self.slot_bytes = sum(one.slot_bytes(dtype, device) for one in stacks)
+        self._count()
+        for one in stacks:
             one.in_host = True
 
-    @property
-    def host_bytes(self) -> int:
-        return sum(layer.down_proj.experts.width for layer in self.layers) * self.expert_bytes
+    def _count(self) -> None:
+        experts = self.layers[0].down_proj.experts.width
+        if self.room.offload:
+            self.slots = max(0, experts - self.room.offload)
+        else:
+            self.slots = min(experts, self.room.memory // max(1, self.slot_bytes))
 
     @property
     def resident_bytes(self) -> int:
-        return len(self.layers) * self.slots * self.expert_bytes
+        return self.slots * self.slot_bytes
 
     def attach(self) -> str:
         """Once the weights are loaded: pin them, fill the resident sets and measure. What the log should say."""
         if not self.layers:
             return ""
         cuda = self.device.type == "cuda"
-        stacks = [self._stack(layer) for layer in self.layers]
-        streamer = Streamer(stacks[0], self.device)
-        costs = measure(stacks[0], self.layers[0], streamer)
-        shared = Shared(self.way, costs, self.counters, SharedBuffers() if cuda else None, streamer)
+        stacks = [HostStack(self._stack(layer), self.device) for layer in self.layers]
+        self.host_bytes = sum(x.nbytes for one in stacks for x in one.tensors)
+        self.slot_bytes = sum(one.there.nbytes(1) for one in stacks)
+        self._count()
+        streamer = Streamer(stacks, self.device)
+        costs: dict[Hashable, Costs] = {}
+        for layer, stack in zip(self.layers, stacks, strict=True):
+            costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
+        shared = Shared(self.room.way, self.counters, SharedBuffers() if cuda else None, streamer)
         for layer, stack in zip(self.layers, stacks, strict=True):
             experts = layer.down_proj.experts
             held = Held(experts.start, experts.width, experts.size)
-            slots = Stack(*(one.new_empty((self.slots, *one.shape[1:]), device=self.device) for one in stack))
+            slots = stack.there.empty(self.slots, self.device)
             added = (layer.gate_up_proj.added_bias, layer.down_proj.added_bias)
             biases = Biases(*(None if bias is None else bias.data.to(self.device) for bias in added))
-            layer.host = HostExperts(stack, biases, layer.activation, held, slots, shared)
+            layer.host = HostExperts(stack, biases, layer.activation, held, slots, costs[stack.form], shared)
+        return self._told(stacks[0], costs[stacks[0].form])
+
+    def _told(self, stack: HostStack, costs: Costs) -> str:
+        size = sum(x[0].nbytes for x in stack.tensors)
+        weights = sum(math.prod(one.shape[1:]) for one in stack.stack)
         return (
-            f"experts: {len(stacks[0].w13)} a layer in host memory, {self.host_bytes / 1e9:.2f} GB a rank; "
+            f"experts: {stack.stack.size} a layer in host memory, {self.host_bytes / 1e9:.2f} GB a rank; "
             f"{self.slots} of them resident, {self.resident_bytes / 1e9:.2f} GB; the CPU reads "
-            f"{1e-9 / costs.read:.1f} GB/s and computes {2e-9 / costs.compute:.0f} GFLOP/s, copies run at "
-            f"{1e-9 / costs.copy:.1f} GB/s"
+            f"{1e-9 * size / costs.read:.1f} GB/s and computes {2e-9 * weights / costs.compute:.0f} GFLOP/s, copies "
+            f"run at {1e-9 * size / costs.copy:.1f} GB/s"
         )
 
-    def _stack(self, layer: FusedExperts) -> Stack:
+    def _stack(self, layer: FusedExperts) -> Experts:
+        """Its weights, pinned where there is a GPU."""
         both = []
         for one in (layer.gate_up_proj, layer.down_proj):
-            weight = one.weight.data
-            if self.device.type == "cuda" and not weight.is_pinned():  # made anew in `finish`
-                pinned = host_memory.zeros((*weight.shape,), weight.dtype, pin=True)
-                weight = pinned.copy_(weight)
-                one.weight = nn.Parameter(weight, requires_grad=False)
-            both.append(weight)
-        return Stack(*both)
+            held: Matrices = one.matrices
+            if self.device.type == "cuda":
+                if not gpu_form.supports(held):
+                    held = plain(held, self.dtype)
+                parts = gpu_form.parts(held)
+                held = parts.of([x if x.is_pinned() else host_memory.pinned(x) for x in parts.tensors])
+                one.hold(held)
+            both.append(held)
+        return Experts(*both)
 
 
-def measure(stack: Stack, layer: FusedExperts, streamer: Streamer) -> Costs:
+def measure(stack: HostStack, act: str, streamer: Streamer, dtype: torch.dtype) -> Costs:
     """Seconds on this rank, while the others measure as well: so what they share is shared."""
-    experts = len(stack.w13)
-    size = stack.w13[0].numel() + stack.w2[0].numel()
-    itemsize = stack.w13.element_size()
-    few = min(CHOSEN, experts)
-    read = _shortest(lambda i: _compute(stack, layer, (np.arange(few) + i * few) % experts, 1)) / few
-    many = _shortest(lambda i: _compute(stack, layer, np.array([i % experts]), MANY))
-    one = min(streamer.experts, experts)
+    experts = stack.stack.size
+    few, x = min(CHOSEN, experts), torch.ones(MANY, stack.stack.w2.shape[1], dtype=dtype)
+    read = _shortest(lambda i: _compute(stack, act, x[:1], (np.arange(few) + i * few) % experts)) / few
+    many = _shortest(lambda i: _compute(stack, act, x, np.array([i % experts])))
+    one = min(streamer.at_once(stack), experts)
 
     def copy(i: int) -> None:
         for _ in streamer.copies(stack, (np.arange(one) + i * one) % experts):
             pass
-        if stack.w13.is_pinned():
+        if streamer.device.type == "cuda":
             torch.cuda.synchronize()
 
-    copied = _shortest(copy) / one
-    return Costs(read / (size * itemsize), many / (MANY * size), copied / (size * itemsize))
+    return Costs(read, many / MANY, _shortest(copy) / one)
 
 
-def _compute(stack: Stack, layer: FusedExperts, experts: np.ndarray, tokens: int) -> None:
-    x = torch.ones(tokens, stack.w2.shape[1], dtype=stack.w13.dtype)
-    ids = torch.from_numpy(np.tile(experts.astype(np.int32), (tokens, 1)))
-    pairs = HostPairs(x, ids, torch.ones(ids.shape), layer.activation)
-    at = np.full(len(stack.w13), -1)
-    at[experts] = experts
-    pairs.add(stack, at, ids.numel())
+def _compute(stack: HostStack, act: str, x: Tensor, experts: np.ndarray) -> None:
+    ids = torch.from_numpy(np.tile(experts.astype(np.int32), (len(x), 1)))
+    pairs = HostPairs(x, ids, torch.ones(ids.shape), act)
+    at = torch.full((stack.stack.size,), -1)
+    at[torch.from_numpy(experts)] = torch.from_numpy(experts)
+    pairs.add(stack.stack, at, ids.numel())
     pairs.sum()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....errors import MODEL, USAGE, FatalError
 from ....kernels.moe.moe import Matrices
-from ....kernels.quantized.stack import Stack, padded, stack
+from ....kernels.quantized.stack import padded, stack
 from ..formats import ChooseFormat, MakePart, Part
 from ..formats._packed import PackedPart
 from ..shard import Shard, whole_groups
@@ -55,7 +55,7 @@ class StoredStack(Protocol):
         """Of its parameters [experts, outputs, inputs], gate over up where it has both."""
 
     def kept_bits(self, layer: Any, device: torch.device) -> float:
-        """Of a weight, with its share of its group's scale, as `make` keeps it there."""
+        """Of a weight, with its share of its group's scale, as `make` keeps it there; 0: it makes plain weights."""
 
 
 class StackOfParts:
@@ -74,23 +74,52 @@ class StackOfParts:
         self.transposed = weights[0].stored and layer.layout.axes == "eio"
         self.fields = tuple(field._replace(axes=axes[field.name]) for field in weights)
 
-    def make(self, layer: Stacked) -> Stack:
+    def take(self, layer: Stacked, expert: int) -> None:
+        """Let the part be this expert's."""
+        for field in self.fields:
+            one = layer.get_parameter(field.name).data[expert]
+            one = one.t().contiguous() if self.transposed else one
+            setattr(self.part, field.name, nn.Parameter(one, requires_grad=False))
+
+    def drop(self) -> None:
+        for field in self.fields:
+            delattr(self.part, field.name)
+
+    def make(self, layer: Stacked) -> Matrices:
         def encoded(expert: int) -> list[Tensor]:
-            for field in self.fields:
-                one = layer.get_parameter(field.name).data[expert]
-                one = one.t().contiguous() if self.transposed else one
-                setattr(self.part, field.name, nn.Parameter(one, requires_grad=False))
+            self.take(layer, expert)
             made = self.part.encoded()
             return [layer.in_order(x.unsqueeze(0)).squeeze(0) for x in made]
 
         shape = layer.experts.width, layer.width, layer.inputs.width
         made = stack(cast(Any, self.part.codec), encoded, shape)
-        for field in self.fields:
-            delattr(self.part, field.name)
+        self.drop()
         return made
 
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         return self.part.kept_bits(device) * padded(layer.width) / max(layer.width, 1)
+
+
+class OrderedStack(StackOfParts):
+    """Of GPTQ with desc_act, where each expert orders its inputs in another way: they are dequantised when they are
+    loaded. Scales are read in the model's dtype, which tells what the weights become."""
+
+    def __init__(self, make_part: MakePart, layer: Stacked, sources: Sequence[Source]):
+        super().__init__(make_part, layer, sources)
+        self.fields = tuple(one._replace(dtype=None) if one.name == "scales" else one for one in self.fields)
+
+    def make(self, layer: Stacked) -> Tensor:
+        dtype, device = (getattr(layer.get_parameter("scales"), what) for what in ("dtype", "device"))
+        shape = layer.experts.width, layer.width, layer.inputs.width
+        made = torch.empty(shape, dtype=dtype, device=device)
+        for expert in range(len(made)):
+            self.take(layer, expert)
+            made[expert] = cast(Any, self.part).plain()
+        self.drop()
+        return made
+
+    def kept_bits(self, layer: Stacked, device: torch.device) -> float:
+        return 0
 
 
 def choose(layer: ShardedModule, sources: Sequence[Source], format_of: ChooseFormat) -> Any:
@@ -126,13 +155,7 @@ def fitting(chosen: Any, path: str, size: int, ranks: int) -> Any:
         return chosen
     unit = cut_unit(chosen)
     if not unit:
-        ordered = getattr(chosen, "ordered", False)
-        how = (
-            "whose inputs are ordered (desc_act) are not supported"
-            if ordered
-            else "that are quantised this way are not supported yet"
-        )
-        raise FatalError(f"{path}: experts {how}", MODEL)
+        raise FatalError(f"{path}: experts that are quantised this way are not supported yet", MODEL)
     if size % unit and not hasattr(chosen, "smaller"):
         return chosen  # its part says what is wrong
     if whole_groups(size, ranks, unit):
@@ -157,4 +180,4 @@ def build(chosen: Any, layer: Stacked, sources: Sequence[Source]) -> StoredStack
     """What `chosen` makes of a stack."""
     if chosen is None or hasattr(chosen, "make"):
         return cast(StoredStack | None, chosen)
-    return StackOfParts(chosen, layer, sources)
+    return (OrderedStack if getattr(chosen, "ordered", False) else StackOfParts)(chosen, layer, sources)

@@ -20,8 +20,8 @@ from ..batch import Batch
 from ..cache_spec import PagedLatent
 from ..formats import ChooseFormat, Part
 from ..formats._packed import PackedPart
-from ..shard import even, scaled, whole
-from ..weights.slicing import Source
+from ..shard import Shard, even, scaled, whole
+from ..weights.slicing import Field, ShardedModule, Source, stored_shape
 from .linear import ColumnParallel, RowParallel
 from .norm import RMSNorm
 from .residual import Normed, Partial
@@ -54,15 +54,32 @@ class LatentProjection(ColumnParallel):
         return q, latents
 
 
+class HeadMatrices(ShardedModule):
+    """A matrix of each of this rank's heads, plain: of keys or of values alone, as GGUF files have them."""
+
+    def __init__(self, heads: Shard, inputs: Shard, outputs: int, axes: str, source: Source):
+        super().__init__()
+        self.experts, self.inputs, self.outputs, self.sources = heads, inputs, (whole(outputs),), (source,)
+        self.fields = (Field("weight", axes),)
+        shape = stored_shape(self, self.fields[0])
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+
 class LatentUp(ColumnParallel):
-    """From a latent to keys without a position and values, of this rank's heads."""
+    """From a latent to keys without a position and values, of this rank's heads. Two sources: keys' [heads, latent,
+    nope], and values' [heads, value, latent]."""
 
     def __init__(self, sizes: LatentSizes, mesh: Mesh):
         heads = even(sizes.heads, mesh.tensor.rank, mesh.tensor.size)
         super().__init__(whole(sizes.latent), (scaled(heads, sizes.nope + sizes.value),), bias=False)
-        self.heads = heads.width
+        self.heads, self._shard, self._nope, self._value = heads.width, heads, sizes.nope, sizes.value
 
     def build(self, sources: Sequence[Source], format_of: ChooseFormat) -> None:
+        if len(sources) == 2:
+            keys, values = sources
+            self.parts.append(HeadMatrices(self._shard, self.inputs, self._nope, "eio", keys))
+            self.parts.append(HeadMatrices(self._shard, self.inputs, self._value, "eoi", values))
+            return
         super().build(sources, format_of)
         for part in self.parts:
             if isinstance(part, PackedPart):
@@ -70,11 +87,15 @@ class LatentUp(ColumnParallel):
 
     def expand(self, dtype: torch.dtype) -> None:
         """Once it is loaded: make the weight plain, in the model's dtype, and give back what it was loaded in."""
-        held = self.matrix
-        if held is not None and not held.is_mkldnn:
-            return
-        device = next(x.device for x in (*self.parameters(), *self.buffers()))
-        weight = self.multiply(torch.eye(self.inputs.width, dtype=dtype, device=device)).t().contiguous()
+        if isinstance(self.parts[0], HeadMatrices):
+            keys, values = (cast(HeadMatrices, part).weight.data for part in self.parts)
+            weight = torch.cat((keys.mT, values), 1).flatten(0, 1)
+        else:
+            held = self.matrix
+            if held is not None and not held.is_mkldnn:
+                return
+            device = next(x.device for x in (*self.parameters(), *self.buffers()))
+            weight = self.multiply(torch.eye(self.inputs.width, dtype=dtype, device=device)).t().contiguous()
         sources = [source for part in self.parts for source in cast(Part, part).sources]
         plain = Part(self.inputs, self.outputs, False, sources)
         plain.weight = nn.Parameter(weight, requires_grad=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Scheme:
     scale: str  # the tensor's name
     outputs: int  # that share a scale; 0: all
     inputs: int
+    slot_bits: ClassVar[int] = 9  # of a weight on a GPU whose expert lies in host memory: pieces have more scales
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return Part(self, inputs, outputs, bias, sources)

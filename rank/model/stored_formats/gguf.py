@@ -10,6 +10,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels import quantized
+from ....kernels.quantized import floats
 from ...gguf.types import BY_NAME
+from ..experts.fused import StackedLinear
 from ..formats._packed import Codec, PackedPart
 from ..formats.dense import Part
 from ..shard import Shard
@@ -96,8 +99,39 @@ class Scheme(NamedTuple):
         return Blocks(cast(Stored, _codec(self.type)), self.type, inputs, outputs, bias, sources)
 
 
-def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
+@dataclass(frozen=True)
+class Mxfp4Experts:
+    """Of stacked experts alone, which stay packed. A block has its scale, e8m0, and behind it the codes of 32 inputs:
+    in each of 16 bytes an input of the first half in the lower bits, and one of the second."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        size = BY_NAME["MXFP4"]
+        return (Field("blocks", "eoi", torch.uint8, ratios={"i": Ratio(size.bytes, size.group)}, made_up=121),)
+
+    @property
+    def stack_unit(self) -> int:
+        return BY_NAME["MXFP4"].group
+
+    @property
+    def read_plain(self) -> bool:
+        return True
+
+    def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
+        return 4 + 8 / self.stack_unit
+
+    def make(self, layer: StackedLinear) -> floats.Floats:
+        blocks = layer.in_order(layer.get_parameter("blocks").data)
+        blocks = blocks.unflatten(-1, (-1, BY_NAME["MXFP4"].bytes))
+        scales, codes = blocks[..., 0], blocks[..., 1:]
+        each = torch.cat((codes & 15, codes >> 4), -1)  # [..., groups, 32], in order
+        return floats.pack((each[..., ::2] | each[..., 1::2] << 4).flatten(-2), scales)
+
+
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | Mxfp4Experts | None:
     type = settings["types"].get(path, "")
+    if type == "MXFP4" and path.rpartition(".")[0].endswith(".experts"):
+        return Mxfp4Experts()
     return Scheme(type) if type and hasattr(_codec(type), "linear") else None
 
 

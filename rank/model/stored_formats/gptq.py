@@ -32,10 +32,7 @@ class Scheme:
     offset: int  # of the zero points above what is stored
     ordered: bool  # by g_idx
 
-    @property
-    def stack_unit(self) -> int:
-        """0: experts are not kept so, as each would order its inputs in another way."""
-        return 0 if self.ordered else affine.UNIT
+    stack_unit = affine.UNIT
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return (OrderedPart if self.ordered else Part)(self, inputs, outputs, bias, sources)
@@ -56,7 +53,7 @@ class Part(GroupedPart):
             Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
         ]
         if scheme.ordered:
-            fields.append(Field("g_idx", "i", torch.int32, made_up=0))
+            fields.append(Field("g_idx", "si", torch.int32, made_up=0))
         super().__init__(fields, scheme.grouping, inputs, outputs, bias, sources)
         self.scheme = scheme
 
@@ -75,25 +72,42 @@ class OrderedPart(Part):
     """Of desc_act: inputs of one group lie anywhere. They are brought together, in x as in the weight, and each group
     is filled up to a multiple of what kernels take, as those that a rank has of it may be any number."""
 
-    g_idx: Tensor
+    g_idx: Tensor  # [sources, I]
     order: Tensor  # [I'] which input each is; this rank's number of inputs where it fills up
 
     def decode(self) -> tuple[Tensor, Tensor, Tensor]:
         codes, scales, zeros = self.unpacked()
         groups = scales.shape[1]
-        counts = torch.bincount(self.g_idx.clamp(0, groups - 1), minlength=groups)
-        if self.g_idx.numel() and not 0 <= int(self.g_idx.min()) <= int(self.g_idx.max()) < groups:
-            raise FatalError(f"{self.sources[0].path}.g_idx has numbers of groups outside 0 to {groups - 1}", MODEL)
+        g_idx = self._groups(groups)
+        counts = torch.bincount(g_idx, minlength=groups)
         units = -(-counts // affine.UNIT)  # of each group
         starts = units.cumsum(0) - units
-        place = torch.arange(len(self.g_idx), device=codes.device) - (counts.cumsum(0) - counts).repeat_interleave(
-            counts
-        )
+        place = torch.arange(len(g_idx), device=codes.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
         place += (starts * affine.UNIT).repeat_interleave(counts)
-        self.order = place.new_full((int(units.sum()) * affine.UNIT,), len(self.g_idx))
-        self.order[place] = self.g_idx.argsort(stable=True)
+        self.order = place.new_full((int(units.sum()) * affine.UNIT,), len(g_idx))
+        self.order[place] = g_idx.argsort(stable=True)
         of = torch.arange(groups, device=codes.device).repeat_interleave(units)
         return pad(codes, (0, 1)).index_select(1, self.order), scales[:, of], zeros[:, of]
+
+    def _groups(self, count: int) -> Tensor:
+        """Which of so many groups each input is of, [I]."""
+        g_idx = self.g_idx[0]
+        for source, other in zip(self.sources[1:], self.g_idx[1:], strict=True):
+            if not torch.equal(other, g_idx):
+                raise FatalError(
+                    f"{source.path}.g_idx and {self.sources[0].path}.g_idx put inputs into other groups, and both "
+                    "linears are multiplied as one: quantise them together, or without desc_act",
+                    MODEL,
+                )
+        if g_idx.numel() and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < count:
+            raise FatalError(f"{self.sources[0].path}.g_idx has numbers of groups outside 0 to {count - 1}", MODEL)
+        return g_idx
+
+    def plain(self) -> Tensor:
+        """The weight [O, I] in f32, its inputs where they were."""
+        codes, scales, zeros = self.unpacked()
+        at = self._groups(scales.shape[1]).long()
+        return (codes - zeros[:, at]) * scales.float()[:, at]
 
     def finish(self) -> None:
         super().finish()

@@ -30,6 +30,8 @@ HARMLESS = ".workspace", ".g_idx", ".bias"
 class Scheme:
     group: int
 
+    stack_unit = TOGETHER  # so that a cut of an expert's inner size leaves both its linears' tiles whole
+
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return Part(self, inputs, outputs, bias, sources)
 

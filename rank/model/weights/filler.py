@@ -5,7 +5,7 @@ A module gets memory when its first bytes arrive, and `finish()` is called when 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,9 +24,12 @@ class Filler:
         device: torch.device,
         dtype: torch.dtype,
         stored: torch.dtype | None = None,
+        finished: Callable[[ShardedModule], None] = lambda module: None,
     ):
-        """dtype: the model's. stored: of weights that are encoded, the checkpoint's; None: the model's."""
+        """dtype: the model's. stored: of weights that are encoded, the checkpoint's; None: the model's. finished: gets
+        each module once it is."""
         self._device, self._dtype, self._stored = device, dtype, stored or dtype
+        self._finished = finished
         self._left = {layer: sum(part.numel for part in slices(layer)) for layer in layers}  # elements to come
         # By the parameter on the meta device, so that modules that share one share its memory. Weak: a module that
         # encodes its weight gives the plain one back.
@@ -50,6 +53,7 @@ class Filler:
         self._left[part.module] -= count
         if not self._left[part.module]:
             part.module.finish()
+            self._finished(part.module)
             del self._left[part.module]
 
     def close(self) -> None:
@@ -57,6 +61,7 @@ class Filler:
         for layer in self._left:
             self._make(layer)
             layer.finish()
+            self._finished(layer)
 
     def _make(self, layer: ShardedModule) -> None:
         """Allocate a module's parameters as zeros: what no slice fills is padding."""

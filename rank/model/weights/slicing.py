@@ -50,8 +50,9 @@ class Field(NamedTuple):
     """One tensor of a module, as checkpoints store it."""
 
     name: str
-    # One letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts, and "b" for
-    # what stands for one of the axis before, as many entries as its ratio says.
+    # One letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts, "s", before
+    # the others, for its sources where each has all of these entries, and "b" for what stands for one of the axis
+    # before, as many entries as its ratio says.
     axes: str
     dtype: torch.dtype | None = None  # None: the model's
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
@@ -130,7 +131,9 @@ def stored_shape(module: ShardedModule, field: Field) -> tuple[int, ...]:
     """The shape of a parameter as its tensor stores it: what `slices` fill."""
     shape = []
     for axis in field.axes:
-        if axis == "o":
+        if axis == "s":
+            shape.append(len(module.sources))
+        elif axis == "o":
             pairs = zip(module.outputs, module.sources, strict=True)
             shape.append(sum(stored_width(field, axis, shard, source) for shard, source in pairs))
         else:
@@ -164,7 +167,7 @@ class Slice:
     module: ShardedModule
     field: str
     starts: tuple[int, ...]  # where the part begins in the parameter
-    expert: int | None = None  # its index in the parameter, where the tensor is of one expert and lacks that axis
+    index: tuple[int, ...] = ()  # of the tensor in the parameter's first axes, which it lacks: its expert, its source
 
     @property
     def spec(self) -> Field:
@@ -178,9 +181,7 @@ class Slice:
     @property
     def target(self) -> Tensor:
         """The part of the parameter, in its present memory."""
-        target = self.module.get_parameter(self.field).data
-        if self.expert is not None:
-            target = target[self.expert]
+        target = self.module.get_parameter(self.field).data[self.index]
         for axis, ((start, stop), at) in enumerate(zip(self.ranges, self.starts, strict=True)):
             target = target.narrow(axis, at, stop - start)
         return target
@@ -192,10 +193,14 @@ def slices(layer: ShardedModule) -> Iterator[Slice]:
         if getattr(layer, field.name) is None:  # no bias
             continue
         offset = 0
-        for source, outputs in zip(layer.sources, layer.outputs, strict=True):
+        for place, (source, outputs) in enumerate(zip(layer.sources, layer.outputs, strict=True)):
             for number in range(layer.experts.start, layer.experts.stop) if "{}" in source.path else (None,):
                 shape, ranges, starts = [], [], []
-                for axis in field.axes if number is None else field.axes.removeprefix("e"):
+                index = () if number is None else (number - layer.experts.start,)
+                axes = field.axes if number is None else field.axes.removeprefix("e")
+                if axes.startswith("s"):
+                    axes, index = axes.removeprefix("s"), (*index, place)
+                for axis in axes:
                     shard = outputs if axis == "o" else axis_of(layer, axis)
                     first, at = (source.start, offset) if axis == "o" else (0, 0)
                     size = source.size if axis == "o" and source.size else shard.size
@@ -204,6 +209,5 @@ def slices(layer: ShardedModule) -> Iterator[Slice]:
                     ranges.append(ratio.span(first + shard.start, first + shard.stop, size))
                     starts.append(at)
                 name = f"{source.path}.{field.name}".replace("{}", str(number))
-                index = None if number is None else number - layer.experts.start
                 yield Slice(name, tuple(shape), tuple(ranges), layer, field.name, tuple(starts), index)
             offset += stored_width(field, "o", outputs, source)

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 # Tokens that end an answer, in files that do not say which does.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+# Those of harmony, gpt-oss's format, whose <|end|> ends no more than the thoughts.
+HARMONY = ("<|return|>", "<|call|>")
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,6 +40,14 @@ TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}
 DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CJK = "[一-龥ࠀ-一가-퟿]+"
+# Kimi K2's: runs of Chinese characters are pieces of their own.
+HAN = r"&&[^\p{Han}]]"
+KIMI_UPPER, KIMI_LOWER = rf"[{UPPER}{HAN}", rf"[{LOWER}{HAN}"
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{KIMI_UPPER}*{KIMI_LOWER}+{CONTRACTIONS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{KIMI_UPPER}+{KIMI_LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{REST}"
 )
 
 BUILT_IN = r"\p{Lu}?\p{Ll}+|\p{L}|\p{N}|[^\s\p{L}\p{N}]+|\n+| +|\s"  # Phalanx's own model's
@@ -74,6 +84,11 @@ STEPS: dict[Callable[[], list[Any]], tuple[str, ...]] = {
     functools.partial(_split, O200K): ("gpt-4o", "llama4"),
     functools.partial(_split, TEKKEN): ("tekken",),
     functools.partial(_split, BUILT_IN): ("phalanx",),
+    functools.partial(_split, KIMI): ("kimi-k2",),
+    functools.partial(_split, r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}"): ("deepseek-coder",),
+    functools.partial(
+        _split, r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", CJK, r"\p{N}+"
+    ): ("deepseek-llm",),
     functools.partial(_split, r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK): ("deepseek-v3",),
 }  # fmt: skip
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")  # a word that is a token is taken so
@@ -126,6 +141,8 @@ def documents(file: Path) -> dict[str, dict[str, Any]]:
     found = _Vocabulary(file)
     end, special = found.token("eos"), [found.tokens[i] for i, type in enumerate(found.types) if type in (CONTROL, 4)]
     ends = [found.token("eos"), found.token("eot") or next((one for one in ENDS if one in special), None)]
+    if set(HARMONY) <= set(special):
+        ends = [end, *HARMONY]
     ids = {text: i for i, text in enumerate(found.tokens)}
     config = {f"{name}_token": found.token(name) for name in ("bos", "eos")}
     config |= {"pad_token": found.token("padding"), "unk_token": found.token("unknown")}

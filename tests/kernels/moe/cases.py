@@ -106,25 +106,25 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
     tilings = [
         Tiling(TileConfig(rows, outputs, inputs, 4, 2), TileConfig(rows, 2 * outputs, inputs, 4, 2))
-        for rows, outputs, inputs in ((16, 16, 16), (32, 32, 64))
+        for rows, outputs, inputs in ((16, 32, 32), (32, 32, 64))
     ]
     acts = ACTIVATIONS
-    for i, sizes in enumerate(CASES):
-        for dtype, bound in ((torch.float32, 3e-6), (torch.float16, 4e-3)):
-            given = make(sizes, dtype)
-            act = acts[i % len(acts)]
-            near(moe.grouped(*given, act, tiles=tilings[i % 2]), moe.fused_experts_reference(*given, act), bound)
-            added, act = biases(given), acts[-1 - i % len(acts)]
-            added = added._replace(down=None) if i == 2 else added
-            got = moe.grouped(*given, act, added, tilings[i % 2])
-            near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
-            held = shares(sizes.experts)[i % 3]
-            own, of_own = (
-                share_of(given, held),
-                moe.Biases(*(None if one is None else one[held.first :][: held.size] for one in added)),
-            )
-            got = moe.grouped(*own, act, of_own, tilings[i % 2], held)
-            near(got, moe.fused_experts_reference(*own, act, of_own, held), bound * 4)
+    dtypes = [(torch.float32, 3e-6), (torch.float16, 4e-3)]
+    for i, sizes in enumerate(CASES):  # each dtype meets both tilings, with biases and without
+        tiles = tilings[i % 2]
+        dtype, bound = dtypes[i // 2 % 2]
+        given, act = make(sizes, dtype), acts[i % len(acts)]
+        near(moe.grouped(*given, act, tiles=tiles), moe.fused_experts_reference(*given, act), bound)
+        dtype, bound = dtypes[1 - i // 2 % 2]
+        given, act = make(sizes, dtype), acts[-1 - i % len(acts)]
+        added = biases(given)._replace(**{"down": None} if i == 2 else {})
+        got = moe.grouped(*given, act, added, tiles)
+        near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
+        held = shares(sizes.experts)[i % 3]
+        own = share_of(given, held)
+        of_own = Biases(*(None if one is None else one[held.first :][: held.size] for one in added))
+        got = moe.grouped(*own, act, of_own, tiles, held)
+        near(got, moe.fused_experts_reference(*own, act, of_own, held), bound * 4)
     check_quantized(tilings)
 
 

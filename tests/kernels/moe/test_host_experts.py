@@ -5,7 +5,7 @@ import pytest
 import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import host_experts
-from phalanx.kernels.moe.host_experts import HostPairs, Stack
+from phalanx.kernels.moe.host_experts import Experts, HostPairs
 from phalanx.kernels.moe.moe import UNBIASED, Biases, Held, fused_experts_reference
 
 from ..conftest import close
@@ -19,9 +19,9 @@ def rounds(case, act, cuts, biases=UNBIASED, first=0):
     local = ids.flatten().numpy() - first
     counts = np.bincount(local[(local >= 0) & (local < len(w13))], minlength=len(w13))
     for some in np.array_split(np.random.default_rng(0).permutation(len(w13)), cuts):
-        at = np.full(len(w13), -1)
-        at[some] = np.arange(len(some))
-        pairs.add(Stack(w13[some].contiguous(), w2[some].contiguous()), at, int(counts[some].sum()))
+        at = torch.full((len(w13),), -1)
+        at[torch.from_numpy(some)] = torch.arange(len(some))
+        pairs.add(Experts(w13[some].contiguous(), w2[some].contiguous()), at, int(counts[some].sum()))
     return pairs.sum()
 
 

@@ -58,7 +58,7 @@ def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
     odd = quantised(torch.randn(4, 44, 96), q8_0)
     assert odd.packed.outputs == 4 * 48 and odd.expert(3, torch.float32).shape == (44, 96)
     y, ends = torch.empty(5, 44), torch.tensor([0, 2, 2, 2, 5], dtype=torch.int32)
-    ops.run(*quantized_cpu._linear(rows, odd, ends, None, y))
+    ops.run(*quantized_cpu.linear(rows, odd, odd.shape[:2], ends, None, y))
     want = torch.cat((rows[:2] @ odd.expert(0, torch.float32).T, rows[2:] @ odd.expert(3, torch.float32).T))
     torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-5)
     got = moe.fused_experts(rows, ids, weights, w13, w2)

@@ -1,5 +1,5 @@
-"""Steps of gated delta nets on states with NaN where a sequence begins; run as a program, the Triton kernels of decode
-steps in the interpreter."""
+"""Steps of gated delta nets on states with NaN where a sequence begins; run as a program, Triton's kernels in the
+interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from phalanx.kernels.recurrent import gated_delta
 from phalanx.kernels.recurrent.gated_delta import DeltaSizes, Gates
 from torch import Tensor
+
+from ..attention.decoding import mend_interpreter
 
 NAN = float("nan")
 SIZES = [DeltaSizes(2, 6, 12, 20), DeltaSizes(3, 3, 16, 40), DeltaSizes(1, 2, 8, 8)]
@@ -95,7 +97,19 @@ class Layer:
 
         rows, lengths = self.batch.rows, self.batch.lengths
         y = gated_delta_triton.conv_step(self.x, self.weight, self.convolution, rows, lengths)
-        out = gated_delta_triton.delta_step(y, self.gates, self.state, rows, lengths, self.sizes, gated_delta.L2_EPS)
+        out = y.new_empty(len(y), self.sizes.value_heads, self.sizes.value_dim)
+        gated_delta_triton.delta_step(y, self.gates, self.state, rows, lengths, self.sizes, gated_delta.L2_EPS, out)
+        return out, self.convolution, self.state
+
+    def chunks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by the Triton kernels of prompts. What stands in `out` of sequences of one token stays NaN."""
+        from phalanx.kernels.recurrent import gated_delta_chunks_triton
+
+        y = gated_delta_chunks_triton.conv_chunks(self.x, self.weight, self.convolution, self.batch)
+        out = torch.full((len(y), self.sizes.value_heads, self.sizes.value_dim), NAN, dtype=y.dtype, device=y.device)
+        gated_delta_chunks_triton.delta_chunks(
+            y, self.gates, self.state, self.batch, self.sizes, gated_delta.L2_EPS, out
+        )
         return out, self.convolution, self.state
 
 
@@ -118,7 +132,30 @@ def check_steps(sizes: DeltaSizes, taps: int, dtype: torch.dtype, bound: float, 
             assert torch.equal(x[row], y[row]), "of no sequence in this step"
 
 
+PROMPTS = [1, 2, 64, 65, 130], [5, 2, 64, 100, 1000]  # chunks that are full, not full, and several; begun and new
+
+
+def check_chunks(layer: Layer, bound: float, device: str = "cpu") -> None:
+    """Of sequences of several tokens; those of one, before them, only pass the convolution."""
+    there, n = layer.on(device), layer.batch.num_decodes
+    out, convolution, state = (x.cpu() for x in there.chunks())
+    want = layer.run()
+    assert torch.isnan(out[:n]).all()
+    torch.testing.assert_close(out[n:].float(), want[0][n:].float(), atol=bound, rtol=bound)
+    torch.testing.assert_close(convolution, want[1])
+    rows = layer.batch.rows[n:]
+    torch.testing.assert_close(state[rows], want[2][rows], atol=bound, rtol=bound)
+
+
 if __name__ == "__main__":
+    mend_interpreter()
+    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
     for taps, sizes in zip((4, 2, 3), SIZES, strict=True):
         check_steps(sizes, taps, torch.float32, 1e-5)
     check_steps(SIZES[0], 4, torch.bfloat16, 2e-2)
+    for sizes, taps in ((SIZES[0], 4), (SIZES[2], 2)):
+        check_chunks(Layer(sizes, make_rows(*PROMPTS), taps), 2e-5)
+    equal = Layer(SIZES[2], make_rows([128], [128]))
+    equal.x[:] = equal.x[0]
+    check_chunks(equal, 2e-5)
+    check_chunks(Layer(SIZES[2], make_rows([70], [90]), dtype=torch.float16), 4e-3)  # bf16 it cannot multiply

@@ -20,6 +20,23 @@ CASES = [
 
 
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_decode_steps_in_cpp(sizes, dtype, bound):
+    """Against torch, from rows whose states are NaN where a sequence begins; other rows stay as they are."""
+    torch.manual_seed(0)
+    layer = Layer(sizes, make_rows([1] * 4, [9, 1, 300, 2], [4, 0, 6, 1]), dtype=dtype)
+    kept, state = layer.convolution.clone(), layer.state.clone()
+    y = gated_delta.causal_conv_reference(layer.x, layer.weight, layer.convolution, layer.batch)
+    got = gated_delta.conv_step_cpu(layer.x, layer.weight, kept, layer.batch)
+    torch.testing.assert_close(got, y, atol=bound, rtol=bound)
+    assert torch.equal(kept, layer.convolution)
+    want = gated_delta.gated_delta_reference(y, layer.gates, layer.state, layer.batch, sizes)
+    got = gated_delta.delta_step_cpu(y, layer.gates, state, layer.batch, sizes)
+    torch.testing.assert_close(got, want, atol=bound, rtol=bound)
+    torch.testing.assert_close(state, layer.state, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("query_lens, kv_lens", CASES)
 def test_chunks_and_single_tokens(sizes, query_lens, kv_lens):
     torch.manual_seed(0)
@@ -63,19 +80,42 @@ def test_kernels_in_the_interpreter():
 
 
 KINDS = [(torch.bfloat16, 90), (torch.float16, 80), (torch.float32, 100)]
+KINDS = [KINDS[0], *(pytest.param(*one, marks=pytest.mark.long) for one in KINDS[1:])]
 
 
-@pytest.mark.parametrize("dtype, arch", [KINDS[0], *(pytest.param(*one, marks=pytest.mark.long) for one in KINDS[1:])])
+@pytest.mark.parametrize("dtype, arch", KINDS)
 def test_compiles(dtype, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.recurrent import gated_delta_triton
 
-    names = "conv_kernel", "delta_kernel"
-    kernels = {name: getattr(gated_delta_triton, name) for name in names}
+    layer = Layer(PUBLISHED, make_rows([1, 1], [4, 1]), dtype=dtype)
+    compile_all(gated_delta_triton, ("conv_kernel", "delta_kernel"), layer.steps, arch, monkeypatch)
+
+
+PROMPT_KINDS = [
+    (torch.bfloat16, 90),
+    pytest.param(torch.bfloat16, 100, marks=pytest.mark.long),
+    pytest.param(torch.float16, 80, marks=pytest.mark.long),
+    pytest.param(torch.float32, 90, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("dtype, arch", PROMPT_KINDS)
+def test_kernels_of_prompts_compile(dtype, arch, monkeypatch):
+    pytest.importorskip("triton")
+    from phalanx.kernels.recurrent import gated_delta_chunks_triton
+
+    layer = Layer(PUBLISHED, make_rows([1, 70], [4, 70]), dtype=dtype)
+    names = "conv_chunk_kernel", "system_kernel", "state_kernel"
+    compile_all(gated_delta_chunks_triton, names, layer.chunks, arch, monkeypatch)
+
+
+def compile_all(module, names, run, arch, monkeypatch):
+    kernels = {name: getattr(module, name) for name in names}
     launches = {name: Recorder() for name in names}
     for name, recorder in launches.items():
-        monkeypatch.setattr(gated_delta_triton, name, recorder)
-    Layer(PUBLISHED, make_rows([1, 1], [4, 1]), dtype=dtype).steps()
+        monkeypatch.setattr(module, name, recorder)
+    run()
     for name, recorder in launches.items():
         ((args, options),) = recorder.found
         compiled = compile_launch(kernels[name], args, options, arch)

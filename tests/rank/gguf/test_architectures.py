@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from phalanx.errors import FatalError
+from phalanx.rank.gguf.architectures import deepseek2
 from phalanx.rank.gguf.architectures._common import rope
 
 NUMBERS = {"embedding_length": 64, "attention.head_count": 4, "context_length": 512}
@@ -17,6 +18,8 @@ def metadata(**given):
         integer=lambda key, other=None: found.get(key, other),
         text=lambda key, other=None: found.get(key, other),
         has=found.__contains__,
+        flag=lambda key, other=None: found.get(key, other),
+        tensor=found.get,
         vector=lambda name: None,
         given=lambda **names: {},
         architecture="llama",
@@ -34,3 +37,30 @@ def test_linear_rope_as_files_of_2023_have_it():
 def test_an_unknown_rope_is_refused():
     with pytest.raises(FatalError, match="rope.scaling.type is 'spiral'"):
         rope(metadata(rope__scaling__type="spiral"))
+
+
+@pytest.mark.parametrize("experts, groups", [(160, (8, 3)), (256, (8, 4)), (64, (1, 1))])
+def test_groups_of_experts_that_older_files_of_deepseek_do_not_name(experts, groups):
+    given = dict(expert_count=experts, expert_shared_count=1, block_count=2)
+    made = deepseek2._router(metadata(**given))
+    assert (made["n_group"], made["topk_group"]) == groups
+    assert made["topk_method"] == ("greedy" if groups == (1, 1) else "group_limited_greedy")
+    assert made["model_type"] == "deepseek_v2" and made["scoring_func"] == "softmax"
+    made = deepseek2._router(metadata(**given, **{"blk__1__exp_probs_b__bias": True}))
+    assert (made["n_group"], made["topk_group"], made["topk_method"]) == (*groups, "noaux_tc")
+    assert made["model_type"] == "deepseek_v3" and made["scoring_func"] == "sigmoid"
+    named = metadata(**given, expert_group_count=1, expert_group_used_count=1)
+    assert (deepseek2._router(named)["n_group"], deepseek2._router(named)["topk_group"]) == (1, 1)
+
+
+def test_layers_of_deepseek_that_predict_further_tokens(monkeypatch):
+    usual = {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 24, "rope_parameters": {}}
+    monkeypatch.setattr(deepseek2, "common", lambda m: dict(usual))
+    made = deepseek2.config(metadata(
+        block_count=3, nextn_predict_layers=1, feed_forward_length=128, vocab_size=99, expert_count=8,
+        expert_used_count=2, expert_feed_forward_length=32, expert_shared_count=1, rope__dimension_count=8,
+        attention__key_length=24, attention__value_length=16, attention__kv_lora_rank=32,
+        attention__layer_norm_rms_epsilon=1e-6,
+    ))  # fmt: skip
+    assert (made["num_hidden_layers"], made["num_nextn_predict_layers"]) == (2, 1)
+    assert (made["qk_nope_head_dim"], made["v_head_dim"], made["q_lora_rank"]) == (16, 16, None)

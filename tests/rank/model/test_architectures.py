@@ -205,6 +205,12 @@ MODELS = {
 MODELS |= HYBRIDS
 
 
+def first_of_each_class(models):
+    """Names: an architecture whose file hands on another's Model differs from it by its Args."""
+    found = {architectures.find(options["model_type"]).Model: name for name, options in reversed(models.items())}
+    return set(found.values())
+
+
 def write(directory, **options):
     """A checkpoint of random weights, as transformers writes it."""
     model_type = options.pop("model_type")

@@ -11,7 +11,7 @@ from phalanx.rank.model.weights import striped
 
 from ... import gguf_files
 from .harness import distance, run_steps, tokens
-from .test_architectures import MODELS, write
+from .test_architectures import DEEPSEEK_YARN, MODELS, write
 
 # Files say less than config.json: of some nothing of windows, activations, and dense layers between those with experts.
 MODELS = {
@@ -25,10 +25,17 @@ MODELS = {
     "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2),
     "gpt_bigcode": MODELS["gpt_bigcode"] | dict(activation_function="gelu_pytorch_tanh"),
     "starcoder2": dict(model_type="starcoder2", sliding_window=None),
+    "deepseek_v2": MODELS["deepseek_v2"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),
+    "deepseek_v2 in groups": MODELS["deepseek_v2 in groups"] | dict(attention_bias=False),
+    "deepseek_v3": MODELS["deepseek_v3"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),
+    "olmo3": MODELS["olmo3"] | dict(max_position_embeddings=256),
+    "gpt_oss": MODELS["gpt_oss"] | dict(max_position_embeddings=128, head_dim=16),
+    "gpt_oss few keys": MODELS["gpt_oss few keys"] | dict(layer_types=["sliding_attention", "full_attention"] * 2),
 } | {
     name: MODELS[name]
     for name in ("gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm4", "glm4_moe",
-                 "glm4_moe plain", "granite", "olmo2")
+                 "glm4_moe plain", "granite", "olmo2", "cohere2",
+                 "smollm3")
 }  # fmt: skip
 
 
@@ -66,7 +73,7 @@ def test_plain_files_make_the_same_bits(made, monkeypatch, name, tp, pp, way):
 def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, name):
     (path, file), ids = made(name), tokens(40)
     caplog.set_level("WARNING", "phalanx")
-    (logits,) = run_steps(file, [ids], tp=2, max_model_len=512)
+    (logits,) = run_steps(file, [ids], tp=2, max_model_len=128)
     assert distance(logits, expected(path, ids)) < 1e-4
     assert not caplog.messages
 
@@ -107,6 +114,33 @@ def test_quantised_files_compute_with_what_they_hold(quantised, expected, name, 
     (file, same), ids = quantised(name, kind), tokens(60, vocab=509)
     (logits,) = run_steps(file, [ids], tp=tp, pp=pp)
     assert distance(logits, expected(same, ids)) < (3e-4 if kind == "super" else 1e-4)  # of larger sums
+
+
+LATENT = dict(
+    model_type="deepseek_v3", num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=32,
+    qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=64, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+    n_group=1, topk_group=1, moe_intermediate_size=64, first_k_dense_replace=1,
+)  # fmt: skip
+SINKS = dict(
+    model_type="gpt_oss", num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_local_experts=4,
+    num_experts_per_tok=2, sliding_window=11, rope_parameters=dict(rope_type="default", rope_theta=1e4),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes, kind", [(LATENT, "Q8_0"), (SINKS, "MXFP4")], ids=["latents", "mxfp4"])
+def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, kind):
+    def kind_of(name):
+        return kind if kind == "Q8_0" or name.endswith("_exps.weight") else "Q8_0" if "attn_q." in name else "F32"
+
+    path = write(tmp_path / "plain", **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2) | sizes)
+    same = gguf_files.dequantised(path, tmp_path / "same", kind_of)
+    file, ids = gguf_files.write(path, tmp_path / "x.gguf", kind_of), tokens(40)
+    caplog.set_level("INFO", "phalanx")
+    for tp, way in ((1, "direct"), (2, "striped")):
+        (logits,) = run_steps(file, [ids], tp=tp, way=way)
+        assert distance(logits, expected(same, ids)) < 1e-4
+    if kind == "MXFP4":
+        assert not [one for one in caplog.messages if one.startswith("dequantised")]
 
 
 def test_types_without_kernels_are_dequantised(quantised, caplog):

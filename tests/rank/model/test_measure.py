@@ -61,7 +61,8 @@ def test_the_answer(write, capsys):
     names = ["input_layernorm", "self_attn.qkv_proj", "self_attn.o_proj", "post_attention_layernorm"]
     assert [one["name"] for one in layer["weights"]] == [*names, "mlp.gate_up_proj", "mlp.down_proj"]
     assert layer["weights"][1] == {
-        "name": "self_attn.qkv_proj", "elements": 96 * 48, "bytes": 96 * 48 * 4, "matrix": True, "shared": False,
+        "name": "self_attn.qkv_proj", "elements": 96 * 48, "bytes": 96 * 48 * 4, "matrix": True, "moves": True,
+        "shared": False,
     }  # fmt: skip
     shared = {place: [(one["name"], one["shared"]) for one in ends] for place, ends in rank["ends"].items()}
     assert shared == {

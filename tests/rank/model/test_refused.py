@@ -32,6 +32,7 @@ REFUSED = [
     ("glm4_moe", {"n_group": 8, "topk_group": 1}, "cannot visit 3 experts of its best 1 of 8 groups of 2"),
     ("glm4_moe", {"n_group": 2, "topk_group": 3}, "cannot visit 3 experts of its best 3 of 2 groups of 8"),
     ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096', expected int, at least 1"),
+    ("qwen2", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0, expected int, at least 1"),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected int, at least 1"),
     ("mistral", {"sliding_window": True}, "sliding_window is True, expected int, at least 1"),
     ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', expected float"),

@@ -220,6 +220,21 @@ def test_a_host_without_memory_for_what_reading_takes(checkpoint, monkeypatch):
         )
 
 
+def test_one_host_without_memory_stops_all_ranks(checkpoint):
+    """The others are not left waiting for what it would send."""
+    path = checkpoint(**ODD)
+
+    def one(world):
+        with pytest.raises(errors.FatalError) as stopped:
+            load(path, mesh.build(world, 2, 1), way="striped", room=1 if world.rank else 1 << 40)
+        return str(stopped.value), stopped.value.code
+
+    (other, code), (refused, its) = threads.run(one, 2)
+    assert code == its == errors.MEMORY
+    assert other == "another rank cannot load its part of the model"
+    assert refused.startswith("this rank's weights take ") and "0.00 GB are free" in refused
+
+
 @pytest.mark.parametrize("kind, ranks, way", [
     ("ext4", 2, "direct"), ("lustre", 2, "striped"), ("nfs4", 1, "direct"), ("fuse.juicefs", 2, "striped"),
 ])  # fmt: skip

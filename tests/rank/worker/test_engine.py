@@ -12,6 +12,7 @@ from phalanx.comm import mesh, threads
 from phalanx.comm.watchdog import LocalWatchdog
 from phalanx.rank.model.cache_spec import PagedKV, PagedLatent
 from phalanx.rank.model.load import load
+from phalanx.rank.model.load_memory import OthersRefuse
 from phalanx.rank.options import Options
 from phalanx.rank.worker import engine as module
 from phalanx.rank.worker import kv_cache
@@ -84,6 +85,7 @@ def test_no_rank_goes_on_with_a_later_model_that_one_cannot_hold(monkeypatch):
     def less_states(rank):
         if rank == 1:
             raise errors.FatalError("no room for the states", errors.MEMORY)
+        raise OthersRefuse("another rank", errors.MEMORY)
 
     monkeypatch.setattr(kv_cache, "fit_length", refuse)
     assert threads.run(both, 2) == [0, 1]

@@ -1,6 +1,7 @@
 """config.json of well-known models, and their shapes, measured without another process."""
 
 import json
+from pathlib import Path
 from unittest import mock
 
 import msgspec
@@ -47,6 +48,7 @@ CONFIGS = {
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     },
 }  # fmt: skip
+CONFIGS["DeepSeek of 4 layers"] = CONFIGS["DeepSeek-V3"] | {"num_hidden_layers": 4}
 
 
 def write(directory, config):
@@ -57,7 +59,23 @@ def write(directory, config):
 
 
 def ask(question):
-    """As measured.ask, without the seconds that a process takes to import torch."""
+    """As measured.ask, without the seconds that a process takes to import torch.
+
+    Of a directory that holds config.json alone what was answered before is answered again, wherever it lies.
+    """
+    path = Path(question.model)
+    if path.is_dir() and [one.name for one in path.iterdir()] == ["config.json"]:
+        key = (path / "config.json").read_text(), msgspec.structs.replace(question, model="")
+        if key not in _answers:
+            _answers[key] = _measure(question)
+        return _answers[key]
+    return _measure(question)
+
+
+_answers: dict = {}
+
+
+def _measure(question):
     return json.dumps(measure.measure(msgspec.structs.asdict(question))).encode()
 
 

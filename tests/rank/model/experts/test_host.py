@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.errors import MEMORY, MODEL, USAGE, FatalError
+from phalanx.errors import MEMORY, USAGE, FatalError
 from phalanx.kernels import host_memory
+from phalanx.kernels.moe.host_choice import DECAY
 from phalanx.rank.model.experts import host, host_buffers
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
-from phalanx.rank.model.experts.residents import Costs, Residents
+from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom, overflowing
+from phalanx.rank.model.experts.residents import Residents
 from phalanx.rank.model.load import load
 
 from ....checkpoints import make_checkpoint
@@ -78,6 +79,7 @@ def test_what_a_gpu_does(made, monkeypatch, room):
     """The parts of a step as a GPU's, its kernels being the CPU's: few tokens by a look at them, many without one."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
     monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
     monkeypatch.setattr(host, "LOOKED", 4)
 
     def rank(world):
@@ -129,14 +131,9 @@ def test_counters_prove_which_way_ran(made):
     assert everything.resident > 0 and not (everything.cpu or everything.streamed)
 
 
-def test_copies_are_for_the_experts_with_the_most_tokens():
-    costs = Costs(read=1.0, compute=0.1, copy=3.0)  # an expert: a copy takes 30, the CPU 10 up to 10 tokens, then more
-    missing, tokens = np.array([4, 5, 6, 7]), np.array([1, 200, 2, 1])
-    assert costs.streamed(missing, tokens, size=10, itemsize=1).tolist() == [5]
-    assert costs.streamed(missing[:1], tokens[:1], size=10, itemsize=1).tolist() == []
-    assert costs.streamed(missing[:0], tokens[:0], size=10, itemsize=1).tolist() == []
-    free = Costs(read=1.0, compute=0.1, copy=0.0)
-    assert sorted(free.streamed(missing, tokens, size=10, itemsize=1).tolist()) == [4, 5, 6, 7]
+def observe(residents, counts):
+    residents.scores *= DECAY
+    residents.scores += counts > 0
 
 
 def test_the_resident_set_keeps_what_is_chosen_often_and_lately():
@@ -144,15 +141,36 @@ def test_the_resident_set_keeps_what_is_chosen_often_and_lately():
     assert residents.exchange() is None
     counts = np.array([3, 0, 0, 0, 9, 0])
     for _ in range(3):
-        residents.observe(counts)
+        observe(residents, counts)
     assert residents.exchange() == (4, 1)
     assert residents.leave(1) == 1
     residents.enter(4, 1)
     assert residents.exchange() is None and residents.slot_of.tolist() == [0, -1, -1, -1, 1, -1]
     assert residents.least(counts > 0) == -1 and residents.least(np.array([True] + [False] * 5)) == 1
     for _ in range(200):
-        residents.observe(np.array([1, 0, 1, 0, 0, 0]))
+        observe(residents, np.array([1, 0, 1, 0, 0, 0]))
     assert residents.exchange() == (2, 1)
+
+
+@pytest.mark.parametrize("share, some", [(2.0, False), (0.9, True), (0.01, True)])
+def test_what_does_not_fit_goes_to_the_host(made, share, some, caplog):
+    """Where the user says nothing; all ranks do it as soon as one has to."""
+    caplog.set_level("INFO", "phalanx")
+
+    def rank(world):
+        model = load(made("qwen3_moe"), mesh.build(world, 2, 1))
+        need, gpu = 1 << 34, torch.device("cuda")  # far more than buffers
+        room = int(need * share) if world.rank else 2 * need
+        return overflowing(model, lambda: need, room, torch.float32, gpu, world), room
+
+    rooms = threads.run(rank, 2)
+    told = f"the weights do not fit on all GPUs (17.18 GB on rank 1's, where {17.18 * share:.2f} GB are free)"
+    assert any(message.startswith(told) for message in caplog.messages) == some
+    for found, room in rooms:
+        assert bool(found) == some
+        assert not some or (found.memory < 0.85 * room and not found.offload)
+    if share == 0.01:
+        assert rooms[1][0].memory == 1, "none is resident"
 
 
 def test_what_cannot_be_served_is_refused(made, tmp_path):
@@ -167,6 +185,3 @@ def test_what_cannot_be_served_is_refused(made, tmp_path):
         assert "the model has no experts" in message and code == USAGE
     message, code = refused(made("qwen3_moe"), room=1000)
     assert "this rank's weights take" in message and code == MEMORY
-    quantised = write(tmp_path / "fp8", **MODELS["gpt_oss"], quantization_config={"quant_method": "mxfp4"})
-    message, code = refused(quantised, load_format="dummy")
-    assert "experts that are quantised cannot be in host memory yet" in message and code == MODEL

@@ -4,6 +4,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.graph_pieces import Pieces
+from phalanx.kernels.quantized import pieces_cuda
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.load import load
@@ -24,20 +25,27 @@ def checkpoint(tmp_path_factory):
     )
 
 
-def experts(path, room, dtype):
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """For super-blocks."""
+    sizes = {"moe_intermediate_size": 256, "hidden_size": 512}
+    return write(tmp_path_factory.mktemp("wide"), **MODELS["qwen3_moe"] | sizes)
+
+
+def experts(path, room, dtype, **options):
     """The first layer's, whose weights are the same every time."""
 
     def rank(world):
-        model = load(path, mesh.build(world, 1, 1), "cuda", dtype, experts=room)
+        model = load(path, mesh.build(world, 1, 1), "cuda", dtype, experts=room, **options)
         return next(one for one in model.modules() if isinstance(one, FusedExperts)), model.offload
 
     return threads.run(rank, 1)[0]
 
 
-def tokens(layer, count, seed=0):
+def tokens(layer, count, seed=0, dtype=None):
     draw = torch.Generator().manual_seed(seed)
     hidden, total = layer.down_proj.outputs[0].size, layer.down_proj.experts.size
-    x = torch.randn(count, hidden, generator=draw).to("cuda", layer.gate_up_proj.weight.dtype)
+    x = torch.randn(count, hidden, generator=draw).to("cuda", dtype or layer.gate_up_proj.weight.dtype)
     ids = torch.stack([torch.randperm(total, generator=draw)[: layer.top_k] for _ in range(count)]).int().cuda()
     return x, ids, torch.rand(count, layer.top_k, generator=draw).cuda()
 
@@ -78,3 +86,40 @@ def test_captured(checkpoint, room, most):
             want = plain(*given).local()
             torch.testing.assert_close(y[:real], want[:real], atol=5e-2, rtol=5e-2)
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("isq", ["q4k", "q6k", "q4_0", "q8_0", "fp8"])
+@pytest.mark.parametrize("room", [ROOMS[1], ROOMS[2], *ROOMS[3:]], ids=str)
+@torch.no_grad()
+def test_quantised(wide, room, isq):
+    """Made over on the GPU they are what it makes of all of them; captured too."""
+    plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
+    layer, offload = experts(wide, room, "bf16", isq=isq)
+    assert isinstance(layer.host.slots.stack.w2.packed, pieces_cuda.Packed) and not layer.host.layer.same
+    for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 2):
+        given = tokens(plain, count, turn, torch.bfloat16)
+        torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)
+    assert room.way == "auto" or getattr(offload.counters, {"stream": "streamed"}.get(room.way, room.way)) > 0
+    x, ids, weights = tokens(plain, 4, 0, torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        layer(x, ids, weights).local()
+        torch.cuda.synchronize()
+        pieces = Pieces(torch.cuda.graph_pool_handle())
+        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
+        for turn in range(20):
+            given = tokens(plain, 4, turn % 5, torch.bfloat16)
+            for static, new in zip((x, ids, weights), given, strict=True):
+                static.copy_(new)
+            real = 1 + turn % 4
+            pieces.replay(real)
+            torch.testing.assert_close(y[:real], plain(*given).local()[:real], atol=5e-2, rtol=5e-2)
+        torch.cuda.synchronize()
+
+
+def test_what_does_not_fit_goes_to_the_host(checkpoint):
+    def rank(world):
+        room = load(checkpoint, mesh.build(world, 1, 1), "cuda", "bf16").weight_bytes - 1
+        return load(checkpoint, mesh.build(world, 1, 1), "cuda", "bf16", room=room).offload
+
+    (offload,) = threads.run(rank, 1)
+    assert offload is not None and offload.slots == 0 and offload.host_bytes > 0

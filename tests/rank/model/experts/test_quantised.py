@@ -1,24 +1,31 @@
 """Experts that stay quantised: logits of the dequantised weights, however they are stored, loaded and cut."""
 
+import dataclasses
 import functools
 import importlib
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
+from phalanx.kernels import host_memory
+from phalanx.kernels.quantized import pieces_cuda
 from phalanx.kernels.quantized.stack import Stack
-from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.experts import host, host_buffers, offload
+from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
+from phalanx.rank.model.experts.host import WAYS
+from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
 from .... import gguf_files
 from ..harness import distance, run_steps, tokens
 from ..stored_formats import packers
-from ..stored_formats.test_stored import awq, check_greedy, compressed_ints, gptq, refused
+from ..stored_formats.test_stored import awq, check_greedy, compressed_ints, gptq, marlin, refused
 from ..test_architectures import write
 
 TOLERANCE = 3e-4  # of sums of 512
@@ -36,7 +43,8 @@ KINDS = {
     "halves": lambda name: {"ffn_gate_exps.weight": "Q8_0"}.get(name.partition(".")[2].partition(".")[2], "Q4_0"),
 }
 STORED = {
-    "gptq": gptq(4, 32, False), "gptq of 8 bits": gptq(8, 128), "awq": awq(64), "w4a16": compressed_ints(4, 64),
+    "gptq": gptq(4, 32, False), "gptq of 8 bits": gptq(8, 128), "awq": awq(64), "marlin": marlin(128),
+    "gptq ordered": gptq(4, 64, False, ordered=True), "w4a16": compressed_ints(4, 64),
     "w8a16": compressed_ints(8, 0, False),
 }  # fmt: skip
 
@@ -79,7 +87,8 @@ def in_situ(path, to, name):
 
 CASES = [
     ("super-blocks", dict()), ("super-blocks", dict(tp=6, ep=3)), ("blocks of 32", dict(tp=2)), ("gptq", dict(tp=3)),
-    ("awq", dict()), ("w4a16", dict(tp=2, ep=2)), ("q4k", dict(tp=2)),
+    ("awq", dict()), ("marlin", dict(tp=2)), ("gptq ordered", dict(tp=2)),
+    ("w4a16", dict(tp=2, ep=2)), ("q4k", dict(tp=2)),
 ]  # fmt: skip
 LONG = [
     ("super-blocks", dict(tp=2, pp=2)), ("halves", dict(tp=2, ep=2)), ("gptq", dict()), ("gptq of 8 bits", dict(tp=2)),
@@ -94,6 +103,75 @@ def test_logits(made, expected, name, layout):
     steps = [[(0, 34)], *[[(0, 1)]] * 6]
     (logits,) = run_steps(path, [ids], steps, max_model_len=512, **layout, **options)
     assert distance(logits, expected(same, ids)) < TOLERANCE
+
+
+ROOMS = [ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), *(ExpertRoom(2, way=way) for way in WAYS)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["super-blocks", "awq", "fp8", *(pytest.param(one, marks=pytest.mark.long) for one in ("halves", "gptq", "q4_0"))],
+)
+def test_in_host_memory(made, name):
+    """Bit by bit among all ways, and within rounding what is computed where all experts are on the device."""
+    (path, _, options), ids = made(name), tokens(40, vocab=509)
+    steps = [[(0, 34)], *[[(0, 1)]] * 6]
+    (want,) = run_steps(path, [ids], steps, max_model_len=512, **options)
+    first = None
+    for room in ROOMS:
+        (got,) = run_steps(path, [ids], steps, max_model_len=512, experts=room, **options)
+        first = got if first is None else first
+        assert torch.equal(got, first), room
+    assert distance(first, want) < TOLERANCE
+
+
+class Passed:
+    """An event of a stream that computes at once."""
+
+    def record(self):
+        pass
+
+    synchronize = query = record
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_gpu_does(made, monkeypatch, way):
+    """Experts are made over into the form of a GPU's kernels, which torch dequantises here."""
+    monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
+    monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
+    monkeypatch.setattr(host, "LOOKED", 4)
+    gpu = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(offload, "HostStack", lambda stack, device: host_buffers.HostStack(stack, gpu))
+    monkeypatch.setattr(host_buffers, "BUFFER", 1)  # an expert at a time
+
+    def rank(world):
+        loaded = (load(made("super-blocks")[0], mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))
+        both = ([x for x in one.modules() if isinstance(x, FusedExperts)] for one in loaded)
+        for wanted, layer in zip(*both, strict=True):
+            assert not layer.host.layer.same and isinstance(layer.host.slots.stack.w2.packed, pieces_cuda.Packed)
+            layer.host.on_gpu = True
+            layer.host.shared = dataclasses.replace(layer.host.shared, buffers=host_buffers.SharedBuffers())
+            draw = torch.Generator().manual_seed(0)
+            for count in (1, 3, 20, 1, 2, 2, 2, 2, 2):
+                x, weights = torch.randn(count, 256, generator=draw), torch.rand(count, 2, generator=draw)
+                ids = torch.stack([torch.randperm(5, generator=draw)[:2] for _ in range(count)]).int()
+                given = x, ids, weights
+                torch.testing.assert_close(layer(*given).local(), wanted(*given).local(), atol=1e-4, rtol=1e-4)
+
+    room = ExpertRoom(2, way=way)
+    threads.run(rank, 1)
+
+
+@pytest.mark.parametrize("name, layout", [("super-blocks", dict(tp=2, ep=2)), ("gptq", dict(tp=2, pp=2))])
+def test_in_host_memory_of_several_ranks(made, name, layout):
+    (path, _, options), ids = made(name), tokens(40, vocab=509)
+    steps = [[(0, 34)], *[[(0, 1)]] * 6]
+    want, got = (
+        run_steps(path, [ids], steps, max_model_len=512, experts=room, **layout, **options)[0]
+        for room in (ON_DEVICE, ExpertRoom(1))
+    )
+    assert distance(got, want) < TOLERANCE
 
 
 @pytest.mark.long
@@ -164,6 +242,11 @@ def test_experts_that_differ_are_named(made, tmp_path, load_format):
     refused(path, MODEL, words, load_format=load_format)
 
 
-def test_experts_that_order_their_inputs_are_refused(made, tmp_path):
-    path = changed(made("gptq")[0], tmp_path, desc_act=True)
-    refused(path, MODEL, "experts whose inputs are ordered (desc_act) are not supported", load_format="dummy")
+def test_experts_that_order_their_inputs_become_plain(made, caplog):
+    caplog.set_level("INFO", "phalanx")
+    for one in stacks(made("gptq ordered")[0]):
+        assert isinstance(one.packed, torch.Tensor) and one.packed.dtype == torch.float32
+        held, cpu = one.packed.nbytes, torch.device("cpu")
+        assert held == one.kept_bytes(torch.float32, cpu) == one.host_bytes(torch.float32)
+        assert held == one.slot_bytes(torch.float32, cpu) * len(one.packed)
+    assert any("desc_act are dequantised" in line for line in caplog.messages)

@@ -10,6 +10,7 @@ from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.kernels.quantized import floats
 from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.experts.offload import ExpertRoom
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
@@ -75,6 +76,14 @@ def test_logits(made, expected, tp, pp):
     (path, plain), ids = made, tokens(60, vocab=509)
     (logits,) = run_steps(path, [ids], [[(0, 50)], *[[(0, 1)]] * 10], tp=tp, pp=pp, max_model_len=512)
     assert distance(logits, expected(plain, ids)) < TOLERANCE
+
+
+def test_in_host_memory(made, expected):
+    """What the CPU computes of them goes expert by expert."""
+    (path, plain), ids = made, tokens(60, vocab=509)
+    for room in (ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), ExpertRoom(3)):
+        (logits,) = run_steps(path, [ids], [[(0, 50)], *[[(0, 1)]] * 10], experts=room, max_model_len=512)
+        assert distance(logits, expected(plain, ids)) < TOLERANCE
 
 
 @pytest.mark.long

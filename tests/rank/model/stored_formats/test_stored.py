@@ -145,6 +145,15 @@ def test_damaged(made, tmp_path, name):
     refused(path, errors.MODEL, words)
 
 
+def test_linears_whose_inputs_are_in_other_groups(made, tmp_path):
+    """k_proj's, which is multiplied with q_proj."""
+    path = shutil.copytree(made("gptq with desc_act")[0], tmp_path / "damaged")
+    state = load_file(path / "model.safetensors")
+    state["model.layers.1.self_attn.k_proj.g_idx"] = state["model.layers.1.self_attn.k_proj.g_idx"].flip(0).contiguous()
+    save_file(state, path / "model.safetensors")
+    refused(path, errors.MODEL, "1.self_attn.k_proj.g_idx and model.layers.1.self_attn.q_proj.g_idx put inputs into")
+
+
 @pytest.mark.parametrize("change, code, words", [
     (dict(group_size=64), errors.MODEL, "qzeros is 6 x 24, expected 3 x 24"),
     (dict(bits=3), errors.MODEL, "quantization_config has bits 3; supported are 4, 8"),

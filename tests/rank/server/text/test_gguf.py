@@ -53,6 +53,9 @@ def test_byte_level(tiny, tmp_path):
     ("qwen2", ["It", "'s", " ", *"1234567", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("tekken", ["It", "'s", " ", *"1234567", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("gpt-4o", ["It's", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
+    ("kimi-k2", ["It's", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
+    ("deepseek-coder", ["It", "'", "s", *" 1234567", " naïve", " words", "!!", " ", " ok", "\n", "\n"]),
+    ("deepseek-llm", ["It", "'", "s", " ", "1234567", " na", "ï", "ve", " words", "!!", " ", " ok", "\n", "\n"]),
     ("deepseek-v3", ["It", "'s", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("falcon", ["It", "'", "s", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
 ])  # fmt: skip
@@ -104,6 +107,12 @@ def test_ends_and_templates(tiny, tmp_path):
     assert made.template.render([], tools=[1]) == "[1]"
     made = Text(str(write(tmp_path / "y.gguf", **keys_of(tiny, eos_token_id=0))))
     assert made.end_tokens == (0, 2), "a control token that ends turns"
+    keys = keys_of(tiny, eos_token_id=0)
+    keys["tokenizer.ggml.tokens"] = [*keys["tokenizer.ggml.tokens"], "<|return|>", "<|call|>", "<|end|>"]
+    keys["tokenizer.ggml.token_type"] = [*keys["tokenizer.ggml.token_type"], 3, 3, 3]
+    count = len(keys["tokenizer.ggml.tokens"])
+    made = Text(str(write(tmp_path / "z.gguf", **keys)))
+    assert made.end_tokens == (0, count - 3, count - 2), "harmony's <|end|> ends thoughts alone"
     keys = {key: value for key, value in keys_of(tiny).items() if key != "tokenizer.chat_template"}
     assert Text(str(write(tmp_path / "z.gguf", **keys))).template.family.family == "ChatML"
 

@@ -1,0 +1,72 @@
+"""How a step's experts are served that are in host memory: host_experts.cpp, in one call; numpy is its reference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cpp import ops
+
+DECAY = 0.98  # of an expert's score from one step to the next: what was chosen 34 steps ago counts half
+CHEAPEST, ON_CPU, COPIED = 0, 1, 2  # ways: by the costs; all that are not resident on the CPU; all of them copied
+
+
+class Costs(NamedTuple):
+    """Seconds of one expert on this rank."""
+
+    read: float  # on the CPU, of few tokens
+    compute: float  # on the CPU, of each of many tokens
+    copy: float  # to the device
+
+
+class Choice:
+    """Of a layer's E experts; each step's takes the place of the one before."""
+
+    def __init__(self, experts: int, first: int, costs: Costs, way: int):
+        """first: the router's number of expert 0."""
+        self.first, self.costs, self.way = first, costs, way
+        self.counts = np.zeros(experts, np.int64)  # pairs of a token and each expert
+        self.cpu = np.full(experts, -1)  # an expert's own number where the CPU computes it; else -1
+        self.found = np.zeros(4, np.int64)  # how many are resident, on the CPU, copied; pairs of those on the CPU
+        self._copied = np.zeros(experts, np.int64)
+        self.on_cpu = torch.from_numpy(self.cpu)  # the same memory
+        self._results = [torch.from_numpy(one) for one in (self.counts, self.cpu, self._copied, self.found)]
+
+    @property
+    def copied(self) -> np.ndarray:
+        """The experts that are copied to the device."""
+        return self._copied[: self.found[2]]
+
+    def choose(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray) -> None:
+        """ids int32 [T, k], contiguous. slot_of [E] int64: -1 of those that are not resident. scores [E] f64: those of
+        the experts that are chosen grow, and all decay."""
+        if not ops.available():
+            return self._choose_reference(ids, slot_of, scores)
+        of = torch.from_numpy(slot_of), torch.from_numpy(scores)
+        sizes = ids.numel(), len(self.counts), self.first, self.way
+        one = ops.op("host_experts", "choose_experts")
+        call = one.address, ops.pack((ids, *of, *self._results, *sizes, *map(float, self.costs), DECAY))
+        ops.run_calls(ops.call_array([call]), 1, 1)
+        return None
+
+    def _choose_reference(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray) -> None:
+        local = ids.numpy().reshape(-1) - self.first
+        experts = len(self.counts)
+        self.counts[:] = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
+        scores *= DECAY
+        scores += self.counts > 0
+        chosen = np.flatnonzero((self.counts > 0) & (slot_of < 0))
+        most = len(chosen) if self.way == COPIED else 0
+        if self.way == CHEAPEST:
+            chosen = chosen[np.argsort(-self.counts[chosen], kind="stable")]
+            cpu = np.maximum(self.costs.read, self.counts[chosen] * self.costs.compute)
+            left = np.concatenate((np.cumsum(cpu[::-1])[::-1], [0.0]))  # of the CPU, where the first n are copied
+            most = int(np.argmin(np.maximum(left, np.arange(len(chosen) + 1) * self.costs.copy)))
+        self._copied[: len(chosen)] = chosen
+        self.cpu[:] = -1
+        self.cpu[chosen[most:]] = chosen[most:]
+        resident = int((self.counts > 0).sum()) - len(chosen)
+        self.found[:] = resident, len(chosen) - most, most, self.counts[chosen[most:]].sum()

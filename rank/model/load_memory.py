@@ -1,0 +1,111 @@
+"""What loading takes of a device's and of the host's memory, and what is said where that is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...comm.base import HostComm
+from ...errors import MEMORY, FatalError
+from .base import Model
+from .experts.fused import FusedExperts
+from .experts.offload import ExpertRoom, Offload
+from .layer_offload import LayerOffload, left_of_host
+from .weights.dummy import Dummy
+from .weights.safetensors import Checkpoint
+from .weights.slicing import ShardedModule
+from .weights.striped import Striped
+
+
+def place(
+    model: Model,
+    experts: ExpertRoom,
+    layers: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    host_room: int | None,
+) -> tuple[int, int | None]:
+    """Choose which of the stage's experts and layers are in host memory. Returns the bytes that they take of the
+    device's memory, less those of `weight_memory` that they do not, and what they leave of the host's. Raises
+    FatalError where they do not fit there.
+
+    dtypes: the model's and the checkpoint's.
+    """
+    need, (dtype, stored) = 0, dtypes
+    if experts:
+        fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
+        offload = model.offload = Offload(fused, experts, dtype, device)
+        need = offload.resident_bytes + (offload.host_bytes if device.type == "cpu" else 0)
+        read = max((one.plain_bytes(stored) for one in model.sharded_modules() if one.in_host), default=0)
+        host_room = left_of_host(offload.host_bytes + read, "experts", device, host_room)
+    if layers:
+        whole = {int(index): layer for index, layer in model.model.layers.items()}
+        parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
+        need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
+        host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
+    return need, host_room
+
+
+class OthersRefuse(FatalError):
+    """Another rank cannot go on, and says why."""
+
+
+def together(world: HostComm, work: Callable[[], int]) -> int:
+    """What `work` returns. Where it raises FatalError on one rank, others raise OthersRefuse: what comes next may be
+    collective. Collective over world."""
+    made, stop = 0, None
+    try:
+        made = work()
+    except FatalError as error:
+        stop = error
+    refused = int(world.all_reduce(torch.tensor([int(stop is not None)])))
+    if stop is not None:
+        raise stop
+    if refused:
+        raise OthersRefuse("another rank cannot load its part of the model", MEMORY)
+    return made
+
+
+def weight_memory(
+    modules: list[ShardedModule],
+    source: Dummy | Checkpoint | Striped,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Bytes that loading takes of the device at most: all weights as they are kept, and what is read but not yet
+    encoded."""
+
+    def plain_bytes(module: ShardedModule) -> int:
+        return 0 if module.in_host and device.type == "cuda" else module.plain_bytes(stored)
+
+    kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared and not module.in_host)
+    if isinstance(source, Striped):
+        return kept + source.peak(plain_bytes)
+    return kept + max(map(plain_bytes, modules), default=0)
+
+
+def too_large(need: int, text: str, device: torch.device) -> FatalError:
+    where = "on its GPU" if device.type == "cuda" else "for it"
+    return FatalError(
+        f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp), a narrower "
+        "--dtype or --isq; `phalanx fit` shows what fits",
+        MEMORY,
+    )
+
+
+def check(
+    need: int, room: int | None, source: Dummy | Checkpoint | Striped, host_room: int | None, device: torch.device
+) -> None:
+    """Raise FatalError where the weights do not fit, or what brings them: without that the kernel would kill the rank
+    while it loads. room, host_room: free bytes of the device and of a GPU's host; None: unlimited."""
+    if room is not None and need > room:
+        raise too_large(need, f"{room / 1e9:.2f} GB are free", device)
+    left = room - need if device.type == "cpu" and room is not None else host_room
+    if isinstance(source, Striped) and left is not None and source.buffers > left:
+        raise FatalError(
+            f"striped loading takes {source.buffers / 1e6:.1f} MB of the host's memory on this rank while it reads, "
+            f"but {left / 1e6:.1f} MB are free beside the weights: choose --load direct, or more memory for the job",
+            MEMORY,
+        )

@@ -1,0 +1,56 @@
+"""DeepSeek-V3 in AWQ on two hosts with experts in host memory, as candle-vLLM's pages have it, answers a chat."""
+
+import signal
+
+import pytest
+
+from ..checkpoints import write_tokenizer
+from ..rank.model.stored_formats.packers import awq, quantise
+from ..rank.model.test_architectures import DEEPSEEK, DEEPSEEK_YARN, write
+from ..server import Server
+from .hosts import HostsServer
+
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(240)]
+
+GROUP = 32  # inputs: each of four ranks has whole ones
+SIZES = DEEPSEEK | dict(
+    model_type="deepseek_v3", hidden_size=128, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=24, v_head_dim=32,
+    first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=DEEPSEEK_YARN,
+)  # fmt: skip
+CHAT = {
+    "messages": [{"role": "user", "content": "Which fox is quick?"}],
+    "max_tokens": 40, "temperature": 0, "ignore_eos": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    place = tmp_path_factory.mktemp("deepseek")
+    write(place / "plain", **SIZES)
+    write_tokenizer(place / "plain")
+    settings = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")
+    quantise(place / "plain", place / "made", awq(GROUP), settings, ("mlp.gate.",))
+    return place / "made" / "quantised"
+
+
+def answer(server: Server) -> str:
+    status, found, _ = server.request("/v1/chat/completions", CHAT)
+    assert status == 200, found
+    return found["choices"][0]["message"]["content"]
+
+
+def test_the_recipe(hosts, checkpoint):
+    """Of 16 experts a layer, 4 stay on each rank's device. One rank that has all says the same."""
+    with Server(str(checkpoint), "--device", "cpu", "--mem", "16") as server:
+        want = answer(server)
+    options = "--device cpu --mem 16 --tp 4 --num-experts-offload-per-rank 12".split()
+    with HostsServer(hosts, str(checkpoint), *options) as server:
+        assert [len(host.processes(r"-m phalanx\.rank$")) for host in hosts.all] == [2, 2]
+        assert answer(server) == want
+        assert "experts: 16 a layer in host memory" in server.output and "4 of them resident" in server.output
+        ways = [server.metric(f"phalanx_experts_{way}_total") for way in ("resident", "cpu", "streamed")]
+        assert ways[0] > 0 and ways[1] + ways[2] > 0
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.exit_code(30) == 0, server.output
+        assert not hosts.left()

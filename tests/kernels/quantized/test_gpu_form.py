@@ -1,0 +1,54 @@
+"""Stacks for CPUs made over for GPUs: the same weights to the last bit, by the codec of their new form."""
+
+import pytest
+import torch
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.quantized import (
+    e4m3,
+    gpu_form,
+    pieces_cuda,
+    q2_k,
+    q4_0,
+    q4_1,
+    q4_k,
+    q5_0,
+    q5_1,
+    q5_k,
+    q6_k,
+    q8_0,
+)
+from phalanx.kernels.quantized.floats import Floats
+from phalanx.kernels.quantized.stack import stack
+
+needs_compiler = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+CODECS = q2_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, e4m3
+
+
+@needs_compiler
+@pytest.mark.parametrize("codec", CODECS, ids=lambda one: one.__name__.rpartition(".")[2])
+def test_weights(codec):
+    weights = torch.randn(3, 40, 512, generator=torch.Generator().manual_seed(0))
+    here = stack(codec, lambda expert: codec.encode(weights[expert]), weights.shape)
+    there = gpu_form.of_gpu(here)
+    assert isinstance(there.packed, pieces_cuda.Packed) and not isinstance(here.packed, pieces_cuda.Packed)
+    for expert in range(3):
+        assert torch.equal(here.expert(expert, torch.float32), there.expert(expert, torch.float32))
+
+
+@needs_compiler
+def test_scales_of_fewer_inputs_than_a_piece_has():
+    codes, scales = torch.randint(0, 120, (2, 24, 48), dtype=torch.uint8), torch.rand(2, 24, 3)
+    here = stack(e4m3, lambda expert: (codes[expert], scales[expert]), codes.shape)
+    there = gpu_form.of_gpu(here)
+    assert isinstance(there, Floats) and torch.equal(there.codes, codes) and torch.equal(there.scales, scales)
+
+
+def test_parts_make_the_same_stack_again():
+    weights = torch.randn(4, 40, 64)
+    for one in (weights, stack(q8_0, lambda e: q8_0.encode(weights[e]), weights.shape), Floats(weights, weights)):
+        parts = gpu_form.parts(one)
+        assert all(len(x) == 4 for x in parts.tensors)
+        some = parts.of([x[1:3] for x in parts.tensors])
+        assert gpu_form.parts(some).key == parts.key and some.shape == (2, *one.shape[1:])
+        if not isinstance(one, torch.Tensor | Floats):
+            assert torch.equal(some.expert(1, torch.float32), one.expert(2, torch.float32))

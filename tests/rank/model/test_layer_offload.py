@@ -1,0 +1,142 @@
+"""Layers whose weights are in host memory: logits to the last bit as with all on the device, in every format."""
+
+import pytest
+import torch
+from phalanx import errors
+from phalanx.comm import mesh, threads
+from phalanx.kernels import host_memory
+from phalanx.rank import layer_places
+from phalanx.rank.model import layer_offload
+from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.layer_offload import left_of_host
+from phalanx.rank.model.load import load
+
+from ...checkpoints import make_checkpoint
+from .harness import BLOCK, make_batch, nan_caches, run_steps, tokens
+from .stored_formats.packers import awq, quantise
+from .test_architectures import MODELS, write
+
+ALL, SOME = 1 << 30, 300_000  # bytes: of every layer, and of one of the four of `plain` on one rank
+SEQUENCES = [tokens(30, 1), tokens(9, 2)]
+STEPS = [[(0, 20), (1, 9)], *[[(0, 1)]] * 10]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("layers") / "plain", "qwen3", hidden_size=64, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def made(plain, tmp_path_factory):
+    """Checkpoints by name."""
+
+    def make(name):
+        place = tmp_path_factory.mktemp("made")
+        if name in MODELS:
+            return write(place, **MODELS[name])
+        if name == "awq":
+            settings = dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm")
+            quantise(plain, place, awq(32), settings)
+            return place / "quantised"
+        return plain
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name, layers, tp, pp, options",
+    [
+        ("plain", ALL, 1, 1, {}),
+        ("plain", SOME, 2, 2, {}),
+        ("plain", ALL, 2, 1, {"isq": "q8_0"}),
+        ("plain", SOME, 1, 1, {"isq": "q4_0", "load_format": "dummy"}),
+        ("awq", ALL, 1, 1, {}),
+        ("deepseek_v3", ALL, 2, 1, {}),
+        ("gemma2", ALL, 1, 2, {}),
+        ("qwen3_moe", ALL, 1, 1, {"experts": ExpertRoom(offload=3)}),
+    ],
+)
+def test_logits(made, caplog, name, layers, tp, pp, options):
+    path = made(name)
+    expected = run_steps(path, SEQUENCES, STEPS, tp=tp, pp=pp, **options)
+    with caplog.at_level("INFO"):
+        found = run_steps(path, SEQUENCES, STEPS, tp=tp, pp=pp, layers=layers, **options)
+    assert "layers are in host memory" in caplog.text
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_moves_and_what_the_log_says(plain, caplog):
+    def one(comm):
+        with caplog.at_level("INFO"):
+            return load(plain, mesh.build(comm, 1, 1), layers=SOME)
+
+    (model,) = threads.run(one, 1)
+    (line,) = [one.message for one in caplog.records if "layers are in host memory" in one.message]
+    assert line.startswith("weights of 1 of 4 layers are in host memory, ") and "a last resort" in line
+    offload = model.layer_offload
+    slots = {copy.slot.untyped_storage().data_ptr() for copies in offload._copies for copy in copies}
+    assert len(offload._copies) == 1 and len(slots) == 1
+    weight = model.model.layers["3"].mlp.down_proj.matrix
+    assert weight.untyped_storage().data_ptr() in slots
+    assert model.model.layers["2"].mlp.down_proj.matrix.untyped_storage().data_ptr() not in slots
+
+
+def test_two_microbatches(plain):
+    """One is a sublayer ahead of the other: no slot may be filled anew before both have left."""
+
+    def one(comm):
+        batches = []
+        grid, found = mesh.build(comm, 1, 1), []
+        for layers in (0, ALL):
+            model = load(plain, grid, layers=layers)
+            caches = nan_caches(model, 16)
+            batches = [
+                make_batch(
+                    [(SEQUENCES[i], 0, list(range(8 * i, 8 * i + -(-len(SEQUENCES[i]) // BLOCK))))], BLOCK, caches
+                )
+                for i in range(2)
+            ]
+            found.append(model(batches).clone())
+        return found
+
+    ((expected, found),) = threads.run(one, 1)
+    assert torch.equal(found, expected)
+
+
+def test_layers_lie_apart():
+    sizes = [10] * 8
+    assert layer_places.choose(sizes, 1000) == list(range(8))
+    assert layer_places.choose(sizes, 29) == [3, 7]
+    assert layer_places.choose(sizes, 9) == layer_places.choose([], 9) == []
+    assert layer_places.slots(layer_places.choose([10] * 5, 30)) == 2  # 0, 2 and 4
+    assert layer_places.slots([1, 2]) == 3 and layer_places.slots([0]) == 2
+
+
+@pytest.mark.parametrize("layers, nothing, words", [
+    (1000, False, "one layer's weights are more than that; all stay on the device"),
+    (SOME, True, "on this machine no weights can be moved; all stay where they are"),
+])  # fmt: skip
+def test_where_none_move(plain, caplog, monkeypatch, layers, nothing, words):
+    caplog.set_level("INFO")
+    if nothing:  # as where oneDNN has packed all of them
+        monkeypatch.setattr(layer_offload, "_tensors", lambda part: iter(()))
+    threads.run(lambda comm: load(plain, mesh.build(comm, 1, 1), layers=layers), 1)
+    assert f"--cpu-offload-gb: {words}" in caplog.messages
+
+
+def test_more_than_the_host_has():
+    gpu = torch.device("cuda")
+    assert left_of_host(3, "layers", gpu, 10) == 7 and left_of_host(3, "layers", gpu, None) is None
+    with pytest.raises(
+        errors.FatalError, match="this rank's layers take 3.00 GB of the host's memory, but 2.00 GB"
+    ) as e:
+        left_of_host(3 * 10**9, "layers", gpu, 2 * 10**9)
+    assert e.value.code == errors.MEMORY
+
+
+def test_memory_that_is_not_pinned():
+    with pytest.raises(
+        errors.FatalError, match="--test: 20.0 MB of this rank's host memory could not be pinned.*ulimit -l"
+    ) as e:
+        host_memory.check_pinned("--test", [torch.empty(2 * 10**7, dtype=torch.uint8), torch.empty(0)])
+    assert e.value.code == errors.MEMORY

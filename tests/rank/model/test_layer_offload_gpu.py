@@ -1,0 +1,69 @@
+"""Layers in host memory on a GPU: pinned, copied aside, in CUDA graphs too; logits as with all on the device."""
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.kernels.graph_pieces import Pieces
+from phalanx.rank.model.load import load
+from phalanx.rank.worker import kv_cache
+
+from ...checkpoints import make_checkpoint
+from ...devices import require_gpu
+from .harness import make_batch, tokens
+
+require_gpu()
+
+ALL, SOME = 1 << 30, 2_500_000  # bytes: of all layers, and of one to five by the format
+BLOCK = 16
+
+
+def on_gpu(batch, caches):
+    moved = {
+        name: value.cuda() if isinstance(value := getattr(batch, name), torch.Tensor) else value
+        for name in batch.__dataclass_fields__
+    }
+    return type(batch)(**moved | {"caches": caches})
+
+
+@pytest.mark.parametrize("isq", ["none", "q8_0", "q4k"])
+@pytest.mark.parametrize("layers", [SOME, ALL])
+def test_steps_and_graphs(tmp_path, isq, layers):
+    """A prompt of two microbatches; then decode steps, eager and replayed, each of which copies anew."""
+    path = make_checkpoint(
+        tmp_path / "tiny", hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=64, num_hidden_layers=6, dtype="bfloat16", tokenizer=False,
+    )  # fmt: skip
+
+    def one(comm):
+        grid, found = mesh.build(comm, 1, 1), []
+        for size in (0, layers):
+            model = load(path, grid, "cuda", "bf16", isq=isq, layers=size)
+            caches = kv_cache.allocate(model.cache_specs(), 32, BLOCK, model.dtype, torch.device("cuda"))
+            tables = [list(range(16)), list(range(16, 32))]
+            ids = [tokens(20, 1), tokens(9, 2)]
+            prompt = [on_gpu(make_batch([(ids[i], 0, tables[i])], BLOCK, ()), caches) for i in range(2)]
+            step = on_gpu(make_batch([([7], 20, tables[0]), ([8], 9, tables[1])], BLOCK, ()), caches)
+            outputs = [model(prompt).clone(), model([step]).clone()]
+            with torch.cuda.stream(torch.cuda.Stream()):
+                model([step])
+                torch.cuda.current_stream().synchronize()
+                pieces = Pieces(torch.cuda.graph_pool_handle())
+                hidden = pieces.capture(lambda model=model, step=step: model([step]))
+                for _ in range(3):
+                    pieces.replay(2)
+                    torch.cuda.current_stream().synchronize()
+                    outputs.append(hidden.clone())
+            assert len(pieces) == 1
+            if size:
+                offload = model.layer_offload
+                assert (
+                    offload is not None
+                    and offload._copies
+                    and all(x.host.is_pinned() for xs in offload._copies for x in xs)
+                )
+            found.append(outputs)
+        return found
+
+    with torch.no_grad():
+        ((expected, found),) = threads.run(one, 1)
+    assert all(map(torch.equal, found, expected))

@@ -1,0 +1,85 @@
+"""What goes wrong with host memory ends the job in words, with the code of docs/exit-codes.md, and leaves nothing."""
+
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from phalanx import errors
+from phalanx.rank import protocol
+
+from ..checkpoints import make_checkpoint, write_tokenizer
+from ..engine import Engine, greedy
+from ..processes import gone
+from .model.test_architectures import MODELS, write
+from .test_loading import ended
+from .test_swapping import COUNT, OPTIONS, SIZES, prompt
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+
+HOST = socket.gethostname()
+FAULTY = (str(Path(__file__).parent / "faulty.py"),)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("experts"), **MODELS["qwen3_moe"])
+
+
+def refused(model, monkeypatch, fault: str, **options) -> str:
+    """The one line of a job of two ranks that does not come up for lack of memory."""
+    monkeypatch.setenv("FAULT", fault)
+    with pytest.raises(AssertionError, match=rf"did not come up \(exit code {errors.MEMORY}\)") as caught:
+        Engine(model, 2, program=FAULTY, device="cpu", **options)  # CUDA alone takes all of an address space
+    (line,) = re.findall("^phalanx: (.* not enough memory .*)$", str(caught.value), re.MULTILINE)
+    assert "Traceback" not in str(caught.value)
+    return line
+
+
+LIMITED = r"the system refuses \d+\.\d MB of host memory under a limit of \d+ MB \(ulimit -v\)"
+
+
+def test_host_blocks_that_the_system_refuses(tmp_path, monkeypatch):
+    model = make_checkpoint(tmp_path / "ckpt", "qwen3", tokenizer=False, **SIZES)
+    line = refused(model, monkeypatch, "limit:1:8", kvcache_mem_cpu=256, **OPTIONS)
+    start = f"rank 1 on {re.escape(HOST)}: not enough memory for --kvcache-mem-cpu 256: "
+    assert re.fullmatch(f"{start}{LIMITED}, which may be raised. Ask for less", line), line
+
+
+@pytest.mark.long
+def test_experts_that_the_system_refuses(experts, tmp_path, monkeypatch):
+    config = json.loads((experts / "config.json").read_text()) | {"moe_intermediate_size": 1 << 15}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = refused(tmp_path, monkeypatch, "limit:1:8", load_format="dummy", num_experts_offload_per_rank=3)
+    start = f"rank 1 on {re.escape(HOST)}: not enough memory for the weights: "
+    assert re.match(start + LIMITED, line), line
+    assert line.endswith("or leave more experts on the GPUs (--num-experts-offload-per-rank, --expert-memory)")
+
+
+@pytest.mark.long
+def test_a_rank_killed_while_it_swaps(tmp_path, monkeypatch):
+    """In the middle of a plan's copies, with others to come."""
+    monkeypatch.setenv("FAULT", "swap:1:3")
+    model = make_checkpoint(tmp_path / "ckpt", "qwen3", seed=3, tokenizer=False, **SIZES)
+    with Engine(model, 2, program=FAULTY, tp=2, mem=1, kvcache_mem_cpu=8, **OPTIONS) as engine:
+        sent = [protocol.Request(str(i), protocol.pack_u32(prompt(i)), greedy(COUNT)) for i in range(12)]
+        engine.send(*sent)
+        assert engine.wait(30) == errors.RANK_KILLED
+        assert engine.fatal is not None and engine.fatal.message == f"rank 1 on {HOST} has died"
+        assert gone(engine.ready.pids)
+
+
+@pytest.mark.long
+def test_a_truncated_file_of_experts(experts, tmp_path):
+    copy = Path(shutil.copytree(experts, tmp_path / "copy"))
+    write_tokenizer(copy)
+    file = copy / "model.safetensors"
+    whole = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.truncate(whole - 100)
+    said = ended(copy, "--num-experts-offload-per-rank", "3")
+    assert said.endswith(
+        f"{file} is damaged or truncated: its header tells of {whole} bytes, the file has {whole - 100}"
+    )
