@@ -21,7 +21,7 @@ LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0,
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1, FP8=0)
 GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0, FP8=0)
 GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1, FP8=0)
-LLAMA_FP8, GEMMA_FP8 = LLAMA | dict(FP8=1), GEMMA | dict(FP8=1)
+LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS))
 
 
 def room(sizes):
@@ -210,6 +210,7 @@ PROGRAMS = [
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
     ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6)),
     ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), TURN=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **room(GPT_OSS_FP8), TURN=1, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
     ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
     ("route", dict(T=torch.bfloat16, **router.sizes(4, 256, 7168, V3_ROUTER, True))),
