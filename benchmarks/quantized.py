@@ -22,6 +22,8 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.quantized import (
+    e4m3_cuda,
+    e4m3_wgmma,
     floats,
     int4_cuda,
     pieces_cuda,
@@ -104,6 +106,8 @@ def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
             found["m{}k{}".format(*cut)] = partial(_gemm, cut)
     for many in _wgmma_cuts(rows, packed.inputs, packed.layout, gate):
         found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
+    for eight in _e4m3_cuts(rows, packed.inputs, packed.layout, gate):
+        found["e{}n{}s{}x{}w{}".format(*eight)] = partial(_e4m3, eight)
     return found
 
 
@@ -117,6 +121,15 @@ def _gemm(cut: pieces_cuda.TileConfig, x: Tensor, packed: Packed, gate: str) -> 
 
 def _wgmma(cut: pieces_cuda.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
     return pieces_cuda.wgmma(x, packed, cut, gate)
+
+
+def _e4m3(cut: e4m3_wgmma.Cut, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return e4m3_wgmma.gemm(x, packed, cut, gate)
+
+
+def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.Cut]:
+    taken = device_caps(torch.device("cuda")).hopper and layout is e4m3_cuda.LAYOUT and rows > 16
+    return list(e4m3_wgmma.cuts(rows, inputs, bool(gate))) if taken else []
 
 
 def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
@@ -139,6 +152,9 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Lay
             for many in _wgmma_cuts(n, inputs, layout, gate):
                 sizes = pieces_cuda._wgmma_sizes(inputs, many, gate, False, layout)
                 wanted.append(jit.variant("quantized_wgmma", BF16, **sizes))
+            for eight in _e4m3_cuts(n, inputs, layout, gate):
+                sizes = e4m3_wgmma.sizes(inputs, eight, gate, False)
+                wanted.append(jit.variant("e4m3_wgmma", BF16, **sizes))
     jit.compile_ahead(wanted, device)
     for thread in threading.enumerate():
         if thread.name == "compile":

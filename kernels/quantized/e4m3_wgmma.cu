@@ -3,7 +3,9 @@
 // leaves it, with a scale for each 128 inputs of a row.
 //
 // A block has a tile of 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile
-// and each a part of the inputs, and they add their sums up through each other's shared memory.
+// and each a part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has SHARE
+// tiles side by side of each of OVER runs of rows: of x that SHARE blocks have in common, and of W that OVER blocks do,
+// each brings a part to all of them. For the second-level cache, not the tensor cores, bounds tiles that are read alone.
 //
 // One warp has copies bring chunks of 128 inputs of W, of x and of x's scales to shared memory, STAGES ahead; as much of
 // W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs. A piece's words are
@@ -16,7 +18,7 @@
 #include "pairs.cuh"
 #include "e4m3.cuh"
 
-constexpr int KC = 128, SHARE = 1, M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;
+constexpr int KC = 128, M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;
 constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
 constexpr int X_BYTES = ROWS * KC, W_BYTES = STRIPS * OF_CHUNK * PIECE;
 constexpr int STAGE = (X_BYTES + W_BYTES + ROWS * 4 + 1023) / 1024 * 1024;
@@ -26,29 +28,40 @@ constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = 24;
 constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
 static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
+static_assert(SPLIT == 1 || SHARE * OVER == 1);
 #include "wgmma_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The tile's part of W, of x and of its scales [I / 128, pitch], chunk by chunk, by one thread.
 __device__ inline void produce(const TensorMap* of_x, const float* x_scales, const unsigned char* weight, unsigned ring,
                                Barrier* full, Barrier* empty, const Tile& tile, int strips, int height, int pitch) {
+    const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
     auto ask = [&](int n) {  // for W's part of the n-th chunk
         const int stage = n % STAGES;
         mbarrier_expect(full + stage, W_BYTES + height * (KC + 4));
 #pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
+        for (int j = 0; j < STRIPS / OVER; j++) {
+            const int i = over * (STRIPS / OVER) + j;
             const int half = GATED ? i / (OUTS / 16) : 0, strip = tile.first / 16 + i - half * (OUTS / 16);
             const int there = half * strips + min(strip, strips - 1);  // what is past the end is not stored
-            bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE,
-                      weight + ((long long)there * PIECES + (tile.rank * CHUNKS + n) * OF_CHUNK) * PIECE,
-                      OF_CHUNK * PIECE, full + stage);
+            const unsigned to = ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE;
+            const unsigned char* const from =
+                weight + ((long long)there * PIECES + (tile.rank * CHUNKS + n) * OF_CHUNK) * PIECE;
+            if constexpr (OVER > 1)
+                bulk_load_multicast(to, from, OF_CHUNK * PIECE, full + stage, (1 << column) * (SHARE > 1 ? 5 : 3));
+            else
+                bulk_load(to, from, OF_CHUNK * PIECE, full + stage);
         }
     };
     auto ask_x = [&](int n) {
-        const int stage = n % STAGES, chunk = tile.rank * CHUNKS + n;
-        tma_load(ring + stage * STAGE, of_x, chunk * (KC / 2), tile.row, full + stage);  // in elements of two bytes
-        bulk_load(ring + stage * STAGE + X_BYTES + W_BYTES, x_scales + (long long)chunk * pitch + tile.row, height * 4,
-                  full + stage);
+        const int stage = n % STAGES, chunk = tile.rank * CHUNKS + n, part = height / SHARE;
+        const unsigned to = ring + stage * STAGE;
+        const int input = chunk * (KC / 2);  // in elements of two bytes
+        if constexpr (SHARE > 1)
+            tma_load_multicast(to + column * part * KC, of_x, input, tile.row + column * part, full + stage, 3 << 2 * over);
+        else
+            tma_load(to, of_x, input, tile.row, full + stage);
+        bulk_load(to + X_BYTES + W_BYTES, x_scales + (long long)chunk * pitch + tile.row, height * 4, full + stage);
     };
 #pragma unroll 1
     for (int n = 0; n < STAGES && n < CHUNKS; n++) ask(n);
@@ -90,12 +103,18 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
         fence_registers(part);
 #pragma unroll
         for (int r = 0; r < ROWS / 2; r += 4) {
-            const unsigned at = stage + X_BYTES + W_BYTES + (r * 2 + lane % 4 * 2) * 4;  // of rows 8 (r / 4) + lane % 4 * 2
-            const float first = __uint_as_float(load_shared4(at)), second = __uint_as_float(load_shared4(at + 4));
-            sum[r] += part[r] * (first * by.x), sum[r + 1] += part[r + 1] * (second * by.x);
-            sum[r + 2] += part[r + 2] * (first * by.y), sum[r + 3] += part[r + 3] * (second * by.y);
+            // of rows 8 (r / 4) + lane % 4 * 2 and the next
+            const float2 of_x = load_shared_floats(stage + X_BYTES + W_BYTES + (r * 2 + lane % 4 * 2) * 4);
+            sum[r] += part[r] * (of_x.x * by.x), sum[r + 1] += part[r + 1] * (of_x.y * by.x);
+            sum[r + 2] += part[r + 2] * (of_x.x * by.y), sum[r + 3] += part[r + 3] * (of_x.y * by.y);
         }
-        release_stage(empty + n % STAGES);
+        if constexpr (SHARE * OVER > 1) {
+            fence_async_proxy();
+            __syncwarp();
+            mbarrier_arrive_at_if(lane < SHARE * OVER, empty + n % STAGES, lane % (SHARE * OVER));
+        } else {
+            release_stage(empty + n % STAGES);
+        }
     }
 }
 #endif
@@ -114,11 +133,14 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32);
+            mbarrier_init(empty + s, THREADS / 32 * SHARE * OVER);
         }
         fence_mbarrier_init();
     }
-    __syncthreads();
+    if constexpr (SHARE * OVER > 1)
+        cluster_sync();  // the others' barriers are there, too
+    else
+        __syncthreads();
     if (thread >= THREADS) {
         set_registers<TO_COPY>(false);
         if (thread == THREADS) produce(&of_x, x_scales, weight, ring, full, empty, tile, (width + 15) / 16, height, pitch);
@@ -136,7 +158,7 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
         else
             block_sync<THREADS>(1);
         store(sums, bias, y, tile, width, min(height, rows - tile.row));
-        if constexpr (SPLIT > 1) cluster_sync();  // no block leaves while another may read there
+        if constexpr (SPLIT * SHARE * OVER > 1) cluster_sync();  // no block leaves while another may read or write there
     }
 #endif
 }

@@ -24,7 +24,7 @@ LEAST_ROWS = 65
 MOST = 448.0  # the largest number of e4m3
 ROWS_WARPS = 8  # of a block of e4m3_rows.cu
 TILES = ((128, 64), (192, 64), (256, 64), (128, 128))  # outputs and rows
-SPLITS = (1, 2, 4)
+CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2))  # split, share and over
 LEAST_STAGES, MOST_STAGES = 3, 8
 
 
@@ -34,14 +34,24 @@ class Cut(NamedTuple):
     outputs: int  # of a tile
     rows: int  # of a tile, at most
     split: int  # blocks of a cluster that share a tile, each a part of its inputs
+    share: int = 1  # tiles of a cluster that have rows in common
+    over: int = 1  # tiles of a cluster that have weights in common
+
+    @property
+    def cluster(self) -> int:
+        return self.split * self.share * self.over
 
     def height(self, rows: int) -> int:
-        """Rows of a tile: about as many in each, a multiple of four for copies of scales."""
-        tiles = -(-rows // self.rows)
-        return -(-rows // (4 * tiles)) * 4
+        """Rows of a tile: about as many in each. Copies of scales take multiples of 4, of shares of x multiples of 8."""
+        unit = 16 if self.share > 1 else 4
+        return -(-rows // (unit * -(-rows // self.rows))) * unit
+
+    def row_tiles(self, rows: int) -> int:
+        """Some of them may have no row."""
+        return -(-rows // (self.height(rows) * self.over)) * self.over
 
     def blocks(self, rows: int, outputs: int) -> int:
-        return -(-outputs // self.outputs) * -(-rows // self.height(rows)) * self.split
+        return -(-outputs // (self.outputs * self.share)) * self.share * self.row_tiles(rows) * self.split
 
 
 def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
@@ -86,40 +96,50 @@ def variants(
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, gated: bool, found: DeviceCaps) -> Cut:
     """The fastest cut for these sizes, by a model of waves of blocks."""
-    return min(cuts(inputs, gated), key=functools.partial(_time, rows, outputs, inputs, found.num_sms))
+    return min(cuts(rows, inputs, gated), key=functools.partial(_time, rows, outputs, inputs, found.num_sms))
 
 
-def cuts(inputs: int, gated: bool) -> Iterator[Cut]:
+def cuts(rows: int, inputs: int, gated: bool) -> Iterator[Cut]:
     """All that `gemm` takes for these sizes."""
     for outputs, height in TILES:
-        for split in SPLITS:
-            cut = Cut(outputs, height, split)
-            if inputs % (UNIT * split) == 0 and outputs // (1 + gated) % (4 * split) == 0:
+        for cluster in CLUSTERS:
+            cut = Cut(outputs, height, *cluster)
+            if height >= 2 * rows > 2 * TILES[0][1] or cut.over > -(-rows // height):
+                continue
+            if inputs % (UNIT * cut.split) == 0 and outputs // (1 + gated) % (4 * cut.split) == 0:
                 yield cut
 
 
 def _time(rows: int, outputs: int, inputs: int, num_sms: int, cut: Cut) -> float:
-    """Cycles of an H200, roughly: multiplied, brought near and scaled, of which the longest counts."""
-    at_once = num_sms // cut.split * cut.split if cut.split < 4 else num_sms * 7 // 32 * 4
-    waves = -(-cut.blocks(rows, outputs) // at_once)
+    """Cycles of an H200, roughly: of waves of blocks, each as long as the longest of what its chunks take."""
+    at_once = num_sms // cut.cluster * cut.cluster if cut.cluster < 4 else num_sms * 7 // 32 * 4
+    weights = cut.outputs * e4m3_cuda.PIECE / STRIP * UNIT / e4m3_cuda.GROUP  # bytes of a chunk
     multiplied = cut.outputs * cut.rows * UNIT / 4096
-    scaled = cut.outputs * cut.rows / 64
-    near = (cut.outputs * e4m3_cuda.PIECE / STRIP * UNIT / e4m3_cuda.GROUP + cut.rows * UNIT) * at_once / 12600 / 4
-    exchange = 230 + cut.outputs * cut.rows / 4.8 if cut.split > 1 else 0
-    return waves * (inputs / UNIT / cut.split * (max(multiplied, near) + scaled / 2 + 60) + exchange + 4000)
+
+    def wave(count: int) -> float:
+        second_level = (weights / cut.over + cut.height(rows) * UNIT / cut.share) * count / 3300
+        memory = weights * count / cut.row_tiles(rows) / 2600
+        exchange = 230 + cut.outputs * cut.rows / 4.8 if cut.split > 1 else 0
+        chunk = max(multiplied, second_level, memory) + cut.rows * 2 + 80
+        return inputs / UNIT / cut.split * chunk + exchange + 4000
+
+    whole, rest = divmod(cut.blocks(rows, outputs), at_once)
+    return whole * wave(at_once) + (wave(rest) if rest else 0)
 
 
 def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | None = None) -> Tensor:
     (rows, inputs), outputs = x.shape, packed.outputs
     height = cut.height(rows)
-    pitch = -(-rows // height) * height
+    pitch = cut.row_tiles(rows) * height
     codes, scales = encode_rows(x, pitch)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
     _, shared = stages(cut)
     kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", x.dtype, shared, **sizes(inputs, cut, gate, bias is not None))
-    of_x = jit.tensor_map(codes.data_ptr(), rows, inputs // 2, height, inputs // 2)  # in elements of two bytes
+    of_x = jit.tensor_map(
+        codes.data_ptr(), rows, inputs // 2, height // cut.share, inputs // 2
+    )  # in elements of two bytes
     args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height, pitch
-    kernel((cut.blocks(rows, outputs), 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.split)
+    kernel((cut.blocks(rows, outputs), 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.cluster)
     return y
 
 
@@ -137,7 +157,8 @@ def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [T, I], in the order of pieces, and scales f32 [T, I / 128]: max|x| / 448."""
     parts = x.float().unflatten(1, (-1, UNIT))
     most = parts.abs().amax(2, keepdim=True)
-    values = torch.where(most > 0, parts * (MOST / most), 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    by = torch.full_like(most, MOST) / most  # a number over a tensor would be rounded twice
+    values = torch.where(most > 0, parts * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
     # Of 16 inputs: a byte's first bit, a lane's t, the second bit.
     codes = values.view(torch.uint8).reshape(len(x), -1, 2, 4, 2)
     return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(2)
@@ -160,6 +181,8 @@ def sizes(inputs: int, cut: Cut, gate: str, bias: bool) -> dict[str, jit.Size]:
         ROWS=cut.rows,
         GROUPS=cut.outputs // 64,
         SPLIT=cut.split,
+        SHARE=cut.share,
+        OVER=cut.over,
         GATED=int(bool(gate)),
         ACT=ACTIVATIONS.index(gate) if gate else 0,
         BIAS=int(bias),

@@ -16,6 +16,7 @@
 #include "pairs.cuh"
 #include FORMAT
 
+constexpr int OVER = 1;  // blocks of a cluster that have W in common
 constexpr int M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;  // that multiply
 constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
 constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;

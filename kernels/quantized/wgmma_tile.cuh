@@ -5,9 +5,9 @@ struct Tile {
     int first, row, rank;  // output of y, row, part of the inputs
 
     __device__ Tile(int row_tiles, int height) {
-        const int at = blockIdx.x / (SPLIT * SHARE);  // neighbours share W
-        first = (at / row_tiles * SHARE + blockIdx.x % SHARE) * OUTS;
-        row = at % row_tiles * height, rank = blockIdx.x % SPLIT;
+        const int at = blockIdx.x / (SPLIT * SHARE * OVER), runs = (row_tiles + OVER - 1) / OVER;  // neighbours share W
+        first = (at / runs * SHARE + blockIdx.x % SHARE) * OUTS;
+        row = (at % runs * OVER + blockIdx.x / SHARE % OVER) * height, rank = blockIdx.x % SPLIT;
     }
 };
 

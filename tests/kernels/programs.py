@@ -180,6 +180,7 @@ PROGRAMS = [
     ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1), "silu", True))),
     ("e4m3_wgmma", dict(T=torch.float16, **e4m3_wgmma.sizes(14336, e4m3_wgmma.Cut(192, 64, 4), "", False))),
     ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(256, 64, 2), "", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1, 2, 2), "silu", True))),
     ("e4m3_rows", dict(T=torch.bfloat16, I=4096)),
     ("e4m3_rows", dict(T=torch.float16, I=14336)),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, E4M3))),

@@ -59,8 +59,11 @@ def test_what_it_is_for():
 
 def test_cuts():
     for rows in (65, 100, 128, 129, 256, 8191):
-        for cut in e4m3_wgmma.cuts(4096, True):
+        for cut in e4m3_wgmma.cuts(rows, 4096, True):
             height = cut.height(rows)
-            assert height % 4 == 0 and height <= cut.rows and e4m3_wgmma.stages(cut)[1] <= 227 << 10
-    assert {cut.split for cut in e4m3_wgmma.cuts(384, False)} == {1}
+            assert height % (16 if cut.share > 1 else 4) == 0 and height <= cut.rows
+            assert cut.row_tiles(rows) * height >= rows and e4m3_wgmma.stages(cut)[1] <= 227 << 10
+    assert {cut.split for cut in e4m3_wgmma.cuts(100, 384, False)} == {1}
+    assert {cut.over for cut in e4m3_wgmma.cuts(100, 384, False) if cut.rows == 128} == {1}
     assert Cut(128, 128, 1).blocks(8191, 4096) == 32 * 64
+    assert Cut(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4

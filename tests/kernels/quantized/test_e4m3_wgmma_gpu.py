@@ -26,7 +26,7 @@ def rows_of(rows, inputs, dtype):
     """x, and NaN behind it; some rows much larger than others."""
     room = torch.full((rows * inputs + (1 << 14),), NAN, device="cuda", dtype=dtype)
     x = room[: rows * inputs].view(rows, inputs).copy_(torch.randn(rows, inputs, device="cuda"))
-    x[::7] *= 50
+    x[::7] *= 50 if dtype == torch.bfloat16 else 5  # a gate times an up is to stay in f16
     return x
 
 
@@ -34,7 +34,7 @@ def rounded(x):
     """What x becomes, in f64."""
     parts = x.float().unflatten(1, (-1, 128))
     most = parts.abs().amax(2, keepdim=True)
-    codes = torch.where(most > 0, parts * (448 / most), 0).to(E4M3).double()
+    codes = torch.where(most > 0, parts * (torch.full_like(most, 448) / most), 0).to(E4M3).double()
     return (codes * (most.double() / 448)).flatten(1)
 
 
@@ -70,7 +70,7 @@ def test_every_cut(rows, outputs, inputs, gated, dtype):
     if gated:
         first, second = want.to(dtype).double().chunk(2, 1)
         want = silu(first) * second
-    cuts = list(e4m3_wgmma.cuts(inputs, gated))
+    cuts = list(e4m3_wgmma.cuts(rows, inputs, gated))
     sizes = [e4m3_wgmma.sizes(inputs, cut, "silu" * gated, True) for cut in cuts]
     jit.compile_ahead([jit.variant("e4m3_wgmma", dtype, **one) for one in sizes], x.device)
     for cut in cuts:
