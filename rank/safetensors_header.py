@@ -24,6 +24,31 @@ WIDTHS = {  # bytes of an element, of the kinds that ranks read
 LONGEST = 100_000_000  # bytes of a header, as the format limits them; other files would ask for any memory
 
 
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """Where a GGUF file has the rows of a tensor, or its columns, in another order than the model.
+
+    From `first` on the file has them as [again and again, a, b, each], the model as [again and again, b, a, each].
+    """
+
+    a: int
+    b: int
+    each: int = 1
+    first: int = 0
+    columns: bool = False
+
+    @property
+    def period(self) -> int:
+        """Neighbours among which the order changes."""
+        return self.a * self.b * self.each
+
+    def whole(self, start: int, stop: int) -> tuple[int, int]:
+        """What to read of the file for the model's rows or columns start to stop."""
+        if stop <= self.first:
+            return start, stop
+        begin = start if start < self.first else start - (start - self.first) % self.period
+        return begin, stop + (self.first - stop) % self.period
+
+
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor as a file's header describes it; its bytes are those from `start` to `stop` of the file."""
 
@@ -31,9 +56,10 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     start: int
     stop: int
-    # Of GGUF files: rows of queries and keys lie as interleaved rotary pairs, in heads of this size; 0: they do not.
-    paired: int = 0
+    # Of GGUF files:
+    order: Order | None = None
     added: float = 0.0  # to every element, which has to be taken off again
+    logarithms: bool = False  # of each element x it has -exp(x)
 
     @property
     def width(self) -> int:

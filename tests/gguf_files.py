@@ -16,6 +16,8 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from . import gguf_delta_nets
+
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 # Types that gguf-py decodes only → where their blocks have scales of f16
 SCALES = {
@@ -25,6 +27,7 @@ SCALES = {
 PAIRED = (
     "llama",
     "mistral",
+    "ministral3",
     "mixtral",
     "granite",
     "smollm3",
@@ -38,16 +41,18 @@ def write(
     architecture: str = "",
     tokenizer: dict[str, Any] | None = None,
     shards: int = 1,
+    together: bool = False,
     **extra: np.ndarray,
 ) -> Path:
     """kind: the type of matrices, one for all or by GGUF's name of the tensor. architecture: GGUF's name, where it is
-    not model_type. extra: tensors besides. Returns the first file."""
+    not model_type. together: projections of gated delta nets, and experts' gate and up. extra: tensors besides. Returns
+    the first file."""
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
-    tensors = _stacked(load_file(checkpoint / "model.safetensors"), config)
-    count = len(tensors) + len(extra)
-    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=-(-count // shards) if shards > 1 else 0)
-    _metadata(writer, config, architecture)
+    tensors = _stacked(load_file(checkpoint / "model.safetensors"), config, together)
+    most = -(-(len(tensors) + len(extra)) // shards)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=most if shards > 1 else 0)
+    _metadata(writer, config, architecture, tensors)
     for key, value in (tokenizer or {}).items():
         _add(writer, key, value)
     for name, x in tensors.items():
@@ -71,10 +76,19 @@ def write(
 ARCHITECTURES = {
     "mixtral": "llama", "mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "phi": "phi2", "glm4_moe": "glm4moe", "gpt_bigcode": "starcoder", "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2",
+    "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2", "minimax_m2": "minimax-m2", "glm": "chatglm",
+    "ministral3": "mistral3", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 # Names that gguf-py does not have.
-NAMES = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
+NAMES = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "self_attention.query_key_value.weight": "attn_qkv.weight",
+    "self_attention.query_key_value.bias": "attn_qkv.bias",
+    "block_sparse_moe.experts.w1.weight": "ffn_gate_exps.weight",
+    "block_sparse_moe.experts.w2.weight": "ffn_down_exps.weight",
+    "block_sparse_moe.experts.w3.weight": "ffn_up_exps.weight",
+}  # fmt: skip
 
 
 def _theirs(name: str, config: dict[str, Any], architecture: str = "") -> str:
@@ -90,7 +104,7 @@ def _theirs(name: str, config: dict[str, Any], architecture: str = "") -> str:
     return found
 
 
-def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
+def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str, tensors: dict[str, Tensor]) -> None:
     """What llama.cpp's converter writes for these model types."""
 
     def of(*keys: str, default: Any = None) -> Any:
@@ -100,7 +114,10 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
     dim = of("head_dim", default=hidden // heads)
     writer.add_context_length(of("max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
-    writer.add_block_count(of("num_hidden_layers", "n_layer"))
+    further = of("num_nextn_predict_layers", default=0)
+    writer.add_block_count(of("num_hidden_layers", "n_layer") + further)
+    if further:
+        writer.add_nextn_predict_layers(further)
     writer.add_feed_forward_length(of("intermediate_size", "n_inner", default=4 * hidden))
     writer.add_head_count(heads)
     writer.add_head_count_kv(of("num_key_value_heads", default=1 if architecture == "starcoder" else heads))
@@ -112,6 +129,14 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     _rope(writer, config, dim)
+    _experts(writer, config, architecture)
+    _particular(writer, config, architecture, tensors)
+
+
+def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
+    def of(*keys: str, default: Any = None) -> Any:
+        return next((config[key] for key in keys if config.get(key) is not None), default)
+
     if experts := of("num_experts", "num_local_experts", "n_routed_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -126,12 +151,20 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_expert_weights_norm(of("norm_topk_prob", default=False))
         writer.add_expert_group_count(config["n_group"] or 1)
         writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if architecture in ("gpt-oss", "minimax-m2"):
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str, tensors: dict[str, Tensor]) -> None:
+    """What few architectures have."""
+    if config["model_type"] in gguf_delta_nets.KINDS:
+        gguf_delta_nets.metadata(writer, config)
+    if architecture == "apertus":
+        _xielu(writer, config, tensors)
     if architecture == "cohere2":
         writer.add_logit_scale(config["logit_scale"])
     if architecture == "deepseek2":
         _latents(writer, config)
-    if architecture == "gpt-oss":
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2") or config["model_type"] == "olmo3":
         writer.add_sliding_window(config["sliding_window"] or 0)
     if config.get("attn_logit_softcapping"):
@@ -145,6 +178,17 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+
+
+def _xielu(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def of_all_layers(part: str) -> list[float]:
+        names = [f"model.layers.{i}.mlp.act_fn.{part}" for i in range(config["num_hidden_layers"])]
+        return [tensors.pop(name).float().item() for name in names]
+
+    writer.add_xielu_alpha_p(of_all_layers("alpha_p"))
+    writer.add_xielu_alpha_n(of_all_layers("alpha_n"))
+    writer.add_xielu_beta(of_all_layers("beta"))
+    writer.add_xielu_eps(of_all_layers("eps"))
 
 
 def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -167,6 +211,8 @@ def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
+    if beta := full.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
     writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
     if "sliding_attention" in rope and config["model_type"] != "olmo3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
@@ -178,18 +224,23 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         writer.add_rope_scaling_factor(full["factor"])
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
         if full.get("mscale_all_dim"):
-            writer.add_rope_scaling_yarn_log_mul(0.1 * full["mscale_all_dim"])
+            writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"] * (1 if beta else 0.1))
     partial = config.get("partial_rotary_factor") or full.get("partial_rotary_factor")
     if partial is not None:
         writer.add_rope_dimension_count(int(dim * partial))
 
 
-def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool = False) -> dict[str, Tensor]:
     """With one tensor of all experts, and of all heads' norms. Of some what files have apart, apart."""
     if config["model_type"] == "gpt_oss":
         tensors = dict(one for name, x in tensors.items() for one in _of_gpt_oss(name, x))
     if config["model_type"] == "deepseek_v3":
         tensors = dict(one for name, x in tensors.items() for one in _of_latents(name, x, config))
+    if config["model_type"] == "glm" and config["attention_bias"]:
+        tensors = _with_whole_qkv(tensors)
+    if config["model_type"] in gguf_delta_nets.KINDS:
+        changed = (gguf_delta_nets.converted(name, x, config, together) for name, x in tensors.items())
+        tensors = dict(one for several in changed for one in several)
     found: dict[str, Any] = {}
     number = re.compile(r"\.(experts|norms)\.(\d+)(?=\.)")
     for name, x in tensors.items():
@@ -198,7 +249,23 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
             found.setdefault(number.sub(under, name), {})[int(one[2])] = x
         else:
             found[name] = x
-    return {name: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for name, x in found.items()}
+    found = {
+        name: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for name, x in found.items()
+    }
+    for name in [one for one in found if one.endswith("experts.gate_proj.weight") and together]:
+        gate, up = found.pop(name), found.pop(name.replace("gate", "up"))
+        found[name.replace("gate_proj", "gate_up_proj")] = torch.cat((gate, up), 1)
+    return found
+
+
+def _with_whole_qkv(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As ChatGLM's own checkpoints have them."""
+    found = {name: x for name, x in tensors.items() if not re.search(r"\.[qkv]_proj\.", name)}
+    for name in tensors:
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            found[name.replace("self_attn.q_proj", "self_attention.query_key_value")] = torch.cat(parts)
+    return found
 
 
 def _of_gpt_oss(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
@@ -228,12 +295,15 @@ def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if f".{part}." in name:
                 x = x.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    shifted = kind.startswith("gemma") or kind in gguf_delta_nets.KINDS
+    if shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         x = x + 1
     return x.squeeze() if "shared_expert_gate" in name else x
 
 
 def _wanted(kind: str | Callable[[str], str], name: str) -> Type:
+    if "ssm_conv1d" in name:  # llama.cpp does not quantise it
+        return Type.F32
     return Type[kind if isinstance(kind, str) else kind(name)]
 
 
@@ -277,6 +347,8 @@ def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) 
             wanted = _wanted(kind, theirs)
             data = gguf.quants.dequantize(_encoded(theirs, x, wanted), wanted)
             made = torch.from_numpy(np.ascontiguousarray(data))
+            if config["model_type"] in gguf_delta_nets.KINDS:
+                made = gguf_delta_nets.restored(name, made, config, tensors)
             if (whole := _whole(name, made, tensors)) is not None:
                 tensors |= whole
             elif ".experts." in name:

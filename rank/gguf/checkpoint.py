@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MODEL, FatalError
-from ..safetensors_header import Entry, Index
+from ..safetensors_header import Entry, Index, Order
 from . import architectures
 from .header import Header, Tensor, read
 from .metadata import Metadata
@@ -57,12 +57,14 @@ def config(path: Path) -> dict[str, Any]:
     """What config.json of the same model would say. Raises FatalError where the architecture is not supported."""
     m = Metadata(headers(path))
     architecture = _architecture(m)
-    types = {}
+    keys = architecture.config(m)
+    orders, types = _orders(architecture, keys), {}
     for name, tensor in m.matrices():
-        if tensor.type.group > 1 and len(tensor.shape) in (2, 3):  # 3: of all experts of a layer
+        # Of 3 axes: of all experts of a layer
+        if tensor.type.group > 1 and len(tensor.shape) in (2, 3) and _keeps_groups(orders.get(_part(name)), tensor):
             types[_rename(architecture, name).removesuffix(".weight")] = tensor.type.name
     quantization = {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
-    return architecture.config(m) | {"dtype": _dtype(m)} | quantization
+    return keys | {"dtype": _dtype(m)} | quantization
 
 
 def read_index(path: Path) -> Index:
@@ -71,8 +73,8 @@ def read_index(path: Path) -> Index:
     found = headers(path)
     m = Metadata(found)
     architecture = _architecture(m)
-    paired, added = getattr(architecture, "PAIRED", ()), getattr(architecture, "ADDED", 0.0)
-    head_dim = architecture.config(m)["head_dim"] if paired else 0
+    keys = architecture.config(m)
+    orders = _orders(architecture, keys)
     index = Index({}, {}, path=str(path))
     for header in found:
         entries = index.headers[header.file.name] = {}
@@ -82,18 +84,18 @@ def read_index(path: Path) -> Index:
                 continue
             if ours in index.files:
                 raise FatalError(f"{header.file}: tensor {name} is in {index.files[ours]} as well", MODEL)
-            part = name.rpartition(".")[0].rpartition(".")[2]
+            part = _part(name)
             if part in getattr(architecture, "STACKED", {}):
                 entries |= _rows(ours, architecture.STACKED[part], tensor)
                 continue
-            if part in getattr(architecture, "ROWS", ()):
-                tensor = tensor._replace(shape=(1, *tensor.shape[-1:]))
-            pairs = head_dim if part in paired else 0
-            if pairs and tensor.shape[0] % pairs:
-                raise FatalError(f"{header.file}: {name} has {tensor.shape[0]} rows, no heads of {pairs}", MODEL)
-            entries[ours] = _entry(tensor, pairs, added if name.endswith("norm.weight") else 0.0)
-            if tensor.type.group > 1:
-                entries[ours.removesuffix(".weight") + BLOCKS] = _blocks(tensor, pairs)
+            tensor = tensor._replace(shape=_with_one(tensor.shape, getattr(architecture, "ONES", {}).get(part)))
+            order = orders.get(part)
+            _check_order(f"{header.file}: {name}", order, tensor)
+            entries[ours] = _entry(architecture, name, tensor, order)
+            if tensor.type.group > 1 and _keeps_groups(order, tensor):
+                entries[ours.removesuffix(".weight") + BLOCKS] = _blocks(tensor, order)
+        for key, ours in getattr(architecture, "PER_LAYER", {}).items():
+            entries |= _numbers(header, key, ours, keys["num_hidden_layers"])
     index.files = {name: file for file, entries in index.headers.items() for name in entries}
     return index
 
@@ -124,6 +126,8 @@ def _architecture(m: Metadata) -> Any:
 def _rename(architecture: Any, name: str) -> str:
     """Empty: it is not read as a weight. Of a tensor that the table does not know its own name."""
     numbers, pattern = NUMBER.findall(name), NUMBER.sub("{}", name)
+    if pattern in architecture.TENSORS:  # one without an ending
+        return str(architecture.TENSORS[pattern].format(*numbers))
     stem, _, ending = pattern.rpartition(".")
     if stem not in architecture.TENSORS:
         return name
@@ -132,13 +136,62 @@ def _rename(architecture: Any, name: str) -> str:
     return f"{ours.format(*numbers)}.{ending}" if ours else ""
 
 
-def _entry(tensor: Tensor, paired: int, added: float) -> Entry:
-    return Entry(tensor.type.name, tensor.shape, tensor.start, tensor.stop, paired, added)
+def _part(name: str) -> str:
+    """What a layer's tensor is, without its number and its ending."""
+    return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
-def _blocks(tensor: Tensor, paired: int) -> Entry:
-    width = tensor.shape[-1] // tensor.type.group * tensor.type.bytes
-    return Entry("U8", (*tensor.shape[:-1], width), tensor.start, tensor.stop, paired)
+def _orders(architecture: Any, keys: dict[str, Any]) -> dict[str, Order]:
+    """By parts of names: what the file has in another order than the model."""
+    found = {part: Order(keys["head_dim"] // 2, 2) for part in getattr(architecture, "PAIRED", ())}
+    return found | (architecture.orders(keys) if hasattr(architecture, "orders") else {})
+
+
+def _keeps_groups(order: Order | None, tensor: Tensor) -> bool:
+    """Whether groups of inputs that are quantised together stay together in the model's order."""
+    return order is None or not order.columns or order.each % tensor.type.group == 0
+
+
+def _check_order(where: str, order: Order | None, tensor: Tensor) -> None:
+    if order is None:
+        return
+    extent = tensor.shape[-1 if order.columns else 0]
+    if order.period < 1 or extent < order.first or (extent - order.first) % order.period:
+        kind = "columns" if order.columns else "rows"
+        raise FatalError(f"{where} has {extent} {kind}, no heads of {order.period}", MODEL)
+
+
+def _with_one(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+    if axis is None:
+        return shape
+    others = [extent for extent in shape if extent != 1]
+    return (*others[:axis], 1, *others[axis:])
+
+
+def _entry(architecture: Any, name: str, tensor: Tensor, order: Order | None) -> Entry:
+    changed = name.endswith("norm.weight") and _part(name) not in getattr(architecture, "UNCHANGED", ())
+    added = getattr(architecture, "ADDED", 0.0) if changed else 0.0
+    logarithms = _part(name) in getattr(architecture, "LOGARITHMS", ())
+    return Entry(tensor.type.name, tensor.shape, tensor.start, tensor.stop, order, added, logarithms)
+
+
+def _blocks(tensor: Tensor, order: Order | None) -> Entry:
+    group, size = tensor.type.group, tensor.type.bytes
+    if order is not None and order.columns:  # of bytes
+        order = Order(order.a, order.b, order.each // group * size, order.first // group * size, columns=True)
+    width = tensor.shape[-1] // group * size
+    return Entry("U8", (*tensor.shape[:-1], width), tensor.start, tensor.stop, order)
+
+
+def _numbers(header: Header, key: str, ours: str, layers: int) -> dict[str, Entry]:
+    """Numbers of the metadata as tensors of one element: one for each layer, or the same for all."""
+    if key not in header.places:
+        return {}
+    start, count = header.places[key]
+    if count not in (1, layers):
+        raise FatalError(f"{header.file}: the metadata's {key} has {count} numbers for {layers} layers", MODEL)
+    starts = [start + 4 * (i if count > 1 else 0) for i in range(layers)]
+    return {ours.format(i): Entry("F32", (1,), at, at + 4) for i, at in enumerate(starts)}
 
 
 def _rows(name: str, under: str, tensor: Tensor) -> dict[str, Entry]:

@@ -22,7 +22,7 @@ ALIGNMENT = 32  # of the tensors' data, where general.alignment says nothing els
 LONGEST = 1 << 30  # bytes of a string or an array: damaged files would ask for any memory
 MOST_AXES = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
+FLOAT, STRING, ARRAY = 6, 8, 9
 
 
 class Tensor(NamedTuple):
@@ -38,6 +38,7 @@ class Header(NamedTuple):
     file: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
+    places: dict[str, tuple[int, int]]  # of the metadata's floats of 32 bits: where they begin, and how many there are
 
 
 def read(file: Path, texts: bool = False) -> Header:
@@ -63,6 +64,7 @@ class _Reader:
 
     def __init__(self, file: BinaryIO, size: int, texts: bool):
         self._file, self._size, self._texts = file, size, texts
+        self._places: dict[str, tuple[int, int]] = {}
         self._what = "its header"  # what is read, for messages
 
     def header(self, file: Path) -> Header:
@@ -81,9 +83,12 @@ class _Reader:
             self._what = f"the metadata's {key}"
             if key in metadata:
                 raise ValueError(f"{self._what} is there twice")
-            metadata[key] = self._value(keep=self._texts or not key.startswith("tokenizer.ggml."))
+            metadata[key] = value = self._value(keep=self._texts or not key.startswith("tokenizer.ggml."))
+            if self._kind == FLOAT and value is not None:
+                values = value if isinstance(value, list) else [value]
+                self._places[key] = self._file.tell() - 4 * len(values), len(values)
         tensors = self._tensors(num_tensors, metadata.get("general.alignment", ALIGNMENT))
-        return Header(file, metadata, tensors)
+        return Header(file, metadata, tensors, self._places)
 
     def _tensors(self, count: int, alignment: Any) -> dict[str, Tensor]:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -140,10 +145,11 @@ class _Reader:
             raise ValueError(f"{self._what} is no text") from None
 
     def _value(self, keep: bool) -> Any:
-        kind = self._number("I")
+        self._kind = kind = self._number("I")  # of an array its elements'
         if kind != ARRAY:
             return self._scalar(kind)()
-        kind, count = self._number("I"), self._number("Q")
+        self._kind = kind = self._number("I")
+        count = self._number("Q")
         if code := SCALARS.get(kind):
             data = self._take(count * struct.calcsize(f"<{code}"))
             return list(struct.unpack(f"<{count}{code}", data)) if keep else None

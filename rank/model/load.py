@@ -106,7 +106,7 @@ def load(
     try:
         _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
         model.rope.to(device)
-        _attach(model, speaks)
+        _attach(model, mesh.world)
     except torch.OutOfMemoryError as error:
         raise load_memory.too_large(need, str(error).partition(". ")[0], device) from None
     _finish(model, DTYPES[chosen])
@@ -137,12 +137,15 @@ def _finish(model: Model, dtype: torch.dtype) -> None:
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
 
 
-def _attach(model: Model, speaks: bool) -> None:
-    """Prepare what is in host memory, once it is there."""
-    told = [model.offload.attach()] if model.offload is not None else []
+def _attach(model: Model, world: HostComm) -> None:
+    """Prepare what is in host memory, once it is there. Collective over world."""
+    told = []
+    if model.offload is not None:  # on all ranks or none
+        load_memory.together(world, model.offload.pin)  # they measure at the same time, and no rank pins meanwhile
+        told.append(model.offload.attach())
     if model.layer_offload is not None:
         told.append(model.layer_offload.attach(aside=model.offload is None))
-    for text in filter(None, told if speaks else ()):
+    for text in filter(None, told if world.rank == 0 else ()):
         log.info(text)
 
 

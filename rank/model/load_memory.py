@@ -52,12 +52,13 @@ class OthersRefuse(FatalError):
 
 
 def together(world: HostComm, work: Callable[[], int]) -> int:
-    """What `work` returns. Where it raises FatalError on one rank, others raise OthersRefuse: what comes next may be
-    collective. Collective over world."""
-    made, stop = 0, None
+    """What `work` returns. Where it raises FatalError or MemoryError on one rank, others raise OthersRefuse: what comes
+    next may be collective. Collective over world."""
+    made: int = 0
+    stop: FatalError | MemoryError | None = None
     try:
         made = work()
-    except FatalError as error:
+    except (FatalError, MemoryError) as error:
         stop = error
     refused = int(world.all_reduce(torch.tensor([int(stop is not None)])))
     if stop is not None:

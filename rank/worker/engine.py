@@ -216,6 +216,8 @@ class Engine:
         """How many tokens a step computes, and how many sequences run at once."""
         options, device = self.options, self.place.device
         budget = options.max_num_batched_tokens or TOKEN_BUDGET[device.type]
+        if device.type == "cuda" and self.model.offload is not None and not options.max_num_batched_tokens:
+            budget += options.max_num_seqs  # one step of a prompt of 8192 beside decoding ones: each copies all experts
         if device.type != "cpu" or options.max_num_batched_tokens:
             return budget, options.max_num_seqs
         weights = self.model.num_weights

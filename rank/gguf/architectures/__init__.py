@@ -2,10 +2,15 @@
 
 Each has `config(m)`, which gives the keys of config.json that the metadata `m` mean, and `TENSORS`, from GGUF's name of
 a tensor to the one that the model's code has for it (rank/model/architectures): {} is a layer's number, names without
-an ending stand for weight and bias, and what becomes empty is not read as a weight. It may have `PAIRED`, names of
-linears whose outputs a file holds in the order of interleaved rotary pairs, `ADDED`, what files add to the weights of
-norms, `ROWS`, vectors that are matrices of one row in the model, `STACKED`, matrices whose rows are vectors there, by
-what stands before their numbers, and `ENDINGS`, what tensors end with there in place of weight or bias.
+an ending stand for weight and bias, and what becomes empty is not read as a weight. It may have
+- `PAIRED`, names of linears whose outputs a file holds in the order of interleaved rotary pairs,
+- `orders(config)`, from the names of tensors to other orders, by what `config` has returned,
+- `ADDED`, what files add to the weights of norms, and `UNCHANGED`, norms to which they do not,
+- `LOGARITHMS`, tensors of which files have the negative exponential,
+- `ONES`, tensors whose axis of one files leave out, and where it is in the model,
+- `STACKED`, matrices whose rows are vectors there, by what stands before their numbers,
+- `PER_LAYER`, keys of the metadata that are tensors of the model, a number for each layer, and
+- `ENDINGS`, what tensors end with there in place of weight or bias.
 
 Those that `phalanx convert` writes have `WRITES`, the model types that become files of it, and may have `keys(raw)`: of
 config.json the metadata besides those that all have.

@@ -11,6 +11,7 @@ from ..metadata import Metadata
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Factors on rope frequencies: config.json has them.
 UNREAD = {"rope_freqs": "", "rope_factors_long": "", "rope_factors_short": ""}
+CORRECTION = {"exp_probs_b.bias": "e_score_correction_bias"}  # ends of the tensors that correct a choice of experts
 
 
 def layer(**names: str) -> dict[str, str]:
@@ -30,12 +31,21 @@ FOUR_NORMS = layer(
     ffn_norm="pre_feedforward_layernorm",
     post_ffw_norm="post_feedforward_layernorm",
 )
-DECODER = ENDS | UNREAD | ATTENTION | MLP | NORMS
+# Of layers that predict further tokens, which are not read: their numbers tell.
+FURTHER = layer(**{
+    f"nextn.{theirs}": ours
+    for theirs, ours in {
+        "eh_proj": "eh_proj", "embed_tokens": "embed_tokens", "enorm": "enorm", "hnorm": "hnorm",
+        "shared_head_head": "shared_head.head", "shared_head_norm": "shared_head.norm",
+    }.items()
+})  # fmt: skip
+DECODER = ENDS | UNREAD | ATTENTION | MLP | NORMS | FURTHER
 EXPERTS = layer(
     ffn_gate_inp="mlp.gate",
     ffn_gate_exps="mlp.experts.gate_proj",
     ffn_up_exps="mlp.experts.up_proj",
     ffn_down_exps="mlp.experts.down_proj",
+    ffn_gate_up_exps="mlp.experts.gate_up_proj",
 )
 
 SHARED_EXPERTS = layer(
@@ -64,7 +74,7 @@ def config(m: Metadata) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": m.integer("attention.head_count_kv", heads),
         "head_dim": m.integer("attention.key_length", hidden // heads),
-        "intermediate_size": m.integer("feed_forward_length"),
+        "intermediate_size": m.integer("feed_forward_length", 0 if m.has("expert_feed_forward_length") else None),
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": m.integer("context_length"),
         "tie_word_embeddings": m.tensor("output.weight") is None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import DECODER, EXPERTS, SHARED_EXPERTS, experts, layer
+from ._common import CORRECTION, DECODER, EXPERTS, SHARED_EXPERTS, experts, layer
 from ._common import config as common
 
 TENSORS = (
@@ -28,7 +28,7 @@ TENSORS = (
         exp_probs_b="mlp.gate",
     )
 )
-ENDINGS = {"exp_probs_b.bias": "e_score_correction_bias"}
+ENDINGS = CORRECTION
 SIGMOID = 2  # of expert_gating_func
 # Groups of experts and how many of them a token visits, of models whose older files do not say so: by their experts.
 GROUPS = {160: (8, 3), 256: (8, 4)}

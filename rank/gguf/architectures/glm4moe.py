@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import DECODER, EXPERTS, QK_NORM, SHARED_EXPERTS, experts, layer
+from ._common import CORRECTION, DECODER, EXPERTS, QK_NORM, SHARED_EXPERTS, experts, layer
 from ._common import config as common
 
 TENSORS = (
@@ -15,7 +15,7 @@ TENSORS = (
     | SHARED_EXPERTS
     | layer(post_attention_norm="post_attention_layernorm", exp_probs_b="mlp.gate")
 )
-ENDINGS = {"exp_probs_b.bias": "e_score_correction_bias"}
+ENDINGS = CORRECTION
 
 
 def config(m: Metadata) -> dict[str, Any]:

@@ -8,17 +8,14 @@ from ..metadata import Metadata
 from ._common import DECODER, EXPERTS, experts, layer
 from ._common import config as common
 
-TENSORS = (
-    DECODER
-    | EXPERTS
-    | layer(
-        ffn_gate_inp_shexp="mlp.shared_expert_gate",
-        ffn_gate_shexp="mlp.shared_expert.gate_proj",
-        ffn_up_shexp="mlp.shared_expert.up_proj",
-        ffn_down_shexp="mlp.shared_expert.down_proj",
-    )
+SHARED_EXPERT = layer(
+    ffn_gate_inp_shexp="mlp.shared_expert_gate",
+    ffn_gate_shexp="mlp.shared_expert.gate_proj",
+    ffn_up_shexp="mlp.shared_expert.up_proj",
+    ffn_down_shexp="mlp.shared_expert.down_proj",
 )
-ROWS = ("ffn_gate_inp_shexp",)
+TENSORS = DECODER | EXPERTS | SHARED_EXPERT
+ONES = {"ffn_gate_inp_shexp": 0}
 
 
 def config(m: Metadata) -> dict[str, Any]:

@@ -22,11 +22,13 @@ from ....kernels.graph_pieces import on_host
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
 from ....kernels.moe.host_experts import Experts, HostPairs, computes
 from ....kernels.moe.moe import Biases, Held, fused_experts
-from .host_buffers import KEPT, Buffer, HostStack, HostView, SharedBuffers, Streamer
+from .host_buffers import KEPT, Buffer, HostStack, HostView, SharedBuffers
 from .residents import Residents
+from .streamer import Streamer
 
 ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
 LOOKED = 512  # tokens up to which steps look in any case, as captured steps must: copies are the host's part of these
+KNOWN = 256  # fillings of a buffer that a layer remembers
 TURN = 4  # steps between two looks at a layer's resident set
 AUTO, CPU, STREAM, RESIDENT = "auto", "cpu", "stream", "resident"
 WAYS = AUTO, RESIDENT, CPU, STREAM
@@ -71,6 +73,7 @@ class HostExperts:
         # Of the router's numbers, the slot on the device; as many as there are slots: it has none.
         self._slot = torch.from_numpy(self._numbers(self.set.slot_of, self.set.slots)).to(self.device)
         self._in_slot = torch.arange(self.set.slots, device=self.device)  # each slot's expert, for biases
+        self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
         self._coming: tuple[int, int, torch.cuda.Event] | None = None  # an expert, its slot, and when it is there
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
             for mine, theirs in zip(slots.tensors, buffer.tensors, strict=True):
@@ -119,15 +122,23 @@ class HostExperts:
     def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray, keep: bool) -> Iterator[Tensor]:
         """What each buffer of copied experts makes, [T, H]. keep: those experts become resident."""
         for some, buffer in self.shared.streamer.copies(self.layer, experts):
-            at = np.full(self.held.size, -1)
-            at[some] = np.arange(len(some))
-            count = buffer.stack.size
-            numbers = torch.from_numpy(self._numbers(at, count)).to(self.device, non_blocking=True)
-            rest = np.zeros(count - len(some), some.dtype)
-            of = torch.from_numpy(np.concatenate((some, rest))).to(self.device, non_blocking=True)
-            yield self._on_device(x, ids, weights, buffer.stack, numbers, of)
+            yield self._on_device(x, ids, weights, buffer.stack, *self._in_buffer(some, buffer.stack.size))
             if keep:
                 self._adopt(some, buffer)
+
+    def _in_buffer(self, experts: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+        """`numbers` and `of` of `_on_device` for a buffer of `count` experts that begins with these. They are kept: in
+        prompts the same come step by step, and a small copy to the device may wait behind large ones."""
+        key = experts.tobytes()
+        if key not in self._known:
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            at, of = np.full(self.held.size, -1), np.zeros(count, experts.dtype)
+            at[experts], of[: len(experts)] = np.arange(len(experts)), experts
+            both = self._numbers(at, count), of
+            numbers, there = (torch.from_numpy(one).to(self.device, non_blocking=True) for one in both)
+            self._known[key] = numbers, there
+        return self._known[key]
 
     def _from_host(self, view: HostView, tokens: int) -> None:
         """The host's part of a step on a GPU: fill view.out for `tokens` real tokens.

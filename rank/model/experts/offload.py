@@ -20,7 +20,8 @@ from ....kernels.moe.moe import Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
 from .fused import FusedExperts
 from .host import AUTO, Counters, HostExperts, Shared
-from .host_buffers import BUFFER, BUFFERS, HostStack, SharedBuffers, Streamer
+from .host_buffers import HostStack, SharedBuffers
+from .streamer import BUFFER, BUFFERS, Streamer
 
 CHOSEN = 8  # experts of a token that is timed
 MANY = 64  # tokens of an expert that is timed
@@ -85,6 +86,7 @@ class Offload:
         """layers: of this stage, which all have equally many experts."""
         self.layers, self.device, self.room, self.dtype = list(layers), device, room, dtype
         self.counters = Counters()
+        self._stacks: list[HostStack] = []
         self.slots, self.host_bytes, self.slot_bytes = 0, 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
@@ -106,13 +108,17 @@ class Offload:
     def resident_bytes(self) -> int:
         return self.slots * self.slot_bytes
 
+    def pin(self) -> int:
+        """Once the weights are loaded: pin them where there is a GPU. Their bytes."""
+        self._stacks = [HostStack(self._stack(layer), self.device) for layer in self.layers]
+        self.host_bytes = sum(x.nbytes for one in self._stacks for x in one.tensors)
+        return self.host_bytes
+
     def attach(self) -> str:
-        """Once the weights are loaded: pin them, fill the resident sets and measure. What the log should say."""
+        """After `pin`: fill the resident sets and measure, beside all other ranks. What the log should say."""
         if not self.layers:
             return ""
-        cuda = self.device.type == "cuda"
-        stacks = [HostStack(self._stack(layer), self.device) for layer in self.layers]
-        self.host_bytes = sum(x.nbytes for one in stacks for x in one.tensors)
+        cuda, stacks = self.device.type == "cuda", self._stacks
         self.slot_bytes = sum(one.there.nbytes(1) for one in stacks)
         self._count()
         streamer = Streamer(stacks, self.device)

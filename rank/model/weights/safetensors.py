@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 from ....errors import MODEL, FatalError
 from ...checkpoint_files import directory
 from ...gguf import checkpoint
-from ...safetensors_header import INDEX, Entry, Index, rows
+from ...safetensors_header import INDEX, Entry, Index, Order, rows
 from . import ggml
 from .slicing import Slice
 
@@ -84,7 +85,8 @@ class Checkpoint:
             return
         file, entry = self.find(part.tensor)
         ranges = part.ranges if len(part.shape) > 1 else (*part.ranges, (0, 1))
-        (first, last), width = ranges[0], entry.width
+        read = widened(entry, ranges)
+        (first, last), width = read[0], entry.width
         try:
             mapped = self._map(file)
             _fetch(mapped, entry.start + first * width, entry.start + last * width)
@@ -92,8 +94,8 @@ class Checkpoint:
             name = self._told(self.names[part.tensor])
             raise FatalError(f"{self.directory / file}: {name} cannot be read: {_why(error)}", MODEL) from None
         data = torch.frombuffer(mapped, dtype=torch.uint8)[entry.start : entry.stop]
-        values = elements(window(data, entry, 0, ranges), entry, ranges[-1])
-        put(values, target[:, None] if len(part.shape) == 1 else target, entry, first, first)
+        values = elements(window(data, entry, 0, read), entry, ranges[-1])
+        put(values, target[:, None] if len(part.shape) == 1 else target, entry, first, ranges[0])
 
     def _told(self, name: str) -> str:
         """A tensor's name as its file has it, for messages."""
@@ -131,6 +133,32 @@ def _why(error: OSError) -> str:
     return str(error.strerror)
 
 
+def widened(entry: Entry, ranges: Ranges) -> Ranges:
+    """What to read of a tensor for the model's `ranges` of it."""
+    if entry.order is None:
+        return ranges
+    if entry.order.columns:
+        return (*ranges[:-1], entry.order.whole(*ranges[-1]))
+    return (entry.order.whole(*ranges[0]), *ranges[1:])
+
+
+def places(order: Order, at: Tensor) -> Tensor:
+    """Where the model has the file's rows or columns `at`, int64."""
+    later = at - order.first
+    within, each = later % order.period // order.each, later % order.each
+    place = later - later % order.period + (within % order.b * order.a + within // order.b) * order.each + each
+    return torch.where(later < 0, at, place + order.first)
+
+
+def kept(entry: Entry, first: int, last: int, ranges: Ranges) -> int:
+    """How many elements of the file's rows first to last belong to the model's `ranges`."""
+    inner = math.prod(stop - start for start, stop in ranges[1:])
+    if entry.order is None or entry.order.columns:
+        return (last - first) * inner
+    place = places(entry.order, torch.arange(first, last))
+    return int(((place >= ranges[0][0]) & (place < ranges[0][1])).sum()) * inner
+
+
 def span(entry: Entry, left: int, right: int) -> tuple[int, int]:
     """The bytes of a row that hold its elements left to right: of quantised ones whole groups."""
     group, size = packing(entry)
@@ -155,6 +183,9 @@ def window(data: Tensor, entry: Entry, first: int, ranges: Ranges) -> Tensor:
 
 def elements(data: Tensor, entry: Entry, columns: tuple[int, int]) -> Tensor:
     """Bytes [..., bytes], a `window`, as the elements that were asked for; columns: which, of the last axis."""
+    wanted, order = columns, entry.order if entry.order is not None and entry.order.columns else None
+    if order is not None:
+        columns = order.whole(*columns)
     if entry.dtype in DTYPES:
         dtype = DTYPES[entry.dtype]
         if data.storage_offset() % dtype.itemsize:  # the header has an odd length, as in old files
@@ -164,16 +195,22 @@ def elements(data: Tensor, entry: Entry, columns: tuple[int, int]) -> Tensor:
         left, right = columns
         begin = left % packing(entry)[0]
         values = ggml.dequantize(entry.dtype, data)[..., begin : begin + right - left]
+    if order is not None:
+        place = places(order, torch.arange(*columns))
+        values = values[..., place.argsort()[wanted[0] - columns[0] : wanted[1] - columns[0]]]
+    if entry.logarithms:
+        return values.float().neg().log()
     return values.float() - entry.added if entry.added else values
 
 
-def put(values: Tensor, target: Tensor, entry: Entry, first: int, top: int) -> None:
-    """Copy rows of a tensor, from its row `first` on, into a target that begins with its row `top`."""
-    if not entry.paired:
+def put(values: Tensor, target: Tensor, entry: Entry, first: int, wanted: tuple[int, int]) -> None:
+    """Copy rows of a tensor, from the file's row `first` on, into the target, which has the model's rows `wanted`."""
+    top, bottom = wanted
+    if entry.order is None or entry.order.columns:
         target[first - top : first - top + len(values)].copy_(values)
         return
-    # A file's pairs (x0, x1) of a head are neighbours; here all x0 of a head come before all x1.
-    row = torch.arange(first, first + len(values))
-    head, within = row // entry.paired, row % entry.paired
-    order = head * entry.paired + within % 2 * (entry.paired // 2) + within // 2 - top
-    target.index_copy_(0, order.to(target.device), values.to(target))
+    place = places(entry.order, torch.arange(first, first + len(values)))
+    here = (place >= top) & (place < bottom)
+    if not here.all():
+        place, values = place[here], values[here]
+    target.index_copy_(0, (place - top).to(target.device), values.to(target))

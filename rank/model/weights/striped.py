@@ -29,7 +29,7 @@ from ....comm.broadcast import gather_bytes
 from ....errors import MODEL, FatalError
 from ...safetensors_header import Entry, rows
 from .filler import Filler
-from .safetensors import Checkpoint, Ranges, elements, put, span, window
+from .safetensors import Checkpoint, Ranges, elements, kept, put, span, widened, window
 from .slicing import ShardedModule, Slice
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Striped:
         mine: dict[str, list[Ranges]] = {}
         for part in _not_empty(parts):
             self._parts.setdefault(part.tensor, []).append(part)
-            mine.setdefault(part.tensor, []).append((*part.ranges, (0, 1)) if len(part.shape) == 1 else part.ranges)
+            mine.setdefault(part.tensor, []).append(widened(checkpoint.find(part.tensor)[1], _ranges(part)))
         kind = dict[str, list[Ranges]]
         self._wanted = [
             msgspec.msgpack.decode(text, type=kind) for text in gather_bytes(world, msgspec.msgpack.encode(mine))
@@ -148,11 +148,14 @@ class Striped:
         for chunks in self._rounds():
             order = [chunks[me], *chunks[:me], *chunks[me + 1 :]]  # as _exchange stores them
             for move in (move for chunk in order if chunk is not None for move in moves(chunk, self._wanted[me])):
-                module = self._parts[move.piece.tensor][move.place].module
+                part = self._parts[move.piece.tensor][move.place]
+                module = part.module
+                if not (count := self._kept(move, part)):
+                    continue
                 held += bytes_of(module) if module not in begun else 0
                 begun.add(module)
                 most = max(most, held)
-                left[module] -= (move.last - move.first) * math.prod(stop - start for start, stop in move.ranges)
+                left[module] -= count
                 held -= bytes_of(module) if not left[module] else 0
         return most
 
@@ -232,13 +235,18 @@ class Striped:
     def _store(self, move: Move, data: Tensor) -> None:
         """Copy bytes [rows, ..., bytes] into the slice that they belong to, as elements."""
         name = move.piece.tensor
-        top = self._wanted[self._world.rank][name][move.place][0][0]
         part = self._parts[name][move.place]
+        if not (count := self._kept(move, part)):  # rows of others, among which this rank's could have been
+            return
         target = self._filler.target(part)
         entry, target = self._entries[name], target[:, None] if len(part.shape) == 1 else target
-        values = elements(data, entry, move.ranges[-1])
-        put(values, target, entry, move.first, top)
-        self._filler.arrived(part, values.numel())
+        ranges = _ranges(part)
+        put(elements(data, entry, ranges[-1]), target, entry, move.first, ranges[0])
+        self._filler.arrived(part, count)
+
+    def _kept(self, move: Move, part: Slice) -> int:
+        """How many elements of a move the slice takes."""
+        return kept(self._entries[move.piece.tensor], move.first, move.last, _ranges(part))
 
 
 class Reader:
@@ -320,6 +328,11 @@ class Reader:
                 )
             done += got
         return into
+
+
+def _ranges(part: Slice) -> Ranges:
+    """Of a vector as a matrix of one column."""
+    return (*part.ranges, (0, 1)) if len(part.shape) == 1 else part.ranges
 
 
 def _not_empty(parts: Sequence[Slice]) -> list[Slice]:

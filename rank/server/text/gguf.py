@@ -29,6 +29,8 @@ HARMONY = ("<|return|>", "<|call|>")
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
+MARKS = r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN35 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|{MARKS}"
 QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -81,7 +83,8 @@ STEPS: dict[Callable[[], list[Any]], tuple[str, ...]] = {
         "chatglm-bpe", "glm4",
     ),
     functools.partial(_split, QWEN2): ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez"),
-    functools.partial(_split, O200K): ("gpt-4o", "llama4"),
+    functools.partial(_split, QWEN35): ("qwen35",),
+    functools.partial(_split, O200K): ("gpt-4o", "llama4", "minimax-m2"),
     functools.partial(_split, TEKKEN): ("tekken",),
     functools.partial(_split, BUILT_IN): ("phalanx",),
     functools.partial(_split, KIMI): ("kimi-k2",),
@@ -92,7 +95,7 @@ STEPS: dict[Callable[[], list[Any]], tuple[str, ...]] = {
     functools.partial(_split, r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK): ("deepseek-v3",),
 }  # fmt: skip
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")  # a word that is a token is taken so
-COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")  # whose texts are brought into NFC
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r")  # whose texts are brought into NFC
 
 
 class _Vocabulary:

@@ -17,7 +17,7 @@ from .tokenizer_file import read_json
 # Cut differently by each of STEPS.
 PROBE = (
     "I'LL see we've 1234567 x1 naïve Ünïcode—CamelCase HTTPServer a/b/c //path\r\n\n  two   spaces\t\ttabs !!?? $%&'() "
-    "日本語 ひらがな café's 3.14159 don't  end \n"
+    "日本語 ひらがな हिन्दी café's 3.14159 don't  end \n"
 )
 
 

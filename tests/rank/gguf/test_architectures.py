@@ -1,11 +1,15 @@
 """What rank/gguf/architectures makes of metadata that few files have."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 from phalanx.errors import FatalError
-from phalanx.rank.gguf.architectures import deepseek2
+from phalanx.rank.gguf import architectures
+from phalanx.rank.gguf.architectures import apertus, deepseek2, mistral3
 from phalanx.rank.gguf.architectures._common import rope
+from phalanx.rank.model import architectures as models
 
 NUMBERS = {"embedding_length": 64, "attention.head_count": 4, "context_length": 512}
 
@@ -64,3 +68,44 @@ def test_layers_of_deepseek_that_predict_further_tokens(monkeypatch):
     ))  # fmt: skip
     assert (made["num_hidden_layers"], made["num_nextn_predict_layers"]) == (2, 1)
     assert (made["qk_nope_head_dim"], made["v_head_dim"], made["q_lora_rank"]) == (16, 16, None)
+
+
+def test_every_model_that_has_a_name_in_gguf_can_be_read():
+    def plain(name):
+        return name.replace("-", "").replace("_", "")
+
+    names = {plain(name): name for name in gguf.MODEL_ARCH_NAMES.values()}
+    both = {names[plain(one)] for one in models.supported() if plain(one) in names}
+    assert {architectures.spelled(name) for name in both} <= set(architectures.supported())
+    assert {plain(name) for name in architectures.supported()} <= names.keys()
+
+
+def test_the_documentation_has_each():
+    text = (Path(__file__).parents[3] / "docs/formats.md").read_text()
+    table = text.partition("### Architectures of GGUF files")[2].partition("\n- ")[0]
+    named = {one for row in table.splitlines() if row.startswith("| `") for one in row.split("|")[1].split(", ")}
+    assert {architectures.spelled(one.strip().strip("`")) for one in named} == set(architectures.supported())
+    written = {one.strip(" `") for row in table.splitlines() if "|" in row for one in row.split("|")[3].split(",")}
+    assert set(architectures.written()) == written - {"", "written from", "---"}
+
+
+@pytest.mark.parametrize("beta, kind", [(None, "mistral"), (0.1, "ministral3")])
+def test_mistral_3_and_ministral_3(monkeypatch, beta, kind):
+    monkeypatch.setattr(mistral3, "common", lambda m: {"rope_parameters": {"rope_theta": 1e6}})
+    given = {"rope__scaling__yarn_log_multiplier": 1.0} | ({"attention__temperature_scale": beta} if beta else {})
+    made = mistral3.config(metadata(**given))
+    rope = made["rope_parameters"]
+    assert made["model_type"] == kind and rope.get("llama_4_scaling_beta") == beta
+    assert (rope["mscale"], rope["mscale_all_dim"]) == (1.0, 1.0)
+    with pytest.raises(FatalError, match="mistral3 models with experts"):
+        mistral3.config(metadata(expert_count=8))
+
+
+def test_an_activation_of_another_slope_is_refused(monkeypatch):
+    monkeypatch.setattr(apertus, "common", lambda m: {})
+    m = metadata()
+    m.values = {"xielu.beta": [0.5, 0.7]}
+    with pytest.raises(FatalError, match=r"xielu.beta is \[0.5, 0.7\]; 0.5 is supported"):
+        apertus.config(m)
+    m.values = {"xielu.beta": 0.5}
+    assert apertus.config(m) == {"model_type": "apertus", "attention_bias": False}

@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import json
 
+import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
@@ -30,12 +32,16 @@ MODELS = {
     "deepseek_v3": MODELS["deepseek_v3"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),
     "olmo3": MODELS["olmo3"] | dict(max_position_embeddings=256),
     "gpt_oss": MODELS["gpt_oss"] | dict(max_position_embeddings=128, head_dim=16),
+    "ministral3": MODELS["ministral3"] | dict(max_position_embeddings=256),
     "gpt_oss few keys": MODELS["gpt_oss few keys"] | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "apertus": dict(model_type="apertus", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 } | {
     name: MODELS[name]
-    for name in ("gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm4", "glm4_moe",
-                 "glm4_moe plain", "granite", "olmo2", "cohere2",
-                 "smollm3")
+    for name in (
+        "gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm", "glm rotated whole", "glm4",
+        "glm4_moe", "glm4_moe plain", "granite", "olmo2", "cohere2", "smollm3", "minimax_m2", "minimax_m2 few keys",
+        "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    )
 }  # fmt: skip
 
 
@@ -58,14 +64,15 @@ def held(path, tp=1, pp=1, **options):
 
 
 @pytest.mark.parametrize("tp, pp, way", [(1, 1, "direct"), (1, 1, "striped"), (3, 1, "direct"), (2, 2, "striped")])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "qwen3_5_text"])
 def test_plain_files_make_the_same_bits(made, monkeypatch, name, tp, pp, way):
     monkeypatch.setattr(striped, "CHUNK", 3001)
     path, file = made(name)
     for one, other in zip(held(file, tp, pp, way=way), held(path, tp, pp), strict=True):
         assert one.keys() == other.keys()
         for key, x in one.items():
-            far = 1e-6 if "norm" in key and name == "gemma2" else 0  # 1 was added and taken off again
+            # 1 was added and taken off again, and an exponential is in the file.
+            far = 1e-6 if name in ("gemma2", "qwen3_5_text") and ("norm" in key or "A_log" in key) else 0
             assert x.dtype == other[key].dtype and (x - other[key]).abs().max() <= far, key
 
 
@@ -75,7 +82,32 @@ def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, na
     caplog.set_level("WARNING", "phalanx")
     (logits,) = run_steps(file, [ids], tp=2, max_model_len=128)
     assert distance(logits, expected(path, ids)) < 1e-4
-    assert not caplog.messages
+    assert not [one for one in caplog.records if one.name.startswith("phalanx")]
+
+
+def test_layers_that_predict_further_tokens_are_told(made, tmp_path, caplog):
+    path, _ = made("glm4_moe plain")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    names = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
+    further = {f"blk.4.nextn.{name}.weight": np.zeros(3, np.float32) for name in names}
+    further |= {"blk.4.attn_q.weight": np.zeros((3, 3), np.float32)}
+    file = gguf_files.write(tmp_path, tmp_path / "x.gguf", **further)
+    caplog.set_level("INFO", "phalanx")
+    run_steps(file, [[1]])
+    assert "layers that predict further tokens are left out: 7 tensors" in caplog.messages
+    assert not [one for one in caplog.records if one.levelname != "INFO"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe_text"])
+def test_other_forms_of_files(made, tmp_path, expected, name):
+    """Qwen3-Next's first files have a net's projections together; newer files may have experts' gate and up so."""
+    path, ids = made(name)[0], tokens(40)
+    changed = tmp_path / "x.gguf"
+    gguf_files.write(path, changed, together=True)
+    (logits,) = run_steps(changed, [ids], tp=2)
+    assert distance(logits, expected(path, ids)) < 1e-4
 
 
 SIZES = dict(hidden_size=96, intermediate_size=320, head_dim=16, vocab_size=509)
@@ -127,20 +159,51 @@ SINKS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes, kind", [(LATENT, "Q8_0"), (SINKS, "MXFP4")], ids=["latents", "mxfp4"])
+GATE_AND_UP = dict(
+    model_type="qwen3_5_moe_text", layer_types=["full_attention"] * 2, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=64, shared_expert_intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes, kind", [(LATENT, "Q8_0"), (SINKS, "MXFP4"), (GATE_AND_UP, "Q8_0")], ids=["latents", "mxfp4", "gate and up"]
+)
 def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, kind):
     def kind_of(name):
         return kind if kind == "Q8_0" or name.endswith("_exps.weight") else "Q8_0" if "attn_q." in name else "F32"
 
     path = write(tmp_path / "plain", **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2) | sizes)
     same = gguf_files.dequantised(path, tmp_path / "same", kind_of)
-    file, ids = gguf_files.write(path, tmp_path / "x.gguf", kind_of), tokens(40)
+    file = gguf_files.write(path, tmp_path / "x.gguf", kind_of, together=sizes is GATE_AND_UP)
+    ids = tokens(40)
     caplog.set_level("INFO", "phalanx")
     for tp, way in ((1, "direct"), (2, "striped")):
         (logits,) = run_steps(file, [ids], tp=tp, way=way)
         assert distance(logits, expected(same, ids)) < 1e-4
     if kind == "MXFP4":
         assert not [one for one in caplog.messages if one.startswith("dequantised")]
+
+
+NETS = dict(
+    model_type="qwen3_5_text", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    layer_types=["linear_attention", "full_attention"], rms_norm_eps=0.1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dim, ways", [(32, [(1, "direct"), (2, "striped")]), (16, [(2, "direct"), (1, "striped")])])
+def test_value_heads_in_another_order(tmp_path, expected, caplog, dim, ways):
+    """out_proj has them as inputs: it stays quantised where a head is whole groups."""
+    path = write(tmp_path / "plain", **NETS, linear_value_head_dim=dim)
+    same = gguf_files.dequantised(path, tmp_path / "same", "Q8_0")
+    file, ids = gguf_files.write(path, tmp_path / "x.gguf", "Q8_0"), tokens(40)
+    caplog.set_level("INFO", "phalanx")
+    for tp, way in ways:
+        (logits,) = run_steps(file, [ids], tp=tp, way=way)
+        assert distance(logits, expected(same, ids)) < 1e-4
+    told = [one for one in caplog.messages if one.startswith("dequantised")]
+    assert len(told) == (2 if dim == 16 else 0)
 
 
 def test_types_without_kernels_are_dequantised(quantised, caplog):

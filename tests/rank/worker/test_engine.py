@@ -39,6 +39,18 @@ def test_large_weights_on_cpus_run_few_sequences_at_once(caplog):
     ]
 
 
+def test_a_prompt_beside_decoding_sequences_is_one_step_of_copied_experts():
+    gpu = torch.device("cuda")
+
+    def budget(offload, **options):
+        model = SimpleNamespace(offload=offload)
+        (found,) = threads.run(lambda w: engine(w, model, gpu, max_num_seqs=32, **options)._token_budget(), 1)
+        return found
+
+    assert budget(None) == (8192, 32) and budget(object()) == (8224, 32)
+    assert budget(object(), max_num_batched_tokens=100) == (100, 32)
+
+
 def test_experts_that_a_token_visits_count_in_a_step(tmp_path, monkeypatch):
     config = make_config("llama", num_hidden_layers=1) | {
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,

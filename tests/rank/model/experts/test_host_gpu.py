@@ -5,6 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.graph_pieces import Pieces
 from phalanx.kernels.quantized import pieces_cuda
+from phalanx.rank.model.experts import streamer
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.load import load
@@ -114,6 +115,29 @@ def test_quantised(wide, room, isq):
             pieces.replay(real)
             torch.testing.assert_close(y[:real], plain(*given).local()[:real], atol=5e-2, rtol=5e-2)
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("isq", ["none", "q4k", "fp8"])
+@torch.no_grad()
+def test_no_buffer_is_overwritten_while_it_is_read(wide, isq, monkeypatch):
+    """An expert at a time through two buffers, of many steps that are launched without a look: copies are far ahead of
+    what computes. Between them lies a GEMM that keeps the GPU busy."""
+    monkeypatch.setattr(streamer, "BUFFER", 1)
+    plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
+    layer, offload = experts(wide, ExpertRoom(100, way="stream"), "bf16", isq=isq)
+    given = [tokens(plain, 600, seed, torch.bfloat16) for seed in range(4)]
+    want = [plain(*one).local().clone() for one in given]
+    busy = torch.randn(4096, 4096, device="cuda")
+    layer(*given[0]).local()  # compiled, and the tables are found
+    torch.cuda.synchronize()
+    got = []
+    for turn in range(40):
+        busy @ busy
+        got.append(layer(*given[turn % 4]).local())
+    torch.cuda.synchronize()
+    for turn, one in enumerate(got):
+        torch.testing.assert_close(one, want[turn % 4], atol=5e-2, rtol=5e-2)
+    assert offload.counters.streamed >= 41 * layer.down_proj.experts.size
 
 
 def test_what_does_not_fit_goes_to_the_host(checkpoint):

@@ -15,7 +15,7 @@ from phalanx.errors import MODEL, USAGE
 from phalanx.kernels import host_memory
 from phalanx.kernels.quantized import pieces_cuda
 from phalanx.kernels.quantized.stack import Stack
-from phalanx.rank.model.experts import host, host_buffers, offload
+from phalanx.rank.model.experts import host, host_buffers, offload, streamer
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
 from phalanx.rank.model.experts.host import WAYS
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
@@ -143,7 +143,7 @@ def test_what_a_gpu_does(made, monkeypatch, way):
     monkeypatch.setattr(host, "LOOKED", 4)
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(offload, "HostStack", lambda stack, device: host_buffers.HostStack(stack, gpu))
-    monkeypatch.setattr(host_buffers, "BUFFER", 1)  # an expert at a time
+    monkeypatch.setattr(streamer, "BUFFER", 1)  # an expert at a time
 
     def rank(world):
         loaded = (load(made("super-blocks")[0], mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))

@@ -51,6 +51,7 @@ def test_byte_level(tiny, tmp_path):
     ("starcoder", ["It", "'s", " ", *"1234567", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("llama-bpe", ["It", "'s", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("qwen2", ["It", "'s", " ", *"1234567", " naïve", " words", "!!", " ", " ok", "\n\n"]),
+    ("qwen35", ["It", "'s", " ", *"1234567", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("tekken", ["It", "'s", " ", *"1234567", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("gpt-4o", ["It's", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),
     ("kimi-k2", ["It's", " ", "123", "456", "7", " naïve", " words", "!!", " ", " ok", "\n\n"]),

@@ -1,0 +1,66 @@
+"""Bytes made over into another form in which the same nibbles lie in other places: one kernel for all such forms.
+
+gpu_form.py says by torch how experts for CPUs become experts for GPUs, in some twenty operations. Where that moves
+nibbles alone, and flips some bits, trying it out finds from where each comes. What is found is compared with torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST = 1 << 15  # bytes of a unit: the numbers of its nibbles have 16 bits
+
+
+class Moves(NamedTuple):
+    """How units of `size` bytes are made over, each alone."""
+
+    table: Tensor  # int32 [bytes made]: the numbers of the lower nibble, and of the upper one 16 bits higher
+    flips: Tensor  # uint8 [bytes made]: bits that are flipped
+    size: int
+
+
+def find(make: Callable[[Tensor], Tensor], given: Tensor) -> Moves | None:
+    """make: of a tensor like `given`, uint8 [..., n, bytes], another one [..., m, bytes]. None where it does not move
+    nibbles within units, of which there are as many as divide n and m."""
+    flips = make(torch.zeros_like(given))
+    if given.dtype != torch.uint8 or flips.dtype != torch.uint8 or not given.numel() or not flips.numel():
+        return None
+    units = math.prod(given.shape[:-2]) * math.gcd(given.shape[-2], flips.shape[-2])
+    if given.numel() % units or flips.numel() % units or (size := given.numel() // units) > MOST:
+        return None
+    flips = flips.reshape(units, -1)[0]
+    numbers = torch.arange(2 * size, dtype=torch.int32, device=given.device).view(size, 2)
+    low, high = (torch.zeros(flips.shape, dtype=torch.int32, device=given.device) for _ in range(2))
+    for bit in range((2 * size - 1).bit_length()):
+        told = (numbers >> bit & 1) * 15
+        one = (told[:, 0] | told[:, 1] << 4).to(torch.uint8).expand(units, size).reshape(given.shape)
+        made = make(one).reshape(units, -1)[0] ^ flips
+        low |= (made & 1).int() << bit
+        high |= (made >> 4 & 1).int() << bit
+    found = Moves(low | high << 16, flips.contiguous(), size)
+    some = torch.randint(0, 256, given.shape, dtype=torch.uint8, device=given.device)
+    known = int(max(low.max(), high.max())) < 2 * size
+    return found if known and torch.equal(move_reference(found, some), make(some).flatten()) else None
+
+
+def move_reference(moves: Moves, given: Tensor) -> Tensor:
+    """given: contiguous, whole units. All bytes made, [n]."""
+    whole = given.reshape(-1, moves.size)
+    nibbles = torch.stack((whole & 15, whole >> 4), 2).flatten(1)
+    low, high = moves.table & 0xFFFF, moves.table >> 16 & 0xFFFF
+    return (nibbles[:, low.long()] | nibbles[:, high.long()] << 4).bitwise_xor(moves.flips).flatten()
+
+
+def move(moves: Moves, given: Tensor, out: Tensor) -> None:
+    """Fill `out` with what is made of `given`; both contiguous, uint8, and on the device of `moves`."""
+    if given.is_cuda:
+        from . import moved_nibbles_triton
+
+        moved_nibbles_triton.move(moves, given, out)
+    else:
+        out.view(-1).copy_(move_reference(moves, given))

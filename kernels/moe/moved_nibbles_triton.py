@@ -1,0 +1,37 @@
+"""moved_nibbles.py in Triton; imported on GPUs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .moved_nibbles import Moves
+
+SPAN = 1024  # bytes of a unit that a program makes
+EACH = 8  # units, one after the other: where its bytes come from stays in registers
+
+
+@triton.jit(do_not_specialize=["units"])
+def move_kernel(
+    given, out, table, flips, units, SIZE: tl.constexpr, MADE: tl.constexpr, SPAN: tl.constexpr, EACH: tl.constexpr
+):
+    """out [units, MADE] of given [units, SIZE]."""
+    at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    real = at < MADE
+    both = tl.load(table + at, mask=real, other=0)
+    flip = tl.load(flips + at, mask=real, other=0).to(tl.int32)
+    low, high = both & 0xFFFF, (both >> 16) & 0xFFFF
+    for i in range(EACH):
+        unit = (tl.program_id(0) * EACH + i).to(tl.int64)
+        there = real & (unit < units)
+        from_low = tl.load(given + unit * SIZE + (low >> 1), mask=there, other=0).to(tl.int32) >> ((low & 1) * 4)
+        from_high = tl.load(given + unit * SIZE + (high >> 1), mask=there, other=0).to(tl.int32) >> ((high & 1) * 4)
+        made = ((from_low & 15) | ((from_high & 15) << 4)) ^ flip
+        tl.store(out + unit * MADE + at, made.to(tl.uint8), mask=there)
+
+
+def move(moves: Moves, given: Tensor, out: Tensor) -> None:
+    units, made = given.numel() // moves.size, len(moves.table)
+    grid = triton.cdiv(units, EACH), triton.cdiv(made, SPAN)
+    move_kernel[grid](given, out, moves.table, moves.flips, units, moves.size, made, SPAN, EACH)

@@ -1,0 +1,181 @@
+"""Copies experts from host memory to the device, a few at a time, while the device computes others.
+
+On a GPU two CUDA streams work beside the step's: one only copies, the other makes what came over into the form that
+kernels read, where that differs. Each has two buffers in turn. A copy waits for nothing but its buffer, and is launched
+as soon as the host comes to it, which is long before the GPU does in a step of many tokens. So the first copies of a
+layer run while the layer before computes its last experts, and the attention between, and PCIe does not idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.moe import moved_nibbles
+from ....kernels.moe.moe import Matrices
+from ....kernels.moe.moved_nibbles import Moves
+from ....kernels.quantized import gpu_form
+from .host_buffers import Buffer, HostStack
+
+BUFFER = 96 << 20  # bytes of a buffer of experts
+BUFFERS = 4  # that there are at most: two, and two more where experts change their form
+
+
+class Stage(NamedTuple):
+    """A buffer as experts come over, and as kernels read them: the same where these are alike."""
+
+    raw: Buffer
+    ready: Buffer
+
+
+class _Streams:
+    """Of a GPU, beside the step's own."""
+
+    def __init__(self, device: torch.device):
+        self.copying, self.making = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.raw_read = [torch.cuda.Event() for _ in range(2)]  # by turn: recorded after the buffer's last reader
+        self.ready_read = [torch.cuda.Event() for _ in range(2)]
+
+
+class Streamer:
+    """Of one rank: all its layers share the buffers, one after the other."""
+
+    def __init__(self, layers: Sequence[HostStack], device: torch.device):
+        """layers: all that are copied from; the buffers are large enough for one expert of any."""
+        self.device = device
+        self._size = max(BUFFER, *(max(one.here.nbytes(1), one.there.nbytes(1)) for one in layers))
+        wanted = max(max(one.here.nbytes(one.stack.size), one.there.nbytes(one.stack.size)) for one in layers)
+        self._size = min(self._size, wanted)
+        changes = not all(one.same for one in layers)
+        self._memory = [torch.zeros(self._size, dtype=torch.uint8, device=device) for _ in range(2 + 2 * changes)]
+        single = max(one.here.nbytes(1) for one in layers)
+        self._single = torch.zeros(single if changes else 0, dtype=torch.uint8, device=device)
+        self._stages: dict[Hashable, list[Stage]] = {}
+        self._singles: dict[Hashable, Buffer] = {}
+        self._moves: dict[Hashable, list[Moves | None]] = {}
+        self._streams = _Streams(device) if device.type == "cuda" else None
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self._memory, self._single))
+
+    def at_once(self, layer: HostStack) -> int:
+        """How many of the layer's experts a buffer holds."""
+        one = max(layer.here.nbytes(1), layer.there.nbytes(1))
+        return max(1, min(layer.stack.size, self._size // one))
+
+    def copies(self, layer: HostStack, experts: np.ndarray) -> Iterator[tuple[np.ndarray, Buffer]]:
+        """Some of the experts, and a buffer whose first ones they are; valid until the next but one."""
+        experts, count = np.sort(experts), self.at_once(layer)
+        for start in range(0, len(experts), count):
+            some = experts[start : start + count]
+            self._turn ^= 1
+            turn, stage = self._turn, self._stage(layer, self._turn)
+            if self._streams is None:
+                _copy(stage.raw, layer, some)
+                self._make(stage.raw, _tensors(stage.ready), layer, len(some))
+                yield some, stage.ready
+            else:
+                self._launch(self._streams, stage, turn, layer, some)
+                yield some, stage.ready
+                (self._streams.raw_read if layer.same else self._streams.ready_read)[turn].record()
+
+    def replace(self, slots: Buffer, slot: int, layer: HostStack, expert: int) -> torch.cuda.Event | None:
+        """Copy an expert into a slot that nothing launched later reads. When it is there; None: it is."""
+        to = [[x[slot : slot + 1] for x in some] for some in _tensors(slots)]
+        if self._streams is None:
+            self._replace(to, layer, expert)
+            return None
+        stream = self._streams.copying
+        stream.wait_stream(torch.cuda.current_stream())
+        done = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            self._replace(to, layer, expert)
+            done.record()
+        return done
+
+    def _stage(self, layer: HostStack, turn: int) -> Stage:
+        if layer.form not in self._stages:
+            count = self.at_once(layer)
+            raw = [layer.here.carve(one, count) for one in self._memory[:2]]
+            ready = raw if layer.same else [layer.there.carve(one, count) for one in self._memory[2:]]
+            self._stages[layer.form] = [Stage(*both) for both in zip(raw, ready, strict=True)]
+        return self._stages[layer.form][turn]
+
+    def _launch(self, streams: _Streams, stage: Stage, turn: int, layer: HostStack, experts: np.ndarray) -> None:
+        """Have the stage filled, and the current stream wait until it is."""
+        copying, making, step = streams.copying, streams.making, torch.cuda.current_stream()
+        copying.wait_event(streams.raw_read[turn])
+        with torch.cuda.stream(copying):
+            _copy(stage.raw, layer, experts)
+        if layer.same:
+            step.wait_stream(copying)
+            return
+        making.wait_stream(copying)
+        making.wait_event(streams.ready_read[turn])
+        with torch.cuda.stream(making):
+            self._make(stage.raw, _tensors(stage.ready), layer, len(experts))
+            streams.raw_read[turn].record()
+        step.wait_stream(making)
+
+    def _replace(self, to: list[list[Tensor]], layer: HostStack, expert: int) -> None:
+        given = [x[expert : expert + 1] for x in layer.tensors]
+        if layer.same:
+            _put([x for some in to for x in some], given)
+            return
+        if layer.form not in self._singles:
+            self._singles[layer.form] = layer.here.carve(self._single, 1)
+        one = self._singles[layer.form]
+        _put(one.tensors, given)
+        self._make(one, to, layer, 1)
+
+    def _make(self, raw: Buffer, to: list[list[Tensor]], layer: HostStack, count: int) -> None:
+        """The first experts of `raw` as kernels read them: into the first of `to`, each matrix's tensors."""
+        if layer.same:
+            return
+        if layer.form not in self._moves:
+            self._moves[layer.form] = [_moves(one, self.device) for one in layer.first]
+        step = max(1, gpu_form.CHUNK // layer.here.nbytes(1))
+        for part, target, moves in zip(raw.parts, to, self._moves[layer.form], strict=True):
+            if moves is not None:
+                moved_nibbles.move(moves, part.tensors[0][:count], target[0][:count])
+                continue
+            for first in range(0, count, step):
+                some = slice(first, min(first + step, count))
+                _put([x[some] for x in target], _made_over(part, [x[some] for x in part.tensors]))
+
+
+def _tensors(buffer: Buffer) -> list[list[Tensor]]:
+    return [part.tensors for part in buffer.parts]
+
+
+def _moves(one: Matrices, device: torch.device) -> Moves | None:
+    """How one expert, and so each like it, is made over; None: by torch."""
+    part = gpu_form.parts(one)
+    if len(part.tensors) != 1 or len(gpu_form.parts(gpu_form.of_gpu(one)).tensors) != 1:
+        return None
+    return moved_nibbles.find(lambda x: _made_over(part, [x])[0], part.tensors[0].to(device))
+
+
+def _made_over(part: gpu_form.Parts, tensors: list[Tensor]) -> list[Tensor]:
+    """Of some experts that lie as those of `part`, for kernels of GPUs."""
+    return gpu_form.parts(gpu_form.of_gpu(part.of(tensors))).tensors
+
+
+def _put(target: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    for mine, theirs in zip(target, source, strict=True):
+        mine.copy_(theirs, non_blocking=True)
+
+
+def _copy(raw: Buffer, layer: HostStack, experts: np.ndarray) -> None:
+    """These experts, in ascending order, become the first of the buffer: neighbours in one copy, as each costs the
+    host some microseconds."""
+    borders = [0, *(np.flatnonzero(np.diff(experts) != 1) + 1).tolist(), len(experts)]
+    for first, last in zip(borders, borders[1:], strict=False):
+        begin = int(experts[first])
+        _put([x[first:last] for x in raw.tensors], [x[begin : begin + last - first] for x in layer.tensors])

@@ -1,0 +1,96 @@
+"""Experts for CPUs made over for GPUs in one pass, beside torch's way."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.moe import moved_nibbles
+from phalanx.kernels.quantized import gpu_form, q2_k, q4_0, q4_k, q5_1, q6_k, q8_0
+from phalanx.kernels.quantized.stack import stack
+
+from ..test_compile import TRITON, Recorder, checked, compile_launch
+
+
+def test_what_is_found_moves_the_same_nibbles():
+    def make(x):  # of each pair of rows of 6 bytes one of 10: nibbles change places, two bytes are there twice
+        pairs = x.reshape(*x.shape[:-2], x.shape[-2] // 2, 12)
+        swapped = (pairs[..., 3:8] & 15) << 4 | pairs[..., 5:10] >> 4
+        return torch.cat((swapped, pairs[..., 11:].expand(*pairs.shape[:-1], 2), pairs[..., :3] ^ 130), -1)
+
+    given = torch.zeros(2, 3, 8, 6, dtype=torch.uint8)
+    moves = moved_nibbles.find(make, given)
+    assert moves.size == 12 and len(moves.table) == 10
+    some = torch.randint(0, 256, (5, 3, 8, 6), dtype=torch.uint8)
+    out = torch.empty(5, 3, 4, 10, dtype=torch.uint8)
+    moved_nibbles.move(moves, some, out)
+    assert torch.equal(out, make(some))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x + 1,  # a sum
+        lambda x: x << 1,  # bits cross the border of a nibble
+        lambda x: x.flip(0),  # from one unit to another
+        lambda x: x.float(),
+        lambda x: x[..., :0],
+    ],
+)
+def test_what_is_no_move_is_left_to_torch(make):
+    assert moved_nibbles.find(make, torch.zeros(4, 2, 16, dtype=torch.uint8)) is None
+
+
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+@pytest.mark.parametrize("codec", [q2_k, q4_0, q4_k, q5_1, q6_k, q8_0], ids=lambda one: one.__name__.rpartition(".")[2])
+def test_forms_of_gguf(codec):
+    """They all are such moves: what prompts copy to a GPU is not made over by torch."""
+    weights = torch.randn(3, 40, 512, generator=torch.Generator().manual_seed(0))
+    here = gpu_form.parts(stack(codec, lambda expert: codec.encode(weights[expert]), weights.shape))
+
+    def make(x):
+        return gpu_form.parts(gpu_form.of_gpu(here.of([x]))).tensors[0]
+
+    given = here.tensors[0]
+    moves = moved_nibbles.find(make, given[:1])
+    want = make(given)
+    out = torch.empty_like(want)
+    moved_nibbles.move(moves, given, out)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("size, made, arch", checked([(2368, 2432), (544, 544)], TRITON))
+def test_kernel_compiles(size, made, arch, monkeypatch):
+    pytest.importorskip("triton")
+    from phalanx.kernels.moe import moved_nibbles_triton
+
+    moves = moved_nibbles.Moves(torch.zeros(made, dtype=torch.int32), torch.zeros(made, dtype=torch.uint8), size)
+    launches = Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(moved_nibbles_triton, "move_kernel", launches)
+        moved_nibbles_triton.move(moves, *(torch.empty(5, n, dtype=torch.uint8) for n in (size, made)))
+    compile_launch(moved_nibbles_triton.move_kernel, *launches.found[0], arch)
+
+
+def test_kernel():
+    """In Triton's interpreter, which a process has from its beginning."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from phalanx.kernels.moe import moved_nibbles, moved_nibbles_triton
+from phalanx.tests.kernels.attention.decoding import mend_interpreter
+
+mend_interpreter()
+for units, size, made in ((1, 7, 9), (19, 300, 1100), (8, 40, 40)):
+    table = torch.randint(0, 2 * size, (made,)) | torch.randint(0, 2 * size, (made,)) << 16
+    moves = moved_nibbles.Moves(table.int(), torch.randint(0, 256, (made,), dtype=torch.uint8), size)
+    given = torch.randint(0, 256, (units, size), dtype=torch.uint8)
+    out = torch.empty(units, made, dtype=torch.uint8)
+    moved_nibbles_triton.move(moves, given, out)
+    assert torch.equal(out.flatten(), moved_nibbles.move_reference(moves, given))
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
