@@ -42,7 +42,7 @@ class Cut(NamedTuple):
         return self.split * self.share * self.over
 
     def height(self, rows: int) -> int:
-        """Rows of a tile: about as many in each. Copies of scales take multiples of 4, of shares of x multiples of 8."""
+        """Rows of a tile, about as many in each: multiples of 4 for copies of scales, and of 8 for shares of x."""
         unit = 16 if self.share > 1 else 4
         return -(-rows // (unit * -(-rows // self.rows))) * unit
 
