@@ -168,8 +168,8 @@ def say(**line: Any) -> None:
     print("RESULT " + json.dumps(line), flush=True)
 
 
-def start(options: Options, ask: Ask, script: str = __file__) -> list[dict[str, Any]]:
-    """Run the ranks; the lines that rank 0 said. script: what a rank runs, with --rank."""
+def start(options: Options, ask: msgspec.Struct, script: str = __file__) -> list[dict[str, Any]]:
+    """Run the ranks; the lines that rank 0 said. ask: for them, in ASK. script: what a rank runs, with --rank."""
     job = Job(options=options, announced_size=1 if options.multithread else options.ranks)
     environ = dict(os.environ) | {JOB_ENV: encode_job(job), ASK: msgspec.json.encode(ask).decode()}
     command = [sys.executable, str(Path(script).resolve()), "--rank"]

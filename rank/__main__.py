@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # a sixth of the time that imports take goes into looking for garbage, of which they make none
+
 import logging
 import os
 import signal
@@ -29,6 +34,7 @@ from .scheduler.progress import Progress
 from .scheduler.replica import Executor, Replica
 from .scheduler.scheduler import Scheduler
 from .scheduler.server_link import ServerLink
+from .scheduler.snapshots import Snapshots
 from .worker.engine import Engine, Limits, LoadRefused, Place
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
@@ -91,11 +97,12 @@ class Rank:
             reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
             return self._stopped(follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None))
         tiers = [HostTier(limits.host_blocks, limits.least_swap) for _ in lines]
-        pools = [Blocks(limits.blocks, limits.block_size, limits.prefix_cache, tier) for tier in tiers]
+        counts = limits.blocks, limits.block_size, limits.prefix_cache
+        pools = [Blocks(*counts, tier, Snapshots(limits.snapshots)) for tier in tiers]
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
         executors += [RemoteExecutor(*line) for line in lines[1:]]
-        counts = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
-        schedulers = [Scheduler(pool, *counts) for pool in pools]
+        most = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
+        schedulers = [Scheduler(pool, *most) for pool in pools]
         return self.lead([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
 
     def _stopped(self, plan: protocol.Plan) -> int:
@@ -375,6 +382,8 @@ def main(make: type[Rank] = Rank) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -147,6 +147,10 @@ class Stats(msgspec.Struct, frozen=True):
     host_blocks_used: int = 0
     host_stores: int = 0  # blocks copied to host memory
     host_loads: int = 0  # and back
+    snapshots_total: int = 0  # of sequences' states
+    snapshots_used: int = 0
+    snapshot_saves: int = 0
+    snapshot_loads: int = 0  # sequences that began with one
     experts_resident: int = 0  # on rank 0: experts that layers' steps have used, by how those in host memory are served
     experts_cpu: int = 0
     experts_streamed: int = 0
@@ -237,6 +241,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     switch: bytes = b""  # ... or go on with another model: a Switch
     swap_out: bytes = b""  # u32: a block and the host block that it is copied to, in turn, before all else
     swap_in: bytes = b""  # u32: a host block and the block that it is copied to, in turn, after that
+    state_loads: bytes = b""  # u32: a state snapshot and the row that it is copied to, in turn, before the step
+    state_saves: bytes = b""  # u32: a row and the snapshot that its states are copied to, in turn, after the step
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):

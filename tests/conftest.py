@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 import signal
 import tempfile
@@ -22,6 +23,14 @@ FIRST = (
     "launcher/commands/test_convert.py", "launcher/job/test_supervisor.py", "kernels/moe/test_moe.py",
     "test_batch.py", "launcher/test_library_docs.py", "kernels/test_compile.py", "test_clients.py",
 )  # fmt: skip
+
+# Until all is imported: that makes millions of objects and no garbage, which the collector would look for in vain.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()  # none of it is looked at again, either
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

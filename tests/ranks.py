@@ -12,6 +12,19 @@ from .processes import Started
 
 CLEAN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PHALANX_")
 MEMORY = "OMPI_MCA_btl_sm_backing_directory"  # set by leftovers.py
+_QUICK = """
+import gc, os, runpy, sys
+gc.set_threshold(1_000_000)
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def quick(script: Path | str) -> tuple[str, ...]:
+    """Python's arguments for a script with a rank's imports. They make no garbage, and looking for it would take a
+    quarter of their time."""
+    return "-c", _QUICK, str(script)
 
 
 def mpirun() -> str:
@@ -46,7 +59,7 @@ def run_ranks(
     """mpirun of `python script arguments`; its output as text. Kills the whole group when the time is up."""
     command = [mpirun(), "-np", str(size), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
     process = subprocess.Popen(
-        [*command, sys.executable, str(script), *arguments],
+        [*command, sys.executable, *quick(script), *arguments],
         env=environment(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -40,8 +40,8 @@ _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_FLAGS = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512))
 ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "amx": (
-        (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
-        (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
+        (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     ),
     "avx512_bf16": (
         (*_AVX512, "avx512_vnni", "avx512_bf16"),
@@ -49,7 +49,7 @@ ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "avx512_vnni": ((*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
     "avx512": (_AVX512, _AVX512_FLAGS),
-    "avx2": (("avx2", "fma"), ("-mavx2", "-mfma")),
+    "avx2": (("avx2", "fma", "f16c"), ("-mavx2", "-mfma", "-mf16c")),
     "generic": ((), ()),
 }
 # contract: a * b + c as one instruction. Vectors are passed between inlined functions alone, so their ABI is no matter.
@@ -57,6 +57,7 @@ FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti"
          "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")  # fmt: skip
 COMPILE_SECONDS = 300
 ERROR_LINES = 8  # of a compiler's message that are shown
+_ARCH_PRCTL = 158  # the system call's number on x86-64
 _CHECKSUM = 32  # bytes behind the library
 
 
@@ -67,7 +68,16 @@ class CompileError(Exception):
 def isas() -> list[str]:
     """Instruction sets that this processor has, the best first."""
     present = _cpu_flags()
-    return [name for name, (needed, _) in ISAS.items() if set(needed) <= present]
+    found = [name for name, (needed, _) in ISAS.items() if set(needed) <= present]
+    return [name for name in found if name != "amx" or _tiles_permitted()]
+
+
+@functools.cache
+def _tiles_permitted() -> bool:
+    """Whether Linux lets this process use tile registers. It has to be asked, from 5.16 on; threads made later may use
+    them too."""
+    ask, tiles = 0x1023, 18  # ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of asm/prctl.h
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, ask, tiles) == 0)
 
 
 @functools.cache

@@ -19,15 +19,15 @@ constexpr int ROWS = 2;  // 2 x 4 or 1 x 8 in 16
 #endif
 
 // What is multiplied and added at once: LANES elements, or pairs of them where the processor multiplies bf16 itself.
-template <typename T> struct Step {
+template <typename T, typename W> struct Step {
     static constexpr int COUNT = LANES;
     typedef Vec Piece;
-    static INLINE Piece get(const T* p) { return load(p); }
-    static INLINE Piece get(const T* p, int64_t count) { return load(p, count); }
+    template <typename E> static INLINE Piece get(const E* p) { return load(p); }
+    template <typename E> static INLINE Piece get(const E* p, int64_t count) { return load(p, count); }
     static INLINE Vec add(Vec total, Piece a, Piece b) { return a * b + total; }
 };
 #if defined(__AVX512BF16__)
-template <> struct Step<bf16> {
+template <> struct Step<bf16, bf16> {
     static constexpr int COUNT = 2 * LANES;
     typedef __m512bh Piece;
     static INLINE Piece get(const bf16* p) { return (Piece)_mm512_loadu_si512(p); }
@@ -38,9 +38,9 @@ template <> struct Step<bf16> {
 };
 #endif
 
-template <int R, int OUTS, typename T>
-INLINE void tile(const T* x, int64_t pitch, const T* w, int64_t inputs, const T* ahead, float (&out)[R][OUTS]) {
-    typedef Step<T> S;
+template <int R, int OUTS, typename T, typename W>
+INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t inputs, const W* ahead, float (&out)[R][OUTS]) {
+    typedef Step<T, W> S;
     Vec total[R][OUTS] = {};
     int64_t i = 0;
     for (; i + S::COUNT <= inputs; i += S::COUNT) {
@@ -69,10 +69,10 @@ INLINE void tile(const T* x, int64_t pitch, const T* w, int64_t inputs, const T*
 }
 
 // y[m : m + R, o : o + OUTS]
-template <int R, int OUTS, typename T, typename Out>
-INLINE void outputs(const Linear& a, int64_t m, int64_t o, const T* ahead) {
+template <int R, int OUTS, typename T, typename Out, typename W>
+INLINE void outputs(const Linear& a, int64_t m, int64_t o, const W* ahead) {
     float out[R][OUTS];
-    tile<R, OUTS>((const T*)a.x + m * a.pitch, a.pitch, (const T*)a.weight + o * a.inputs, a.inputs, ahead, out);
+    tile<R, OUTS>((const T*)a.x + m * a.pitch, a.pitch, (const W*)a.weight + o * a.inputs, a.inputs, ahead, out);
     for (int r = 0; r < R; r++)
         for (int i = 0; i < OUTS; i++) {
             float bias = a.bias ? widen(((const T*)a.bias)[o + i]) : 0;
@@ -81,43 +81,44 @@ INLINE void outputs(const Linear& a, int64_t m, int64_t o, const T* ahead) {
 }
 
 // A block's outputs of all rows. ahead: the next block's weights, null where there is none.
-template <typename T, typename Out = T> void block(const Linear& a, int64_t o, const T* ahead) {
+template <typename T, typename Out = T, typename W = T> void block(const Linear& a, int64_t o, const W* ahead) {
     int64_t m = 0;
     for (; m + ROWS <= a.rows; m += ROWS, ahead = nullptr) {
-        outputs<ROWS, 4, T, Out>(a, m, o, ahead);
-        outputs<ROWS, 4, T, Out>(a, m, o + 4, ahead ? ahead + 4 * a.inputs : nullptr);
+        outputs<ROWS, 4, T, Out, W>(a, m, o, ahead);
+        outputs<ROWS, 4, T, Out, W>(a, m, o + 4, ahead ? ahead + 4 * a.inputs : nullptr);
     }
     switch (a.rows - m) {
 #if defined(__AVX512F__)
-        case 3: return outputs<3, BLOCK, T, Out>(a, m, o, ahead);
-        case 2: return outputs<2, BLOCK, T, Out>(a, m, o, ahead);
+        case 3: return outputs<3, BLOCK, T, Out, W>(a, m, o, ahead);
+        case 2: return outputs<2, BLOCK, T, Out, W>(a, m, o, ahead);
 #endif
-        case 1: return outputs<1, BLOCK, T, Out>(a, m, o, ahead);
+        case 1: return outputs<1, BLOCK, T, Out, W>(a, m, o, ahead);
     }
 }
 
 // Fewer than BLOCK outputs at the end of the weight: four, if there are, and then one by one.
-template <typename T, typename Out = T> void last_outputs(const Linear& a, int64_t o) {
+template <typename T, typename Out = T, typename W = T> void last_outputs(const Linear& a, int64_t o) {
     if (o + 4 <= a.outputs) {
-        for (int64_t m = 0; m < a.rows; m++) outputs<1, 4, T, Out>(a, m, o, nullptr);
+        for (int64_t m = 0; m < a.rows; m++) outputs<1, 4, T, Out, W>(a, m, o, nullptr);
         o += 4;
     }
     for (; o < a.outputs; o++)
         for (int64_t m = 0; m < a.rows; m++) {
-            const T *x = (const T*)a.x + m * a.pitch, *w = (const T*)a.weight + o * a.inputs;
+            const T* x = (const T*)a.x + m * a.pitch;
+            const W* w = (const W*)a.weight + o * a.inputs;
             float total = a.bias ? widen(((const T*)a.bias)[o]) : 0;
             for (int64_t i = 0; i < a.inputs; i++) total += widen(x[i]) * widen(w[i]);
             ((Out*)a.y)[m * a.outputs + o] = narrow<Out>(total);
         }
 }
 
-// A thread's share of the outputs. Out: the type of y, where it is not that of x.
-template <typename T, typename Out = T> void linear(const Linear& a, int part, int parts) {
+// A thread's share of the outputs. Out and W: the types of y and of the weight, where they are not that of x.
+template <typename T, typename Out = T, typename W = T> void linear(const Linear& a, int part, int parts) {
     int64_t blocks = a.outputs / BLOCK;
     Share share(blocks, part, parts);
     for (int64_t i = share.first; i < share.last; i++) {
-        const T* next = (const T*)a.weight + (i + 1) * BLOCK * a.inputs;
-        block<T, Out>(a, i * BLOCK, i + 1 < share.last ? next : nullptr);
+        const W* next = (const W*)a.weight + (i + 1) * BLOCK * a.inputs;
+        block<T, Out, W>(a, i * BLOCK, i + 1 < share.last ? next : nullptr);
     }
-    if (part == parts - 1) last_outputs<T, Out>(a, blocks * BLOCK);
+    if (part == parts - 1) last_outputs<T, Out, W>(a, blocks * BLOCK);
 }

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the instruction set's registers, and elements in memory as f32 or bf16.
+// Vectors of floats as wide as the instruction set's registers, and elements in memory as f32, bf16 or f16.
 //
 // Arithmetic is the compilers' own vector types (GCC and Clang), so that it is written once for every instruction set;
 // what they have no word for is intrinsics on x86 and plain loops elsewhere. A loop of LANES elements a turn ends with
@@ -35,6 +35,9 @@ typedef Ints IntsAnywhere __attribute__((aligned(1)));
 struct bf16 {
     uint16_t bits;
 };
+struct f16 {  // is read alone
+    uint16_t bits;
+};
 
 INLINE float widen(float x) { return x; }
 INLINE float widen(bf16 x) {
@@ -42,6 +45,13 @@ INLINE float widen(bf16 x) {
     float y;
     memcpy(&y, &bits, 4);
     return y;
+}
+INLINE float widen(f16 x) {
+    uint32_t bits = (uint32_t)(x.bits & 0x7fff) << 13 | ((x.bits & 0x7c00) == 0x7c00 ? 0x70000000 : 0);
+    float y;
+    memcpy(&y, &bits, 4);
+    y *= (x.bits & 0x7c00) == 0x7c00 ? 1 : 0x1p112f;
+    return x.bits & 0x8000 ? -y : y;
 }
 
 template <typename T> INLINE T narrow(float x);
@@ -58,6 +68,17 @@ INLINE Vec fill(float x) { return x - (Vec){}; }
 INLINE Vec load(const float* p) { return *(const VecAnywhere*)p; }
 INLINE Vec load(const bf16* p) {
     return (Vec)(__builtin_convertvector(*(const ShortsAnywhere*)p, Ints) << 16);
+}
+INLINE Vec load(const f16* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    Vec y;
+    for (int i = 0; i < LANES; i++) y[i] = widen(p[i]);
+    return y;
+#endif
 }
 INLINE Vec load(const int8_t* p) {  // GCC 12 would convert them one by one
 #if defined(__AVX512F__)

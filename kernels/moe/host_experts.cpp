@@ -106,6 +106,15 @@ void gather(const Gather& a, int part, int parts) {
         memcpy((char*)a.y + i * a.row, (const char*)a.x + a.pair[i] / a.k * a.row, a.row);
 }
 
+// The same, of rows of f16 to rows of f32. row: elements of one.
+void gather_halves(const Gather& a, int part, int parts) {
+    int64_t first = a.starts[0];
+    Share share(a.starts[a.experts] - first, part, parts);
+    for (int64_t i = first + share.first; i < first + share.last; i++)
+        for (int64_t j = 0; j < a.row; j++)
+            ((float*)a.y)[i * a.row + j] = widen(((const f16*)a.x)[a.pair[i] / a.k * a.row + j]);
+}
+
 // y [place, outputs] of x [place, inputs] by each place's expert, of plain weights.
 struct Grouped {
     const void* x;
@@ -117,15 +126,15 @@ struct Grouped {
     int64_t experts, inputs, outputs;
 };
 
-template <typename T, typename Out> void grouped(const Grouped& a, int part, int parts) {
+template <typename T, typename Out, typename W = T> void grouped(const Grouped& a, int part, int parts) {
     for (int64_t e = 0; e < a.experts; e++) {
         int64_t first = a.starts[e], rows = a.starts[e + 1] - first;
         if (!rows) continue;
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
-        const T* weight = (const T*)a.stack + a.at[e] * a.outputs * a.inputs;
+        const W* weight = (const W*)a.stack + a.at[e] * a.outputs * a.inputs;
         Linear one = {(const T*)a.x + first * a.inputs, weight, bias, (Out*)a.y + first * a.outputs,
                       rows, a.inputs, a.outputs, a.inputs};
-        linear<T, Out>(one, part, parts);
+        linear<T, Out, W>(one, part, parts);
     }
 }
 
@@ -156,9 +165,11 @@ template <typename T> void combine(const Combine& a, int part, int parts) {
 OP(choose_experts, choose, Choose)
 OP(place_pairs, place, Place)
 OP(gather_rows, gather, Gather)
+OP(gather_halves, gather_halves, Gather)
 OP(combine_pairs_f32, combine<float>, Combine)
 OP(combine_pairs_bf16, combine<bf16>, Combine)
 OP(experts_up_f32, (grouped<float, float>), Grouped)
 OP(experts_up_bf16, (grouped<bf16, bf16>), Grouped)
 OP(experts_down_f32, (grouped<float, float>), Grouped)
 OP(experts_down_bf16, (grouped<bf16, float>), Grouped)
+OP(experts_f16, (grouped<float, float, f16>), Grouped)

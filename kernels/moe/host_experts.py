@@ -2,7 +2,8 @@
 
 Each token's sum is made in the order of its experts from what each has made of it. So it does not depend on where
 their weights are, to the last bit. Weights may be plain, or quantised: these are multiplied as they lie, by the
-operations of their format. What has neither operations nor a compiler goes expert by expert, by torch.
+operations of their format. Where the model's dtype is f16, its rows become f32 on the way. What has neither operations
+nor a compiler goes expert by expert, by torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..cpp import ops
 from ..gemm.linear import gated_linear, linear
 from ..quantized.stack import Stack
 from . import quantized_cpu
-from .moe import UNBIASED, Biases, Matrices, matrix, of_expert
+from .moe import UNBIASED, Biases, Matrices, matrix
 
 SOURCE = "host_experts"
 
@@ -36,8 +37,8 @@ class HostPairs:
     """The pairs of a step on the host: T tokens and their k experts each, of which some are computed here."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, act: str, biases: Biases = UNBIASED, first: int = 0):
-        """x [T, H], ids [T, k] int32, weights [T, k] f32, contiguous. biases: of this rank's experts. first: the
-        router's number of the first of these."""
+        """x [T, H], ids [T, k] int32, weights [T, k] f32, contiguous. biases: of this rank's experts, as `host_biases`
+        has them. first: the router's number of the first of these."""
         self.x, self.ids, self.weights, self.act, self.biases, self.first = x, ids, weights, act, biases, first
         self._used = 0
         self._place = torch.full((ids.numel(),), -1, dtype=torch.int32)
@@ -66,17 +67,18 @@ class HostPairs:
         experts, pairs, k, (outputs, hidden) = len(at), self.ids.numel(), self.ids.shape[1], stack.w13.shape[1:]
         if not self._buffers:
             starts, pair = (torch.empty(n, dtype=torch.int32) for n in (experts + 1, pairs))
-            widths = hidden, outputs, outputs // 2
-            self._buffers = starts, pair, *(self.x.new_empty(pairs, width) for width in widths)
+            widths, dtype = (hidden, outputs, outputs // 2), computed_in(self.x.dtype)
+            self._buffers = starts, pair, *(self.x.new_empty(pairs, width, dtype=dtype) for width in widths)
             wide = isinstance(stack.w2, Tensor)
-            self._made = torch.empty(pairs, hidden, dtype=torch.float32 if wide else self.x.dtype)
+            self._made = torch.empty(pairs, hidden, dtype=torch.float32 if wide else dtype)
         starts, pair, rows, both, inner = self._buffers
-        row = hidden * self.x.element_size()
+        halves = self.x.dtype == torch.float16
+        gather, row = ("gather_halves", hidden) if halves else ("gather_rows", hidden * self.x.element_size())
         places = self._place, pair, starts, pairs, experts, self.first, int(not self._used)
-        act = ops.typed("activation", f"gated_{self.act}", self.x.dtype)
+        act = ops.typed("activation", f"gated_{self.act}", rows.dtype)
         return (
             (ops.op(SOURCE, "place_pairs"), (self.ids, at, *places)),
-            (ops.op(SOURCE, "gather_rows"), (self.x, rows, pair, starts, experts, k, row)),
+            (ops.op(SOURCE, gather), (self.x, rows, pair, starts, experts, k, row)),
             *_linear("experts_up", rows, stack.w13, at, starts, self.biases.up, both, mine),
             (act, (both[mine], inner[mine], mine.stop - mine.start, outputs // 2)),
             *_linear("experts_down", inner, stack.w2, at, starts, self.biases.down, self._made, mine),
@@ -90,8 +92,8 @@ class HostPairs:
         for e in (at >= 0).nonzero().flatten().tolist():
             pairs, index = (local == e).nonzero()[:, 0], int(at[e])
             x, w13, w2 = self.x[pairs // k], *(matrix(one, index, self.x.dtype) for one in stack)
-            inner = gated_linear(x, w13, self.act, of_expert(self.biases.up, e))
-            self._made[used : used + len(pairs)] = linear(inner, w2, of_expert(self.biases.down, e))
+            up, down = (None if one is None else one[e].to(x.dtype) for one in self.biases)
+            self._made[used : used + len(pairs)] = linear(gated_linear(x, w13, self.act, up), w2, down)
             self._place[pairs] = torch.arange(used, used + len(pairs), dtype=torch.int32)
             used += len(pairs)
 
@@ -115,9 +117,20 @@ class HostPairs:
         return one, (self._made, self.weights, self._place, y, tokens, k, hidden)
 
 
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """What the operations for x of a dtype compute in."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def host_biases(biases: Biases) -> Biases:
+    """Biases of the model's dtype, on any device, as the operations read them."""
+    return Biases(*(None if one is None else one.cpu().to(computed_in(one.dtype)) for one in biases))
+
+
 def computes(x: Tensor, stack: Experts) -> bool:
     """Whether C++ has operations for all of this."""
-    return ops.takes(x) and all(isinstance(one, Tensor) or quantized_cpu.kernel_of(one) is not None for one in stack)
+    there = all(isinstance(one, Tensor) or quantized_cpu.multiplies(one) for one in stack)
+    return there and ops.takes(x.new_empty(0, dtype=computed_in(x.dtype)))
 
 
 def _linear(
@@ -127,6 +140,7 @@ def _linear(
     _, outputs, inputs = stack.shape
     if isinstance(stack, Tensor):
         of = x, y, stack, at, bias, starts, len(at), inputs, outputs
-        return ((ops.typed(SOURCE, name, x.dtype), of),)
+        one = ops.op(SOURCE, "experts_f16") if stack.dtype == torch.float16 else ops.typed(SOURCE, name, x.dtype)
+        return ((one, of),)
     assert isinstance(stack, Stack), "`computes` was not asked"
     return quantized_cpu.linear(x, stack, (len(at), outputs), starts, bias, y, at, rows)

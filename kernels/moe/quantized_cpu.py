@@ -8,14 +8,13 @@ business here: only the experts that are chosen are read.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..cpp import ops
-from ..quantized import e4m3_cpu, q8_0_cpu, super_blocks_cpu
+from ..quantized import blocks_cpu, e4m3_cpu
 from ..quantized.stack import Stack
 
 if TYPE_CHECKING:
@@ -23,15 +22,11 @@ if TYPE_CHECKING:
 
 SOURCE = "experts_cpu"
 MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
-# packed form → who multiplies it
-KERNELS: dict[type, ModuleType] = {
-    q8_0_cpu.Packed: q8_0_cpu, super_blocks_cpu.Packed: super_blocks_cpu, e4m3_cpu.Packed: e4m3_cpu,
-}  # fmt: skip
 
 
 def supports(x: Tensor, ids: Tensor, w13: object, w2: object) -> bool:
     """Whether `experts` takes these, and is faster than dequantising experts one by one."""
-    return kernel_of(w13) is not None and kernel_of(w2) is not None and _few(x, ids, w13)
+    return multiplies(w13) and multiplies(w2) and _few(x, ids, w13)
 
 
 def _few(x: Tensor, ids: Tensor, w13: object) -> bool:
@@ -40,9 +35,10 @@ def _few(x: Tensor, ids: Tensor, w13: object) -> bool:
     return there and ids.numel() <= MOST_ROWS * w13.shape[0]
 
 
-def kernel_of(stack: object) -> ModuleType | None:
-    """Who multiplies its packed form; None: nobody."""
-    return KERNELS.get(type(stack.packed)) if isinstance(stack, Stack) else None
+def multiplies(stack: object) -> bool:
+    """Whether there are operations for its packed form: in blocks, or of e4m3."""
+    packed = stack.packed if isinstance(stack, Stack) else None
+    return hasattr(packed, "of_blocks") or isinstance(packed, e4m3_cpu.Packed)
 
 
 def experts(
@@ -70,8 +66,7 @@ def linear(
     x: Tensor, stack: Stack, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
     at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
-    """Operations that make y [P, O] of x [P, I], as `q8_0_cpu.experts` has it."""
-    kernel = kernel_of(stack)
-    assert kernel is not None, "supports() was not asked"
-    calls: ops.Calls = kernel.experts(x, stack.packed, sizes, ends, bias, y, at, rows)
-    return calls
+    """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it."""
+    if isinstance(stack.packed, e4m3_cpu.Packed):
+        return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, at, rows)
+    return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, at, rows)

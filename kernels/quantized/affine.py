@@ -1,8 +1,8 @@
 """Weights in groups of neighbouring inputs, each with a scale and a zero point: (code - zero) * scale.
 
-GPTQ, AWQ and compressed-tensors store that, in codes of 4 or 8 bits. GPUs keep 4 bits as they are (int4_cuda.py).
-Elsewhere a code less its zero is a number of 8 bits, unless 8-bit codes have zeros far from their middle: then q8_0's
-kernels take them. Scales are f16; weights whose scales f16 does not hold are dequantised by panels.
+GPTQ, AWQ and compressed-tensors store that, in codes of 4 or 8 bits. 4 bits are kept as they are (int4_cuda.py,
+int4_cpu.py). Elsewhere a code less its zero is a number of 8 bits, unless 8-bit codes have zeros far from their middle:
+then q8_0's kernels take them. Scales are f16; weights whose scales f16 does not hold are dequantised by panels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import int4_cuda, panels, pieces_cuda, q8_0, q8_0_cpu
+from ..cpp import ops
+from . import blocks_cpu, int4_cpu, int4_cuda, panels, pieces_cuda, q8_0, q8_0_cpu
 from .q8_0_cpu import GROUP as UNIT  # inputs that a group has a multiple of
 
 TINY = 2.0**-25  # by which a scale may be rounded: f16's, of numbers below 2^-14
@@ -31,7 +32,7 @@ class Affine(NamedTuple):
         return len(self.codes)
 
 
-Packed = Affine | q8_0.Packed
+Packed = Affine | int4_cpu.Packed | q8_0.Packed
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = False) -> Packed:
@@ -40,8 +41,11 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = Fals
     if not codes.numel() or ((scales - scales.to(torch.float16).float()).abs() > TINY).any():
         return Affine(codes, scales, zeros)
     few = codes.max() < 16 and zeros.min() >= 0 and zeros.max() <= int4_cuda.MOST_ZERO
-    if codes.is_cuda and few and inputs % int4_cuda.INPUTS == 0:
-        return int4_cuda.pack(codes, scales, zeros, stored_zeros)
+    if few and inputs % int4_cuda.INPUTS == 0:  # on CPUs as well: what is in host memory may go to a GPU
+        if codes.is_cuda:
+            return int4_cuda.pack(codes, scales, zeros, stored_zeros)
+        if blocks_cpu.takes(codes.contiguous()):
+            return int4_cpu.pack(codes, scales, zeros, stored_zeros)
     signs = torch.where(scales < 0, -1, 1).to(torch.int16)  # q8_0's scales have none
     ends = torch.stack([(end - zeros) * signs for end in codes.view(outputs, groups, -1).aminmax(dim=2)])
     if ends.min() < -128 or ends.max() > 127:
@@ -57,8 +61,10 @@ FORMS = (pack, functools.partial(pack, stored_zeros=True), Affine)
 
 def kept_bits(bits: int, group: int, inputs: int, symmetric: bool, device: torch.device) -> float:
     """What `pack` keeps of a weight with its share of its group's scale, as far as the sizes tell."""
-    if device.type != "cuda" or bits != 4 or inputs % int4_cuda.INPUTS:
+    if bits != 4 or inputs % int4_cuda.INPUTS or device.type == "cpu" and not ops.available():
         return q8_0.BITS
+    if device.type != "cuda":
+        return int4_cpu.kept_bits(group, not symmetric)
     form = int4_cuda.layout(int4_cuda.INPUTS if group % int4_cuda.INPUTS == 0 else UNIT, not symmetric)
     return form.bytes / (2 * form.inputs)  # of sixteen outputs
 
@@ -74,6 +80,8 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
         if dtype != torch.float32:
             return pieces_cuda.dequantize(part, dtype)
         codes, scales, zeros = int4_cuda.unpack(part)
+    elif isinstance(packed, int4_cpu.Packed):
+        return blocks_cpu.dequantize(packed.of_blocks, dtype, first, last)
     elif isinstance(packed, Affine):
         codes, scales, zeros = (one[first:last] for one in packed)
     else:
@@ -89,8 +97,8 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     """
     if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
         return pieces_cuda.linear(x, packed, gate, bias)
-    if isinstance(packed, q8_0_cpu.Packed) and q8_0_cpu.supports(x):
-        return q8_0.linear(x, packed, gate, bias)
+    if isinstance(packed, q8_0_cpu.Packed | int4_cpu.Packed) and blocks_cpu.supports(x):
+        return blocks_cpu.linear(x, packed.of_blocks, gate, bias)
     return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 

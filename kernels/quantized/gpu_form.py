@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from . import (
+    affine,
     e4m3,
     e4m3_cpu,
     e4m3_cuda,
     floats,
+    int4_cpu,
+    int4_cuda,
+    mxfp4_cpu,
     pieces_cuda,
     q8_0,
     q8_0_cpu,
@@ -85,6 +89,12 @@ def of_gpu(stack: Any) -> Any:
         assert supports(stack), "supports() was not asked"
         layout = super_blocks_cuda.layout(packed.form)
         codec, made = super_blocks, pieces_cuda.Packed(_super_blocks(packed), packed.outputs, layout)
+    elif isinstance(packed, int4_cpu.Packed):
+        codec, made = affine, _int4(packed)
+    elif isinstance(packed, mxfp4_cpu.Packed):
+        experts, outputs, _ = stack.shape
+        whole = [one.unflatten(0, (experts, padded(outputs)))[:, :outputs] for one in mxfp4_cpu.unpack(packed)]
+        return floats.pack(*whole)
     elif isinstance(packed, e4m3_cpu.Packed):
         if not floats.in_pieces(packed.inputs, packed.unit):
             return _floats(stack)
@@ -127,15 +137,34 @@ def _super_blocks(packed: super_blocks_cpu.Packed) -> Tensor:
     pairs = numbers.reshape(strips, pieces, -1, 2, 2, 8).permute(0, 1, 2, 5, 3, 4)  # strip piece pair g second h
     codes = runs[..., of_numbers:]
     if form.bits == 4:
-        of = codes.reshape(strips, pieces, 2, 2, 2, 2, 8, 2, 2)  # strip piece run e t1 h g t0 b
-        low, high = of[:, :, :, :, :, 0], of[:, :, :, :, :, 1]  # strip piece run e t1 g t0 b
-        both = torch.stack((low & 15 | high << 4, low >> 4 | high & 240), 3)  # strip piece run s e t1 g t0 b
-        words = both.permute(0, 1, 6, 5, 7, 2, 3, 8, 4)
+        words = _words(codes)
     else:
         of = codes.reshape(strips, pieces, 2, 2, 2, 2, 2, 8, 2, 2)  # strip piece run s e t1 h g t0 b
         words = of.permute(0, 1, 2, 7, 5, 8, 3, 6, 9, 4)
     made = (words, factors.contiguous().view(torch.uint8), pairs)
     return torch.cat([one.reshape(strips, pieces, -1) for one in made], 2)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Codes of 4 bits [strips, pieces, runs of 32 inputs, 256] in the order that pieces of 64 inputs have."""
+    of = codes.reshape(*codes.shape[:2], 2, 2, 2, 2, 8, 2, 2)  # strip piece run e t1 h g t0 b
+    low, high = of[:, :, :, :, :, 0], of[:, :, :, :, :, 1]  # strip piece run e t1 g t0 b
+    both = torch.stack((low & 15 | high << 4, low >> 4 | high & 240), 3)  # strip piece run s e t1 g t0 b
+    return both.permute(0, 1, 6, 5, 7, 2, 3, 8, 4)
+
+
+def _int4(packed: int4_cpu.Packed) -> pieces_cuda.Packed:
+    strips, pieces, head = len(packed.blocks), packed.inputs // int4_cuda.INPUTS, int4_cpu.head_bytes(packed.zeros)
+    scaled = int4_cuda.INPUTS if packed.group % int4_cuda.INPUTS == 0 else 32
+    tables = [packed.blocks[..., :32].contiguous().view(torch.float16)]
+    if packed.zeros:
+        tables.append(packed.blocks[..., 32:head] + int4_cpu.ZERO)
+    made = [_words(packed.blocks[..., head:].reshape(strips, pieces, 2, -1))]
+    for one in tables:
+        each = one.repeat_interleave(packed.group // scaled, 1).view(strips, pieces, -1, 2, 8)  # of groups h g
+        made.append(each.mT.contiguous().view(torch.uint8))
+    whole = torch.cat([one.reshape(strips, pieces, -1) for one in made], 2)
+    return pieces_cuda.Packed(whole, packed.outputs, int4_cuda.layout(scaled, packed.zeros))
 
 
 def _e4m3(packed: e4m3_cpu.Packed) -> Tensor:

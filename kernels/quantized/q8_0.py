@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..activation.activation import gated_activation
 from ..cpp import ops
-from . import panels, pieces_cuda, q8_0_cpu, q8_0_cuda
+from . import blocks_cpu, panels, pieces_cuda, q8_0_cpu, q8_0_cuda
 from .q8_0_cpu import GROUP
 
 BITS = 8.5  # of a weight with its share of the scale
@@ -103,7 +102,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     """
     last = packed.outputs if last is None else min(last, packed.outputs)
     if isinstance(packed, q8_0_cpu.Packed):
-        return q8_0_cpu.dequantize(packed, dtype, first, last)
+        return blocks_cpu.dequantize(packed.of_blocks, dtype, first, last)
     if isinstance(packed, pieces_cuda.Packed):
         part = packed.part(first, last)
         if dtype != torch.float32:
@@ -122,11 +121,9 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     """
     if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
         return pieces_cuda.linear(x, packed, gate, bias)
-    if isinstance(packed, q8_0_cpu.Packed) and q8_0_cpu.supports(x):
-        y = q8_0_cpu.linear(x, packed, bias)
-    else:
-        return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
-    return gated_activation(y, gate) if gate else y
+    if isinstance(packed, q8_0_cpu.Packed) and blocks_cpu.supports(x):
+        return blocks_cpu.linear(x, packed.of_blocks, gate, bias)
+    return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 
 variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU

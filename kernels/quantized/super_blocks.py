@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda
+from . import blocks_cpu, panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda
 from .super_blocks_form import Form
 
 CHUNK = 1 << 22  # elements that are decoded or encoded at once: what that takes is small beside a matrix
@@ -128,7 +128,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     """
     last = packed.outputs if last is None else min(last, packed.outputs)
     if isinstance(packed, super_blocks_cpu.Packed):
-        return super_blocks_cpu.dequantize(packed, dtype, first, last)
+        return blocks_cpu.dequantize(packed.of_blocks, dtype, first, last)
     if isinstance(packed, pieces_cuda.Packed):
         part = packed.part(first, last)
         if dtype != torch.float32:
@@ -147,8 +147,8 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     """
     if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
         return pieces_cuda.linear(x, packed, gate, bias)
-    if isinstance(packed, super_blocks_cpu.Packed) and super_blocks_cpu.supports(x):
-        return super_blocks_cpu.linear(x, packed, gate, bias)
+    if isinstance(packed, super_blocks_cpu.Packed) and blocks_cpu.supports(x):
+        return blocks_cpu.linear(x, packed.of_blocks, gate, bias)
     return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 

@@ -6,7 +6,8 @@ A block is in exactly one of three states:
 * cached: held by no sequence, but found by its hash, so a later sequence can reuse it;
 * blank: held by no sequence, content worthless.
 
-With a host tier, a cached block that is evicted may still be found there (host_tier.py).
+With a host tier, a cached block that is evicted may still be found there (host_tier.py). Where layers keep states of
+whole sequences, blocks are of use as far as there is a snapshot of these (snapshots.py).
 
 A full block's hash covers its tokens and all before them (a hash chain), so equal hashes mean equal keys and values.
 """
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..protocol import pack_u32
 from .host_tier import Hash, HostTier
+from .snapshots import Snapshots
 
 SLICE = 1000  # blocks that `audit` checks in one go, which takes a third of a millisecond
 BROKEN = "block accounting is broken"
@@ -44,9 +46,17 @@ def extend_chain(hashes: list[Hash], tokens: Sequence[int], size: int, salt: str
 class Blocks:
     """One replica's block pool. All methods but the checks take constant time a block."""
 
-    def __init__(self, count: int, size: int, prefix_cache: bool = True, tier: HostTier | None = None):
+    def __init__(
+        self,
+        count: int,
+        size: int,
+        prefix_cache: bool = True,
+        tier: HostTier | None = None,
+        snapshots: Snapshots | None = None,
+    ):
         self.count = count
         self.tier = tier or HostTier(0)
+        self.snapshots = snapshots or Snapshots()
         self.size = size
         self.prefix_cache = prefix_cache
         self._blank = list(range(count - 1, -1, -1))  # a stack: low numbers first
@@ -143,15 +153,28 @@ class Blocks:
                 self._cached[block] = None
 
     def cache(self, block: int, digest: Hash) -> None:
-        """Enter a held, full block into the prefix cache. Of two with equal content only the first is entered."""
-        if self.prefix_cache and self._hash_of[block] is None and digest not in self._by_hash:
-            self._hash_of[block] = digest
-            self._by_hash[digest] = block
+        """Enter a held, full block into the prefix cache.
+
+        Of two with equal content only the first is entered, unless nobody holds it: then it was of no use, for lack of
+        a state snapshot, and the second one will stay longer.
+        """
+        if not self.prefix_cache or self._hash_of[block] is not None:
+            return
+        known = self._by_hash.get(digest)
+        if known is not None:
+            if self._references[known]:
+                return
+            del self._cached[known]
+            self._hash_of[known] = None
+            self._blank.append(known)
+        self._hash_of[block] = digest
+        self._by_hash[digest] = block
 
     def _evict(self, block: int) -> None:
         digest = self._hash_of[block]
         if digest is not None:
             self.tier.store(block, digest)
+            self.snapshots.drop(digest)
             del self._by_hash[digest]
             self._hash_of[block] = None
 
@@ -162,6 +185,7 @@ class Blocks:
         if len(self._by_hash) != self.num_cached:
             raise RuntimeError(f"{BROKEN}: {len(self._by_hash)} hashes are known of {self.num_cached} cached blocks")
         self.tier.check()
+        self.snapshots.check()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless all blocks are accounted for. holders: every sequence's block list."""

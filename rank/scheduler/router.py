@@ -46,7 +46,9 @@ class Router:
         """How many of the prompt's tokens this replica has in its prefix cache, or will have when it schedules the
         request."""
         blocks = self.replicas[index].scheduler.blocks
-        known = len(blocks.match(hashes))
+        hits = blocks.match(hashes)
+        blocks.snapshots.trim(hits, hashes)
+        known = len(hits)
         while known < len(hashes) and self._sent.get(hashes[known]) == index:
             known += 1
         return known * blocks.size

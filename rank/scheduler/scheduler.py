@@ -10,25 +10,14 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from .. import protocol
 from .blocks import IN_HOST, Blocks, Hash
+from .counters import Counters
 from .grammar import Grammar
 from .sequence import Sequence
 from .step import Chunk, PlannedStep, ScheduledStep
-
-
-@dataclass(slots=True)
-class Counters:
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    swapped_in: int = 0
-    chunks: int = 0
-    aborted: int = 0
 
 
 class Scheduler:
@@ -124,7 +113,7 @@ class Scheduler:
                 if sequence.id not in group:
                     continue
                 reserved -= 1
-            count = min(sequence.remaining, budget - reserved)
+            count = sequence.chunk(sequence.num_computed, min(sequence.remaining, budget - reserved))
             if count > 0 and self._grow(sequence, count, draft):
                 self._add_chunk(sequence, count, draft)
                 budget -= count
@@ -179,22 +168,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.in_flight:  # preempted while an id was on its way; that id is needed to compute it again
                 break
-            sequence.extend_hashes(self.blocks.size)
-            # The last token is always computed: its logits are needed.
-            usable = (len(sequence.tokens) - 1) // self.blocks.size
-            scored = sequence.sampling.prompt_logprobs >= 0 and not sequence.reported
-            # They need hidden states of the beginning, and the cache keeps none.
-            if scored or sequence.sampling.pooling in ("mean", "cls"):
-                usable = 0
-            hits = self.blocks.match(sequence.hashes[:usable])
+            hits, count = self._find_prefix(sequence, draft, budget)
             computed = len(hits) * self.blocks.size
-            count = min(sequence.length - computed, budget)
-            # Where all rows have one token, one kernel writes and reads the cache: none may read what another writes.
-            single = count == 1 and all(chunk.tokens == 1 for chunk in draft.chunks)
-            while single and any(block in draft.cached for block in hits):
-                hits.pop()
-                computed -= self.blocks.size
-                count = min(sequence.length - computed, budget)
             needed = self._blocks_for(computed + count) - len(hits)
             spare = len(self.running)  # a block for each: without it the new one would soon be preempted
             if needed + spare > self.blocks.num_free - self.blocks.num_unreferenced(hits):
@@ -204,6 +179,8 @@ class Scheduler:
             sequence.blocks = self.blocks.hold(hits, sequence.hashes) + self.blocks.allocate(needed)
             sequence.row = heapq.heappop(self._free_rows)
             sequence.num_computed = computed
+            if hits:
+                self.blocks.snapshots.load(sequence.hashes[len(hits) - 1], sequence.row)
             self.backlog += sequence.expected - computed
             sequence.expected = 0
             sequence.num_cached_blocks = len(hits)
@@ -215,6 +192,24 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=_order)
             self._add_chunk(sequence, count, draft)
             budget -= count
+
+    def _find_prefix(self, sequence: Sequence, draft: PlannedStep, budget: int) -> tuple[list[int], int]:
+        """The cached blocks that a waiting sequence begins with, and how many tokens it then computes."""
+        sequence.extend_hashes(self.blocks.size)
+        usable = sequence.hashes[: sequence.usable_blocks(self.blocks.size)]
+        hits = self.blocks.match(usable)
+        ends = len(hits), (sequence.prompt_len - 1) // self.blocks.size, len(usable)  # where it leaves state snapshots
+        while True:
+            self.blocks.snapshots.trim(hits, usable)
+            borders = self.blocks.snapshots.borders(len(hits), *ends)
+            sequence.borders = [border * self.blocks.size for border in borders]
+            computed = len(hits) * self.blocks.size
+            count = sequence.chunk(computed, min(sequence.length - computed, budget))
+            # Where all rows have one token, one kernel writes and reads the cache: none may read what another writes.
+            single = count == 1 and all(chunk.tokens == 1 for chunk in draft.chunks)
+            if not single or not any(block in draft.cached for block in hits):
+                return hits, count
+            hits.pop()
 
     def _introduce(self, sequence: Sequence) -> protocol.NewSequence:
         return protocol.NewSequence(
@@ -240,6 +235,8 @@ class Scheduler:
         self._cache_blocks(sequence)
         if sequence.num_cached_blocks > before:  # true once per block
             draft.cached.update(sequence.blocks[before : sequence.num_cached_blocks])
+        if sequence.num_computed in sequence.borders:
+            self.blocks.snapshots.save(sequence.row, sequence.hashes[sequence.num_computed // self.blocks.size - 1])
 
     def _cache_blocks(self, sequence: Sequence) -> None:
         """Enter full blocks of known tokens into the prefix cache.
@@ -260,7 +257,8 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         freed, self._freed_rows = self._freed_rows, []
-        return draft.finished(self._step, freed, *self.blocks.tier.take_copies())
+        copies = *self.blocks.tier.take_copies(), *self.blocks.snapshots.take_copies()
+        return draft.finished(self._step, freed, *copies)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.blocks.size)
@@ -391,6 +389,7 @@ class Scheduler:
             blocks_used=self.blocks.num_used,
             blocks_cached=self.blocks.num_cached,
             **self.blocks.tier.stats(),
+            **self.blocks.snapshots.stats(),
             **asdict(self.counters),
         )
 

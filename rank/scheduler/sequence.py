@@ -29,6 +29,7 @@ class Sequence:
         self.sampled_at = 0  # the step that sampled its newest token
         self.hashes = hashes  # of the known tokens' full blocks, as far as they were needed
         self.num_cached_blocks = 0  # leading blocks that were passed to Blocks.cache
+        self.borders: list[int] = []  # tokens after which it leaves a state snapshot: no chunk goes beyond
         self.expected = 0  # tokens that the prefix cache will probably have; 0 once it is admitted
         self.cached_tokens = -1  # prompt tokens found in the prefix cache; -1 until first admitted
         self.reported = False  # its first delta has been sent
@@ -51,6 +52,17 @@ class Sequence:
     def ends_by_length(self) -> bool:
         """Whether its last allowed token has been sampled; the id may not have arrived yet."""
         return self.num_outputs >= self.sampling.max_tokens
+
+    def usable_blocks(self, block_size: int) -> int:
+        """Full blocks at its beginning that may come from the prefix cache."""
+        scored = self.sampling.prompt_logprobs >= 0 and not self.reported
+        if scored or self.sampling.pooling in ("mean", "cls"):  # they need all hidden states, and the cache keeps none
+            return 0
+        return (len(self.tokens) - 1) // block_size  # the last token is always computed: its logits are needed
+
+    def chunk(self, computed: int, most: int) -> int:
+        """Tokens of its next chunk, up to `most`, where so many are computed."""
+        return min([most, *(border - computed for border in self.borders if border > computed)])
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash those full blocks of the known tokens that are not hashed yet."""

@@ -48,8 +48,17 @@ class PlannedStep:
     block_ids: list[int] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)  # blocks that this step fills and enters into the prefix cache
 
-    def finished(self, step: int, freed_rows: list[int], swap_out: bytes = b"", swap_in: bytes = b"") -> ScheduledStep:
-        """The step's plan, with its number, the rows that were freed since the last one, and copies of blocks."""
+    def finished(
+        self,
+        step: int,
+        freed_rows: list[int],
+        swap_out: bytes = b"",
+        swap_in: bytes = b"",
+        state_loads: bytes = b"",
+        state_saves: bytes = b"",
+    ) -> ScheduledStep:
+        """The step's plan, with its number, the rows that were freed since the last one, and copies of blocks and of
+        states, as protocol.Plan has them."""
         chunks = sorted(self.chunks, key=lambda chunk: chunk.tokens > 1)  # decodes first; the sort is stable
         plan = protocol.Plan(
             step=step,
@@ -61,6 +70,8 @@ class PlannedStep:
             block_ids=protocol.pack_u32(self.block_ids),
             swap_out=swap_out,
             swap_in=swap_in,
+            state_loads=state_loads,
+            state_saves=state_saves,
         )
         sampled = [chunk.sequence for chunk in chunks if chunk.samples]
         # A sequence's length counts the token that this step samples.

@@ -71,6 +71,7 @@ class Limits(NamedTuple):
     max_num_seqs: int
     token_budget: int  # of a step
     prefix_cache: bool  # whether prompts may begin with blocks of others
+    snapshots: int = 0  # of sequences' states; 0: no layer keeps any, or there is no prefix cache
     host_blocks: int = 0  # of the KV cache, in host memory
     least_swap: int = 1  # of these, what is copied back sooner than computed again
 
@@ -109,10 +110,10 @@ class Engine:
         sampler = Sampler(max_num_seqs, self.model.vocab_size, device)
         peak = self._warm_up(sampler, budget, max_num_seqs, block_size)
         watch.begin("making room for the KV cache")
-        blocks, max_model_len = self._size_cache(max_num_seqs, block_size, peak)
-        caches = self._together(lambda: self._allocate(blocks, block_size, max_num_seqs))
-        shares = self._may_share()
-        swap, least = self._host_tier(caches, block_size, budget) if shares else (None, 1)
+        blocks, max_model_len, snapshots = self._size_cache(max_num_seqs, block_size, peak)
+        caches = self._together(lambda: self._allocate(blocks, block_size, max_num_seqs + snapshots))
+        shares, may_swap = self._may_share(snapshots)
+        swap, least = self._host_tier(caches, block_size, budget) if may_swap else (None, 1)
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap)
@@ -121,7 +122,7 @@ class Engine:
         watch.started()
         self._served = True
         host_blocks = len(swap.host) if swap is not None else 0
-        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget, shares, host_blocks, least)
+        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, host_blocks, least)
 
     def unload(self) -> None:
         """Give all memory back that `load` took. The runner has finished: a plan said stop."""
@@ -251,8 +252,8 @@ class Engine:
     def _kv_fraction(self) -> float:
         return self.options.kv_fraction or kv_cache.FRACTION[self.place.device.type]
 
-    def _size_cache(self, max_num_seqs: int, block_size: int, peak: int) -> tuple[int, int]:
-        """Blocks in the pool and the longest sequence, the same on all ranks; logged by rank 0.
+    def _size_cache(self, max_num_seqs: int, block_size: int, peak: int) -> tuple[int, int, int]:
+        """Blocks in the pool, the longest sequence and state snapshots, the same on all ranks; logged by rank 0.
 
         peak: what steps take beside weights and cache, where that is known.
         """
@@ -260,11 +261,16 @@ class Engine:
         fraction = self._kv_fraction
         specs = model.cache_specs()
         block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
-        states = max_num_seqs * sum(map(cache_spec.row_bytes, specs))
+        state = sum(map(cache_spec.row_bytes, specs))
+        states = max_num_seqs * state
         free = kv_cache.free_memory(place.device, place.ranks_here)
         given = options.mem * kv_cache.MIB or int(fraction * max(0, free - peak))
         memory = self._together(lambda: kv_cache.less_states(given, states, max_num_seqs))
-        wanted = max_num_seqs * -(-model.max_model_len // block_size)
+        longest = -(-model.max_model_len // block_size)
+        wanted, snapshots = max_num_seqs * longest, 0
+        if options.prefix_cache:
+            snapshots = kv_cache.num_snapshots(place.world, state, memory, longest * block_bytes, max_num_seqs)
+            memory -= snapshots * state
         if options.mem and block_bytes:
             wanted = memory // block_bytes
         blocks = kv_cache.num_blocks(place.world, block_bytes, wanted, memory)
@@ -276,20 +282,25 @@ class Engine:
             f"{blocks * block_bytes / kv_cache.MIB:.0f} MiB a rank ({why}); sequences of up to {max_model_len} tokens"
         )
         if states:
-            self._say(f"recurrent states of {max_num_seqs} sequences: {states / kv_cache.MIB:.0f} MiB on this rank")
-        return blocks, max_model_len
+            self._say(
+                f"recurrent states of {max_num_seqs} sequences: {states / kv_cache.MIB:.0f} MiB on this rank; "
+                f"{snapshots} snapshots of them: {snapshots * state / kv_cache.MIB:.0f} MiB"
+            )
+        return blocks, max_model_len, snapshots
 
-    def _may_share(self) -> bool:
-        """Whether prompts may begin with blocks of others: not where a layer keeps what is of a whole sequence, which
-        no block has. The same on all ranks."""
-        model = self.model
-        here = any(spec.row() for spec in model.cache_specs())
+    def _may_share(self, snapshots: int) -> tuple[bool, bool]:
+        """Whether prompts may begin with blocks of others, and whether blocks may be in host memory; the same on all
+        ranks. Where a layer keeps what is of a whole sequence, the first needs state snapshots, which stay on the
+        device."""
+        asked, options = self.options.prefix_cache, self.options
+        here = any(spec.row() for spec in self.model.cache_specs())
         if not int(self.place.world.all_gather(torch.tensor([int(here)])).max()):
-            return self.options.prefix_cache
-        if self.options.prefix_cache:
-            unused = " (--kvcache-mem-cpu is not used)" if self.options.kvcache_mem_cpu else ""
-            self._say(f"no prefix cache: this model keeps a state of each sequence, which no block holds{unused}")
-        return False
+            return asked, asked
+        if asked and not snapshots:
+            self._say("no prefix cache: there is no memory for snapshots of states; raise --mem or --kv-fraction")
+        if asked and options.kvcache_mem_cpu:
+            self._say("--kvcache-mem-cpu is not used: this model's states are on the device alone")
+        return asked and snapshots > 0, False
 
     def _allocate(self, blocks: int, block_size: int, rows: int = 0) -> cache_spec.Caches:
         """The KV cache of each local layer, and what it keeps of each of so many sequences."""

@@ -16,17 +16,22 @@ from ... import errors
 from ...comm.base import Comm
 from ..model.cache_spec import Caches, CacheSpec
 
+PROC, SYS = Path("/proc"), Path("/sys")
 MIB = 1 << 20
 # The cache's default share of the free memory. On CPUs other processes need memory too. On GPUs free means after
 # loading and the largest step; the rest is for CUDA graphs, libraries' workspaces and fragmentation.
 FRACTION = {"cpu": 0.4, "cuda": 0.95}
+
+# State snapshots for each sequence that may run at once: where its conversation goes on, and one that others share.
+SNAPSHOTS = 2
+SNAPSHOT_SHARE = 0.25  # of the memory that states leave, at most; the rest is for blocks
 
 
 def free_memory(device: torch.device, ranks_here: int) -> int:
     """Bytes that one rank may still allocate: on its GPU, or as its share of this host's (or container's) memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = min(psutil.virtual_memory().available, *_cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
+    free = min(psutil.virtual_memory().available, *_cgroup_rooms(PROC / "self/cgroup", SYS / "fs/cgroup"))
     return max(0, free) // ranks_here
 
 
@@ -73,6 +78,19 @@ def less_states(memory: int, states: int, rows: int) -> int:
             errors.MEMORY,
         )
     return memory - states
+
+
+def num_snapshots(world: Comm, state_bytes: int, memory: int, longest: int, rows: int) -> int:
+    """State snapshots that every rank can hold (rank/scheduler/snapshots.py); 0 where no rank has states.
+
+    They get a part of `memory`, of which the blocks of one sequence, of `longest` bytes, are not taken: SNAPSHOTS for
+    each of `rows` sequences at most. state_bytes: what this rank keeps of a sequence.
+    """
+    mine = SNAPSHOTS * rows
+    if state_bytes:
+        mine = max(0, min(mine, int(memory * SNAPSHOT_SHARE) // state_bytes, (memory - longest) // state_bytes))
+    all_ranks = world.all_gather(torch.tensor([mine, bool(state_bytes)])).view(-1, 2)
+    return int(all_ranks[:, 0].min()) * bool(all_ranks[:, 1].any())
 
 
 def check_host(memory: int, free: int) -> None:

@@ -38,6 +38,7 @@ from .pooler import Pooler
 from .prompt_scorer import PromptLogprobs, PromptScorer
 from .sampler import Logprobs, Sampler, is_plain_greedy, tp_argmax
 from .state import BatchState, ScheduledBatch
+from .state_snapshots import StateSnapshots
 from .swap import Swap
 from .token_masks import RowMasks, TokenMasks
 from .upload import Upload
@@ -159,6 +160,7 @@ class ModelRunner:
         self._greedy = np.zeros(len(state.length), bool)  # rows whose next token is the argmax of the unchanged logits
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
+        self._snapshots = StateSnapshots(model.cache_specs(), caches, len(state.length), self._upload)
         self._token_masks = TokenMasks(len(state.length), self._upload)
         self._min_microbatch_tokens = min_microbatch_tokens(model, mesh, self.device)
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
@@ -191,7 +193,9 @@ class ModelRunner:
                 while (item := self._queue.get()) is not None:
                     plan, result = item
                     self.watch.entered = plan.step
+                    self._snapshots.load(plan)
                     result.set(self._execute(plan))
+                    self._snapshots.save(plan)
                     self._finished(plan.step)
             self._receive_ids(len(self._awaited))
             if self._graphs is not None:

@@ -13,11 +13,12 @@ from . import cuda_model
 
 
 @functools.cache
-def libraries(isa):
-    """Compiled in the user's folder, where other workers of pytest find them, and handed on to what tests start."""
+def libraries(isa, *sources):
+    """Of these sources, or of all: compiled in the user's folder, where other workers of pytest find them, and handed
+    on to what tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(leftovers.USUAL))
-        found = compiler.load_all(sorted(compiler.SOURCES), isa)
+        found = compiler.load_all(sorted(sources or compiler.SOURCES), isa)
     leftovers.hand_on_kernels(leftovers.USUAL, Path(tempfile.gettempdir()))
     return found
 

@@ -12,7 +12,10 @@ import pytest
 import torch
 from phalanx.kernels import jit
 
+from ..kept import kept, version
+
 HEADER = Path(__file__).with_suffix(".h")
+COMMAND = ("-O1", "-std=c++17", "-fPIC", "-w")
 REPLACED = ("common.cuh", "tma.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
 FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
 LAUNCH = """
@@ -42,28 +45,37 @@ class Builder:
     def __init__(self, folder: Path):
         self._folder = folder
         self._built: dict[str, ctypes.CDLL] = {}
+        self._headers = sorted(HEADER.parent.glob(f"{HEADER.stem}*.h"))
+        self._ready = False
 
     def build(self, source: str, sizes: dict) -> ctypes.CDLL:
         """The library of a source's one kernel, for the element type T and sizes of `sizes`."""
         text = model_text(source, sizes)
         if text not in self._built:
-            if not self._built:
-                for one in HEADER.parent.glob(f"{HEADER.stem}*.h"):
-                    shutil.copy(one, self._folder)
-                self._compile("-x", "c++-header", HEADER.name, "-o", f"{HEADER.name}.gch")
-            name = f"{source}_{len(self._built)}"
-            (self._folder / f"{name}.cpp").write_text(text)
-            self._compile("-shared", f"{name}.cpp", "-o", f"{name}.so")
-            self._built[text] = ctypes.CDLL(str(self._folder / f"{name}.so"))
+            inputs = (*COMMAND, version(_compiler()), *(one.read_text() for one in self._headers), text)
+            self._built[text] = ctypes.CDLL(str(kept(lambda library: self._make(text, library), *inputs)))
         return self._built[text]
 
+    def _make(self, text: str, library: Path) -> None:
+        if not self._ready:
+            for one in self._headers:
+                shutil.copy(one, self._folder)
+            self._compile("-x", "c++-header", HEADER.name, "-o", f"{HEADER.name}.gch")
+            self._ready = True
+        (self._folder / "kernel.cpp").write_text(text)
+        self._compile("-shared", "kernel.cpp", "-o", str(library))
+
     def _compile(self, *words: str) -> None:
-        compiler = shutil.which("c++") or shutil.which("g++")
-        if compiler is None:
-            pytest.skip("no C++ compiler")
-        command = [compiler, "-O1", "-std=c++17", "-fPIC", "-w", *words]
+        command = [_compiler(), *COMMAND, *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=self._folder)
         assert done.returncode == 0, done.stderr
+
+
+def _compiler() -> str:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    return compiler
 
 
 def included(text: str) -> str:

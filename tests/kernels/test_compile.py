@@ -21,6 +21,7 @@ from phalanx.kernels.gemm import skinny
 from phalanx.kernels.rope.fp8_cache import E4M3
 from phalanx.kernels.rope.rope import CosSin, QKNorm
 
+from ..kept import kept, version
 from .programs import PROGRAMS
 
 
@@ -34,9 +35,13 @@ def compile_program(text: str, arch: str, folder) -> None:
             pytest.skip("neither CuPy's NVRTC nor nvcc is installed")
         source = folder / "program.cu"
         source.write_text(text)
-        command = ["nvcc", f"-arch={arch}", "-std=c++17", "-cubin", "-o", str(folder / "program.cubin"), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        command = ["nvcc", f"-arch={arch}", "-std=c++17", "-cubin"]
+
+        def make(binary: Path) -> None:
+            done = subprocess.run([*command, "-o", str(binary), str(source)], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+        assert kept(make, *command, version("nvcc"), text).stat().st_size
     else:
         assert jit.compile_text("program", text, arch)
 

@@ -1,8 +1,8 @@
 """A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP".
 
-PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit or swap. limit: the rank's address
-space may grow by STEP MB once it asks for host memory. swap: it is killed in its STEPth copy to host blocks. PATIENCE:
-of the watch, with the start.
+PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit, cgroup or swap. limit: the rank's
+address space may grow by STEP MB once it asks for host memory. cgroup: its cgroup is that of the folders in CGROUPS.
+swap: it is killed in its STEPth copy to host blocks. PATIENCE: of the watch, with the start.
 """
 
 import os
@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ from phalanx.comm import startup
 from phalanx.kernels import host_memory
 from phalanx.rank import __main__ as main
 from phalanx.rank.model.weights.striped import Reader
-from phalanx.rank.worker import engine
+from phalanx.rank.worker import engine, kv_cache
 from phalanx.rank.worker.model_runner import ModelRunner
 from phalanx.rank.worker.swap import Swap
 
@@ -94,6 +95,9 @@ elif place == "stripe":
     Reader.next = read
 elif place == "limit":
     host_memory.zeros = zeros
+elif place == "cgroup":
+    if mine:
+        kv_cache.PROC, kv_cache.SYS = Path(os.environ["CGROUPS"], "proc"), Path(os.environ["CGROUPS"], "sys")
 elif place == "swap":
     Swap.store = store
 elif place == "start":

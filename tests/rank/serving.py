@@ -35,7 +35,8 @@ class ServingRank(ReloadingRank):
         asked = SimpleNamespace(**json.loads(Path(os.environ["REQUESTS"]).read_text()))
         scheduler = replica.scheduler
         assert scheduler.blocks.count > asked.blocks
-        scheduler.blocks = Blocks(asked.blocks, scheduler.blocks.size, scheduler.blocks.prefix_cache)
+        pool = scheduler.blocks
+        scheduler.blocks = Blocks(asked.blocks, pool.size, pool.prefix_cache, snapshots=pool.snapshots)
         tokens = [
             [token for delta in deltas for token in delta.tokens]
             for deltas in answer(replica, asked.prompts, asked.count)

@@ -23,7 +23,7 @@ from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
 from ..processes import gone, kill, wait
-from ..ranks import MEMORY, environment
+from ..ranks import MEMORY, environment, quick
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 HOST = socket.gethostname()
@@ -101,7 +101,7 @@ def test_a_stopped_rank_0_is_named_by_rank_1(checkpoint):
 
 def faulty(checkpoint, monkeypatch, fault: str, ranks: int = 2, **options) -> Engine:
     monkeypatch.setenv("FAULT", fault)
-    return Engine(checkpoint, ranks, program=(str(Path(__file__).parent / "faulty.py"),), **options)
+    return Engine(checkpoint, ranks, program=quick(Path(__file__).parent / "faulty.py"), **options)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])

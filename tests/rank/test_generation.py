@@ -12,6 +12,7 @@ from phalanx.rank import protocol
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
 from ..processes import wait
+from ..ranks import quick
 from .reference import Reference
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a kind has transformers look for prompts
@@ -181,7 +182,7 @@ def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected,
 @pytest.mark.parametrize("tp, pp", [(2, 1), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_cut_steps_change_no_token(checkpoint, expected, tp, pp):
     """Prompts divided between the parts of a step, beside sequences that decode; steps with an embedding stay whole."""
-    program = (str(Path(__file__).parent / "cutting.py"),)
+    program = quick(Path(__file__).parent / "cutting.py")
     options = dict(program=program, tp=tp, pp=pp, max_num_seqs=8, max_num_batched_tokens=50, device="cpu")
     with Engine(checkpoint("llama"), tp * pp, **options) as engine:
         requests = {str(i): (prompt(i), greedy(60)) for i in range(3)}

@@ -48,6 +48,31 @@ def test_host_blocks_that_the_system_refuses(tmp_path, monkeypatch):
     assert re.fullmatch(f"{start}{LIMITED}, which may be raised. Ask for less", line), line
 
 
+def cgroup(root: Path, mb: int) -> str:
+    """Folders of a job's cgroup that leaves so many MB, to the step that the rank is in by its parent alone."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/slurm/job_7/step_0\n")
+    for name, limit in (("slurm/job_7", str((300 + mb) << 20)), ("slurm/job_7/step_0", "max")):
+        place = root / "sys/fs/cgroup" / name
+        place.mkdir(parents=True)
+        for file, text in (("max", limit), ("current", str(310 << 20)), ("stat", f"inactive_file {10 << 20}")):
+            (place / f"memory.{file}").write_text(f"{text}\n")
+    return str(root)
+
+
+def test_what_a_cgroup_does_not_leave_is_refused(experts, tmp_path, monkeypatch):
+    """Experts of 16 MB a rank: before the kernel kills it."""
+    config = json.loads((experts / "config.json").read_text()) | {"moe_intermediate_size": 1 << 10}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("CGROUPS", cgroup(tmp_path / "cgroups", 5))
+    monkeypatch.setenv("FAULT", "cgroup:1:0")
+    with pytest.raises(AssertionError, match=rf"did not come up \(exit code {errors.MEMORY}\)") as caught:
+        Engine(tmp_path, 2, program=FAULTY, device="cpu", load_format="dummy", tp=2, num_experts_offload_per_rank=3)
+    said = re.findall(r"this rank's weights take \S+ GB, but for it (\S+) GB are free", str(caught.value))
+    assert said == ["0.00"], str(caught.value)  # 5 MB, for two ranks
+    assert "Traceback" not in str(caught.value)
+
+
 @pytest.mark.long
 def test_experts_that_the_system_refuses(experts, tmp_path, monkeypatch):
     config = json.loads((experts / "config.json").read_text()) | {"moe_intermediate_size": 1 << 15}

@@ -15,6 +15,7 @@ from phalanx.rank.model.fingerprint import Fingerprint, difference, take
 
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, device, greedy
+from ..ranks import quick
 from ..server import Server
 
 HOST = socket.gethostname()
@@ -59,7 +60,7 @@ def ended(model, *arguments) -> str:
 
 def differing(checkpoint, monkeypatch, what, **options) -> str:
     monkeypatch.setenv("DIFFER", what)
-    return refused(checkpoint, **options, program=(str(Path(__file__).parent / "differing.py"),))
+    return refused(checkpoint, **options, program=quick(Path(__file__).parent / "differing.py"))
 
 
 @pytest.mark.long

@@ -42,7 +42,7 @@ SHORT = "short"
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
 }  # fmt: skip
-RECURRENT = "linear_num_key_heads"  # a key of models that keep states of whole sequences: they have no prefix cache
+RECURRENT = "linear_num_key_heads"  # a key of models that keep states of whole sequences
 LAYOUTS = {
     SHORT: Layout(2, 1, count=40, known=20, blocks=22),
     "tp1": Layout(1, 1), "tp2": Layout(2, 1), "tp3": Layout(3, 1), "pp2": Layout(1, 2), "tp2-pp2": Layout(2, 2),
@@ -178,7 +178,7 @@ def test_served(answers, expected, layout, name):
     assert max(len(set(tokens)) for tokens in found.tokens) >= 8, f"{name}: its text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0, f"{layout}, {name}: {found}"
     if RECURRENT in SERVED[name] | SERVED[name].get("text_config", {}):
-        assert found.cached == 0, f"{layout}, {name}: a state is of a whole sequence, but {found.cached} were cached"
+        assert found.cached >= LENGTH // 16 * 16, f"{layout}, {name}: {found}"  # its first prompt's state snapshot
     else:
         assert found.cached >= LENGTH, f"{layout}, {name}: {found}"
     for i, prompt in enumerate(PROMPTS):

@@ -12,6 +12,7 @@ BLOCK = 16  # tokens; rank/worker/engine.py
 # The KV cache's share of what is free after loading, on GPUs less the largest step, by whether it is a CPU;
 # rank/worker/kv_cache.py
 FRACTION = {True: 0.4, False: 0.95}
+SNAPSHOTS, SNAPSHOT_SHARE = 2, 0.25  # of recurrent states, for each sequence, in what they leave; ibid.
 UNLIMITED = 1 << 40  # blocks of a stage without keys and values
 PER_LOGIT = 51  # bytes of the sampler's sort, probabilities and noise; 1601 MiB for 256 x 128256 on H200
 
@@ -57,10 +58,15 @@ class Stage:
     state: int = 0  # bytes of what is kept of one sequence as a whole
     slots: int = 0  # bytes on the device that layers in the host's memory are copied to
 
-    def blocks(self, room: float, rows: int) -> int:
-        """How many fit into `room` bytes beside the states of so many sequences."""
+    def blocks(self, room: float, rows: int, longest: int) -> int:
+        """How many fit into `room` bytes beside the states of so many sequences and snapshots of them, which may not
+        take the blocks of the longest sequence."""
         left = max(0.0, room - rows * self.state)
-        return int(left // (self.kv_token * BLOCK)) if self.kv_token else UNLIMITED * bool(left)
+        if not self.kv_token:
+            return UNLIMITED * bool(left)
+        block = self.kv_token * BLOCK
+        beside = left - min(left * SNAPSHOT_SHARE, SNAPSHOTS * rows * self.state)
+        return int(max(beside, min(left, longest * block)) // block)
 
     @property
     def loaded(self) -> int:
@@ -147,10 +153,11 @@ def memory_fit(shape: ModelShape, layout: Layout, asked: Workload, device: Devic
     fraction = asked.kv_fraction or FRACTION[device.cpu]
     needs = activations(shape, layout, asked, budget)
     rows = split(asked.concurrency, layout.dp)
-    most = rows * split(asked.context, BLOCK)  # no more is ever used
+    longest = split(asked.context, BLOCK)
+    most = rows * longest  # no more is ever used
     kept = 0.0 if device.cpu else needs  # GPU ranks try the largest step before they size the cache
     free = [device.memory - runtime - stage.loaded - stage.slots - stage.rope - kept for stage in parts]
-    blocks = [stage.blocks(fraction * max(0.0, left), rows) for stage, left in zip(parts, free, strict=True)]
+    blocks = [stage.blocks(fraction * max(0.0, left), rows, longest) for stage, left in zip(parts, free, strict=True)]
     fits, count = min(blocks), min(most, *blocks)
     used = [count * BLOCK * stage.kv_token + rows * stage.state for stage in parts]
     spare = min(left - kv for left, kv in zip(free, used, strict=True)) + kept

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....kernels.graph_pieces import on_host
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
-from ....kernels.moe.host_experts import Experts, HostPairs, computes
+from ....kernels.moe.host_experts import Experts, HostPairs, computes, host_biases
 from ....kernels.moe.moe import Biases, Held, fused_experts
 from .host_buffers import KEPT, Buffer, HostStack, HostView, SharedBuffers
 from .residents import Residents
@@ -66,7 +66,7 @@ class HostExperts:
         self.biases = biases
         self.device = shared.streamer.device
         self.on_gpu = self.device.type == "cuda"
-        self.host_biases = Biases(*(None if one is None else one.cpu() for one in biases))
+        self.host_biases = host_biases(biases)
         self.set = Residents(held.size, slots.stack.size)
         self._steps = 0
         self._choice = Choice(held.size, held.first, costs, NUMBERS[shared.way])

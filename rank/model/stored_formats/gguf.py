@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels import quantized
-from ....kernels.quantized import floats
+from ....kernels.moe.moe import Matrices
+from ....kernels.quantized import floats, mxfp4
 from ...gguf.types import BY_NAME
 from ..experts.fused import StackedLinear
 from ..formats._packed import Codec, PackedPart
@@ -118,14 +119,14 @@ class Mxfp4Experts:
         return True
 
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        return 4 + 8 / self.stack_unit
+        return mxfp4.kept_bits(layer.width, device)
 
-    def make(self, layer: StackedLinear) -> floats.Floats:
+    def make(self, layer: StackedLinear) -> Matrices:
         blocks = layer.in_order(layer.get_parameter("blocks").data)
         blocks = blocks.unflatten(-1, (-1, BY_NAME["MXFP4"].bytes))
         scales, codes = blocks[..., 0], blocks[..., 1:]
         each = torch.cat((codes & 15, codes >> 4), -1)  # [..., groups, 32], in order
-        return floats.pack((each[..., ::2] | each[..., 1::2] << 4).flatten(-2), scales)
+        return mxfp4.experts(floats.pack((each[..., ::2] | each[..., 1::2] << 4).flatten(-2), scales))
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | Mxfp4Experts | None:

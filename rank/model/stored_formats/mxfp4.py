@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....kernels.quantized.floats import Floats, pack
+from ....kernels.moe.moe import Matrices
+from ....kernels.quantized import mxfp4
+from ....kernels.quantized.floats import pack
 from ..experts.fused import StackedLinear
 from ..weights.slicing import Field, Ratio
 
@@ -31,11 +33,11 @@ class Scheme:
     )
 
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        return 4 + 8 / GROUP
+        return mxfp4.kept_bits(layer.width, device)
 
-    def make(self, layer: StackedLinear) -> Floats:
+    def make(self, layer: StackedLinear) -> Matrices:
         blocks: Tensor = layer.get_parameter("blocks")
-        return pack(*map(layer.in_order, (blocks.data.flatten(2), layer.get_parameter("scales").data)))
+        return mxfp4.experts(pack(*map(layer.in_order, (blocks.data.flatten(2), layer.get_parameter("scales").data))))
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:

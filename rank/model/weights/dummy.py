@@ -73,9 +73,9 @@ class Dummy:
         width = 1 << (width - 1).bit_length()
         key = like.device, like.dtype, width
         if key not in self._ready:
-            repeats = -(-width // PERIOD)
+            times, rest = divmod(width, PERIOD)
             pool = self._pool if like.dtype in FLOATS.values() else self._codes(like.dtype)
-            self._ready[key] = torch.cat([pool] * repeats + [pool])[: PERIOD + width].to(like)
+            self._ready[key] = torch.cat([pool] * (1 + times) + [pool[:rest]]).to(like)
         return self._ready[key]
 
     def _codes(self, dtype: torch.dtype) -> Tensor:

@@ -105,6 +105,8 @@ class _Engine(Collector):
             ("kv_cache_reusable_blocks", "Free blocks that still hold a prefix", s.blocks_cached),
             ("kv_cache_host_blocks", "Blocks of the KV cache that host memory has room for", s.host_blocks_total),
             ("kv_cache_host_blocks_used", "Blocks of host memory that hold a prefix", s.host_blocks_used),
+            ("state_snapshots", "Snapshots of recurrent states that there is room for", s.snapshots_total),
+            ("state_snapshots_used", "Snapshots of recurrent states that are kept", s.snapshots_used),
             ("kv_cache_tokens", "Tokens that fit in the KV cache", ready.kv_tokens if ready else 0),
         ):
             yield GaugeMetricFamily(f"phalanx_{name}", text, value=value)
@@ -117,6 +119,8 @@ class _Engine(Collector):
             ("swapped_in", "Preempted sequences that came back from host memory", s.swapped_in),
             ("kv_cache_host_stores", "Blocks copied from the KV cache to host memory", s.host_stores),
             ("kv_cache_host_loads", "Blocks copied from host memory to the KV cache", s.host_loads),
+            ("state_snapshot_saves", "Snapshots of recurrent states that were taken", s.snapshot_saves),
+            ("state_snapshot_loads", "Sequences that began with a snapshot of states", s.snapshot_loads),
             (
                 "experts_resident",
                 "Experts used that were on the device already, on rank 0",

@@ -15,6 +15,8 @@ from phalanx.kernels import jit
 from phalanx.kernels.cpp import compiler, ops
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
 
+from ...kept import kept, version
+
 SMALL = "pool"  # the source that compiles fastest
 GENERIC = "generic"
 
@@ -136,12 +138,17 @@ def test_zig_compiles(tmp_path, monkeypatch):
 
 
 def test_the_best_instruction_set_comes_first(monkeypatch):
-    flags = [set(), {"avx2", "fma"}, {"avx2", "fma", *compiler._AVX512}, {"avx2", "fma", "avx512f"}]
+    avx2, amx = {"avx2", "fma", "f16c"}, {flag for needed, _ in compiler.ISAS.values() for flag in needed}
+    flags = [set(), avx2, avx2 | set(compiler._AVX512), avx2 | {"avx512f"}, amx]
+    monkeypatch.setattr(compiler, "_tiles_permitted", lambda: False)
     found = []
     for present in flags:
         monkeypatch.setattr(compiler, "_cpu_flags", lambda present=present: frozenset(present))
         found.append(compiler.isas())
-    assert found == [["generic"], ["avx2", "generic"], ["avx512", "avx2", "generic"], ["avx2", "generic"]]
+    assert found == [["generic"], ["avx2", "generic"], ["avx512", "avx2", "generic"], ["avx2", "generic"],
+                     [name for name in compiler.ISAS if name != "amx"]]  # fmt: skip
+    monkeypatch.setattr(compiler, "_tiles_permitted", lambda: True)
+    assert compiler.isas() == list(compiler.ISAS)
 
 
 def every_isa():
@@ -158,12 +165,20 @@ def test_sources_compile_without_a_warning(isa, tmp_path):
         pytest.skip("no C++ compiler")
 
     def warnings(source: str) -> str:
-        file = tmp_path / f"{source}.cpp"
-        file.write_text(compiler.source_text(source))
-        flags = *compiler.FLAGS, "-O1", "-Werror", *compiler.ISAS[isa][1]
-        line = [*command, *flags, "-c", str(file), "-o", str(tmp_path / f"{source}.o")]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=100)
-        return done.stderr if done.returncode else ""
+        file, text = tmp_path / f"{source}.cpp", compiler.source_text(source)
+        file.write_text(text)
+        line = [*command, *compiler.FLAGS, "-O1", "-Werror", *compiler.ISAS[isa][1], "-c"]
+
+        def make(compiled: Path) -> None:
+            subprocess.run(
+                [*line, str(file), "-o", str(compiled)], capture_output=True, text=True, timeout=100, check=True
+            )
+
+        try:
+            kept(make, *line, version(*command), text)
+        except subprocess.CalledProcessError as stop:
+            return stop.stderr
+        return ""
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         assert not any(found := list(pool.map(warnings, compiler.SOURCES))), "".join(found)[:2000]

@@ -4,8 +4,11 @@ import pytest
 import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized import (
+    affine,
     e4m3,
+    floats,
     gpu_form,
+    mxfp4,
     pieces_cuda,
     q2_k,
     q4_0,
@@ -41,6 +44,30 @@ def test_scales_of_fewer_inputs_than_a_piece_has():
     here = stack(e4m3, lambda expert: (codes[expert], scales[expert]), codes.shape)
     there = gpu_form.of_gpu(here)
     assert isinstance(there, Floats) and torch.equal(there.codes, codes) and torch.equal(there.scales, scales)
+
+
+@needs_compiler
+@pytest.mark.parametrize("group, middle", [(32, True), (64, False), (96, False), (384, True)])
+def test_codes_of_4_bits_in_groups(group, middle):
+    codes = torch.randint(0, 16, (2, 40, 384), dtype=torch.uint8)
+    scales = torch.rand(2, 40, 384 // group).half().float()
+    zeros = torch.randint(8 if middle else 0, 9 if middle else 17, scales.shape).short()
+    here = stack(affine, lambda expert: (codes[expert], scales[expert], zeros[expert]), codes.shape)
+    there = gpu_form.of_gpu(here)
+    assert isinstance(there.packed, pieces_cuda.Packed) and not isinstance(here.packed, pieces_cuda.Packed)
+    assert here.packed.blocks.nbytes * 8 <= 5 * 2 * 48 * 384
+    want = ((codes.unflatten(2, (-1, group)) - zeros.unsqueeze(3)) * scales.unsqueeze(3)).flatten(2)
+    for one in (here, there):
+        assert torch.equal(one.plain(torch.float32), want)
+
+
+@needs_compiler
+def test_mxfp4():
+    codes, scales = (torch.randint(0, 256, (2, 40, n), dtype=torch.uint8) for n in (48, 3))
+    here = stack(mxfp4, lambda expert: (codes[expert], scales[expert].clamp(0, 254)), (2, 40, 96))
+    there = gpu_form.of_gpu(here)
+    assert torch.equal(there.codes, codes) and torch.equal(there.scales, scales.clamp(0, 254))
+    assert torch.equal(here.plain(torch.float32), floats.dequantize(there))
 
 
 def test_parts_make_the_same_stack_again():

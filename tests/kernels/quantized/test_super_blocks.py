@@ -80,7 +80,7 @@ def test_linear(isa, threads, called, name, dtype):
             want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
             size = weight.abs().max().item() * inputs**0.5
             close(one.linear(x, packed, bias=bias), want, dtype, atol=4e-6 * max(1, size))
-    assert {call.split("_")[2] for call in called} == {"split", "linear"} and len(called) == 16
+    assert all("split" in call or "_linear_" in call for call in called) and len(called) == 16
 
 
 @pytest.mark.parametrize("rows", [1, super_blocks_cpu.MOST_ROWS + 1])

@@ -63,7 +63,7 @@ def test_few_blocks_are_computed_again():
 
 
 def test_a_prefix_comes_back_from_host_memory():
-    engine = Engine(blocks=16, host=64, max_model_len=60)
+    engine = Engine(blocks=16, tier=HostTier(64), max_model_len=60)
     prompts = {name: [i, *range(30)] for i, name in enumerate("abcd")}
     for turn in ("", "2"):
         for name, prompt in prompts.items():
@@ -76,7 +76,7 @@ def test_a_prefix_comes_back_from_host_memory():
 
 
 def test_a_preempted_sequence_comes_back_from_host_memory():
-    engine = Engine(blocks=12, host=64, max_model_len=48)
+    engine = Engine(blocks=12, tier=HostTier(64), max_model_len=48)
     prompts = {str(i): [i, i + 1, i + 2] for i in range(3)}
     for name, prompt in prompts.items():
         engine.scheduler.add(request(name, prompt, 40))
@@ -91,8 +91,8 @@ def test_whatever_comes_tokens_are_those_of_a_sequence_alone(seed):
     """Requests that share beginnings, and aborts, with pools and tiers too small for them."""
     draw = random.Random(seed)
     engine = Engine(
-        blocks=draw.randint(12, 20), host=draw.choice([1, 3, 20, 60]), budget=draw.randint(3, 30), max_model_len=48,
-        stages=draw.choice([1, 1, 2]), least=draw.choice([1, 1, 3]),
+        blocks=draw.randint(12, 20), tier=HostTier(draw.choice([1, 3, 20, 60]), draw.choice([1, 1, 3])),
+        budget=draw.randint(3, 30), max_model_len=48, stages=draw.choice([1, 1, 2]),
     )  # fmt: skip
     wanted, aborted = {}, set()
     for i in range(30):

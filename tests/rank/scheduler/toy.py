@@ -10,9 +10,9 @@ import hashlib
 import numpy as np
 from phalanx.rank import protocol
 from phalanx.rank.scheduler.blocks import Blocks
-from phalanx.rank.scheduler.host_tier import HostTier
 from phalanx.rank.scheduler.replica import Replica
 from phalanx.rank.scheduler.scheduler import Scheduler
+from phalanx.rank.scheduler.snapshots import Snapshots
 from phalanx.rank.worker.state import BatchState
 
 VOCAB = 50
@@ -64,14 +64,16 @@ class ToyRanks:
         max_model_len: int = 200,
         most: int = 1,
         host: int = 0,
+        snapshots: int = 0,
     ):
-        """host: blocks in host memory."""
+        """host: blocks in host memory. snapshots: of states; each row's is the tokens that it has computed."""
         self.most = most
         self.host = np.full((host, block_size), -1, np.int64)
         self.rows = BatchState(max_num_seqs, max_model_len, block_size)
         self.cache = np.full(blocks * block_size, -1, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
         self.size = block_size
+        self.states: list[list[int]] = [[] for _ in range(max_num_seqs + snapshots)]
         self.plans: list[protocol.Plan] = []
 
     def start(self, plan: protocol.Plan) -> Done:
@@ -80,17 +82,21 @@ class ToyRanks:
         if plan.stop >= 0:
             return Done([])
         self._swap(plan)
+        self._copy_states(plan.state_loads, len(self.last), 0)
         work = self.rows.apply(plan)
         everything = zip(work.rows, work.starts, work.counts, strict=True)
         for row, start, count in everything:  # keys and values of all rows are written before any is read
+            self.states[row] = self.states[row] if start else []  # a row is not cleared
             for position in range(start, start + count):
                 known = position < self.rows.known[row]
                 token = self.rows.tokens[row][position] if known else self.last[row]
                 self.cache[self._slot(row, position)] = token
+                self.states[row].append(token)
         sampled = []
         for row, start, count, samples in zip(work.rows, work.starts, work.counts, work.samples, strict=True):
             if samples:
                 sampled.append(self._sample(row, start + count))
+        self._copy_states(plan.state_saves, 0, len(self.last))
         return Done(sampled)
 
     def _swap(self, plan: protocol.Plan) -> None:
@@ -100,9 +106,16 @@ class ToyRanks:
             for origin, place in zip(places[::2], places[1::2], strict=True):
                 target[place] = source[origin]
 
+    def _copy_states(self, copies: bytes, source: int, target: int) -> None:
+        places = protocol.unpack_u32(copies).tolist()
+        for origin, place in zip(places[::2], places[1::2], strict=True):
+            self.states[place + target] = list(self.states[origin + source])
+
     def _sample(self, row: int, length: int) -> list[int]:
         seen = [self.cache[self._slot(row, p)] for p in range(length)]
         assert -1 not in seen
+        if len(self.states) > len(self.last):
+            assert self.states[row] == seen, "a row's state is not that of its tokens"
         tokens = [next_token(seen)]
         room = self.rows.num_blocks[row] * self.size
         while len(tokens) < self.most and len(seen) < room:
@@ -147,12 +160,12 @@ class Engine:
         max_model_len=100,
         stages=1,
         most=1,
-        host=0,
-        least=1,
+        tier=None,
+        snapshots=0,
     ):
-        pool = Blocks(blocks, block_size, prefix_cache, HostTier(host, least))
+        pool = Blocks(blocks, block_size, prefix_cache, tier, Snapshots(snapshots))
         self.scheduler = Scheduler(pool, max_num_seqs, budget, max_model_len, stages)
-        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most, host)
+        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most, pool.tier.count, snapshots)
         self.replica = Replica(self.scheduler, self.ranks)
         if most > 1:
             self.replica.depth = 1

@@ -10,7 +10,7 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.comm.watchdog import LocalWatchdog
-from phalanx.rank.model.cache_spec import PagedKV, PagedLatent
+from phalanx.rank.model.cache_spec import PagedKV, PagedLatent, RecurrentState, row_bytes
 from phalanx.rank.model.load import load
 from phalanx.rank.model.load_memory import OthersRefuse
 from phalanx.rank.options import Options
@@ -70,7 +70,7 @@ def test_the_cache_gets_its_part_of_the_free_memory(caplog, monkeypatch):
     specs = [PagedKV(4, 16, 16), PagedKV(2, 40, 24)]  # as many bytes
     model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=4096, dtype=torch.float32)
     with caplog.at_level(logging.INFO, "phalanx"):  # 4,000,000 bytes for blocks of 16,384
-        assert threads.run(lambda w: engine(w, model)._size_cache(8, 16, 0), 1) == [(244, 3904)]
+        assert threads.run(lambda w: engine(w, model)._size_cache(8, 16, 0), 1) == [(244, 3904, 0)]
     assert caplog.messages == [
         "KV cache: 3904 tokens in 244 blocks of 16, 4 MiB a rank (0.4 of the free memory, at most what can be used); "
         "sequences of up to 3904 tokens"
@@ -104,6 +104,38 @@ def test_no_rank_goes_on_with_a_later_model_that_one_cannot_hold(monkeypatch):
     with pytest.raises(errors.FatalError, match="no room") as stopped:
         threads.run(lambda world: engine(world, model)._size_cache(8, 16, 0), 1)
     assert not isinstance(stopped.value, LoadRefused)
+
+
+STATE = RecurrentState(3, 64, 4, 64, 64)
+
+
+@pytest.mark.parametrize(
+    "options, snapshots, shares, said",
+    [
+        ({}, 13, (True, False), []),
+        ({"kvcache_mem_cpu": 8}, 13, (True, False), ["--kvcache-mem-cpu is not used: this model's states are"]),
+        ({"prefix_cache": False}, 0, (False, False), []),
+        ({"mem": 1}, 0, (False, False), ["no prefix cache: there is no memory for snapshots of states"]),
+    ],
+)
+def test_prompts_begin_with_blocks_where_states_have_snapshots(caplog, monkeypatch, options, snapshots, shares, said):
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device, here: 10_000_000)
+    specs = [PagedKV(4, 16, 16), STATE]
+    model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=1000, dtype=torch.float32)
+
+    def sized(world):
+        made = engine(world, model, **options)
+        blocks, _, found = made._size_cache(8, 16, 0)
+        caplog.clear()
+        return blocks, found, made._may_share(found)
+
+    with caplog.at_level(logging.INFO, "phalanx"):
+        ((blocks, found, shared),) = threads.run(sized, 1)
+    assert (found, shared) == (snapshots, shares)
+    room = (options.get("mem", 0) << 20 or 4_000_000) - (8 + snapshots) * row_bytes(STATE)
+    assert blocks == min(8 * 63, room // (16 * 4 * 32 * 4))
+    assert len(caplog.messages) == len(said)
+    assert all(one.startswith(start) for one, start in zip(caplog.messages, said, strict=True))
 
 
 @pytest.mark.parametrize("specs", [[PagedKV(8, 128, 128)] * 2, [PagedLatent(576)] * 3])

@@ -78,6 +78,22 @@ def test_states_that_do_not_fit_are_refused():
         kv_cache.less_states(1 << 20, 2 << 20, 8)
 
 
+@pytest.mark.parametrize(
+    "states, memory, count",
+    [
+        ((10, 10), 1 << 20, 16),  # two for each of eight sequences
+        ((10, 20), 800, 10),  # a quarter of the memory, on the rank with the most
+        ((10, 0), 800, 16),  # one of two stages has none
+        ((10, 10), 130, 3),  # the longest sequence's blocks come first
+        ((10, 10), 100, 0),
+        ((0, 0), 800, 0),
+    ],
+)
+def test_snapshots_get_a_part_of_the_memory(states, memory, count):
+    found = threads.run(lambda world: kv_cache.num_snapshots(world, states[world.rank], memory, 100, 8), 2)
+    assert found == [count] * 2
+
+
 def test_a_stage_without_keys_has_as_many_blocks_as_others():
     threads.run(lambda world: _check_blocks(world), 2)
 

@@ -9,6 +9,7 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.kernels.quantized import floats
+from phalanx.kernels.quantized.stack import Stack
 from phalanx.rank.model.experts.fused import StackedLinear
 from phalanx.rank.model.experts.offload import ExpertRoom
 from phalanx.rank.model.load import load
@@ -79,7 +80,7 @@ def test_logits(made, expected, tp, pp):
 
 
 def test_in_host_memory(made, expected):
-    """What the CPU computes of them goes expert by expert."""
+    """In the form that the CPU computes from, and that of the device."""
     (path, plain), ids = made, tokens(60, vocab=509)
     for room in (ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), ExpertRoom(3)):
         (logits,) = run_steps(path, [ids], [[(0, 50)], *[[(0, 1)]] * 10], experts=room, max_model_len=512)
@@ -104,14 +105,15 @@ def test_experts_stay_packed(made, caplog):
     (model,) = loaded(made[0], 1)
     for one in stacks(model):
         held = sum(x.nbytes for name, x in one.named_buffers())
-        assert held * 8 == one.num_weights * 4.25 and one.packed.pairs
+        assert held * 8 == one.num_weights * 4.25
+        assert isinstance(one.packed, Stack)
         assert one.kept_bytes(torch.float32, torch.device("cpu")) == held + one.bias.nbytes
     assert not any("not used" in record.message for record in caplog.records)
 
 
 def test_striped_loading_and_random_weights(made):
     def weights(model):
-        return [floats.dequantize(one.packed) for one in stacks(model)]
+        return [one.packed.plain(torch.float32) for one in stacks(model)]
 
     for direct, striped in zip(
         *(weights(loaded(made[0], 2, way=way)[1]) for way in ("direct", "striped")), strict=True

@@ -1,0 +1,299 @@
+// y [M, O] = x [M, I] times the transpose of a weight [O, I] of quantised codes, plus a bias [O]; sums are f32. Included
+// after op.h and simd.h.
+//
+// A weight is (code - zero) * scale, minus a minimum where its form has any. It lies in blocks of 16 outputs, whose
+// groups of `super` inputs follow each other: a thread reads one stream of memory. A group is a head of its own, and of
+// each 32 inputs the codes, four inputs of each output side by side: VNNI multiplies and adds such fours of bytes with x
+// in digits (digits.h), for 16 outputs at once, and so do the tiles of AMX, for 16 rows at once. What is added of a group
+// is exact, so both make the same to the last bit. Without VNNI codes are converted to f32.
+//
+// A form is a class of the source that includes this: Blocks below, and
+//     GROUPS         of 32 inputs, 1 or 2, that have numbers of their own
+//     MINIMA         whether there are minima
+//     scale(h, v)    of group h of these 32 inputs, for outputs v * LANES.. of the block
+//     minimum(h, v)
+//     four(i, v)     codes, bytes that are not negative, of inputs 4 i.. of those outputs
+
+#include "digits.h"
+#include "store_sums.h"
+#include "experts.h"
+#include "tiles.h"
+
+struct Linear {
+    const void *x, *digits, *blocks, *bias;  // bias: null where there is none
+    void* y;
+    int64_t rows, inputs, outputs, pitch;  // pitch: elements from row to row of x
+    int64_t super, zero;                   // inputs of a group; what all codes have too much
+};
+
+// The weights of several experts, one after the other, each with rows of x of its own.
+struct Experts {
+    const void *x, *digits, *blocks, *bias, *ends, *at;  // bias [experts, outputs]; ends: as each_block has it; at: weight_of
+    void* y;
+    int64_t experts, inputs, outputs, pitch, super, zero;
+};
+
+struct Dequantize {
+    const void* blocks;
+    void* y;
+    int64_t inputs, outputs, super, zero;
+};
+
+constexpr int BLOCK = 16;                 // outputs
+constexpr int AHEAD = 4096;               // bytes from what is read to what is asked for
+constexpr int WIDE = BLOCK / LANES;       // vectors of a block's outputs
+constexpr int ROWS = LANES == 4 ? 2 : 4;  // rows at once: their sums and what is added to them, in registers
+
+// Where a block is read: a head of HEAD bytes for each group, and BYTES for 32 inputs.
+template <int HEAD, int BYTES> struct Blocks {
+    const uint8_t *head, *run;
+    int64_t each, left;  // runs of a group; of this one
+
+    INLINE Blocks(const uint8_t* w, int64_t super) : head(w), run(w + HEAD), each(super / RUN), left(super / RUN) {}
+    INLINE void next() {
+        run += BYTES;
+        if (--left == 0) head = run, run += HEAD, left = each;
+    }
+    INLINE void ask() const {
+        for (int i = 0; i < BYTES + HEAD; i += 64) __builtin_prefetch(run + AHEAD + i, 0, 2);
+    }
+    static INLINE int64_t bytes(int64_t inputs, int64_t super) { return inputs / super * (HEAD + super / RUN * BYTES); }
+};
+
+// Codes of 8 bits at p, or of 4 bits, those of the second 16 inputs above those of the first.
+template <int BITS> INLINE Ints four_codes(const uint8_t* p, int i, int v) {
+    if (BITS == 8) return *(const IntsAnywhere*)(p + i * 64 + 4 * v * LANES);
+    return (*(const IntsAnywhere*)(p + i % 4 * 64 + 4 * v * LANES) >> (i < 4 ? 0 : 4)) & 0x0f0f0f0f;
+}
+
+// Numbers v * LANES.. of sixteen of f16.
+INLINE Vec halves(const uint8_t* p, int v) { return load((const f16*)p + v * LANES); }
+
+#if defined(__AVX512VNNI__)
+// Adds what a group of a row makes, of its digits' dot products: the first digits' as `low`, with 256 times the second.
+template <typename F, typename T>
+INLINE void accumulate(Vec& total, Ints low, Ints high, Vec scale, Vec minimum, const Sums& of, int h) {
+    Vec sums = __builtin_convertvector(low, Vec);
+    if (DIGITS<T> == 3) sums += __builtin_convertvector(high, Vec) * 65536;
+    total += sums * (scale * of.scale);
+    if (F::MINIMA) total -= minimum * (F::GROUPS == 2 ? of.sums[h] : of.sums[0] + of.sums[1]);
+}
+
+// What the zeros of a group's codes have made too much of it: low or high.
+template <typename F> INLINE int32_t too_much(const int32_t (&of)[2], int32_t zero, int h) {
+    return zero * (F::GROUPS == 2 ? of[h] : of[0] + of[1]);
+}
+
+// A block of outputs for rows m..m + R - 1.
+template <int R, typename F, typename T>
+INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
+    constexpr int D = DIGITS<T>;
+    const int64_t pitch = row_bytes<T>(a.inputs), runs = a.inputs / RUN;
+    const uint8_t *x = (const uint8_t*)a.digits + m * pitch, *of = (const uint8_t*)sums_of<T>(x, a.inputs);
+    F at(w, a.super);
+    for (int64_t g = 0; g < runs; g++, x += RUN, of += sizeof(Sums), at.next()) {
+        at.ask();
+#pragma GCC unroll 2
+        for (int h = 0; h < F::GROUPS; h++) {
+            Ints part[R][D];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const Sums& one = *(const Sums*)(of + r * pitch);
+                part[r][0] = (Ints)_mm512_set1_epi32(-too_much<F>(one.low, a.zero, h));
+                part[r][1] = (Ints){};
+                if (D == 3) part[r][D - 1] = (Ints)_mm512_set1_epi32(-too_much<F>(one.high, a.zero, h));
+            }
+#pragma GCC unroll 8
+            for (int i = h * 4; i < (F::GROUPS == 2 ? h * 4 + 4 : 8); i++) {
+                Ints codes = at.four(i, 0);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+                    for (int d = 0; d < D; d++) {
+                        int32_t four;
+                        memcpy(&four, x + r * pitch + d * a.inputs + 4 * i, 4);
+                        part[r][d] = (Ints)_mm512_dpbusd_epi32((__m512i)part[r][d], (__m512i)codes, _mm512_set1_epi32(four));
+                    }
+            }
+            const Vec scale = at.scale(h, 0), minimum = at.minimum(h, 0);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+                accumulate<F, T>(total[r][0], (part[r][1] << 8) + part[r][0], part[r][D - 1], scale, minimum,
+                                 *(const Sums*)(of + r * pitch), h);
+        }
+    }
+}
+#else
+template <int R, typename F, typename T>
+INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
+    constexpr int G = F::MINIMA ? 2 : F::GROUPS;  // halves of a run whose sums of x are apart
+    const int64_t pitch = row_bytes<T>(a.inputs);
+    const uint8_t* of = (const uint8_t*)sums_of<T>((const uint8_t*)a.digits + m * pitch, a.inputs);
+    const T* x = (const T*)a.x + m * a.pitch;
+    const int32_t zero = a.zero;
+    F at(w, a.super);
+    for (int64_t n = 0; n < a.inputs; n += RUN, x += RUN, of += sizeof(Sums), at.next()) {
+        at.ask();
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDE; v++)
+            for (int h = 0; h < G; h++) {
+                Vec part[R] = {};
+                for (int i = h * 4; i < (G == 2 ? h * 4 + 4 : 8); i++) {
+                    const Ints codes = at.four(i, v);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) {
+                        Vec code = __builtin_convertvector((codes >> 8 * j & 255) - zero, Vec);
+#pragma GCC unroll 4
+                        for (int r = 0; r < R; r++) part[r] += code * widen(x[r * a.pitch + i * 4 + j]);
+                    }
+                }
+                const Vec scale = at.scale(h, v), minimum = at.minimum(h, v);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+                    total[r][v] += part[r] * scale;
+                    if (F::MINIMA) total[r][v] -= minimum * ((const Sums*)(of + r * pitch))->sums[h];
+                }
+            }
+    }
+}
+#endif
+
+#if defined(TILES)
+// From how many rows on tiles are faster: they load and store as much for one as for many. A row costs VNNI about
+// 11 cycles for 16 outputs and 32 inputs, and tiles 4, besides 20 for all.
+constexpr int64_t TILED_ROWS = 4;
+constexpr int CODES_TILE = 7, ROWS_TILE = 3;  // 0 to 2: sums of a digit; from ROWS_TILE on: rows of a digit
+
+// The dot products of digit D and the ones below it.
+template <int D> INLINE void dot_digits(const uint8_t* x, int64_t inputs, int64_t pitch, int32_t (*to)[16][BLOCK]) {
+    tile_zero<D>();
+    tile_load<ROWS_TILE + D>(x + D * inputs, pitch);
+    tile_dot_su<D, ROWS_TILE + D, CODES_TILE>();
+    tile_store<D>(to[D], 4 * BLOCK);
+    if constexpr (D > 0) dot_digits<D - 1>(x, inputs, pitch, to);
+}
+
+// A block of outputs for rows m..m + count - 1, sixteen at most.
+template <typename F, typename T> void tiled(const Linear& a, int64_t m, int count, int64_t o, const uint8_t* w) {
+    constexpr int D = DIGITS<T>, LENGTH = RUN / F::GROUPS;
+    const int64_t pitch = row_bytes<T>(a.inputs), runs = a.inputs / RUN;
+    const uint8_t *x = (const uint8_t*)a.digits + m * pitch, *of = (const uint8_t*)sums_of<T>(x, a.inputs);
+    TileShapes shapes;
+    for (int d = 0; d < D; d++) shapes.set(d, count, 4 * BLOCK), shapes.set(ROWS_TILE + d, count, LENGTH);
+    shapes.set(CODES_TILE, LENGTH / 4, 4 * BLOCK);
+    tiles_begin(shapes);
+    Vec total[16] = {};
+    alignas(64) int32_t made[2][D][16][BLOCK];  // in turn: a load that waits for one store does not wait for the next
+    alignas(64) Ints codes[2][RUN / 4];
+    F at(w, a.super);
+    for (int64_t g = 0; g < runs; g++, x += RUN, of += sizeof(Sums), at.next()) {
+        at.ask();
+        Ints* four = codes[g % 2];
+#pragma GCC unroll 8
+        for (int i = 0; i < RUN / 4; i++) four[i] = at.four(i, 0);
+        for (int h = 0; h < F::GROUPS; h++) {
+            auto sums = made[(g * F::GROUPS + h) % 2];
+            tile_load<CODES_TILE>(four + h * LENGTH / 4, 4 * BLOCK);
+            dot_digits<D - 1>(x + h * LENGTH, a.inputs, pitch, sums);
+            const Vec scale = at.scale(h, 0), minimum = at.minimum(h, 0);
+            for (int r = 0; r < count; r++) {
+                const Sums& one = *(const Sums*)(of + r * pitch);
+                Ints low = (*(const Ints*)sums[1][r] << 8) + *(const Ints*)sums[0][r];
+                Ints high = *(const Ints*)sums[D - 1][r];
+                low -= too_much<F>(one.low, a.zero, h);
+                if (D == 3) high -= too_much<F>(one.high, a.zero, h);
+                accumulate<F, T>(total[r], low, high, scale, minimum, one, h);
+            }
+        }
+    }
+    for (int r = 0; r < count; r++) {
+        const Vec one[1][WIDE] = {{total[r]}};
+        store_sums<T>(a, m + r, o, one);
+    }
+}
+#endif
+
+// y[m : m + R, o : o + BLOCK], as far as there are outputs.
+template <int R, typename F, typename T> void outputs(const Linear& a, int64_t m, int64_t o, const uint8_t* w) {
+    Vec total[R][WIDE] = {};
+    tile<R, F, T>(a, m, w, total);
+    store_sums<T>(a, m, o, total);
+}
+
+// Block i of outputs for rows m and on; w: its weights.
+template <typename F, typename T> INLINE void rows(const Linear& a, int64_t m, int64_t i, const uint8_t* w) {
+#if defined(TILES)
+    for (; a.rows - m >= TILED_ROWS; m += 16) tiled<F, T>(a, m, a.rows - m < 16 ? a.rows - m : 16, i * BLOCK, w);
+#endif
+    for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, F, T>(a, m, i * BLOCK, w);
+    switch (a.rows - m) {
+#if defined(__AVX2__)
+        case 3: return outputs<3, F, T>(a, m, i * BLOCK, w);
+        case 2: return outputs<2, F, T>(a, m, i * BLOCK, w);
+#endif
+        case 1: return outputs<1, F, T>(a, m, i * BLOCK, w);
+    }
+}
+
+INLINE void done() {
+#if defined(TILES)
+    tiles_end();
+#endif
+}
+
+template <typename F, typename T> void linear(const Linear& a, int part, int parts) {
+    const int64_t size = F::bytes(a.inputs, a.super);
+    Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
+    for (int64_t i = share.first; i < share.last; i++) rows<F, T>(a, 0, i, (const uint8_t*)a.blocks + i * size);
+    done();
+}
+
+template <typename F, typename T> void experts(const Experts& a, int part, int parts) {
+    const int64_t size = F::bytes(a.inputs, a.super), blocks = (a.outputs + BLOCK - 1) / BLOCK;
+    each_block((const int32_t*)a.ends, a.experts, blocks, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
+        const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
+        const int64_t first = weight_of(a.at, e) * blocks;
+        const Linear of = {a.x, a.digits, nullptr, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.super, a.zero};
+        rows<F, T>(of, m, i, (const uint8_t*)a.blocks + (first + i) * size);
+    });
+    done();
+}
+
+template <typename F, typename T> void dequantize(const Dequantize& a, int part, int parts) {
+    const int64_t size = F::bytes(a.inputs, a.super);
+    Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
+    for (int64_t b = share.first; b < share.last; b++) {
+        F at((const uint8_t*)a.blocks + b * size, a.super);
+        const int64_t count = a.outputs - b * BLOCK < BLOCK ? a.outputs - b * BLOCK : BLOCK;
+        for (int64_t n = 0; n < a.inputs; n += RUN, at.next()) {
+            alignas(64) uint8_t codes[RUN / 4][BLOCK][4];
+            float scales[2][BLOCK], minima[2][BLOCK];
+            for (int v = 0; v < WIDE; v++) {
+                for (int i = 0; i < RUN / 4; i++) *(IntsAnywhere*)codes[i][v * LANES] = at.four(i, v);
+                for (int h = 0; h < 2; h++) {
+                    const int group = F::GROUPS == 2 ? h : 0;
+                    store(scales[h] + v * LANES, at.scale(group, v));
+                    store(minima[h] + v * LANES, at.minimum(group, v));
+                }
+            }
+            for (int64_t o = 0; o < count; o++) {
+                float values[RUN];
+                for (int i = 0; i < RUN; i++) {
+                    const int h = i / (RUN / 2);
+                    values[i] = (float)(codes[i / 4][o][i % 4] - (int)a.zero) * scales[h][o];
+                    if (F::MINIMA) values[i] -= minima[h][o];
+                }
+                T* y = (T*)a.y + (b * BLOCK + o) * a.inputs + n;
+                for (int i = 0; i < RUN; i += LANES) store(y + i, load(values + i));
+            }
+        }
+    }
+}
+
+#define FORM_OPS_OF(name, Form, T, suffix)                             \
+    OP(name##_linear_##suffix, (linear<Form, T>), Linear)              \
+    OP(name##_experts_##suffix, (experts<Form, T>), Experts)           \
+    OP(name##_dequantize_##suffix, (dequantize<Form, T>), Dequantize)
+#define FORM_OPS(name, Form)            \
+    FORM_OPS_OF(name, Form, float, f32) \
+    FORM_OPS_OF(name, Form, bf16, bf16)

@@ -1,0 +1,22 @@
+// Rows of x as whole numbers, for dot products of bytes. Included after op.h and simd.h.
+//
+// Each run of 32 inputs is numbers sum_d digits[d] 256^d times a scale, in signed digits of base 256: three of 23 bits
+// where x is f32, so that it is as exact as in f32 beside its run's largest; two of 15 bits where it is bf16, whose own
+// numbers have 8. Of a row: the inputs' first digits, their second, their third, and then a Sums for each run.
+
+constexpr int RUN = 32;  // inputs
+
+struct Sums {
+    int32_t low[2], high[2];  // of each half, sums of the first two digits' numbers, and of the third digits
+    float sums[2], scale;     // sums of x itself
+};
+
+template <typename T> constexpr int DIGITS = 3;
+template <> constexpr int DIGITS<bf16> = 2;
+
+template <typename T> INLINE int64_t row_bytes(int64_t inputs) {
+    return inputs * DIGITS<T> + inputs / RUN * (int64_t)sizeof(Sums);
+}
+template <typename T> INLINE const Sums* sums_of(const uint8_t* row, int64_t inputs) {
+    return (const Sums*)(row + inputs * DIGITS<T>);
+}

@@ -1,0 +1,97 @@
+"""Weights of quantised codes in blocks of 16 outputs on CPUs: kernels/cpp/blocks.h.
+
+Few rows are multiplied with the codes as they lie; the weight is never in memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..activation.activation import gated_activation
+from ..cpp import ops
+
+MOST_ROWS = 64
+BLOCK = 16  # outputs that lie together, as in blocks.h
+RUN = 32  # inputs that lie together
+DIGITS = {torch.float32: 124, torch.bfloat16: 92}  # bytes of a run of a row in digits, as in digits.h
+
+
+class Blocks(NamedTuple):
+    """A weight [O, I], the last block filled up with zeros, and what its operations have to know."""
+
+    source: str  # their file
+    name: str  # what their names begin with
+    blocks: Tensor  # uint8 [ceil(O / 16), …]
+    outputs: int
+    inputs: int
+    super: int  # inputs of a group
+    zero: int  # what all codes have too much
+
+
+def takes(x: Tensor) -> bool:
+    """Whether operations read x [O, I], weights or codes."""
+    return x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
+
+
+def supports(x: Tensor) -> bool:
+    """x [T, I]."""
+    return 0 < len(x) <= MOST_ROWS and x.stride(1) == 1 and x.dtype in ops.SUFFIXES
+
+
+def lie_together(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [O, I] of 4 or 8 bits as blocks have them: [ceil(O / 16), I / 32, 64 * bits], zeros behind the last
+    output."""
+    inputs = codes.shape[1]
+    parts = blocked(codes, inputs).view(-1, BLOCK, inputs // RUN, 2, 4, 4)  # halves of a run, fours
+    if bits == 4:
+        parts = (parts[:, :, :, 0] | parts[:, :, :, 1] << 4).unsqueeze(3)
+    return parts.permute(0, 2, 3, 4, 1, 5).reshape(len(parts), inputs // RUN, -1)
+
+
+def blocked(numbers: Tensor, width: int) -> Tensor:
+    """[O, width] → [ceil(O / 16), 16, width], zeros behind the last output."""
+    return pad(numbers, (0, 0, 0, -len(numbers) % BLOCK)).view(-1, BLOCK, width)
+
+
+def _digits(x: Tensor, inputs: int) -> Tensor:
+    return x.new_empty(len(x), inputs // RUN * DIGITS[x.dtype], dtype=torch.uint8)
+
+
+def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """[T, O], or gated [T, O / 2], where it supports; sums are f32."""
+    y, digits = x.new_empty(len(x), of.outputs), _digits(x, of.inputs)
+    sizes = (len(x), of.inputs, of.outputs, x.stride(0), of.super, of.zero)
+    ops.run(
+        (ops.typed("digits_cpu", "split", x.dtype), (x, digits, len(x), of.inputs, x.stride(0))),
+        (ops.typed(of.source, f"{of.name}_linear", x.dtype), (x, digits, of.blocks, bias, y, *sizes)),
+    )
+    return gated_activation(y, gate) if gate else y
+
+
+def experts(
+    x: Tensor, of: Blocks, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    at: Tensor | None = None, rows: slice = slice(None),
+) -> ops.Calls:  # fmt: skip
+    """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. of: the weights [O, I] of all
+    experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
+    bias [experts, O]. at int64 [experts]: which of the stack's weights is each one's, where it is not its own number.
+    rows: of x, that are multiplied."""
+    (count, outputs), digits, mine = sizes, _digits(x, of.inputs), x[rows]
+    told = count, of.inputs, outputs, x.stride(0), of.super, of.zero
+    return (
+        (ops.typed("digits_cpu", "split", x.dtype), (mine, digits[rows], len(mine), of.inputs, x.stride(0))),
+        (ops.typed(of.source, f"{of.name}_experts", x.dtype), (x, digits, of.blocks, bias, ends, at, y, *told)),
+    )
+
+
+def dequantize(of: Blocks, dtype: torch.dtype, first: int, last: int) -> Tensor:
+    """Outputs first to last of the weight, [last - first, I]; first is a block's."""
+    made = dtype if dtype in ops.SUFFIXES else torch.float32
+    y = of.blocks.new_empty(last - first, of.inputs, dtype=made)
+    sizes = (of.inputs, last - first, of.super, of.zero)
+    ops.typed(of.source, f"{of.name}_dequantize", made)(of.blocks[first // BLOCK :], y, *sizes)
+    return y.to(dtype)

@@ -1,0 +1,53 @@
+"""Copies of sequences' states, which plans ask for (rank/scheduler/snapshots.py says when and why).
+
+Snapshots stand behind the rows in the tensors of what layers keep of a sequence: `rows` entries are of running
+sequences, and the snapshots' numbers count from there. So a copy is one between entries of a tensor, on every rank of
+what that rank keeps. Copies are enqueued in the step's CUDA stream, and nothing waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from ...kernels.recurrent.copy_entries import EntryCopies
+from .. import protocol
+from ..model.cache_spec import Caches, CacheSpec
+from .upload import Upload
+
+
+class StateSnapshots:
+    """Of one rank. It is used in the step thread alone."""
+
+    def __init__(self, specs: Sequence[CacheSpec], caches: Caches, rows: int, upload: Upload):
+        """caches: of the layers with these specs, made for `rows` sequences and the snapshots."""
+        self._rows = rows
+        self._upload = upload
+        self._copies = EntryCopies(states(specs, caches))
+
+    def load(self, plan: protocol.Plan) -> None:
+        """Before the plan's step: snapshots become the states of new sequences."""
+        if plan.state_loads:
+            places, rows = _pairs(plan.state_loads)
+            self._copy(places + self._rows, rows)
+
+    def save(self, plan: protocol.Plan) -> None:
+        """After it: states become snapshots."""
+        if plan.state_saves:
+            rows, places = _pairs(plan.state_saves)
+            self._copy(rows, places + self._rows)
+
+    def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        self._copies.copy(*self._upload.send([source, target]))
+
+
+def states(specs: Sequence[CacheSpec], caches: Caches) -> list[Tensor]:
+    """The tensors that have an entry for each sequence: of a layer's, those behind its blocks'."""
+    return [x for spec, layer in zip(specs, caches, strict=True) for x in layer[len(layer) - len(spec.row()) :]]
+
+
+def _pairs(packed: bytes) -> tuple[np.ndarray, np.ndarray]:
+    numbers = np.frombuffer(packed, np.uint32).astype(np.int64)
+    return numbers[::2].copy(), numbers[1::2].copy()

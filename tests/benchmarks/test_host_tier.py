@@ -1,0 +1,29 @@
+"""A small load in a pool that is too small for it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from phalanx.benchmarks import host_tier, offline
+
+FLAGS = "--config tiny --device cpu --sequences 6 --prompt 64 --new 64 --conversations 4 --turns 2 --first 96"
+
+
+def test_a_run():
+    command = [sys.executable, host_tier.__file__, *FLAGS.split(), "--question", "16", "--answer", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("a pool of 2 MiB")
+    names = "(a) tokens/s", "(b) turn 1,", "(b) turn 2,", "(b) from turn 2 on"
+    assert [line.startswith(name) for line, name in zip(lines[2:6], names, strict=True)] == [True] * 4
+    without, _, tier, talked = map(json.loads, lines[6:])
+    assert without["preemptions"] > 0 and tier["preemptions"] > 0 and not without["host_stores"]
+    used = "--kvcache-mem-cpu is not used" not in done.stderr  # a machine that is busy may measure slow copies
+    assert (talked["host_stores"] > 0) == (talked["host_loads"] > 0) == used
+
+
+@pytest.mark.parametrize("name, dtype, want", [("llama3-8b", "bf16", 131072), ("tiny", "f32", 8192)])
+def test_bytes_of_a_token(name, dtype, want):
+    assert host_tier.token_bytes(offline.CONFIGS[name], dtype) == want

@@ -1,0 +1,109 @@
+"""Weights in blocks on CPUs: forms that no file of ggml's has, and tiles beside vectors, bit by bit."""
+
+import pytest
+import torch
+from phalanx.kernels.cpp import compiler, ops
+from phalanx.kernels.quantized import affine, blocks_cpu, floats, int4_cpu, mxfp4, q4_k, q6_k, q8_0
+
+from ..conftest import DTYPES, close, libraries
+
+VECTORS = "avx512_bf16"
+EMULATED = "emulated tiles"
+SOURCES = ["digits_cpu", "int4_cpu", "mxfp4_cpu", "q8_0_cpu", "super_blocks_cpu"]
+OUTPUTS, INPUTS = 23, 256
+
+
+def int4(outputs, inputs, group, zeros):
+    """The packed form and the weight [O, I]."""
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    scales = (torch.rand(outputs, inputs // group) - 0.3).half().float()
+    at = torch.randint(0, 17, scales.shape).short() if zeros else torch.full(scales.shape, 8).short()
+    weight = (codes.unflatten(1, (-1, group)) - at.unsqueeze(2)) * scales.unsqueeze(2)
+    return affine.pack(codes, scales, at), weight.flatten(1)
+
+
+def e2m1(outputs, inputs):
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    scales = torch.randint(119, 130, (outputs, inputs // 32), dtype=torch.uint8)
+    return mxfp4.pack(codes, scales), floats.dequantize(floats.pack(codes, scales))
+
+
+FORMS = {
+    "int4": lambda: int4(OUTPUTS, INPUTS, 64, False),
+    "int4-zeros": lambda: int4(OUTPUTS, INPUTS, 128, True),
+    "mxfp4": lambda: e2m1(OUTPUTS, INPUTS),
+}
+
+
+def other(codec):
+    """Of a codec with another test of its own: the packed form alone."""
+    return lambda: (codec.pack(*codec.encode(torch.randn(OUTPUTS, INPUTS))), None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_linear(isa, called, name, dtype):
+    packed, weight = FORMS[name]()
+    assert torch.equal(blocks_cpu.dequantize(packed.of_blocks, torch.float32, 0, OUTPUTS), weight)
+    called.clear()
+    for rows in (1, 3, 6):
+        x, bias = torch.randn(rows, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
+        want = x.double() @ weight.double().T + bias.double()
+        size = weight.abs().max().item() * INPUTS**0.5
+        close(blocks_cpu.linear(x, packed.of_blocks, bias=bias), want, dtype, atol=4e-6 * max(1, size))
+    assert set(called) == {f"{one}_{ops.SUFFIXES[dtype]}" for one in ("split", f"{name.replace('-', '_')}_linear")}
+
+
+def test_groups_that_no_form_of_4_bits_takes():
+    if not ops.available():
+        pytest.skip("no C++ compiler that works")
+    assert isinstance(int4(8, 128, 32, True)[0], int4_cpu.Packed)
+    assert not isinstance(int4(8, 96, 32, True)[0], int4_cpu.Packed)  # GPUs have pieces of 64 inputs
+
+
+def test_scales_at_their_ends():
+    if not ops.available():
+        pytest.skip("no C++ compiler that works")
+    codes, scales = torch.full((4, 16), 0x7A, dtype=torch.uint8), torch.tensor([[0], [1], [2], [254]]).byte()
+    packed, want = mxfp4.pack(codes, scales), floats.dequantize(floats.pack(codes, scales))
+    assert torch.equal(mxfp4.dequantize(packed, torch.float32, 0, 4), want) and want[0, 0] == -(2.0**-127)
+
+
+def tiles():
+    amx = pytest.mark.skipif("amx" not in compiler.isas(), reason="this processor, or Linux, has no tiles of AMX")
+    vectors = pytest.mark.skipif(VECTORS not in compiler.isas(), reason="no AVX-512 with VNNI and bf16")
+    return [pytest.param(EMULATED, marks=vectors), pytest.param("amx", marks=amx)]
+
+
+@pytest.fixture
+def tiled(request, monkeypatch):
+    """Lets a test use tiles, or vectors alone: called with the instruction set."""
+    if not ops.available():
+        pytest.skip("no C++ compiler that works")
+    needed, flags = compiler.ISAS[VECTORS]
+    monkeypatch.setitem(compiler.ISAS, EMULATED, (needed, (*flags, "-DEMULATED_TILES")))
+
+    def use(isa):
+        found = libraries(VECTORS) | (libraries(isa, *SOURCES) if isa != VECTORS else {})
+        monkeypatch.setattr(ops, "libraries", lambda: found)
+        ops.op.cache_clear()
+
+    yield use
+    ops.op.cache_clear()
+
+
+@pytest.mark.parametrize("isa", tiles())
+def test_tiles_make_what_vectors_make(tiled, isa):
+    forms = FORMS | {one.__name__.rpartition(".")[2]: other(one) for one in (q4_k, q6_k, q8_0)}
+    for name, make in forms.items():
+        tiled(VECTORS)
+        packed = make()[0]
+        for dtype in DTYPES:
+            x, bias = torch.randn(38, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
+            x[17, 40], x[37, 3] = float("nan"), 1e-30
+            for rows in (3, 4, 15, 16, 17, 38):
+                made = []
+                for one in (VECTORS, isa):
+                    tiled(one)
+                    made.append(blocks_cpu.linear(x[:rows], packed.of_blocks, bias=bias))
+                assert made[0].nan_to_num(7).equal(made[1].nan_to_num(7)), (name, dtype, rows)
