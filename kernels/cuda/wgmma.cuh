@@ -80,8 +80,8 @@ WGMMA(f16, "f16")
                      : __VA_ARGS__                                                                                      \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));                              \
     }
+OF_E4M3(32, D16, "%16", "%17", "%18", "%19", "%20", "%21", SIXTEEN(c, 0))
 OF_E4M3(64, D32, "%32", "%33", "%34", "%35", "%36", "%37", SIXTEEN(c, 0), SIXTEEN(c, 16))
-OF_E4M3(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", SIXTY_FOUR(c, 0))
 #undef OF_E4M3
 #undef WGMMA
 #undef OF_SHARED

@@ -77,45 +77,83 @@ __device__ inline void produce(const TensorMap* of_x, const float* x_scales, con
     }
 }
 
-// The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
-// each eight.
-__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float part[ROWS / 2] = {};
+// How far the sums of a half of the rows are: wgmma's operands and results of one chunk.
+constexpr int HALF = ROWS / 2;
+
+// A chunk's part of W of this warp, as the first operand, and the scales of outputs lane / 4 and 8 below.
+struct Chunk {
+    unsigned words[OF_CHUNK][4];
+    float2 by;
+
+    __device__ inline void load(unsigned stage) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const unsigned from = stage + X_BYTES + warp * OF_CHUNK * PIECE;
 #pragma unroll
-    for (int r = 0; r < ROWS / 2; r++) sum[r] = 0;
-#pragma unroll 1
-    for (int n = 0; n < CHUNKS; n++) {
-        const unsigned stage = ring + n % STAGES * STAGE;
-        mbarrier_wait(full + n % STAGES, n / STAGES);
-        Piece pieces[OF_CHUNK];
-#pragma unroll
-        for (int p = 0; p < OF_CHUNK; p++)
-            pieces[p] = shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane);
+        for (int p = 0; p < OF_CHUNK; p++) {
+            const uint4 x = load_shared16(from + p * PIECE + lane * 16);
+            words[p][0] = x.x, words[p][1] = x.y, words[p][2] = x.z, words[p][3] = x.w;
+        }
+        by = load_shared_floats(from + 512 + lane / 4 * 8);
+    }
+    // part = this times rows `half` * HALF to half * HALF + HALF - 1 of x, asynchronously.
+    __device__ inline void multiply(unsigned stage, int half, float (&part)[HALF / 2]) const {
         fence_registers(part);
         wgmma_fence();
 #pragma unroll
         for (int p = 0; p < OF_CHUNK; p++)
-            wgmma_e4m3(part, pieces[p].words, smem_descriptor(stage + p * SPAN, 16), p > 0);
+            wgmma_e4m3(part, words[p], smem_descriptor(stage + half * HALF * KC + p * SPAN, 16), p > 0);
         wgmma_commit();
-        const float2 by = scales(pieces[0], 0);
-        wgmma_wait<0>();
+    }
+    // sum += part, by the scales of both.
+    __device__ inline void add(unsigned stage, int half, float (&part)[HALF / 2], float* sum) const {
         fence_registers(part);
+        const unsigned scales = stage + X_BYTES + W_BYTES + (half * HALF + threadIdx.x % 4 * 2) * 4;
 #pragma unroll
-        for (int r = 0; r < ROWS / 2; r += 4) {
-            // of rows 8 (r / 4) + lane % 4 * 2 and the next
-            const float2 of_x = load_shared_floats(stage + X_BYTES + W_BYTES + (r * 2 + lane % 4 * 2) * 4);
+        for (int r = 0; r < HALF / 2; r += 4) {
+            const float2 of_x = load_shared_floats(scales + r * 8);  // of row 2 r and the next
             sum[r] += part[r] * (of_x.x * by.x), sum[r + 1] += part[r + 1] * (of_x.y * by.x);
             sum[r + 2] += part[r + 2] * (of_x.x * by.y), sum[r + 3] += part[r + 3] * (of_x.y * by.y);
         }
-        if constexpr (SHARE * OVER > 1) {
-            fence_async_proxy();
-            __syncwarp();
-            mbarrier_arrive_at_if(lane < SHARE * OVER, empty + n % STAGES, lane % (SHARE * OVER));
-        } else {
-            release_stage(empty + n % STAGES);
-        }
     }
+};
+
+// A warp has read its part of a stage.
+__device__ inline void release(Barrier* empty) {
+    const int lane = threadIdx.x % 32;
+    fence_async_proxy();
+    __syncwarp();
+    mbarrier_arrive_at_if(lane < SHARE * OVER, empty, lane % (SHARE * OVER));
+}
+
+// The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
+// each eight. Tensor cores have one half of the rows under way while the other's sums are scaled.
+__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
+    float low[HALF / 2] = {}, high[HALF / 2] = {};
+    Chunk chunks[2];
+#pragma unroll
+    for (int r = 0; r < ROWS / 2; r++) sum[r] = 0;
+    auto load = [&](int n, Chunk& chunk) {
+        mbarrier_wait(full + n % STAGES, n / STAGES);
+        chunk.load(ring + n % STAGES * STAGE);
+    };
+    auto step = [&](int n, const Chunk& chunk, Chunk& next) {
+        const unsigned stage = ring + n % STAGES * STAGE;
+        chunk.multiply(stage, 0, low);
+        chunk.multiply(stage, 1, high);
+        if (n + 1 < CHUNKS) load(n + 1, next);
+        wgmma_wait<1>();
+        chunk.add(stage, 0, low, sum);
+        wgmma_wait<0>();
+        chunk.add(stage, 1, high, sum + HALF / 2);
+        release(empty + n % STAGES);
+    };
+    load(0, chunks[0]);
+#pragma unroll 1
+    for (int n = 0; n + 1 < CHUNKS; n += 2) {
+        step(n, chunks[0], chunks[1]);
+        step(n + 1, chunks[1], chunks[0]);
+    }
+    if constexpr (CHUNKS % 2) step(CHUNKS - 1, chunks[0], chunks[1]);
 }
 #endif
 
