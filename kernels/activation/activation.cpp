@@ -16,6 +16,12 @@ struct Plain {
     int64_t count;
 };
 
+struct SigmoidGate {
+    const void *x, *gate;
+    void* y;  // x * sigmoid(gate)
+    int64_t count;
+};
+
 struct Silu {
     static INLINE Vec of(Vec x) { return x / (1 + exp(-x)); }
 };
@@ -81,6 +87,16 @@ template <typename F, typename T> void gated(const Gated& a, int part, int parts
     }
 }
 
+template <typename T> void sigmoid_gate(const SigmoidGate& a, int part, int parts) {
+    Share share(a.count, part, parts);
+    const T *x = (const T*)a.x, *gate = (const T*)a.gate;
+    T* y = (T*)a.y;
+    int64_t i = share.first;
+    for (; i + LANES <= share.last; i += LANES) store(y + i, load(x + i) / (1 + exp(-load(gate + i))));
+    int64_t n = share.last - i;
+    if (n > 0) store(y + i, load(x + i, n) / (1 + exp(-load(gate + i, n))), n);
+}
+
 #define GATED(name, F)                               \
     OP(gated_##name##_f32, (gated<F, float>), Gated) \
     OP(gated_##name##_bf16, (gated<F, bf16>), Gated)
@@ -95,3 +111,5 @@ ACTIVATION(gelu, Gelu)
 ACTIVATION(gelu_tanh, GeluTanh)
 ACTIVATION(relu2, Relu2)
 GATED(clamped_swiglu, ClampedSwiglu)
+OP(sigmoid_gate_f32, sigmoid_gate<float>, SigmoidGate)
+OP(sigmoid_gate_bf16, sigmoid_gate<bf16>, SigmoidGate)

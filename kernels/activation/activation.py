@@ -38,6 +38,15 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return activate_reference(x, activation)
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), of one shape."""
+    if x.is_contiguous() and gate.is_contiguous() and x.dtype == gate.dtype and ops.takes(x):
+        y = x.new_empty(x.shape)
+        ops.typed("activation", "sigmoid_gate", x.dtype)(x, gate, y, x.numel())
+        return y
+    return x * gate.sigmoid()
+
+
 def activate_reference(x: Tensor, activation: str) -> Tensor:
     return _act(x.float(), activation).to(x.dtype)
 

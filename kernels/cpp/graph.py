@@ -7,8 +7,8 @@ that the caller fills, and may decide nothing in Python.
 
 Whatever else computes would be missing from the list: torch's own operations, or others on a tensor's memory (NumPy,
 MPI). Both are noticed, and there is no graph then, but the function's result holds. Additions in place, products with
-a number for each row and matrices side by side become operations of ours, and allocations come out of the graphs' own
-memory.
+a number for each row, matrices side by side and copies of rows become operations of ours, and allocations come out of
+the graphs' own memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from . import ops
 ALIGN = 64
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# Functions that compute nothing, though torch does not call them views.
+VIEWS = aten.detach.default, aten.lift_fresh.default, aten._unsafe_view.default
 # What reads or lends a tensor's memory without an operation of torch's.
 ESCAPES = {getattr(Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__")}
 
@@ -137,10 +139,12 @@ class _Watch(TorchDispatchMode):
             return args[0]
         if func is aten.cat.default and not kwargs and _joins_columns(*args):
             return _join_columns(args[0], self.memory)
+        if func is aten.clone.default and kwargs.get("memory_format") is torch.contiguous_format and _has_rows(*args):
+            return _contiguous(args[0], self.memory)
         made = func(*args, **kwargs)
         if func.overloadpacket in ALLOCATIONS:
             return self.memory.empty(made) if made.device.type == "cpu" and made.numel() else made
-        if not func.is_view and func not in (aten.detach.default, aten.lift_fresh.default):
+        if not func.is_view and func not in VIEWS:
             self.reason = self.reason or f"torch computes {func}"
         return made
 
@@ -180,6 +184,24 @@ def _join_columns(parts: list[Tensor], memory: Memory) -> Tensor:
         of_both = rows, x.shape[1] * size, x.stride(0) * size, width * size
         ops.op("norm", "copy_rows")(x, y[:, at:], *of_both)
         at += x.shape[1]
+    return y
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether x is made of rows that stand anywhere, two axes or three."""
+    return ops.takes(x) and x.dim() in (2, 3) and x.numel() > 0 and x.stride(-1) == 1
+
+
+def _contiguous(x: Tensor, memory: Memory) -> Tensor:
+    y = memory.empty(x.new_empty(x.shape))
+    blocks = x if x.dim() == 3 else x[:, None]
+    sizes = (
+        *blocks.shape[:2],
+        blocks.shape[2] * x.itemsize,
+        blocks.stride(0) * x.itemsize,
+        blocks.stride(1) * x.itemsize,
+    )
+    ops.op("norm", "copy_blocks")(x, y, *sizes)
     return y
 
 

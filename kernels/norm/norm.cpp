@@ -36,6 +36,12 @@ struct CopyRows {
     int64_t rows, width, x_pitch, y_pitch;  // in bytes
 };
 
+struct CopyBlocks {
+    const void* x;
+    void* y;                                     // [blocks, rows, width], of x with these distances between
+    int64_t blocks, rows, width, x_block, x_row;  // the last three in bytes
+};
+
 template <typename T> INLINE float sum_of_squares(const T* x, int64_t size) {
     Vec total = {};
     int64_t i = 0;
@@ -102,6 +108,12 @@ void copy_rows(const CopyRows& a, int part, int parts) {
                share.last - share.first);
 }
 
+void copy_blocks(const CopyBlocks& a, int part, int parts) {
+    Share share(a.blocks * a.rows, part, parts);
+    for (int64_t i = share.first; i < share.last; i++)
+        memcpy((char*)a.y + i * a.width, (const char*)a.x + i / a.rows * a.x_block + i % a.rows * a.x_row, a.width);
+}
+
 OP(rms_norm_f32, rms_norm<float>, RmsNorm)
 OP(rms_norm_bf16, rms_norm<bf16>, RmsNorm)
 OP(add_rms_norm_f32, add_rms_norm<float>, AddRmsNorm)
@@ -111,3 +123,4 @@ OP(add_bf16, add<bf16>, Add)
 OP(scale_f32, scale<float>, Scale)
 OP(scale_bf16, scale<bf16>, Scale)
 OP(copy_rows, copy_rows, CopyRows)
+OP(copy_blocks, copy_blocks, CopyBlocks)

@@ -1,5 +1,5 @@
-// The gated delta net's convolution and rule of one token of each sequence (gated_delta.py); threads share the channels,
-// and the heads, of all sequences.
+// The gated delta net's convolution and rule of one token of each sequence, and the norm of what it reads (gated_delta.py);
+// threads share the channels, and the heads, of all sequences.
 //
 // A head's state is read twice, once for what it holds under the token's key and once to be changed and read, a strip of LANES
 // columns after the other: the second time it comes from the core's own cache.
@@ -8,13 +8,14 @@
 #include "simd.h"
 
 struct DeltaStep {
-    const void* qkv;           // [sequences, pitch]
-    const float *decay, *beta; // [sequences, value heads]: exp(g), and how far a state is overwritten
-    float* state;              // [rows, value heads, key, value]
-    const int64_t* rows;       // [sequences]
-    const int32_t* lengths;    // [sequences]: 1: the sequence begins, whatever its row holds
-    void* out;                 // [sequences, value heads, value]
-    int64_t sequences, pitch, key_heads, value_heads, key, value;
+    const void* qkv;                // [sequences, pitch]
+    const void *b, *a;              // [sequences, b_pitch], [sequences, a_pitch]
+    const float *a_log, *dt_bias;   // [value heads]
+    float* state;                   // [rows, value heads, key, value]
+    const int64_t* rows;            // [sequences]
+    const int32_t* lengths;         // [sequences]: 1: the sequence begins, whatever its row holds
+    void* out;                      // [sequences, value heads, value]
+    int64_t sequences, pitch, b_pitch, a_pitch, key_heads, value_heads, key, value;
     double eps;
 };
 
@@ -28,6 +29,30 @@ template <typename T> INLINE void unit(const T* x, float* y, int64_t size, doubl
     }
     scale /= __builtin_sqrtf(total + (float)eps);
     for (int64_t i = 0; i < size; i++) y[i] *= scale;
+}
+
+INLINE float exp(float x) { return exp(fill(x))[0]; }
+
+// log(1 + t), t >= 0: 2 atanh of t / (2 + t), by its series where that is small; else of what is left of a power of two.
+INLINE float log1p(float t) {
+    float whole = 0;
+    if (t > 0.4f) {
+        float y = t + 1;
+        uint32_t bits;
+        memcpy(&bits, &y, 4);
+        int32_t power = (int32_t)((bits + 0x004afb0d) >> 23) - 127;  // what is left is between sqrt(1/2) and sqrt(2)
+        bits -= (uint32_t)power << 23;
+        memcpy(&y, &bits, 4);
+        whole = power * 0.69314718f, t = y - 1;
+    }
+    float s = t / (2 + t), z = s * s;
+    return whole + 2 * s * (1 + z * (1.f / 3 + z * (1.f / 5 + z * (1.f / 7 + z * (1.f / 9)))));
+}
+
+// What is left of a state after a token: exp(g) of Gates.decays.
+INLINE float decay_of(float a, float a_log, float dt_bias) {
+    float x = a + dt_bias;
+    return exp(-exp(a_log) * (x > 20 ? x : log1p(exp(x))));
 }
 
 // One strip of `n` columns: what it reads.
@@ -59,17 +84,52 @@ template <typename T> void delta_step(const DeltaStep& a, int part, int parts) {
         unit(from, q, a.key, a.eps, 1 / __builtin_sqrtf((float)a.key));
         unit(from + keys, k, a.key, a.eps, 1);
         float* state = a.state + (a.rows[sequence] * a.value_heads + head) * a.key * a.value;
+        float decay = decay_of(widen(((const T*)a.a)[sequence * a.a_pitch + head]), a.a_log[head], a.dt_bias[head]);
+        float beta = 1 / (1 + exp(-widen(((const T*)a.b)[sequence * a.b_pitch + head])));
         if (a.lengths[sequence] <= 1) memset(state, 0, a.key * a.value * sizeof(float));
         for (int64_t c = 0; c < a.value; c += LANES) {
             int64_t n = a.value - c < LANES ? a.value - c : LANES;
             const T* value = x + 2 * keys + head * a.value + c;
             T* out = (T*)a.out + i * a.value + c;
             Vec v = n == LANES ? load(value) : load(value, n);
-            Vec y = strip(state + c, q, k, v, a, a.decay[i], a.beta[i], n);
+            Vec y = strip(state + c, q, k, v, a, decay, beta, n);
             if (n == LANES)
                 store(out, y);
             else
                 store(out, y, n);
+        }
+    }
+}
+
+struct GatedNorm {
+    const void *x, *z, *weight;
+    void* y;  // [rows, size], as x and z: the RMS norm of x times SiLU(z)
+    int64_t rows, size;
+    double eps;
+};
+
+template <typename T> void gated_norm(const GatedNorm& a, int part, int parts) {
+    Share rows(a.rows, part, parts);
+    const T* weight = (const T*)a.weight;
+    for (int64_t t = rows.first; t < rows.last; t++) {
+        const T *x = (const T*)a.x + t * a.size, *z = (const T*)a.z + t * a.size;
+        T* y = (T*)a.y + t * a.size;
+        float total = 0;
+        for (int64_t i = 0; i < a.size; i += LANES) {
+            int64_t n = a.size - i;
+            Vec v = n < LANES ? load(x + i, n) : load(x + i);
+            total += sum(v * v);
+        }
+        float scale = 1 / __builtin_sqrtf(total / a.size + (float)a.eps);
+        for (int64_t i = 0; i < a.size; i += LANES) {
+            int64_t n = a.size - i;
+            if (n < LANES) {
+                Vec gate = load(z + i, n);
+                store(y + i, load(x + i, n) * scale * load(weight + i, n) * gate / (1 + exp(-gate)), n);
+            } else {
+                Vec gate = load(z + i);
+                store(y + i, load(x + i) * scale * load(weight + i) * gate / (1 + exp(-gate)));
+            }
         }
     }
 }
@@ -111,3 +171,5 @@ OP(conv_step_f32, conv_step<float>, ConvStep)
 OP(conv_step_bf16, conv_step<bf16>, ConvStep)
 OP(delta_step_f32, delta_step<float>, DeltaStep)
 OP(delta_step_bf16, delta_step<bf16>, DeltaStep)
+OP(gated_norm_f32, gated_norm<float>, GatedNorm)
+OP(gated_norm_bf16, gated_norm<bf16>, GatedNorm)

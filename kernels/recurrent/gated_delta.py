@@ -145,7 +145,8 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
     qkv: [T, channels], behind the convolution. state: [rows, value heads, key dim, value dim] f32, which is updated.
     """
     if not qkv.is_cuda:
-        if _single(batch) and sizes.key_dim <= DELTA_KEYS and qkv.stride(1) == 1 and ops.takes(qkv):
+        rows = all(x.stride(1) == 1 and x.dtype == qkv.dtype for x in (qkv, gates.b, gates.a))
+        if _single(batch) and sizes.key_dim <= DELTA_KEYS and rows and ops.takes(qkv):
             return delta_step_cpu(qkv, gates, state, batch, sizes)
         return gated_delta_reference(qkv, gates, state, batch, sizes)
     from . import gated_delta_chunks_triton, gated_delta_triton
@@ -160,12 +161,11 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
 
 def delta_step_cpu(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:
     """gated_delta of one token of each sequence, in C++."""
-    g, beta = gates.decays()
-    assert state.is_contiguous() and beta.is_contiguous()
+    assert state.is_contiguous() and gates.A_log.is_contiguous() and gates.dt_bias.is_contiguous()
     out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
     ops.typed("delta_cpu", "delta_step", qkv.dtype)(
-        qkv, g.exp_().contiguous(), beta, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(qkv),
-        qkv.stride(0), *sizes, L2_EPS,
+        qkv, *gates, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(qkv), qkv.stride(0),
+        gates.b.stride(0), gates.a.stride(0), *sizes, L2_EPS,
     )  # fmt: skip
     return out
 
@@ -276,6 +276,14 @@ def _in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMS norm of each head times SiLU(z). x, z: [T, heads, dim]. weight: [dim]."""
+    if x.is_contiguous() and z.is_contiguous() and x.dtype == z.dtype == weight.dtype and ops.takes(x):
+        y = torch.empty_like(x)
+        ops.typed("delta_cpu", "gated_norm", x.dtype)(x, z, weight, y, x.numel() // x.shape[-1], x.shape[-1], eps)
+        return y
+    return gated_norm_reference(x, z, weight, eps)
+
+
+def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normed = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
     return (normed * F.silu(z.float())).to(x.dtype)

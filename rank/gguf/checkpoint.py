@@ -58,10 +58,10 @@ def config(path: Path) -> dict[str, Any]:
     m = Metadata(headers(path))
     architecture = _architecture(m)
     keys = architecture.config(m)
-    orders, types = _orders(architecture, keys), {}
+    orders, types = orders_of(architecture, keys), {}
     for name, tensor in m.matrices():
         # Of 3 axes: of all experts of a layer
-        if tensor.type.group > 1 and len(tensor.shape) in (2, 3) and _keeps_groups(orders.get(_part(name)), tensor):
+        if tensor.type.group > 1 and len(tensor.shape) in (2, 3) and _keeps_groups(orders.get(part_of(name)), tensor):
             types[_rename(architecture, name).removesuffix(".weight")] = tensor.type.name
     quantization = {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
     return keys | {"dtype": _dtype(m)} | quantization
@@ -74,7 +74,7 @@ def read_index(path: Path) -> Index:
     m = Metadata(found)
     architecture = _architecture(m)
     keys = architecture.config(m)
-    orders = _orders(architecture, keys)
+    orders = orders_of(architecture, keys)
     index = Index({}, {}, path=str(path))
     for header in found:
         entries = index.headers[header.file.name] = {}
@@ -84,7 +84,7 @@ def read_index(path: Path) -> Index:
                 continue
             if ours in index.files:
                 raise FatalError(f"{header.file}: tensor {name} is in {index.files[ours]} as well", MODEL)
-            part = _part(name)
+            part = part_of(name)
             if part in getattr(architecture, "STACKED", {}):
                 entries |= _rows(ours, architecture.STACKED[part], tensor)
                 continue
@@ -136,15 +136,21 @@ def _rename(architecture: Any, name: str) -> str:
     return f"{ours.format(*numbers)}.{ending}" if ours else ""
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
     """What a layer's tensor is, without its number and its ending."""
     return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
-def _orders(architecture: Any, keys: dict[str, Any]) -> dict[str, Order]:
+def orders_of(architecture: Any, keys: dict[str, Any]) -> dict[str, Order]:
     """By parts of names: what the file has in another order than the model."""
     found = {part: Order(keys["head_dim"] // 2, 2) for part in getattr(architecture, "PAIRED", ())}
     return found | (architecture.orders(keys) if hasattr(architecture, "orders") else {})
+
+
+def added_to(architecture: Any, name: str) -> float:
+    """What files add to each element of a tensor."""
+    changed = name.endswith("norm.weight") and part_of(name) not in getattr(architecture, "UNCHANGED", ())
+    return float(getattr(architecture, "ADDED", 0.0)) if changed else 0.0
 
 
 def _keeps_groups(order: Order | None, tensor: Tensor) -> bool:
@@ -169,9 +175,8 @@ def _with_one(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
 
 
 def _entry(architecture: Any, name: str, tensor: Tensor, order: Order | None) -> Entry:
-    changed = name.endswith("norm.weight") and _part(name) not in getattr(architecture, "UNCHANGED", ())
-    added = getattr(architecture, "ADDED", 0.0) if changed else 0.0
-    logarithms = _part(name) in getattr(architecture, "LOGARITHMS", ())
+    logarithms = part_of(name) in getattr(architecture, "LOGARITHMS", ())
+    added = added_to(architecture, name)
     return Entry(tensor.type.name, tensor.shape, tensor.start, tensor.stop, order, added, logarithms)
 
 

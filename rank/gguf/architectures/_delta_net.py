@@ -72,3 +72,22 @@ def tiled(config: dict[str, Any]) -> dict[str, Order]:
         "ssm_dt": single,
         "ssm_out": Order(each, heads, wide, columns=True),
     }
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """raw: with all sizes of the nets."""
+    heads, wide = raw["linear_num_value_heads"], raw["linear_value_head_dim"]
+    return {
+        "ssm.conv_kernel": raw["linear_conv_kernel_dim"],
+        "ssm.state_size": raw["linear_key_head_dim"],
+        "ssm.group_count": raw["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * wide,
+        "full_attention_interval": raw.get("full_attention_interval") or 4,
+    }
+
+
+def section_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """How Qwen3.5's rotary dimensions are divided among axes of images: text has the same position on all."""
+    sections = (raw.get("rope_parameters") or {}).get("mrope_section") or [11, 11, 10]
+    return {"rope.dimension_sections": [*sections, 0]}

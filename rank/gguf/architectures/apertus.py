@@ -12,6 +12,8 @@ from ._common import config as common
 TENSORS = DECODER | QK_NORM | layer(attn_norm="attention_layernorm", ffn_norm="feedforward_layernorm")
 PER_LAYER = {f"xielu.alpha_{one}": f"model.layers.{{}}.mlp.act_fn.alpha_{one}" for one in "pn"}
 BETA = 0.5  # of all models there are
+FIXED = {"xielu.beta": BETA, "xielu.eps": -1e-6}
+WRITES = ("apertus",)
 
 
 def config(m: Metadata) -> dict[str, Any]:

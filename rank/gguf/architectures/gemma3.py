@@ -11,7 +11,7 @@ from ._common import config as common
 TENSORS = DECODER | FOUR_NORMS | QK_NORM
 ADDED = 1.0
 LARGEST = 62  # layers: of the 27B, where it is not the size of a head
-WRITES = ("gemma3_text",)
+WRITES = "gemma3", "gemma3_text"
 
 
 def config(m: Metadata) -> dict[str, Any]:

@@ -16,6 +16,7 @@ TENSORS = (
     | layer(post_attention_norm="post_attention_layernorm", exp_probs_b="mlp.gate")
 )
 ENDINGS = CORRECTION
+WRITES = ("glm4_moe",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -39,3 +40,18 @@ def config(m: Metadata) -> dict[str, Any]:
             "use_qk_norm": m.tensor("blk.0.attn_q_norm.weight") is not None,
         }
     )
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_count": raw["n_routed_experts"],
+        "expert_used_count": raw["num_experts_per_tok"],
+        "expert_feed_forward_length": raw["moe_intermediate_size"],
+        "expert_shared_count": raw.get("n_shared_experts") or 1,
+        "expert_group_count": raw.get("n_group") or 1,
+        "expert_group_used_count": raw.get("topk_group") or 1,
+        "leading_dense_block_count": raw.get("first_k_dense_replace") or 0,
+        "expert_weights_scale": float(raw.get("routed_scaling_factor") or 1.0),
+        "expert_weights_norm": bool(raw.get("norm_topk_prob", True)),
+        "expert_gating_func": 2,  # a sigmoid
+    }

@@ -11,6 +11,7 @@ from ._common import config as common
 
 TENSORS = DECODER
 PAIRED = ("attn_q", "attn_k")
+WRITES = "ministral3", "mistral3"
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -25,3 +26,12 @@ def config(m: Metadata) -> dict[str, Any]:
     rope["llama_4_scaling_beta"] = m.number("attention.temperature_scale")
     rope.setdefault("original_max_position_embeddings", m.integer("context_length"))
     return keys | {"model_type": "ministral3"}
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    rope = raw["rope_parameters"]
+    named = {
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
+    }
+    return {key: float(value) for key, value in named.items() if value}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import DECODER, EXPERTS, experts, layer
+from ._common import DECODER, EXPERTS, expert_keys, experts, layer
 from ._common import config as common
 
 SHARED_EXPERT = layer(
@@ -16,8 +16,13 @@ SHARED_EXPERT = layer(
 )
 TENSORS = DECODER | EXPERTS | SHARED_EXPERT
 ONES = {"ffn_gate_inp_shexp": 0}
+WRITES = ("qwen2_moe",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
     shared = m.integer("expert_shared_feed_forward_length")
     return common(m) | experts(m) | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": shared}
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return expert_keys(raw) | {"expert_shared_feed_forward_length": raw["shared_expert_intermediate_size"]}

@@ -12,7 +12,12 @@ TENSORS = _delta_net.TENSORS | layer(ssm_beta="linear_attn.in_proj_b", ssm_alpha
 ENDINGS, ADDED, UNCHANGED = _delta_net.ENDINGS, _delta_net.ADDED, _delta_net.UNCHANGED
 LOGARITHMS, ONES = _delta_net.LOGARITHMS, _delta_net.ONES
 orders = _delta_net.tiled
+WRITES = "qwen3_5", "qwen3_5_text"
 
 
 def config(m: Metadata) -> dict[str, Any]:
     return _delta_net.config(m) | {"model_type": "qwen3_5_text"}
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return _delta_net.keys(raw) | _delta_net.section_keys(raw)

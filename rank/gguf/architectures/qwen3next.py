@@ -21,6 +21,7 @@ TENSORS = (
 )
 ENDINGS, ADDED, UNCHANGED = _delta_net.ENDINGS, _delta_net.ADDED, _delta_net.UNCHANGED
 LOGARITHMS, ONES = _delta_net.LOGARITHMS, _delta_net.ONES | qwen2moe.ONES
+WRITES = ("qwen3_next",)  # in their first form
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -36,3 +37,7 @@ def orders(config: dict[str, Any]) -> dict[str, Order]:
     heads, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     grouped = config["model_type"] == "qwen3_next"
     return {} if grouped else {"ssm_ba": Order(heads, 2, values // max(heads, 1))}
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return _delta_net.keys(raw) | qwen2moe.keys(raw)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
+from ....kernels.activation.activation import sigmoid_gate
 from ....kernels.rope.rope import CosSin, QKNorm
 from .. import base
 from ..batch import Batch
@@ -86,7 +87,7 @@ class Attention(qwen3.Attention):
         out = self.attention(h, q, k, v, cos_sin, batch, norms)
         if len(out) < len(gate):  # the last layer, where sampled rows alone continue
             gate = gate[batch.sample_at]
-        return self.o_proj(out * gate.sigmoid())
+        return self.o_proj(sigmoid_gate(out, gate))
 
 
 class Layer(base.Layer):

@@ -96,9 +96,8 @@ def _round(question: Question, config: Config, device: str) -> None:
          f"{calibrate.perplexity(model, question.held_out):.3f} after")  # fmt: skip
     _copy_tensors(source, index, replaced, writer)
     writer.finish()
-    left = (
-        {"modules_to_not_convert": [names[f"{path}.weight"].removesuffix(".weight") for path in plain]} if plain else {}
-    )
+    own = [names[f"{path}.weight"].removesuffix(".weight") for path in plain]
+    left = layout.left_out(own, type(model).MERGED) if plain else {}
     _copy_files(source, target, layout.settings(scheme) | left)
 
 

@@ -5,7 +5,8 @@ The layouts are described where they are read: rank/model/stored_formats/gptq.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,19 +71,36 @@ def marlin_config(scheme: Scheme) -> dict[str, Any]:
     return gptq_config(scheme) | {"checkpoint_format": "marlin", "is_marlin_format": True}
 
 
+def listed(paths: list[str], merged: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    return {"modules_to_not_convert": paths}
+
+
+def listed_and_dynamic(paths: list[str], merged: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """GPTQModel and vLLM read `dynamic`: rules by patterns, of which those after `-:` name modules that stay plain.
+    vLLM asks for a merged linear by its own name, so it has a rule where all its parts have."""
+    found = dict.fromkeys(paths)
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        for whole, parts in merged.items():
+            if name == parts[-1] and {f"{parent}.{part}" for part in parts} <= found.keys():
+                found[f"{parent}.{whole}"] = None
+    return listed(paths, merged) | {"dynamic": {f"-:^{re.escape(path)}$": {} for path in found}}
+
+
 class Layout(NamedTuple):
     """How a checkpoint stores what is rounded."""
 
     tensors: Callable[[Rounded, Scheme], dict[str, Tensor]]  # of a linear, by the ends of their names
     settings: Callable[[Scheme], dict[str, Any]]  # quantization_config
+    left_out: Callable[[list[str], Mapping[str, Sequence[str]]], dict[str, Any]]  # its keys for modules that stay plain
     outputs: int = 32  # of which linears have a multiple; others stay plain
     inputs: int = 32
 
 
 LAYOUTS = {
-    "gptq": Layout(gptq_tensors, gptq_config),
-    "awq": Layout(awq_tensors, awq_config),
-    "marlin": Layout(marlin_tensors, marlin_config, outputs=64, inputs=128),
+    "gptq": Layout(gptq_tensors, gptq_config, listed_and_dynamic),
+    "awq": Layout(awq_tensors, awq_config, listed),
+    "marlin": Layout(marlin_tensors, marlin_config, listed_and_dynamic, outputs=64, inputs=128),
 }
 
 

@@ -10,7 +10,7 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import gguf
 import torch
@@ -23,11 +23,13 @@ from ....kernels.quantized import q8_0, super_blocks
 from ...gguf import architectures as gguf_architectures
 from ...gguf import mixes
 from ...gguf.architectures import _common
+from ...gguf.checkpoint import added_to, orders_of, part_of
 from ...gguf.types import BY_NAME
-from ...safetensors_header import Index, read_index
+from ...safetensors_header import Index, Order, read_index
 from .. import architectures
 from ..config import Config, read_config
-from ..load import HARMLESS, sizes_of
+from ..load import FURTHER, HARMLESS, sizes_of
+from ..weights.safetensors import places
 
 # --to → the mix or the type, and the number of general.file_type in llama.h.
 TARGETS = {
@@ -38,8 +40,8 @@ TARGETS = {
 }  # fmt: skip
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Of a model's arguments: files say it in another way, or it follows from the rest.
-SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "layer_types", "num_local_experts"
-KEPT = ("ffn_gate_inp",)  # matrices that stay in F32: routers
+SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "layer_types", "num_local_experts", "rotary_dim"
+KEPT = "ffn_gate_inp", "ssm_conv1d"  # matrices that stay in F32: routers, convolutions
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -67,10 +69,13 @@ def write(source: Path, file: Path, to: str, tokenizer: dict[str, Any], device: 
             MODEL,
         )
     architecture = gguf_architectures.find(name)
+    name = getattr(architecture, "NAME", name)
     index = read_index(source)
     plan = _plan(config, architecture, index, TARGETS[to][0])
+    orders = orders_of(architecture, _keys(config))
     writer = gguf.GGUFWriter(file, name)
-    vectors = _metadata(writer, config, name, to, tokenizer)
+    vectors = _metadata(writer, config, architecture, to, tokenizer)
+    _numbers(writer, source, index, config, architecture)
     for key, values in vectors.items():
         writer.add_tensor_info(key, (len(values),), torch.zeros(0).numpy().dtype, 4 * len(values))
     for one in plan:
@@ -89,7 +94,7 @@ def write(source: Path, file: Path, to: str, tokenizer: dict[str, Any], device: 
         writer.write_tensor_data(torch.tensor(values, dtype=torch.float32).numpy())
     with bar(sum(_product(one.shape) for one in plan)) as progress:
         for one in plan:
-            weight = _read(source, index, one, config, architecture)
+            weight = _read(source, index, one, orders.get(part_of(one.name)), architecture)
             writer.write_tensor_data(_encode(weight.to(device), one.type).cpu().numpy())
             progress.update(weight.numel())
     writer.close()
@@ -112,29 +117,83 @@ def differences(source: Path, file: Path) -> list[str]:
 
 
 def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Planned]:
-    rename = architectures.find(config.model_type).Model.rename
-    theirs = {ours: key for key, ours in architecture.TENSORS.items() if ours}
+    model = architectures.find(config.model_type).Model
+    known = Places(architecture)
     tied = bool(config.raw.get("tie_word_embeddings"))
     gathered: dict[str, dict[int, str]] = {}
     for source in index.files:
-        ours = rename(source)
-        if ours.endswith(HARMLESS) or (tied and ours == "lm_head.weight"):
+        ours = model.rename(source)
+        if ours.endswith(HARMLESS) or source.startswith((FURTHER, *model.LEFT_OUT)):
+            continue
+        if (tied and ours == "lm_head.weight") or known.is_number(ours):
             continue
         expert = EXPERT.search(ours)
-        stem, _, ending = EXPERT.sub(".experts.", ours).rpartition(".")
-        numbers = NUMBER.findall(f"{stem}.")
-        pattern = theirs.get(NUMBER.sub("{}", f"{stem}.").removesuffix("."))
-        if pattern is None or ending not in ("weight", "bias"):
+        # Parameters of no module of their own have in files the checkpoint's name, not the model's.
+        name = known.of(EXPERT.sub(".experts.", ours)) or known.of(model.spelled(ours))
+        if name is None:
             raise FatalError(f"{config.path}: tensor {source} has no place in GGUF files of this architecture", MODEL)
-        gathered.setdefault(f"{pattern.format(*numbers)}.{ending}", {})[int(expert[1]) if expert else 0] = source
+        if _order(name)[0] >= config.num_layers:  # of a layer that predicts further tokens
+            continue
+        gathered.setdefault(name, {})[int(expert[1]) if expert else 0] = source
     found = []
     for name, parts in sorted(gathered.items(), key=lambda one: _order(one[0])):
         sources = [parts[i] for i in sorted(parts)]
         shape = index.headers[index.files[sources[0]]][sources[0]].shape
-        if "_exps." in name:
+        if "_exps." in name and len(shape) < 3:
             shape = (len(sources), *shape)
+        if (axis := getattr(architecture, "ONES", {}).get(part_of(name))) is not None:
+            shape = (*shape[:axis], *shape[axis + 1 :])
         found.append(Planned(name, _type_of(name, shape, mix, config, tied), shape, sources))
     return found
+
+
+class Places:
+    """Where a file of this architecture has each tensor of a checkpoint: the reverse of its tables."""
+
+    def __init__(self, architecture: Any):
+        tensors, endings = architecture.TENSORS, getattr(architecture, "ENDINGS", {})
+        self._whole, special = {}, set()
+        for theirs, ending in endings.items():
+            part, _, usual = theirs.rpartition(".")
+            special.add(key := f"blk.{{}}.{part}")
+            self._whole[f"{tensors[key]}.{ending}"] = f"{key}.{usual}"
+        self._whole |= {ours: key for key, ours in tensors.items() if key not in special}
+        self._numbers = set(getattr(architecture, "PER_LAYER", {}).values())
+
+    def of(self, name: str) -> str | None:
+        """A checkpoint's tensor; None: it has none."""
+        stem, _, ending = name.rpartition(".")
+        if (whole := self._whole.get(_pattern(name))) is not None:
+            return whole.format(*NUMBER.findall(name))
+        part = self._whole.get(_pattern(f"{stem}.").removesuffix("."))
+        if part is None or ending not in ("weight", "bias"):
+            return None
+        return f"{part.format(*NUMBER.findall(name))}.{ending}"
+
+    def is_number(self, name: str) -> bool:
+        """Whether it is one of the metadata."""
+        return _pattern(name) in self._numbers
+
+
+def _pattern(name: str) -> str:
+    return NUMBER.sub("{}", name)
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    """config.json's, with the usual values of what it leaves out."""
+    args = architectures.find(config.model_type).Args.from_config(config)
+    given = {key: value for key, value in config.raw.items() if value is not None}
+    return vars(args) | given | {"model_type": config.model_type, "head_dim": config.head_dim}
+
+
+def _numbers(writer: Any, source: Path, index: Index, config: Config, architecture: Any) -> None:
+    """Tensors of one element that files have among their metadata."""
+    layers = range(config.num_layers)
+    for key, ours in getattr(architecture, "PER_LAYER", {}).items():
+        names = [ours.format(i) for i in layers]
+        _add(writer, key, [float(_tensor(source, index, name)) for name in names])
+    for key, value in getattr(architecture, "FIXED", {}).items():
+        _add(writer, key, [value for _ in layers])
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -151,19 +210,23 @@ def _type_of(name: str, shape: tuple[int, ...], mix: str, config: Config, tied: 
     return mixes.fitting(mixes.type_of(mix, part, layer, sizes_of(config)), shape[-1])
 
 
-def _read(source: Path, index: Index, one: Planned, config: Config, architecture: Any) -> Tensor:
+def _read(source: Path, index: Index, one: Planned, order: Order | None, architecture: Any) -> Tensor:
     """In the form and order that files have it."""
-    part = one.name.split(".")[-2]
-    tensors = []
-    for name in one.sources:
-        with safe_open(source / index.files[name], "pt") as opened:
-            tensors.append(opened.get_tensor(name))
-    weight = torch.stack(tensors) if "_exps." in one.name else tensors[0]
-    if part in getattr(architecture, "PAIRED", ()):  # the two of a rotary pair side by side
-        weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-    if one.name.endswith("norm.weight") and (added := getattr(architecture, "ADDED", 0.0)):
+    tensors = [_tensor(source, index, name) for name in one.sources]
+    weight = torch.stack(tensors) if len(tensors) > 1 else tensors[0].reshape(one.shape)
+    if order is not None:
+        axis = weight.dim() - 1 if order.columns else 0
+        weight = weight.index_select(axis, places(order, torch.arange(weight.shape[axis])))
+    if part_of(one.name) in getattr(architecture, "LOGARITHMS", ()):
+        weight = -weight.float().exp()
+    if added := added_to(architecture, one.name):
         weight = weight.float() + added
     return weight.contiguous()
+
+
+def _tensor(source: Path, index: Index, name: str) -> Tensor:
+    with safe_open(source / index.files[name], "pt") as opened:
+        return cast(Tensor, opened.get_tensor(name))
 
 
 def _encode(weight: Tensor, type: str) -> Tensor:
@@ -188,16 +251,18 @@ def _product(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
 
 
-def _metadata(writer: Any, config: Config, name: str, to: str, tokenizer: dict[str, Any]) -> dict[str, list[float]]:
+def _metadata(
+    writer: Any, config: Config, architecture: Any, to: str, tokenizer: dict[str, Any]
+) -> dict[str, list[float]]:
     """Returns vectors that are tensors in the file."""
-    raw = config.raw | {"model_type": config.model_type}
+    raw = _keys(config)
     rope, vectors = _common.rope_keys(raw)
-    more: Callable[[dict[str, Any]], dict[str, Any]] = getattr(gguf_architectures.find(name), "keys", lambda raw: {})
+    more: Callable[[dict[str, Any]], dict[str, Any]] = getattr(architecture, "keys", lambda raw: {})
     writer.add_name(config.path.resolve().name)
     writer.add_file_type(TARGETS[to][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, value in (_common.keys(raw) | rope | more(raw)).items():
-        _add(writer, f"{name}.{key}", value)
+        _add(writer, f"{writer.arch}.{key}", value)
     for key, value in tokenizer.items():
         _add(writer, key, value)
     return vectors

@@ -15,6 +15,7 @@ from typing import Any
 
 from ....errors import MODEL, FatalError
 
+STORED_BY = "bits", "group_size", "desc_act", "sym"  # settings that say how GPTQ's weights are stored
 # Where methods list the modules that they leave plain.
 LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers")
 
@@ -53,9 +54,26 @@ def choose(settings: dict[str, Any], plain: Any, names: Collection[str] = ()) ->
 
     names: of the checkpoint's tensors; none where config.json alone is known.
     """
-    left_out = [pattern for key in LEFT_OUT for pattern in settings.get(key) or ()]
+    left_out = [pattern for key in LEFT_OUT for pattern in settings.get(key) or ()] + _dynamic(settings)
     match = find(settings).match
     return lambda path: (None if is_among(path, left_out) else match(settings, path, names)) or plain
+
+
+def _dynamic(settings: dict[str, Any]) -> list[str]:
+    """The modules that GPTQModel's rules leave plain: patterns after `-:`. Others give modules their own settings."""
+    found, rules = [], settings.get("dynamic") or {}
+    if not isinstance(rules, dict):
+        raise FatalError(f"config.json: quantization_config has dynamic {rules!r}, expected an object", MODEL)
+    for rule, changes in rules.items():
+        if rule.startswith("-:"):
+            found.append(f"re:{rule[2:]}")
+        elif any(settings.get(key) != value for key, value in (changes or {}).items() if key in STORED_BY):
+            raise FatalError(
+                f"config.json: quantization_config's dynamic gives modules like {rule} other settings, {changes!r}, "
+                "which is not supported",
+                MODEL,
+            )
+    return found
 
 
 def is_among(path: str, patterns: Iterable[str]) -> bool:

@@ -7,6 +7,7 @@ from phalanx.kernels.activation.activation import (
     gated_activation,
     gated_activation_reference,
     gated_cpu,
+    sigmoid_gate,
 )
 from torch.nn.functional import gelu, relu, silu
 
@@ -55,6 +56,15 @@ def test_activate(isa, threads, called, dtype, name, rows, width):
     want = FUNCTIONS[name](x.float())
     close(activate(x, name), want, dtype)
     assert called == [f"{name}_{'f32' if dtype == torch.float32 else 'bf16'}"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 33), (16, 64)])
+def test_sigmoid_gate(isa, threads, called, dtype, shape):
+    x, gate = (torch.randn(2, *shape) * 6).to(dtype)
+    want = x.float() * gate.float().sigmoid()
+    close(sigmoid_gate(x, gate), want, dtype)
+    assert called == [f"sigmoid_gate_{'f32' if dtype == torch.float32 else 'bf16'}"]
 
 
 def test_activate_by_torch(called):

@@ -137,3 +137,20 @@ def test_matrices_side_by_side(dtype):
     made.replay()
     assert torch.equal(joined, torch.cat(parts, 1))
     assert graph.capture(lambda: torch.cat(parts[:1]), graph.Memory())[1] is None, "one above the other"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_rows(dtype):
+    x = torch.randn(3, 4, 10).to(dtype)
+
+    def function():
+        left, right = x.split([3, 7], 2)
+        return left.contiguous(), right.flatten(1), x[:, 1, :5].contiguous()
+
+    copies, made, reason = graph.capture(function, graph.Memory())
+    assert made is not None and len(made) == 3, reason
+    x += 1
+    made.replay()
+    for got, want in zip(copies, function(), strict=True):
+        assert got.is_contiguous() and torch.equal(got, want)
+    assert graph.capture(lambda: x.mT.contiguous(), graph.Memory())[1] is None, "columns"

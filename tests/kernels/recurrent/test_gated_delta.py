@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from phalanx.kernels.recurrent import gated_delta
+from phalanx.kernels.recurrent.gated_delta import DeltaSizes, Gates
 
 from ..test_compile import Recorder, compile_launch
 from .steps import PUBLISHED, SIZES, Layer, make_rows
@@ -64,10 +65,27 @@ def test_16_bits():
         torch.testing.assert_close(got.double(), wanted, atol=3e-2, rtol=3e-2)
 
 
-def test_gated_norm():
-    x, z, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8)
-    want = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight * z * z.sigmoid()
-    torch.testing.assert_close(gated_delta.gated_norm(x, z, weight, 0.1), want)
+def test_decays_of_any_size_in_cpp():
+    """States that nothing is written to: the softplus is small, and large, and both of its series are used."""
+    sizes = DeltaSizes(1, 64, 4, 4)
+    layer = Layer(sizes, make_rows([1] * 3, [9, 8, 7]))
+    a = torch.cat((torch.linspace(-100, 100, 64), torch.linspace(-4, 4, 64), torch.linspace(-20, 25, 64)))
+    gates = Gates(torch.full((3, 64), -100.0), a.view(3, 64), torch.linspace(-6, 3, 64), torch.linspace(-1, 1, 64))
+    before = layer.state[layer.batch.rows].double()
+    gated_delta.delta_step_cpu(layer.x, gates, layer.state, layer.batch, sizes)
+    g, _ = Gates(*(x.double() for x in gates)).decays()
+    want = before * g.double().exp()[..., None, None]
+    torch.testing.assert_close(layer.state[layer.batch.rows].double(), want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dim", [8, 37, 128])
+def test_gated_norm(dtype, bound, dim):
+    x, z, weight = (torch.randn(*shape, dim).to(dtype) for shape in ((2, 3), (2, 3), ()))
+    wide, gate = x.double(), z.double()
+    want = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight.double() * gate * gate.sigmoid()
+    for norm in (gated_delta.gated_norm, gated_delta.gated_norm_reference):
+        torch.testing.assert_close(norm(x, z, weight, 0.1).double(), want, atol=bound, rtol=bound)
 
 
 def test_kernels_in_the_interpreter():

@@ -28,6 +28,9 @@ EXPERTS = {
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
 }
 MODELS = {
     "llama": dict(),
@@ -35,10 +38,8 @@ MODELS = {
     "biased": dict(attention_bias=True, mlp_bias=True),
     "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
 }
-# Models of test_architectures.py whose decode steps are not recorded: torch computes experts and recurrent states on
-# CPUs.
-RECURRENT = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"}
-EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS | RECURRENT}
+# Models of test_architectures.py whose decode steps are not recorded: torch computes experts on CPUs.
+EAGER = {name for name, options in test_architectures.MODELS.items() if options["model_type"] in EXPERTS}
 RECORDED = {name: options for name, options in test_architectures.MODELS.items() if name not in EAGER}
 
 
@@ -65,7 +66,7 @@ class Rank:
         make = torch.Generator().manual_seed(comm.rank)
         specs = model.cache_specs()
         dtype = cache_dtype(kept, model.dtype)
-        caches = kv_cache.allocate(specs, self.rows.table.size, BLOCK, dtype, torch.device("cpu"))
+        caches = kv_cache.allocate(specs, self.rows.table.size, BLOCK, dtype, torch.device("cpu"), SEATS)
         caches = [[random_like(x, make) for x in layer] for layer in caches]
         self.replayed, self.plain = ([tuple(x.clone() for x in layer) for layer in caches] for _ in range(2))
         self.graphs = CpuDecodeGraphs(model, self.rows, self.last, self.replayed)

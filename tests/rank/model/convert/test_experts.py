@@ -1,6 +1,7 @@
 """Experts rounded by GPTQ, each for the tokens that chose it: what is written is served as what it was rounded to."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -61,6 +62,10 @@ def test_what_is_written_is_what_was_rounded(source, tmp_path, capsys, name):
     assert {"model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"} <= set(
         settings["modules_to_not_convert"]
     )
+    rules = [
+        rule for rule in settings.get("dynamic", {}) if re.match(rule.removeprefix("-:"), "model.layers.0.mlp.gate")
+    ]
+    assert rules == ([] if to == "awq" else [r"-:^model\.layers\.0\.mlp\.gate$"])
     model = alone(source)
     for _ in calibrate.round_model(model, WINDOWS, scheme, units):
         pass

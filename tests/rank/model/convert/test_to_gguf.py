@@ -6,10 +6,12 @@ import json
 import gguf
 import numpy as np
 import pytest
+import torch
 from phalanx.errors import FatalError
 from phalanx.rank.model.convert import to_gguf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from .... import gguf_files
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS as ALL
 from ..test_architectures import write
@@ -28,8 +30,20 @@ MODELS = {
     "gemma": ALL["gemma"],
     "gemma2": ALL["gemma2"] | dict(query_pre_attn_scalar=16),
     "gemma3_text": ALL["gemma3_text"] | dict(query_pre_attn_scalar=16),
+    "gemma3": ALL["gemma3"] | dict(text_config=ALL["gemma3_text"] | dict(query_pre_attn_scalar=16)),
     "phi3": ALL["phi3"],
     "olmo2": ALL["olmo2"],
+    "minimax_m2": ALL["minimax_m2"],
+    "glm": ALL["glm"],
+    "ministral3": ALL["ministral3"],
+    "mistral3": ALL["mistral3 of ministral3"],
+    "apertus": dict(model_type="apertus", rope_parameters=LLAMA3),
+    "qwen3_5_text": ALL["qwen3_5_text"],
+    "qwen3_5_moe": ALL["qwen3_5_moe"],
+    "qwen3_next": ALL["qwen3_next"],
+    "qwen2_moe": ALL["qwen2_moe"] | dict(use_sliding_window=False, mlp_only_layers=[], max_window_layers=28),
+    "glm4_moe": ALL["glm4_moe"] | dict(num_nextn_predict_layers=0),
+    "granite": ALL["granite"],
 }
 
 
@@ -58,6 +72,39 @@ def test_each_architecture(tmp_path, name):
     one, other = (run_steps(where, [ids], max_model_len=512)[0] for where in (path, file))
     assert distance(one, other) < 1e-5
     assert to_gguf.differences(path, file) == []
+
+
+def test_experts_that_one_tensor_holds(tmp_path):
+    """As Qwen3.5's own checkpoints do."""
+    path, ids = write(tmp_path / "plain", **ALL["qwen3_5_moe_text"]), tokens(40)
+    (expected,) = run_steps(path, [ids])
+    tensors = load_file(path / "model.safetensors")
+    for stem in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        count = ALL["qwen3_5_moe_text"]["num_experts"]
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{stem}.experts.{i}.{part}_proj.weight") for i in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{stem}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{stem}.experts.down_proj": down}
+    save_file(tensors, path / "model.safetensors")
+    (found,) = run_steps(convert(path, tmp_path / "x.gguf", "f32"), [ids], tp=2)
+    assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "minimax_m2", "ministral3", "glm4_moe", "granite"])
+def test_files_are_those_of_another_writer(tmp_path, name):
+    path = write(tmp_path / "plain", **MODELS[name])
+    ours, theirs = (gguf.GGUFReader(file) for file in (
+        convert(path, tmp_path / "x.gguf", "f32"), gguf_files.write(path, tmp_path / "y.gguf"),
+    ))  # fmt: skip
+    data, other = ({one.name: one.data for one in reader.tensors} for reader in (ours, theirs))
+    assert data.keys() == other.keys()
+    assert all(data[key].shape == other[key].shape for key in data)
+    assert all(np.allclose(data[key], other[key], rtol=1e-6) for key in data)
+    said, expected = ({key: one.contents() for key, one in reader.fields.items()} for reader in (ours, theirs))
+    assert {key: said.get(key) for key in expected if "." in key and "GGUF." not in key} == {
+        key: value for key, value in expected.items() if "." in key and "GGUF." not in key
+    }
 
 
 SIZES = dict(model_type="llama", hidden_size=256, intermediate_size=480, head_dim=64, num_attention_heads=4,
@@ -101,7 +148,7 @@ def test_a_mix_and_its_metadata(plain, tmp_path):
 def test_models_that_files_cannot_hold(plain, tmp_path):
     config = json.loads((plain / "config.json").read_text())
     for model_type, words in {
-        "olmo3": "GGUF files of olmo3 models cannot be written; of these they can: gemma, "
+        "olmo3": "GGUF files of olmo3 models cannot be written; of these they can: apertus, gemma, "
     }.items():
         (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
         with pytest.raises(FatalError, match=words):

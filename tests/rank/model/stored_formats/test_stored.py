@@ -164,6 +164,8 @@ def test_linears_whose_inputs_are_in_other_groups(made, tmp_path):
     (dict(checkpoint_format="marlin"), errors.MODEL, "has no tensor model.layers.0.self_attn.q_proj.B"),
     (dict(checkpoint_format="bitblas"), errors.MODEL, "has checkpoint_format 'bitblas'; supported are None, 'gptq'"),
     (dict(desc_act=True, group_size=192), errors.MODEL, "expected 1 x"),
+    (dict(dynamic={"-:.*k_proj": {}, "+:.*q_proj": {"bits": 8}}), errors.MODEL, "like +:.*q_proj other settings"),
+    (dict(dynamic=[3]), errors.MODEL, "has dynamic [3], expected an object"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit(made, tmp_path, change, code, words):
     path = shutil.copytree(made("gptq")[0], tmp_path / "changed")
@@ -200,6 +202,15 @@ def test_what_is_refused(made, tmp_path, settings, words):
     config = json.loads((made("fp8")[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     refused(tmp_path, errors.MODEL, words, load_format="dummy")
+
+
+def test_modules_that_a_rule_leaves_out_are_plain(made, tmp_path):
+    config = json.loads((made("gptq")[0] / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {r"-:^model\.layers\.1\..*down_proj": {}, ".*": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (model,) = loaded(tmp_path, 1, load_format="dummy")
+    linears = [model.get_submodule(f"model.layers.{i}.mlp.down_proj") for i in (0, 1)]
+    assert [one.matrix is None for one in linears] == [True, False]
 
 
 @pytest.mark.parametrize("targets, quantised", [
