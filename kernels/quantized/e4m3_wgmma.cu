@@ -77,8 +77,7 @@ __device__ inline void produce(const TensorMap* of_x, const float* x_scales, con
     }
 }
 
-// How far the sums of a half of the rows are: wgmma's operands and results of one chunk.
-constexpr int HALF = ROWS / 2;
+constexpr int HALF = ROWS / 2;  // of the rows, whose sums are scaled together
 
 // A chunk's part of W of this warp, as the first operand, and the scales of outputs lane / 4 and 8 below.
 struct Chunk {
@@ -117,12 +116,12 @@ struct Chunk {
     }
 };
 
-// A warp has read its part of a stage.
+// A warp has read its part of a stage, which the cluster's blocks that share operands fill, each a part.
 __device__ inline void release(Barrier* empty) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, first = SPLIT > 1 ? cluster_rank() : 0;
     fence_async_proxy();
     __syncwarp();
-    mbarrier_arrive_at_if(lane < SHARE * OVER, empty, lane % (SHARE * OVER));
+    mbarrier_arrive_at_if(lane < SHARE * OVER, empty, first + lane % (SHARE * OVER));
 }
 
 // The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of

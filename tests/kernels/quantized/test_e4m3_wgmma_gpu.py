@@ -38,9 +38,9 @@ def rounded(x):
     return (codes * (most.double() / 448)).flatten(1)
 
 
-def check(found, want, about):
+def check(found, want, about, gated):
     apart = ((found[0].double() - want).norm(dim=1) / want.norm(dim=1)).max().item()
-    assert apart < BOUND[found[0].dtype], (about, apart)
+    assert apart < BOUND[found[0].dtype] * (1 + gated), (about, apart)  # both factors are rounded, too
     assert all(torch.equal(y, found[0]) for y in found), about
 
 
@@ -74,7 +74,7 @@ def test_every_cut(rows, outputs, inputs, gated, dtype):
     sizes = [e4m3_wgmma.sizes(inputs, cut, "silu" * gated, True) for cut in cuts]
     jit.compile_ahead([jit.variant("e4m3_wgmma", dtype, **one) for one in sizes], x.device)
     for cut in cuts:
-        check([e4m3_wgmma.gemm(x, packed, cut, "silu" * gated, bias) for _ in range(3)], want, cut)
+        check([e4m3_wgmma.gemm(x, packed, cut, "silu" * gated, bias) for _ in range(3)], want, cut, gated)
 
 
 @needs_hopper
@@ -89,4 +89,4 @@ def test_linears_of_a_model(rows, outputs, inputs, gate, unit):
     if gate:
         first, second = want.to(x.dtype).double().chunk(2, 1)
         want = silu(first) * second
-    check([floats.linear(x, packed, gate) for _ in range(10)], want, rows)
+    check([floats.linear(x, packed, gate) for _ in range(10)], want, rows, bool(gate))
