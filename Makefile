@@ -15,6 +15,8 @@
 # PYTHON=python3.12     the interpreter for .venv, 3.11 or newer
 
 SHELL := /bin/bash
+# Where it is set, each of make test's processes would rewrite all assertions again: 8 s of the CPU.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)

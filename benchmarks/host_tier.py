@@ -199,7 +199,7 @@ def main() -> None:
     total = asked.sequences * (asked.prompt + asked.new)
     talked = asked.conversations * (asked.first + asked.turns * (asked.question + asked.answer))
     pool = math.ceil(total / 3 * size / MIB)
-    host = math.ceil(1.1 * (total + talked) * size / MIB)
+    host = math.ceil(1.1 * max(total, talked) * size / MIB)
     ask = Ask(**{name: getattr(asked, name) for name in Ask.__struct_fields__})
     times = talked * size / pool / MIB
     print(f"a pool of {pool} MiB, a third of (a)'s {total} tokens; (b) has {times:.1f} times as many as it in the end")

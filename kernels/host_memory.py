@@ -39,7 +39,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
         under = f" under a limit of {limit / 1e6:.0f} MB (ulimit -v), which may be raised" if limit else ""
         raise MemoryError(f"the system refuses {size / 1e6:.1f} MB of host memory{under}") from None
     if pin and memory.nbytes:
-        _pin(memory)
+        pin_memory(memory)
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 
@@ -64,7 +64,8 @@ def check_pinned(what: str, tensors: Iterable[Tensor]) -> None:
         )
 
 
-def _pin(memory: np.ndarray) -> None:
+def pin_memory(memory: np.ndarray) -> None:
+    """Where the driver allows it, until the array is gone."""
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
     if refused := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):

@@ -147,7 +147,8 @@ INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][W
                         for (int r = 0; r < R; r++) part[r] += code * widen(x[r * a.pitch + i * 4 + j]);
                     }
                 }
-                const Vec scale = at.scale(h, v), minimum = at.minimum(h, v);
+                const int group = F::GROUPS == 2 ? h : 0;
+                const Vec scale = at.scale(group, v), minimum = at.minimum(group, v);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
                     total[r][v] += part[r] * scale;

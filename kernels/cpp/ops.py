@@ -80,6 +80,11 @@ def op(source: str, name: str) -> Op:
     return Op(source, name)
 
 
+def has(source: str, name: str) -> bool:
+    """Whether the source has this operation for the instruction set."""
+    return hasattr(libraries()[source], name)
+
+
 def typed(source: str, name: str, dtype: torch.dtype) -> Op:
     return op(source, f"{name}_{SUFFIXES[dtype]}")
 

@@ -6,6 +6,7 @@
 #include "op.h"
 #include "simd.h"
 #include "gemm_rows.h"
+#include "gemm_tiles.h"
 
 // Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (way 1), all
 // copied (way 2), or those with the most tokens copied while the CPU computes the others (way 0), as many as make the
@@ -117,7 +118,7 @@ void gather_halves(const Gather& a, int part, int parts) {
 
 // y [place, outputs] of x [place, inputs] by each place's expert, of plain weights.
 struct Grouped {
-    const void* x;
+    const void *x, *paired;  // paired: x as pair_rows makes it
     void* y;
     const void* stack;  // [weights, outputs, inputs]
     const int64_t* at;  // [experts] each one's weight in `stack`
@@ -125,6 +126,48 @@ struct Grouped {
     const int32_t* starts;
     int64_t experts, inputs, outputs;
 };
+
+#if defined(TILES)
+// x [place, inputs] of experts with enough rows for tiles: sixteens of an expert's rows, with inputs in pairs. Each
+// expert's begin behind those that the rows before can have filled.
+struct PairRows {
+    const void* x;
+    void* y;  // [pairs / 16 + experts + 1, 16 * inputs]
+    const int32_t* starts;
+    int64_t experts, inputs;
+};
+
+INLINE int64_t paired_at(const int32_t* starts, int64_t expert, int64_t inputs) {
+    return (starts[expert] / TILE + expert) * TILE * inputs;
+}
+
+void pair_rows(const PairRows& a, int part, int parts) {
+    Share share(a.inputs / TILE_INPUTS, part, parts);
+    for (int64_t e = 0; e < a.experts; e++) {
+        const int64_t first = a.starts[e], rows = a.starts[e + 1] - first;
+        if (!tiles_take(rows, a.inputs)) continue;
+        for (int64_t m = 0; m < rows; m += TILE) {
+            const bf16* x = (const bf16*)a.x + (first + m) * a.inputs;
+            bf16* y = (bf16*)a.y + paired_at(a.starts, e, a.inputs) + m * a.inputs;
+            const int count = rows - m < TILE ? (int)(rows - m) : TILE;
+            for (int64_t g = share.first; g < share.last; g++) pair_tile(x, a.inputs, g, count, y + g * PAIRED);
+        }
+    }
+}
+
+OP(pair_rows, pair_rows, PairRows)
+#endif
+
+// By tiles, where there are any and they are faster.
+template <typename Out> INLINE bool grouped_by_tiles(const Grouped&, const Linear&, int64_t, int, int, ...) { return false; }
+#if defined(TILES)
+template <typename Out>
+INLINE bool grouped_by_tiles(const Grouped& a, const Linear& one, int64_t e, int part, int parts, const bf16*) {
+    if (!tiles_take(one.rows, a.inputs)) return false;
+    tiled<Out>(one, (const bf16*)a.paired + paired_at(a.starts, e, a.inputs), part, parts);
+    return true;
+}
+#endif
 
 template <typename T, typename Out, typename W = T> void grouped(const Grouped& a, int part, int parts) {
     for (int64_t e = 0; e < a.experts; e++) {
@@ -134,8 +177,11 @@ template <typename T, typename Out, typename W = T> void grouped(const Grouped& 
         const W* weight = (const W*)a.stack + a.at[e] * a.outputs * a.inputs;
         Linear one = {(const T*)a.x + first * a.inputs, weight, bias, (Out*)a.y + first * a.outputs,
                       rows, a.inputs, a.outputs, a.inputs};
-        linear<T, Out, W>(one, part, parts);
+        if (!grouped_by_tiles<Out>(a, one, e, part, parts, weight)) linear<T, Out, W>(one, part, parts);
     }
+#if defined(TILES)
+    tiles_end();
+#endif
 }
 
 // y [tokens, hidden] = the sum over a token's pairs that have a place of weight * made [place].

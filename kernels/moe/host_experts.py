@@ -20,6 +20,7 @@ from . import quantized_cpu
 from .moe import UNBIASED, Biases, Matrices, matrix
 
 SOURCE = "host_experts"
+TILE = 16  # rows of a tile of AMX, as in gemm_tiles.h
 
 
 class Experts(NamedTuple):
@@ -139,8 +140,13 @@ def _linear(
     """Operations that make y [pairs, O] of x [pairs, I], by each place's expert."""
     _, outputs, inputs = stack.shape
     if isinstance(stack, Tensor):
-        of = x, y, stack, at, bias, starts, len(at), inputs, outputs
+        calls: ops.Calls = ()
+        paired = None
+        if x.dtype == torch.bfloat16 and ops.has(SOURCE, "pair_rows"):  # by tiles
+            paired = x.new_empty(len(x) // TILE + len(at) + 1, TILE * inputs)
+            calls = ((ops.op(SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
+        of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
         one = ops.op(SOURCE, "experts_f16") if stack.dtype == torch.float16 else ops.typed(SOURCE, name, x.dtype)
-        return ((one, of),)
+        return *calls, (one, of)
     assert isinstance(stack, Stack), "`computes` was not asked"
     return quantized_cpu.linear(x, stack, (len(at), outputs), starts, bias, y, at, rows)

@@ -158,7 +158,7 @@ def _int4(packed: int4_cpu.Packed) -> pieces_cuda.Packed:
     scaled = int4_cuda.INPUTS if packed.group % int4_cuda.INPUTS == 0 else 32
     tables = [packed.blocks[..., :32].contiguous().view(torch.float16)]
     if packed.zeros:
-        tables.append(packed.blocks[..., 32:head] + int4_cpu.ZERO)
+        tables.append(packed.blocks[..., 32:head])
     made = [_words(packed.blocks[..., head:].reshape(strips, pieces, 2, -1))]
     for one in tables:
         each = one.repeat_interleave(packed.group // scaled, 1).view(strips, pieces, -1, 2, 8)  # of groups h g

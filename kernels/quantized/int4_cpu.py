@@ -16,7 +16,7 @@ ZERO = 8  # where none is stored
 class Packed(NamedTuple):
     """A weight [O, I] in blocks of 16 outputs, the last one filled up with zeros."""
 
-    # uint8 [O / 16, groups, bytes]: of each 16 f16 scales, with `zeros` 16 int8 zero points less ZERO, then the codes
+    # uint8 [O / 16, groups, bytes]: of each 16 f16 scales, with `zeros` 16 zero points, then the codes
     blocks: Tensor
     outputs: int
     group: int  # inputs of one
@@ -48,12 +48,11 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = Fals
     Groups have a multiple of 32 inputs. stored_zeros: also where all are ZERO.
     """
     (outputs, inputs), groups = codes.shape, scales.shape[1]
-    stored = stored_zeros or bool((zeros != ZERO).any())
+    stored = stored_zeros or bool(((zeros != ZERO) & (scales != 0)).any())  # outputs that fill up have neither
     of_codes, head = blocks_cpu.lie_together(codes, 4), head_bytes(stored)
     blocks = codes.new_empty(len(of_codes), groups, head + inputs // groups // RUN * of_codes.shape[2])
     blocks[..., : 2 * BLOCK].view(torch.float16).copy_(blocks_cpu.blocked(scales, groups).mT)
     if stored:
-        above = (zeros - ZERO).to(torch.int8)
-        blocks[..., 2 * BLOCK : head].view(torch.int8).copy_(blocks_cpu.blocked(above, groups).mT)
+        blocks[..., 2 * BLOCK : head] = blocks_cpu.blocked(zeros.to(torch.uint8), groups).mT
     blocks[..., head:] = of_codes.view(len(of_codes), groups, -1)
     return Packed(blocks, outputs, inputs // groups, stored)

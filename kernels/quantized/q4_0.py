@@ -1,4 +1,4 @@
-"""Q4_0, a format of ggml's: codes of 4 bits; 32 inputs share an f16 scale. GPUs have them as GPTQ's of groups of 32."""
+"""Q4_0, a format of ggml's: codes of 4 bits; 32 inputs share an f16 scale. They are kept as GPTQ's of groups of 32."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import jit
+from ..cpp import ops
 from ..device import DeviceCaps
-from . import affine, block_bits, super_blocks, super_blocks_cpu
+from . import affine, block_bits, int4_cuda, super_blocks, super_blocks_cpu
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
@@ -44,15 +45,20 @@ def from_blocks(blocks: Tensor) -> tuple[Tensor]:
 
 def pack(blocks: Tensor) -> Packed:
     """What `linear` likes best on the blocks' device."""
-    if not blocks.is_cuda:
+    if not blocks.is_cuda and not _as_int4(blocks.shape[1] // FORM.bytes * GROUP):
         return super_blocks.pack(blocks, FORM, decode)
     codes, factors, ones, _ = decode(blocks.contiguous().view(len(blocks), -1, FORM.bytes))
     return affine.pack(codes, factors[..., 0].float(), FORM.zero * ones.short())
 
 
+def _as_int4(inputs: int) -> bool:
+    """Whether CPUs have them so, too: in less memory than super-blocks."""
+    return inputs % int4_cuda.INPUTS == 0 and ops.available()
+
+
 def kept_bits(inputs: int, device: torch.device) -> float:
     """What `pack` keeps of a weight with its share of its group's scale."""
-    if device.type == "cuda":
+    if device.type == "cuda" or _as_int4(inputs):
         return affine.kept_bits(FORM.bits, GROUP, inputs, True, device)
     return super_blocks.kept_bits(FORM, inputs, device)
 

@@ -101,6 +101,11 @@ def _decoded(blocks: Tensor, form: Form, decode: Callable[[Tensor], Decoded]) ->
         yield decode(part.contiguous().view(len(part), -1, form.bytes))
 
 
+def form_of(codec: object) -> Form | None:
+    """A codec's form, where it packs weights into super-blocks: those have `decode`."""
+    return getattr(codec, "FORM", None) if hasattr(codec, "decode") else None
+
+
 def kept_bits(form: Form, inputs: int, device: torch.device) -> float:
     """What `pack` keeps of a weight with its share of the rest, as far as the sizes tell."""
     if device.type == "cuda" and super_blocks_cuda.takes(inputs, form):

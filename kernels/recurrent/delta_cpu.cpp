@@ -12,7 +12,7 @@ struct DeltaStep {
     const void *b, *a;              // [sequences, b_pitch], [sequences, a_pitch]
     const float *a_log, *dt_bias;   // [value heads]
     float* state;                   // [rows, value heads, key, value]
-    const int64_t* rows;            // [sequences]
+    const int64_t* rows;            // [sequences]; -1: no sequence, it writes nothing and reads zeros
     const int32_t* lengths;         // [sequences]: 1: the sequence begins, whatever its row holds
     void* out;                      // [sequences, value heads, value]
     int64_t sequences, pitch, b_pitch, a_pitch, key_heads, value_heads, key, value;
@@ -79,6 +79,10 @@ template <typename T> void delta_step(const DeltaStep& a, int part, int parts) {
     int64_t keys = a.key_heads * a.key;
     for (int64_t i = heads.first; i < heads.last; i++) {
         int64_t sequence = i / a.value_heads, head = i % a.value_heads;
+        if (a.rows[sequence] < 0) {
+            memset((T*)a.out + i * a.value, 0, a.value * sizeof(T));
+            continue;
+        }
         const T* x = (const T*)a.qkv + sequence * a.pitch;
         const T* from = x + head / (a.value_heads / a.key_heads) * a.key;
         unit(from, q, a.key, a.eps, 1 / __builtin_sqrtf((float)a.key));
@@ -137,13 +141,14 @@ template <typename T> void gated_norm(const GatedNorm& a, int part, int parts) {
 struct ConvStep {
     const void *x, *weight;  // [sequences, x_pitch], [channels, weight_pitch]
     float* state;            // [rows, taps - 1, channels]: the inputs of the tokens before, which are replaced
-    const int64_t* rows;
+    const int64_t* rows;  // as DeltaStep's
     const int32_t* lengths;
     void* out;  // [sequences, channels]
     int64_t sequences, x_pitch, weight_pitch, channels, taps;
 };
 
 template <typename T> INLINE void conv_strip(const ConvStep& a, int64_t sequence, int64_t c, int64_t n) {
+    if (a.rows[sequence] < 0) return store((T*)a.out + sequence * a.channels + c, Vec{}, n);
     const T *x = (const T*)a.x + sequence * a.x_pitch + c, *weight = (const T*)a.weight + c * a.weight_pitch;
     float* state = a.state + a.rows[sequence] * (a.taps - 1) * a.channels + c;
     bool begins = a.lengths[sequence] <= 1;

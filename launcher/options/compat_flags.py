@@ -45,7 +45,7 @@ FOREIGN: dict[str, CompatFlag] = {
     "--yarn-scaling-factor": _refuse("write rope_parameters into the model's config.json"),
     "--repeat-last-n": _refuse("penalties see the whole text; --repetition-penalty sets how strong they are"),
     "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
-    "--mamba-fraction": _refuse("models with state-space layers are not supported yet"),
+    "--mamba-fraction": _refuse("recurrent states get what --max-num-seqs sequences need"),
     "--mcp-command": _TOOLS,
     "--mcp-args": _TOOLS,
     "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),

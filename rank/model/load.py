@@ -35,7 +35,7 @@ from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
 from .weights.safetensors import Checkpoint
-from .weights.slicing import Slice
+from .weights.slicing import ShardedModule, Slice
 from .weights.striped import Striped
 
 log = logging.getLogger(__name__)
@@ -96,15 +96,12 @@ def load(
     stored = DTYPES[config.dtype]
     memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
     experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
-
-    def need_of_this_rank() -> int:
-        placed, left = load_memory.place(model, experts, layers, (DTYPES[chosen], stored), device, host_room)
-        load_memory.check(need := placed + memory(), room, source, left, device)
-        return need
-
-    need = load_memory.together(mesh.world, need_of_this_rank)
+    need = load_memory.place_together(
+        model, mesh, (experts, layers), (DTYPES[chosen], stored), device, (room, host_room), source
+    )
     try:
-        _fill(source, parts, _filler(model, device, DTYPES[chosen], stored), progress)
+        filler = _filler(model, device, DTYPES[chosen], stored)
+        _fill_together(model, mesh.world, source, partial(_fill, source, parts, filler, progress))
         model.rope.to(device)
         _attach(model, mesh.world)
     except torch.OutOfMemoryError as error:
@@ -122,8 +119,13 @@ def _build(config: Config, length: int, index: Index | None, quantised: tuple[st
 
 
 def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> Filler:
-    park = model.layer_offload.park if model.layer_offload is not None else lambda module: None
-    return Filler(model.sharded_modules(), device, dtype, stored, park)
+    def finished(module: ShardedModule) -> None:
+        if model.layer_offload is not None:
+            model.layer_offload.park(module)
+        if model.offload is not None:
+            model.offload.keep(module)
+
+    return Filler(model.sharded_modules(), device, dtype, stored, finished)
 
 
 def _finish(model: Model, dtype: torch.dtype) -> None:
@@ -135,6 +137,22 @@ def _finish(model: Model, dtype: torch.dtype) -> None:
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
+
+
+def _fill_together(
+    model: Model, world: HostComm, source: Dummy | Checkpoint | Striped, fill: Callable[[], None]
+) -> None:
+    """Where experts are in host memory, what follows is collective over world: so no rank goes on alone. One that fails
+    in striped loading does not speak, as it leaves the others in messages of that."""
+
+    def work() -> int:
+        fill()
+        return 0
+
+    if model.offload is None or isinstance(source, Striped):
+        fill()
+    else:
+        load_memory.together(world, work)
 
 
 def _attach(model: Model, world: HostComm) -> None:

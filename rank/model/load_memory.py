@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 
 from ...comm.base import HostComm
+from ...comm.mesh import Mesh
 from ...errors import MEMORY, FatalError
 from .base import Model
 from .experts.fused import FusedExperts
+from .experts.node_copy import sharers
 from .experts.offload import ExpertRoom, Offload
 from .layer_offload import LayerOffload, left_of_host
 from .weights.dummy import Dummy
@@ -25,20 +27,22 @@ def place(
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
     host_room: int | None,
+    sharers: int = 1,
 ) -> tuple[int, int | None]:
     """Choose which of the stage's experts and layers are in host memory. Returns the bytes that they take of the
     device's memory, less those of `weight_memory` that they do not, and what they leave of the host's. Raises
     FatalError where they do not fit there.
 
-    dtypes: the model's and the checkpoint's.
+    dtypes: the model's and the checkpoint's. sharers: ranks of this node whose experts are the same memory.
     """
     need, (dtype, stored) = 0, dtypes
     if experts:
         fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
         offload = model.offload = Offload(fused, experts, dtype, device)
-        need = offload.resident_bytes + (offload.host_bytes if device.type == "cpu" else 0)
+        host = offload.host_bytes // sharers
+        need = offload.resident_bytes + (host if device.type == "cpu" else 0)
         read = max((one.plain_bytes(stored) for one in model.sharded_modules() if one.in_host), default=0)
-        host_room = left_of_host(offload.host_bytes + read, "experts", device, host_room)
+        host_room = left_of_host(host + read, "experts", device, host_room)
     if layers:
         whole = {int(index): layer for index, layer in model.model.layers.items()}
         parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
@@ -47,18 +51,57 @@ def place(
     return need, host_room
 
 
+def place_together(
+    model: Model,
+    mesh: Mesh,
+    in_host: tuple[ExpertRoom, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    rooms: tuple[int | None, int | None],
+    source: Dummy | Checkpoint | Striped,
+) -> int:
+    """`place` on all ranks, or on none. The bytes that loading takes of this rank's device. Collective over the world.
+
+    in_host: experts and bytes of layers. rooms: free bytes of the device and of a GPU's host; None: unlimited.
+    """
+    experts, layers = in_host
+    room, host_room = rooms
+    group = sharers(mesh) if experts else None
+    several = 1 if group is None else group.size
+
+    def work() -> int:
+        need, left = place(model, experts, layers, dtypes, device, host_room, several)
+        need += weight_memory(model.sharded_modules(), source, *dtypes, device)
+        check(need, room, source, left, device)
+        return need
+
+    need = together(mesh.world, work)
+    if model.offload is None:  # on all ranks
+        return need
+    offload = model.offload
+    if group is not None:
+        offload.share(group)
+
+    def again() -> int:
+        if offload.sharers < several:  # they cannot map each other's memory
+            left_of_host(offload.host_bytes, "experts", device, host_room)
+        return need
+
+    return together(mesh.world, again)
+
+
 class OthersRefuse(FatalError):
     """Another rank cannot go on, and says why."""
 
 
 def together(world: HostComm, work: Callable[[], int]) -> int:
-    """What `work` returns. Where it raises FatalError or MemoryError on one rank, others raise OthersRefuse: what comes
-    next may be collective. Collective over world."""
+    """What `work` returns. Where it raises FatalError or lacks memory on one rank, others raise OthersRefuse, as what
+    comes next may be collective. Collective over world."""
     made: int = 0
-    stop: FatalError | MemoryError | None = None
+    stop: Exception | None = None
     try:
         made = work()
-    except (FatalError, MemoryError) as error:
+    except (FatalError, MemoryError, torch.OutOfMemoryError) as error:
         stop = error
     refused = int(world.all_reduce(torch.tensor([int(stop is not None)])))
     if stop is not None:

@@ -6,6 +6,11 @@
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # imports make no garbage, and thousands of modules are built, which it would go through in vain
+
 import itertools
 import json
 import sys
@@ -53,10 +58,12 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(question["device"])
     chosen = choose_dtype(question["dtype"], config, device)
     format_of, kept = choose_format(config, question["isq"]), question["kv_cache_dtype"]
-    build(config, Seat(0, question["tp"] or 1), Seat(0, 1), format_of)  # what it refuses, it refuses here
-    degrees = [n for n in tensor_degrees(config.num_heads, config.num_kv_heads) if can_cut(config, n, format_of)]
-    wanted = [n for n in degrees if n <= question["most"] or n == question["tp"]]
-    whole = build(config, Seat(0, 1), Seat(0, 1))
+    asked = question["tp"] or 1
+    models: dict[int, Model | None] = {asked: build(config, Seat(0, asked), Seat(0, 1), format_of)}  # it may refuse
+    for tp in tensor_degrees(config.num_heads, config.num_kv_heads):
+        models[tp] = models.get(tp) or cut(config, tp, format_of)
+    ranks = {tp: model for tp, model in sorted(models.items()) if model is not None}
+    plain = build(config, Seat(0, 1), Seat(0, 1))
     return {
         "model_type": config.model_type,
         "hidden": config.hidden_size,
@@ -64,14 +71,18 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "max_positions": config.max_positions,
         "checkpoint_dtype": config.dtype,
         "usual_dtype": choose_dtype("auto", config, device),
-        "parameters": sum(one.numel() for one in whole.parameters()),
-        "checkpoint_bytes": stored_bytes(build(config, Seat(0, 1), Seat(0, 1), format_of), DTYPES[config.dtype]),
-        "chosen": max(map(visited, whole.modules()), default=0),
-        "degrees": degrees,
+        "parameters": sum(one.numel() for one in plain.parameters()),
+        "checkpoint_bytes": stored_bytes(ranks[1], DTYPES[config.dtype]),
+        "chosen": max(map(visited, plain.modules()), default=0),
+        "degrees": list(ranks),
         "stages": [
             [len(stage_layers(config.num_layers, i, pp)) for i in range(pp)] for pp in range(1, config.num_layers + 1)
         ],
-        "ranks": {tp: rank_of(config, tp, DTYPES[chosen], device, format_of, kept) for tp in wanted},
+        "ranks": {
+            tp: rank_of(model, config, tp, DTYPES[chosen], device, format_of, kept)
+            for tp, model in ranks.items()
+            if tp <= question["most"] or tp == question["tp"]
+        },
     }
 
 
@@ -89,13 +100,12 @@ def _width_of_floats(dtype: torch.dtype) -> tuple[bool, int]:
     return dtype.is_floating_point, dtype.itemsize
 
 
-def can_cut(config: Config, tp: int, format_of: ChooseFormat) -> bool:
-    """Whether a tensor group of tp ranks leaves the format's groups whole."""
+def cut(config: Config, tp: int, format_of: ChooseFormat) -> Model | None:
+    """The model of a rank of a tensor group of tp; None where that does not leave the format's groups whole."""
     try:
-        build(config, Seat(0, tp), Seat(0, 1), format_of)
+        return build(config, Seat(0, tp), Seat(0, 1), format_of)
     except FatalError:
-        return False
-    return True
+        return None
 
 
 def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = dense) -> Model:
@@ -108,11 +118,17 @@ def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = de
 
 
 def rank_of(
-    config: Config, tp: int, dtype: torch.dtype, device: torch.device, format_of: ChooseFormat, kv_dtype: str
+    whole: Model,
+    config: Config,
+    tp: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    format_of: ChooseFormat,
+    kv_dtype: str,
 ) -> dict[str, Any]:
-    """What a rank of a tensor group of `tp` holds: each layer, and what a stage has besides by its place."""
+    """What a rank of a tensor group of `tp` holds: each layer, and what a stage has besides by its place. whole: that
+    rank's model without stages."""
     tensor, count = Seat(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
-    whole = build(config, tensor, Seat(0, 1), format_of)
     kinds: list[dict[str, Any]] = []
     layers = []
     for layer, spec in zip(whole.model.layers.values(), whole.cache_specs(), strict=True):
@@ -168,14 +184,14 @@ def weights(
                 "moves": may_move(one),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }
-            | (_of_experts(one, dtype) if isinstance(one, StackedLinear) else {})
+            | (_of_experts(one, dtype, device) if isinstance(one, StackedLinear) else {})
         )
     return found
 
 
-def _of_experts(one: StackedLinear, dtype: torch.dtype) -> dict[str, Any]:
+def _of_experts(one: StackedLinear, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     copies = one.experts.width
-    return {"expert": True, "copies": copies, "host": one.host_bytes(dtype) // copies}
+    return {"expert": True, "copies": copies, "host": one.host_bytes(dtype, device) // copies}
 
 
 def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -> bool:

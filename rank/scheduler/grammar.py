@@ -188,8 +188,9 @@ class Grammars:
             self._threads[-1].start()
 
     def close(self) -> None:
-        """End the threads, and with them what is kept of the model."""
+        """End the threads, and with them what is kept of the model; what was to be compiled is given up."""
         self._shared = None
+        self._open.clear()
         for _ in self._threads:
             self._todo.put(None)
 

@@ -237,10 +237,15 @@ class Engine:
         advice = (
             f"Lower --max-num-batched-tokens (now {budget}) or --max-num-seqs (now {max_num_seqs}), or use more ranks"
         )
-        with errors.memory_for(f"a step of {budget} tokens that samples {max_num_seqs} sequences", advice):
-            peak = profile_run(
-                self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size, self._cache_dtype
-            )
+
+        def profile() -> int:
+            with errors.memory_for(f"a step of {budget} tokens that samples {max_num_seqs} sequences", advice):
+                return profile_run(
+                    self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size, self._cache_dtype
+                )
+
+        # Where the memory of one rank of several runs out, the others wait for it within the step: that ends the job.
+        peak = self._together(profile) if self.place.world.size == 1 else profile()
         self._say(f"a step of {budget} tokens takes {peak / kv_cache.MIB:.0f} MiB beside weights and cache")
         return peak
 

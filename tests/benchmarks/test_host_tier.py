@@ -10,6 +10,7 @@ from phalanx.benchmarks import host_tier, offline
 FLAGS = "--config tiny --device cpu --sequences 6 --prompt 64 --new 64 --conversations 4 --turns 2 --first 96"
 
 
+@pytest.mark.long
 def test_a_run():
     command = [sys.executable, host_tier.__file__, *FLAGS.split(), "--question", "16", "--answer", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

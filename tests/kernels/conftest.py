@@ -35,6 +35,32 @@ def isa(request, monkeypatch):
     ops.op.cache_clear()
 
 
+VECTORS = "avx512_bf16"
+EMULATED = "emulated tiles"
+TILED = "digits_cpu", "host_experts", "int4_cpu", "mxfp4_cpu", "q8_0_cpu", "super_blocks_cpu"  # sources
+TILES = [
+    pytest.param(EMULATED, marks=pytest.mark.skipif(VECTORS not in compiler.isas(), reason="no AVX-512 with bf16")),
+    pytest.param("amx", marks=pytest.mark.skipif("amx" not in compiler.isas(), reason="no AMX, or not permitted")),
+]
+
+
+@pytest.fixture
+def tiled(monkeypatch):
+    """Called with one of TILES, or VECTORS: operations are those from then on."""
+    if not ops.available():
+        pytest.skip("no C++ compiler that works")
+    needed, flags = compiler.ISAS[VECTORS]
+    monkeypatch.setitem(compiler.ISAS, EMULATED, (needed, (*flags, "-DEMULATED_TILES")))
+
+    def use(isa):
+        found = libraries(VECTORS) | (libraries(isa, *TILED) if isa != VECTORS else {})
+        monkeypatch.setattr(ops, "libraries", lambda: found)
+        ops.op.cache_clear()
+
+    yield use
+    ops.op.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def cuda_models(tmp_path_factory):
     return cuda_model.Builder(tmp_path_factory.mktemp("cuda_models"))

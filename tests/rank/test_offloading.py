@@ -1,9 +1,14 @@
 """A live job whose experts are in host memory: greedy tokens as with all on the device, by every way to serve one."""
 
 import functools
+import os
 import random
+import re
+import signal
+from pathlib import Path
 
 import pytest
+from phalanx import errors
 
 from ..engine import Engine, greedy
 from .model.test_architectures import MODELS, write
@@ -62,3 +67,31 @@ def test_ranks(checkpoint, expected, tp, pp, ep):
     got, log, stats = answers(checkpoint, tp * pp, tp=tp, pp=pp, ep=ep, num_experts_offload_per_rank=3)
     assert got == expected() and "in host memory" in log
     assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
+
+
+def test_replicas_of_a_node_have_the_experts_once(checkpoint, expected):
+    """Each maps the same memory; it has no name, and a rank that is killed leaves nothing."""
+    with Engine(checkpoint, ranks=2, dp=2, num_experts_offload_per_rank=5, **OPTIONS) as engine:
+        sent = {str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(PROMPTS)}
+        outputs = engine.generate(sent)
+        assert [outputs[name].tokens for name in sent] == expected()
+        assert "GB that 2 ranks of a node share; 5 of them resident" in engine.log()
+        found = [shared_memory(pid) for pid in engine.ready.pids]
+        assert set(found[0]) == set(found[1])
+        weights = 2 * 10 * 3 * 48 * 28 * 4  # layers, experts, matrices
+        halves = sum(found[0].values()), sum(found[1].values())
+        assert weights <= sum(halves) < weights + (1 << 16)
+        os.kill(engine.ready.pids[1], signal.SIGKILL)
+        assert engine.wait(60) == errors.RANK_KILLED
+
+
+def shared_memory(pid: int) -> dict[str, int]:
+    """Bytes of experts that a process has mapped, by the memory's number; what two have mapped counts half in each."""
+    found: dict[str, int] = {}
+    number = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if mapping := re.match(r"[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ (\d+) +(.*)", line):
+            number = mapping[2] if mapping[1].endswith("s") and mapping[3].startswith("/memfd:phalanx") else ""
+        elif number and line.startswith("Pss:"):
+            found[number] = found.get(number, 0) + 1024 * int(line.split()[1])
+    return found

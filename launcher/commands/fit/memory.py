@@ -57,6 +57,7 @@ class Stage:
     kv_token: int  # bytes of one token's keys and values
     state: int = 0  # bytes of what is kept of one sequence as a whole
     slots: int = 0  # bytes on the device that layers in the host's memory are copied to
+    parked: int = 0  # of `host`, bytes of layers, which each rank has for itself
 
     def blocks(self, room: float, rows: int, longest: int) -> int:
         """How many fit into `room` bytes beside the states of so many sequences and snapshots of them, which may not
@@ -134,7 +135,7 @@ def stages(shape: ModelShape, layout: Layout, context: int, offload: int = 0) ->
         kv = sum(layer.kv for layer in one.layers)
         state = sum(layer.state for layer in one.layers)
         rope = context * shape.ranks[layout.tp].rope
-        made.append(Stage(len(one.layers), whole, round(host) + moved.bytes, rope, kv, state, moved.slots))
+        made.append(Stage(len(one.layers), whole, round(host) + moved.bytes, rope, kv, state, moved.slots, moved.bytes))
     return tuple(made)
 
 

@@ -93,8 +93,10 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
 
 
 def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:
-    """Bytes that a host lacks for the experts and layers that it is to hold."""
-    host = max(stage.host for stage in held.stages) * min(layout.ranks, cluster.per_node)
+    """Bytes that a host lacks for the experts, once for all its replicas, and for the layers that it is to hold."""
+    here = min(layout.ranks, cluster.per_node)
+    experts = max(stage.host - stage.parked for stage in held.stages) * min(layout.tp * layout.pp, here)
+    host = experts + max(stage.parked for stage in held.stages) * here
     return max(0.0, host - cluster.host_memory) if cluster.host_memory else 0.0
 
 

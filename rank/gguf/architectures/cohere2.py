@@ -9,6 +9,7 @@ from ._common import DECODER
 from ._common import config as common
 
 TENSORS = DECODER
+WRITES = ("cohere2",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -18,3 +19,7 @@ def config(m: Metadata) -> dict[str, Any]:
         "sliding_window": m.integer("attention.sliding_window"),
         "attention_bias": m.tensor("blk.0.attn_q.bias") is not None,
     }
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"logit_scale": float(raw["logit_scale"]), "attention.sliding_window": raw["sliding_window"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import DECODER, EXPERTS, layer
+from ._common import DECODER, EXPERTS, expert_keys, layer
 from ._common import config as common
 
 TENSORS = (
@@ -16,6 +16,7 @@ TENSORS = (
     )
 )  # fmt: skip
 ENDINGS = {"attn_sinks.weight": "sinks"}
+WRITES, NAME = ("gpt_oss",), "gpt-oss"
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -29,4 +30,12 @@ def config(m: Metadata) -> dict[str, Any]:
         "intermediate_size": m.integer("expert_feed_forward_length", keys["intermediate_size"]),
         "sliding_window": m.integer("attention.sliding_window"),
         "attention_bias": m.tensor("blk.0.attn_q.bias") is not None,
+    }
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    inner = raw["intermediate_size"]
+    return expert_keys(raw) | {
+        "expert_feed_forward_length": inner,
+        "attention.sliding_window": raw["sliding_window"],
     }

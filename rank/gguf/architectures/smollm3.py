@@ -10,8 +10,14 @@ from ._common import config as common
 
 TENSORS = DECODER
 PAIRED = ("attn_q", "attn_k")
+WRITES = ("smollm3",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
-    biased = m.tensor("blk.0.attn_q.bias") is not None
-    return common(m) | {"model_type": "smollm3", "attention_bias": biased, "use_sliding_window": False}
+    keys = common(m)
+    return keys | {
+        "model_type": "smollm3",
+        "attention_bias": m.tensor("blk.0.attn_q.bias") is not None,
+        "use_sliding_window": False,
+        "no_rope_layers": [int((i + 1) % 4 > 0) for i in range(keys["num_hidden_layers"])],  # 1: it rotates
+    }

@@ -9,8 +9,13 @@ from ._common import DECODER, layer
 from ._common import config as common
 
 TENSORS = DECODER | layer(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
+WRITES = ("starcoder2",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
     keys, biased = common(m), m.tensor("blk.0.attn_q.bias") is not None
     return keys | {"model_type": "starcoder2", "norm_epsilon": keys["layer_norm_eps"], "use_bias": biased}
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"attention.layer_norm_epsilon": float(raw["norm_epsilon"])}

@@ -5,6 +5,11 @@ What it refuses ends it with one line and the code.
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # as in rank/__main__.py
+
 import json
 import shutil
 import sys
@@ -24,7 +29,7 @@ from ..base import Model
 from ..config import Config, read_config
 from ..experts.fused import StackedLinear
 from ..load import load
-from . import calibrate, gptq, layouts, to_fp8, to_gguf
+from . import calibrate, gguf_experts, gptq, layouts, to_fp8, to_gguf
 from .writer import Writer
 
 KEPT = ".json", ".jinja", ".model", ".txt", ".md"  # endings of files that stay as they are
@@ -51,7 +56,7 @@ def convert(question: Question) -> None:
     """Raises FatalError with a message for the user."""
     source, target = Path(question.source), Path(question.target)
     config = read_config(source)
-    if config.quantization:
+    if config.quantization and not (question.to in to_gguf.TARGETS and gguf_experts.takes(config)):
         raise FatalError(
             f"{source} is quantised already, by its config.json: convert the model that it was made of", MODEL
         )
@@ -210,4 +215,6 @@ def main(file: str) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     sys.exit(main(sys.argv[1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +30,7 @@ from .. import architectures
 from ..config import Config, read_config
 from ..load import FURTHER, HARMLESS, sizes_of
 from ..weights.safetensors import places
+from . import gguf_experts
 
 # --to → the mix or the type, and the number of general.file_type in llama.h.
 TARGETS = {
@@ -53,6 +54,7 @@ class Planned(NamedTuple):
     type: str
     shape: tuple[int, ...]
     sources: list[str]  # the checkpoint's tensors: of experts one each
+    make: Callable[[Sequence[Tensor]], Tensor] | None = None  # of these, where they have another form
 
 
 def write(source: Path, file: Path, to: str, tokenizer: dict[str, Any], device: str, bar: Callable[..., Any]) -> None:
@@ -96,7 +98,7 @@ def write(source: Path, file: Path, to: str, tokenizer: dict[str, Any], device: 
         for one in plan:
             weight = _read(source, index, one, orders.get(part_of(one.name)), architecture)
             writer.write_tensor_data(_encode(weight.to(device), one.type).cpu().numpy())
-            progress.update(weight.numel())
+            progress.update(_product(one.shape))
     writer.close()
 
 
@@ -121,11 +123,16 @@ def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Pla
     known = Places(architecture)
     tied = bool(config.raw.get("tie_word_embeddings"))
     gathered: dict[str, dict[int, str]] = {}
-    for source in index.files:
-        ours = model.rename(source)
+    found = []
+    by_ours = {model.rename(source): source for source in index.files}
+    for ours, source in by_ours.items():
         if ours.endswith(HARMLESS) or source.startswith((FURTHER, *model.LEFT_OUT)):
             continue
         if (tied and ours == "lm_head.weight") or known.is_number(ours):
+            continue
+        shape = index.headers[index.files[source]][source].shape
+        if config.model_type == "gpt_oss" and (parts := gguf_experts.parts(ours, shape)) is not None:
+            found += [_of_experts(one, known, [by_ours[field] for field in one.fields], mix, config) for one in parts]
             continue
         expert = EXPERT.search(ours)
         # Parameters of no module of their own have in files the checkpoint's name, not the model's.
@@ -135,16 +142,22 @@ def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Pla
         if _order(name)[0] >= config.num_layers:  # of a layer that predicts further tokens
             continue
         gathered.setdefault(name, {})[int(expert[1]) if expert else 0] = source
-    found = []
-    for name, parts in sorted(gathered.items(), key=lambda one: _order(one[0])):
-        sources = [parts[i] for i in sorted(parts)]
+    for name, several in gathered.items():
+        sources = [several[i] for i in sorted(several)]
         shape = index.headers[index.files[sources[0]]][sources[0]].shape
         if "_exps." in name and len(shape) < 3:
             shape = (len(sources), *shape)
         if (axis := getattr(architecture, "ONES", {}).get(part_of(name))) is not None:
             shape = (*shape[:axis], *shape[axis + 1 :])
         found.append(Planned(name, _type_of(name, shape, mix, config, tied), shape, sources))
-    return found
+    return sorted(found, key=lambda one: _order(one.name))
+
+
+def _of_experts(part: gguf_experts.Part, known: Places, sources: list[str], mix: str, config: Config) -> Planned:
+    name = known.of(part.name)
+    assert name is not None
+    type = gguf_experts.MXFP4 if part.packed else _type_of(name, part.shape, mix, config, False)
+    return Planned(name, type, part.shape, sources, part.make)
 
 
 class Places:
@@ -152,20 +165,21 @@ class Places:
 
     def __init__(self, architecture: Any):
         tensors, endings = architecture.TENSORS, getattr(architecture, "ENDINGS", {})
-        self._whole, special = {}, set()
+        self._names, special = {}, set()  # with their endings
         for theirs, ending in endings.items():
             part, _, usual = theirs.rpartition(".")
             special.add(key := f"blk.{{}}.{part}")
-            self._whole[f"{tensors[key]}.{ending}"] = f"{key}.{usual}"
-        self._whole |= {ours: key for key, ours in tensors.items() if key not in special}
+            self._names[f"{tensors[key]}.{ending}"] = f"{key}.{usual}"
+        self._parts = {ours: key for key, ours in tensors.items() if key not in special}
         self._numbers = set(getattr(architecture, "PER_LAYER", {}).values())
 
     def of(self, name: str) -> str | None:
         """A checkpoint's tensor; None: it has none."""
         stem, _, ending = name.rpartition(".")
-        if (whole := self._whole.get(_pattern(name))) is not None:
+        pattern = _pattern(name)
+        if (whole := self._names.get(pattern) or self._parts.get(pattern)) is not None:
             return whole.format(*NUMBER.findall(name))
-        part = self._whole.get(_pattern(f"{stem}.").removesuffix("."))
+        part = self._parts.get(_pattern(f"{stem}.").removesuffix("."))
         if part is None or ending not in ("weight", "bias"):
             return None
         return f"{part.format(*NUMBER.findall(name))}.{ending}"
@@ -213,6 +227,8 @@ def _type_of(name: str, shape: tuple[int, ...], mix: str, config: Config, tied: 
 def _read(source: Path, index: Index, one: Planned, order: Order | None, architecture: Any) -> Tensor:
     """In the form and order that files have it."""
     tensors = [_tensor(source, index, name) for name in one.sources]
+    if one.make is not None:
+        return one.make(tensors).contiguous()
     weight = torch.stack(tensors) if len(tensors) > 1 else tensors[0].reshape(one.shape)
     if order is not None:
         axis = weight.dim() - 1 if order.columns else 0
@@ -234,6 +250,8 @@ def _encode(weight: Tensor, type: str) -> Tensor:
     if type in PLAIN:
         plain = weight.to(PLAIN[type]).contiguous()
         return plain.view(torch.uint8) if plain.dim() else plain
+    if type == gguf_experts.MXFP4:  # it comes so
+        return weight
     rows = weight.flatten(0, -2)
     if type == "Q8_0":
         blocks = q8_0.to_blocks(q8_0.encode(rows))

@@ -121,15 +121,22 @@ class StackedLinear(ShardedModule):
         """Of one weight in memory: the model's, where it is plain or becomes that while it is loaded."""
         return (self.stored.kept_bits(self, device) if self.stored is not None else 0) or 8.0 * dtype.itemsize
 
-    def host_bytes(self, dtype: torch.dtype) -> int:
-        """Of its weights in host memory, in a model of this dtype. Asked before they are loaded."""
+    def _becomes_plain(self, device: torch.device) -> bool:
+        """Whether the device's kernels have no form for what CPUs keep of it: then it is plain on both."""
+        becomes = getattr(self.stored, "becomes_plain", None)
+        return becomes is not None and becomes(self, device)
+
+    def host_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        """Of its weights in host memory, in a model of this dtype on this device. Asked before they are loaded."""
+        if self._becomes_plain(device):
+            return self.num_weights * dtype.itemsize
         return round(self.num_weights * self._bits(dtype, torch.device("cpu")) / 8)
 
     def slot_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         """Of one expert on the device that lies in host memory as well: at most, as its form is made of that there."""
         bits = max(self._bits(dtype, one) for one in (device, torch.device("cpu")))
         if device.type == "cuda":
-            bits = max(bits, getattr(self.stored, "slot_bits", 0))
+            bits = max(bits, getattr(self.stored, "slot_bits", 0), 8.0 * dtype.itemsize * self._becomes_plain(device))
         return math.ceil(self.num_weights // max(self.experts.width, 1) * bits / 8)
 
     def plain_bytes(self, stored: torch.dtype) -> int:

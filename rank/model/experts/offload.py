@@ -18,9 +18,11 @@ from ....kernels.moe.host_choice import Costs
 from ....kernels.moe.host_experts import Experts, HostPairs
 from ....kernels.moe.moe import Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
-from .fused import FusedExperts
+from ..weights.slicing import ShardedModule
+from .fused import FusedExperts, StackedLinear
 from .host import AUTO, Counters, HostExperts, Shared
 from .host_buffers import HostStack, SharedBuffers
+from .node_copy import NodeCopy
 from .streamer import BUFFER, BUFFERS, Streamer
 
 CHOSEN = 8  # experts of a token that is timed
@@ -87,15 +89,31 @@ class Offload:
         self.layers, self.device, self.room, self.dtype = list(layers), device, room, dtype
         self.counters = Counters()
         self._stacks: list[HostStack] = []
+        self._node: NodeCopy | None = None
+        self.sharers = 1  # ranks of the node whose experts are the same memory
         self.slots, self.host_bytes, self.slot_bytes = 0, 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
         stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
-        self.host_bytes = sum(one.host_bytes(dtype) for one in stacks)
+        self.host_bytes = sum(one.host_bytes(dtype, device) for one in stacks)
         self.slot_bytes = sum(one.slot_bytes(dtype, device) for one in stacks)
         self._count()
         for one in stacks:
             one.in_host = True
+
+    def share(self, group: HostComm) -> None:
+        """Before the weights are loaded: these ranks of the node hold the same experts. Collective over the group."""
+        stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
+        if stacks:
+            self._node = NodeCopy(stacks, [one.host_bytes(self.dtype, self.device) for one in stacks], group)
+            self.sharers = group.size if self._node.memory is not None else 1
+        else:
+            self.sharers = group.size
+
+    def keep(self, module: ShardedModule) -> None:
+        """Once a module is loaded."""
+        if self._node is not None and isinstance(module, StackedLinear) and module.in_host:
+            module.hold(self._node.place(module, self._form(module.matrices)))
 
     def _count(self) -> None:
         experts = self.layers[0].down_proj.experts.width
@@ -109,7 +127,9 @@ class Offload:
         return self.slots * self.slot_bytes
 
     def pin(self) -> int:
-        """Once the weights are loaded: pin them where there is a GPU. Their bytes."""
+        """Once all ranks have loaded their weights: pin them where there is a GPU. Their bytes."""
+        if self._node is not None and self.device.type == "cuda":
+            self._node.pin()
         self._stacks = [HostStack(self._stack(layer), self.device) for layer in self.layers]
         self.host_bytes = sum(x.nbytes for one in self._stacks for x in one.tensors)
         return self.host_bytes
@@ -138,23 +158,30 @@ class Offload:
     def _told(self, stack: HostStack, costs: Costs) -> str:
         size = sum(x[0].nbytes for x in stack.tensors)
         weights = sum(math.prod(one.shape[1:]) for one in stack.stack)
+        shared = f" that {self.sharers} ranks of a node share" if self.sharers > 1 else " a rank"
         return (
-            f"experts: {stack.stack.size} a layer in host memory, {self.host_bytes / 1e9:.2f} GB a rank; "
+            f"experts: {stack.stack.size} a layer in host memory, {self.host_bytes / 1e9:.2f} GB{shared}; "
             f"{self.slots} of them resident, {self.resident_bytes / 1e9:.2f} GB; the CPU reads "
             f"{1e-9 * size / costs.read:.1f} GB/s and computes {2e-9 * weights / costs.compute:.0f} GFLOP/s, copies "
             f"run at {1e-9 * size / costs.copy:.1f} GB/s"
         )
 
+    def _form(self, held: Matrices) -> Matrices:
+        """As they lie in host memory: what the device has no form of, dequantised."""
+        return held if self.device.type != "cuda" or gpu_form.supports(held) else plain(held, self.dtype)
+
+    def _stays(self, x: Tensor) -> bool:
+        """Whether it is pinned, or would be there twice if it was copied."""
+        return x.is_pinned() or (self._node is not None and self._node.holds(x))
+
     def _stack(self, layer: FusedExperts) -> Experts:
         """Its weights, pinned where there is a GPU."""
         both = []
         for one in (layer.gate_up_proj, layer.down_proj):
-            held: Matrices = one.matrices
+            held = self._form(one.matrices)
             if self.device.type == "cuda":
-                if not gpu_form.supports(held):
-                    held = plain(held, self.dtype)
                 parts = gpu_form.parts(held)
-                held = parts.of([x if x.is_pinned() else host_memory.pinned(x) for x in parts.tensors])
+                held = parts.of([x if self._stays(x) else host_memory.pinned(x) for x in parts.tensors])
                 one.hold(held)
             both.append(held)
         return Experts(*both)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ....errors import MODEL, USAGE, FatalError
 from ....kernels.moe.moe import Matrices
+from ....kernels.quantized import super_blocks, super_blocks_cuda
 from ....kernels.quantized.stack import padded, stack
 from ..formats import ChooseFormat, MakePart, Part
 from ..formats._packed import PackedPart
@@ -35,6 +36,7 @@ class Stacked(Protocol):
     inputs: Shard
     outputs: tuple[Shard, ...]
     layout: ExpertLayout
+    model_dtype: torch.dtype
 
     @property
     def width(self) -> int: ...
@@ -99,19 +101,19 @@ class StackOfParts:
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         return self.part.kept_bits(device) * padded(layer.width) / max(layer.width, 1)
 
+    def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
+        """Whether experts in host memory become plain weights, as the device has no form for what CPUs keep."""
+        form = super_blocks.form_of(self.part.codec)
+        return device.type == "cuda" and form is not None and not super_blocks_cuda.takes(layer.inputs.width, form)
+
 
 class OrderedStack(StackOfParts):
     """Of GPTQ with desc_act, where each expert orders its inputs in another way: they are dequantised when they are
-    loaded. Scales are read in the model's dtype, which tells what the weights become."""
-
-    def __init__(self, make_part: MakePart, layer: Stacked, sources: Sequence[Source]):
-        super().__init__(make_part, layer, sources)
-        self.fields = tuple(one._replace(dtype=None) if one.name == "scales" else one for one in self.fields)
+    loaded."""
 
     def make(self, layer: Stacked) -> Tensor:
-        dtype, device = (getattr(layer.get_parameter("scales"), what) for what in ("dtype", "device"))
         shape = layer.experts.width, layer.width, layer.inputs.width
-        made = torch.empty(shape, dtype=dtype, device=device)
+        made = torch.empty(shape, dtype=layer.model_dtype, device=layer.get_parameter("scales").device)
         for expert in range(len(made)):
             self.take(layer, expert)
             made[expert] = cast(Any, self.part).plain()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,9 +26,27 @@ from ..experts.fused import StackedLinear
 from ..formats._packed import Codec, PackedPart
 from ..formats.dense import Part
 from ..shard import Shard
-from ..weights.slicing import Field, Ratio, ShardedModule, Source, check_cuts, stored_shape
+from ..weights.slicing import Field, Pattern, Ratio, ShardedModule, Source, check_cuts, stored_shape
 
 HARMLESS: tuple[str, ...] = ()
+# Of random bytes with a scale of 1 weights have this deviation. Where in a block the scale is, and minima of f16, as
+# multiples of it that bring the mean to zero.
+RANDOM: dict[str, tuple[float, dict[int, float]]] = {
+    "Q4_0": (4.6, {0: 1.0}), "Q4_1": (4.6, {0: 1.0, 2: -7.5}), "Q5_0": (9.2, {0: 1.0}),
+    "Q5_1": (9.2, {0: 1.0, 2: -15.5}), "Q8_0": (74, {0: 1.0}), "Q2_K": (13.9, {80: 1.0, 82: 1.5}),
+    "Q3_K": (43, {108: 1.0}), "Q4_K": (258, {0: 1.0, 2: 7.5}), "Q5_K": (527, {0: 1.0, 2: 15.5}),
+    "Q6_K": (1361, {208: 1.0}), "IQ4_NL": (67, {0: 1.0}), "IQ4_XS": (1248, {0: 1.0}),
+}  # fmt: skip
+
+
+def made_up(type: str, inputs: int) -> Pattern:
+    """Random weights of a deviation of 1 / sqrt(inputs)."""
+    deviation, places = RANDOM[type]
+    found: dict[int, int] = {}
+    for place, factor in places.items():
+        scale = struct.pack("<e", factor / deviation / max(inputs, 1) ** 0.5)
+        found |= {place: scale[0], place + 1: scale[1]}
+    return Pattern(BY_NAME[type].bytes, found)
 
 
 class Stored(Codec, Protocol):
@@ -55,8 +74,8 @@ class Blocks(PackedPart):
         self.codec = codec
         self.inputs, self.outputs, self.sources = inputs, tuple(outputs), tuple(sources)
         ratios = {"i": Ratio(BY_NAME[type].bytes, BY_NAME[type].group)}
-        # Random weights: scales of f16 of which both bytes are 42 are 0.05.
-        self.fields = Field("blocks", "oi", torch.uint8, ratios=ratios, made_up=42), Field("bias", "o")
+        random = made_up(type, inputs.size)
+        self.fields = Field("blocks", "oi", torch.uint8, ratios=ratios, made_up=random), Field("bias", "o")
         check_cuts(self)
         for field in self.fields:
             made = nn.Parameter(torch.empty(stored_shape(self, field), device="meta"), requires_grad=False)
@@ -108,7 +127,8 @@ class Mxfp4Experts:
     @property
     def fields(self) -> tuple[Field, ...]:
         size = BY_NAME["MXFP4"]
-        return (Field("blocks", "eoi", torch.uint8, ratios={"i": Ratio(size.bytes, size.group)}, made_up=121),)
+        ratios = {"i": Ratio(size.bytes, size.group)}
+        return (Field("blocks", "eoi", torch.uint8, ratios=ratios, made_up=Pattern(size.bytes, {0: 121})),)
 
     @property
     def stack_unit(self) -> int:

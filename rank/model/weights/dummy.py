@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .safetensors import FLOATS, Ranges
-from .slicing import Slice
+from .slicing import Pattern, Slice
 
 # Every tensor is a window into one endless repetition of this many numbers. It is prime, so no row length divides it
 # and the rows of a matrix differ. The numbers are uniform, as in other engines: the values decide how much power a GEMM
@@ -29,7 +29,8 @@ class Dummy:
         """Fill a slice. Weights have standard deviation 1 / sqrt(inputs), to keep activations near 1; norms are 1."""
         if target.numel() == 0:
             return
-        constant = part.spec.made_up
+        given = part.spec.made_up
+        constant = None if isinstance(given, Pattern) else given
         if constant is not None or (len(part.shape) == 1 and part.tensor.endswith(".weight")):
             target.fill_(1 if constant is None else constant)
             return
@@ -38,9 +39,14 @@ class Dummy:
             (first, last), (_, block) = ranges[-2:]
             shape, ranges = (*shape[:-2], shape[-2] * block), (*ranges[:-2], (first * block, last * block))
             target = target.view(*target.shape[:-2], -1)
+        whole = target
         if len(shape) == 1:
             shape, ranges, target = (1, *shape), ((0, 1), *ranges), target.view(1, -1)
         self._fill(target, zlib.crc32(part.tensor.encode()), shape, ranges)
+        if isinstance(given, Pattern):
+            blocks = whole.unflatten(-1, (-1, given.size))
+            for place, byte in given.bytes.items():
+                blocks[..., place] = byte
 
     def _fill(self, rows: Tensor, start: int, shape: tuple[int, ...], ranges: Ranges) -> None:
         """`ranges` of a tensor of this shape, two axes or more, whose first element is number `start`."""

@@ -69,6 +69,7 @@ class Filler:
             return
         self._empty.remove(layer)
         stored = {field.name for field in layer.fields if field.stored}
+        layer.model_dtype = self._dtype
         for name, parameter in list(layer.named_parameters(recurse=False)):
             made = self._made.get(parameter)
             if made is None:

@@ -46,6 +46,13 @@ PLAIN = Ratio()
 ONE = whole(1)  # the axis of a block
 
 
+class Pattern(NamedTuple):
+    """Of bytes that are random in a model of random weights, those that are not, by their places in each block."""
+
+    size: int  # bytes of a block
+    bytes: Mapping[int, int]
+
+
 class Field(NamedTuple):
     """One tensor of a module, as checkpoints store it."""
 
@@ -57,7 +64,8 @@ class Field(NamedTuple):
     dtype: torch.dtype | None = None  # None: the model's
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
     ratios: Mapping[str, Ratio] = MappingProxyType({})  # of axes of other than one entry for each of theirs
-    made_up: float | None = None  # what all of the tensor is in a model of random weights; None: random numbers
+    # What all of the tensor is in a model of random weights, or some of its bytes; None: random numbers.
+    made_up: float | Pattern | None = None
 
     def ratio(self, axis: str) -> Ratio:
         return self.ratios.get(axis, PLAIN)
@@ -83,6 +91,7 @@ class ShardedModule(nn.Module):
     inputs: Shard
     experts: Shard  # of modules that stack the weights of several experts
     in_host = False  # its weights stay in the host's memory, whatever the device
+    model_dtype: torch.dtype  # from when its parameters have memory
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """A parameter's dtype in a model of this dtype."""

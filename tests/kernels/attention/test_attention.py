@@ -1,9 +1,6 @@
 """Paged attention against the plainest possible computation: one token, one head, one dot product at a time."""
 
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +10,8 @@ from phalanx.kernels.attention.attention import AttentionParams, paged_attention
 from phalanx.kernels.attention.backend import Part
 from phalanx.kernels.attention.reference import paged_attention_reference
 from phalanx.kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv
+
+from ..interpreter import interpret
 
 
 def make_rows(query_lens, kv_lens, block_size, blocks, spare=1):
@@ -271,12 +270,7 @@ def test_which_steps_suit_one_kernel():
 @pytest.mark.long
 @pytest.mark.timeout(330)  # a process that other processes may slow down
 def test_decode_kernel_in_the_interpreter():
-    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "phalanx.tests.kernels.attention.decoding"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("attention.decoding")
 
 
 def test_prompts_as_hopper_takes_them():

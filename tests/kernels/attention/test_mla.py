@@ -1,14 +1,11 @@
 """Multi-head latent attention against the plainest computation: all keys and values expanded, one token at a time."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from phalanx.kernels.attention import mla
 from phalanx.kernels.attention.backend import AttentionParams
 
+from ..interpreter import interpret
 from .latents import SIZES, Sizes, latent_cache
 from .test_attention import make_rows
 
@@ -83,12 +80,7 @@ def test_what_takes_fewer_multiply_adds():
 @pytest.mark.long
 @pytest.mark.timeout(330)  # a process that other processes may slow down
 def test_kernels_in_the_interpreter():
-    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "phalanx.tests.kernels.attention.latents"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("attention.latents")
 
 
 def test_sizes_of_one_head():

@@ -8,7 +8,7 @@ from phalanx.kernels.moe import host_experts
 from phalanx.kernels.moe.host_experts import Experts, HostPairs
 from phalanx.kernels.moe.moe import UNBIASED, Biases, Held, fused_experts_reference
 
-from ..conftest import close
+from ..conftest import TILES, close
 from .cases import CASES, make
 
 
@@ -47,3 +47,20 @@ def test_biases_and_experts_of_other_ranks(act):
     got = rounds(case._replace(w13=w13, w2=w2), act, 2, biases, first=3)
     want = fused_experts_reference(*case[:3], w13, w2, act, biases, Held(3, 6, 12))
     close(got, want, torch.float32, atol=2e-5)
+
+
+@pytest.mark.parametrize("isa", TILES)
+@pytest.mark.parametrize("rows, inner", [(3, 32), (4, 24), (17, 72), (70, 64)])
+def test_plain_weights_by_tiles(tiled, isa, rows, inner):
+    """Experts of some rows, one with few of them and one without any; outputs that tiles do not divide."""
+    tiled(isa)
+    torch.manual_seed(0)
+    hidden, experts = 96, 4
+    w13, w2 = (torch.randn(experts, *shape).bfloat16() / 8 for shape in ((2 * inner, hidden), (hidden, inner)))
+    ids = torch.zeros(rows, 2, dtype=torch.int32)
+    ids[:, 1], ids[0, 1] = 1, 3
+    case = torch.randn(rows, hidden).bfloat16(), ids, torch.rand(rows, 2), w13, w2
+    biases = Biases(torch.randn(experts, 2 * inner).bfloat16(), torch.randn(experts, hidden).bfloat16())
+    for cuts in (1, 2):
+        got = rounds(case, "silu", cuts, biases)
+        close(got.bfloat16(), fused_experts_reference(*case, "silu", biases), torch.bfloat16, atol=3e-2)

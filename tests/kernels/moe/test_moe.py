@@ -1,14 +1,11 @@
 """Experts on CPUs, and what the GPU's kernels are given, against pair by pair in f32."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.moe import moe
 
+from ..interpreter import interpret
 from .cases import CASES, Sizes, biases, make, near, share_of, shares
 
 
@@ -100,9 +97,4 @@ def test_every_tiling_is_warmed_up():
 
 @pytest.mark.timeout(330)  # a process that other processes may slow down
 def test_triton_kernels_in_the_interpreter():
-    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "phalanx.tests.kernels.moe.cases"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("moe.cases")

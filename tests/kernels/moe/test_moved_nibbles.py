@@ -8,7 +8,7 @@ import pytest
 import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import moved_nibbles
-from phalanx.kernels.quantized import gpu_form, q2_k, q4_0, q4_k, q5_1, q6_k, q8_0
+from phalanx.kernels.quantized import affine, gpu_form, q2_k, q4_0, q4_k, q5_1, q6_k, q8_0
 from phalanx.kernels.quantized.stack import stack
 
 from ..test_compile import TRITON, Recorder, checked, compile_launch
@@ -44,11 +44,16 @@ def test_what_is_no_move_is_left_to_torch(make):
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
-@pytest.mark.parametrize("codec", [q2_k, q4_0, q4_k, q5_1, q6_k, q8_0], ids=lambda one: one.__name__.rpartition(".")[2])
-def test_forms_of_gguf(codec):
+@pytest.mark.parametrize(
+    "codec", [q2_k, q4_0, q4_k, q5_1, q6_k, q8_0, affine], ids=lambda one: one.__name__.rpartition(".")[2]
+)
+def test_forms(codec):
     """They all are such moves: what prompts copy to a GPU is not made over by torch."""
     weights = torch.randn(3, 40, 512, generator=torch.Generator().manual_seed(0))
-    here = gpu_form.parts(stack(codec, lambda expert: codec.encode(weights[expert]), weights.shape))
+    zeros = torch.randint(0, 16, (40, 4), dtype=torch.int16)
+    in_groups = torch.randint(0, 16, (40, 512), dtype=torch.uint8), torch.rand(40, 4).half().float(), zeros
+    encoded = (lambda _: in_groups) if codec is affine else lambda expert: codec.encode(weights[expert])
+    here = gpu_form.parts(stack(codec, encoded, weights.shape))
 
     def make(x):
         return gpu_form.parts(gpu_form.of_gpu(here.of([x]))).tensors[0]

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from phalanx.kernels.cpp import compiler, ops
+from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized import affine, blocks_cpu, floats, int4_cpu, mxfp4, q4_k, q6_k, q8_0
 
-from ..conftest import DTYPES, close, libraries
+from ..conftest import DTYPES, TILES, VECTORS, close
 
-VECTORS = "avx512_bf16"
-EMULATED = "emulated tiles"
-SOURCES = ["digits_cpu", "int4_cpu", "mxfp4_cpu", "q8_0_cpu", "super_blocks_cpu"]
 OUTPUTS, INPUTS = 23, 256
 
 
@@ -69,30 +66,7 @@ def test_scales_at_their_ends():
     assert torch.equal(mxfp4.dequantize(packed, torch.float32, 0, 4), want) and want[0, 0] == -(2.0**-127)
 
 
-def tiles():
-    amx = pytest.mark.skipif("amx" not in compiler.isas(), reason="this processor, or Linux, has no tiles of AMX")
-    vectors = pytest.mark.skipif(VECTORS not in compiler.isas(), reason="no AVX-512 with VNNI and bf16")
-    return [pytest.param(EMULATED, marks=vectors), pytest.param("amx", marks=amx)]
-
-
-@pytest.fixture
-def tiled(request, monkeypatch):
-    """Lets a test use tiles, or vectors alone: called with the instruction set."""
-    if not ops.available():
-        pytest.skip("no C++ compiler that works")
-    needed, flags = compiler.ISAS[VECTORS]
-    monkeypatch.setitem(compiler.ISAS, EMULATED, (needed, (*flags, "-DEMULATED_TILES")))
-
-    def use(isa):
-        found = libraries(VECTORS) | (libraries(isa, *SOURCES) if isa != VECTORS else {})
-        monkeypatch.setattr(ops, "libraries", lambda: found)
-        ops.op.cache_clear()
-
-    yield use
-    ops.op.cache_clear()
-
-
-@pytest.mark.parametrize("isa", tiles())
+@pytest.mark.parametrize("isa", TILES)
 def test_tiles_make_what_vectors_make(tiled, isa):
     forms = FORMS | {one.__name__.rpartition(".")[2]: other(one) for one in (q4_k, q6_k, q8_0)}
     for name, make in forms.items():

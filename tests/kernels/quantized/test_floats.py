@@ -1,14 +1,11 @@
 """FP8 and MXFP4 weights against their definitions."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation_reference
 from phalanx.kernels.quantized import e4m3_cuda, floats, panels
 
+from ..interpreter import interpret
 from .floats_cases import SIZES, make
 
 
@@ -83,9 +80,4 @@ def test_a_part_of_the_outputs_and_of_the_experts():
 
 @pytest.mark.timeout(330)  # a process that other processes may slow down
 def test_triton_kernels_in_the_interpreter():
-    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "phalanx.tests.kernels.quantized.floats_cases"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("quantized.floats_cases")

@@ -1,14 +1,11 @@
 """The gated delta net's convolution and recurrence against the plainest computation: one token at a time, in f64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from phalanx.kernels.recurrent import gated_delta
 from phalanx.kernels.recurrent.gated_delta import DeltaSizes, Gates
 
+from ..interpreter import interpret
 from ..test_compile import Recorder, compile_launch
 from .steps import PUBLISHED, SIZES, Layer, make_rows
 
@@ -35,6 +32,22 @@ def test_decode_steps_in_cpp(sizes, dtype, bound):
     got = gated_delta.delta_step_cpu(y, layer.gates, state, layer.batch, sizes)
     torch.testing.assert_close(got, want, atol=bound, rtol=bound)
     torch.testing.assert_close(state, layer.state, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_no_sequence_in_cpp(dtype):
+    """They return zeros and write no state; the others' are what they are without them."""
+    torch.manual_seed(0)
+    sizes, layer = SIZES[0], Layer(SIZES[0], make_rows([1] * 3, [9, 3, 2], [2, 0, 1]), dtype=dtype)
+    kept, state = layer.convolution.clone(), layer.state.clone()
+    want = layer.run()
+    layer.batch.rows = torch.tensor([2, -1, 1])
+    y = gated_delta.conv_step_cpu(layer.x, layer.weight, before := kept.clone(), layer.batch)
+    out = gated_delta.delta_step_cpu(y, layer.gates, held := state.clone(), layer.batch, sizes)
+    assert not y[1].any() and not out[1].any()
+    assert torch.equal(before[0], kept[0]) and torch.equal(held[0], state[0])
+    got, wanted = (out[[0, 2]], before[1:], held[1:]), (want[0][[0, 2]], want[1][1:], want[2][1:])
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -89,12 +102,7 @@ def test_gated_norm(dtype, bound, dim):
 
 
 def test_kernels_in_the_interpreter():
-    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "phalanx.tests.kernels.recurrent.steps"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("recurrent.steps", timeout=110)
 
 
 KINDS = [(torch.bfloat16, 90), (torch.float16, 80), (torch.float32, 100)]

@@ -206,6 +206,19 @@ def test_value_heads_in_another_order(tmp_path, expected, caplog, dim, ways):
     assert len(told) == (2 if dim == 16 else 0)
 
 
+def test_random_weights_are_moderate(quantised, tmp_path):
+    """Of each type, of experts in MXFP4, and of others."""
+    path = write(tmp_path / "plain", **SINKS, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    experts = [
+        gguf_files.write(path, tmp_path / f"{kind}.gguf", lambda name, kind=kind: kind if "_exps.w" in name else "Q8_0")
+        for kind in ("MXFP4", "Q4_0")
+    ]
+    for file in (quantised("llama", "super")[0], *experts):
+        for tp in (1, 2):
+            (logits,) = run_steps(file, [tokens(20)], load_format="dummy", tp=tp)
+            assert 0.5 < logits.std() < 2
+
+
 def test_types_without_kernels_are_dequantised(quantised, caplog):
     caplog.set_level("INFO", "phalanx")
     run_steps(quantised("llama", "super")[0], [[1]])

@@ -165,6 +165,24 @@ def test_a_grammar_that_takes_long_blocks_no_other(monkeypatch):
     assert take(grammars, 0) == {}
 
 
+def test_what_is_under_way_at_the_end_is_given_up(monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(Compiled, "grammar", lambda *_: begun.set() or go.wait(60))
+    monkeypatch.setattr(grammar_module, "COMPILERS", 1)
+    grammars = Grammars()
+    grammars.know(protocol.Vocabulary(tokenizer_json(), SIZE, (END,)))
+    grammars.compile(request("under way"))
+    grammars.compile(request("not begun"))
+    assert begun.wait(60)
+    grammars.close()
+    assert not grammars.pending
+    go.set()
+    for thread in grammars._threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert grammars.take() == []
+
+
 def test_a_tokenizer_that_cannot_be_read():
     grammars = Grammars()
     grammars.know(protocol.Vocabulary("{}", SIZE, (END,)))

@@ -200,6 +200,23 @@ def test_a_step_that_does_not_fit_names_its_options(monkeypatch):
     assert "--max-num-seqs (now 77)" in str(caught.value)
 
 
+@pytest.mark.parametrize("ranks, refused", [(1, True), (2, False)])
+def test_a_step_of_a_later_model_that_does_not_fit(ranks, refused, monkeypatch):
+    """One rank goes back to the model before. Of several the others wait within the step, which ends the job."""
+    monkeypatch.setattr(module, "profile_run", no_memory)
+    monkeypatch.setattr(module.graphs, "gemm_variants", lambda *_: [])
+    monkeypatch.setattr(module.jit, "compile_ahead", lambda *_: None)
+
+    def later(world):
+        made = engine(world, SimpleNamespace(dtype=torch.bfloat16))
+        made._served = True
+        with pytest.raises(errors.FatalError, match="not enough memory for a step of 99999 tokens") as caught:
+            made._warm_up(GPU, 99999, 77, 16)
+        return isinstance(caught.value, LoadRefused)
+
+    assert threads.run(later, ranks) == [refused] * ranks
+
+
 @pytest.mark.parametrize("options, named", [({"mem": 4096}, "--mem (now 4096)"), ({}, "--kv-fraction (now 0.4)")])
 def test_a_cache_that_does_not_fit_names_its_option(options, named, monkeypatch):
     monkeypatch.setattr(kv_cache, "allocate", no_memory)

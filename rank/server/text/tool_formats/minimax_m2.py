@@ -7,14 +7,9 @@
 </minimax:tool_call>
 """
 
-from collections.abc import Sequence
-
-from ..headed_calls import HeadedCalls
 from ..heads import NAME, Head
-from ..lark import Lark
-from ..tagged_arguments import TaggedArguments, Tags
-from ..tagged_grammar import tagged_calls
-from . import CallableTool, ToolCallFormat, ToolCallParser, Tools
+from ..tagged_arguments import Tags
+from ..tagged_format import Around, tagged_format
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 HEAD = Head(rf'\s{{0,8}}<invoke name="?{NAME}"?>', '<invoke name="f">')
@@ -22,23 +17,5 @@ PARAMETER = Head(r'<parameter name="?([^"<>\n]{1,128})"?>', '<parameter name="k"
 TAGS = Tags(
     PARAMETER, "</parameter>", ("</invoke>",), (CLOSE, OPEN), before='<parameter name="', behind='">'
 )  # fmt: skip
-
-
-def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
-    return HeadedCalls(marker, index, HEAD, lambda name: TaggedArguments(TAGS, tools.get(name, {})), close=(CLOSE,))
-
-
-def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
-    one = tagged_calls(lark, tools, TAGS, '\n<invoke name="', '">\n', "</invoke>\n")
-    return f"{one}{f' {one}*' if several else ''} {lark.marker(CLOSE)}"
-
-
-FORMAT = ToolCallFormat(
-    matches=lambda template: OPEN in template,
-    opens=(OPEN,),
-    parser=parser,
-    grammar=grammar,
-    markers=(CLOSE,),
-    raw=True,
-    models=("minimax_m2",),
-)
+AROUND = Around('\n<invoke name="', '">\n', "</invoke>\n")
+FORMAT = tagged_format(OPEN, CLOSE, HEAD, TAGS, AROUND, "minimax_m2")

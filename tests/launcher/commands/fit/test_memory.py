@@ -307,6 +307,9 @@ def test_verdicts(shape):
     # DeepSeek's experts are 674.3 GB in fp8; a host of 256 GB lacks the rest
     experts = plan.estimate(shape("DeepSeek-V3"), Layout(8, offload=True), cluster(GPU80, host_memory=256e9), ASKED)
     assert experts.verdict == "the experts do not fit: 418.3 GB too little on a host"
+    copies = plan.estimate(shape("DeepSeek-V3"), Layout(1, 1, 8, offload=True), cluster(GPU80), ASKED)
+    lacks = plan._host_lacks(copies.room, copies.layout, cluster(GPU80, host_memory=256e9))
+    assert 410e9 < lacks < 430e9, "once for all"
     assert not experts.runs
 
 

@@ -44,6 +44,11 @@ MODELS = {
     "qwen2_moe": ALL["qwen2_moe"] | dict(use_sliding_window=False, mlp_only_layers=[], max_window_layers=28),
     "glm4_moe": ALL["glm4_moe"] | dict(num_nextn_predict_layers=0),
     "granite": ALL["granite"],
+    "glm4": ALL["glm4"],
+    "smollm3": ALL["smollm3"],
+    "starcoder2": dict(model_type="starcoder2", sliding_window=None),
+    "cohere2": ALL["cohere2"],
+    "gpt_oss": ALL["gpt_oss"] | dict(max_position_embeddings=128, head_dim=16),
 }
 
 
@@ -91,7 +96,9 @@ def test_experts_that_one_tensor_holds(tmp_path):
     assert distance(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "minimax_m2", "ministral3", "glm4_moe", "granite"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", "minimax_m2", "ministral3", "glm4_moe", "granite", "gpt_oss", "glm4", "cohere2"]
+)
 def test_files_are_those_of_another_writer(tmp_path, name):
     path = write(tmp_path / "plain", **MODELS[name])
     ours, theirs = (gguf.GGUFReader(file) for file in (

@@ -78,7 +78,7 @@ class Passed:
 def test_what_a_gpu_does(made, monkeypatch, room):
     """The parts of a step as a GPU's, its kernels being the CPU's: few tokens by a look at them, many without one."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
-    monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host_memory, "pin_memory", lambda memory: None)
     monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
     monkeypatch.setattr(host, "LOOKED", 4)
 

@@ -13,12 +13,14 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
 from phalanx.kernels import host_memory
-from phalanx.kernels.quantized import pieces_cuda
-from phalanx.kernels.quantized.stack import Stack
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.quantized import gpu_form, pieces_cuda, q4_0, q4_1, q5_0, q8_0
+from phalanx.kernels.quantized.stack import Stack, stack
 from phalanx.rank.model.experts import host, host_buffers, offload, streamer
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
 from phalanx.rank.model.experts.host import WAYS
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
+from phalanx.rank.model.experts.stacks import StackOfParts
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
@@ -138,7 +140,7 @@ class Passed:
 def test_what_a_gpu_does(made, monkeypatch, way):
     """Experts are made over into the form of a GPU's kernels, which torch dequantises here."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
-    monkeypatch.setattr(host_memory, "_pin", lambda memory: None)
+    monkeypatch.setattr(host_memory, "pin_memory", lambda memory: None)
     monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
     monkeypatch.setattr(host, "LOOKED", 4)
     gpu = SimpleNamespace(type="cuda")
@@ -226,6 +228,19 @@ def test_experts_in_smaller_groups_where_super_blocks_do_not_fit(made, expected)
     assert parts == {"q4k", "q5_0"}  # of gate and up, and of down
 
 
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+@pytest.mark.parametrize("inputs", [96, 128])
+@pytest.mark.parametrize("codec", [q4_0, q4_1, q5_0, q8_0])
+def test_what_has_no_form_on_a_gpu_is_counted_as_plain(codec, inputs):
+    """As attaching does it, where the stack is there."""
+    made = stack(codec, lambda _: codec.encode(torch.randn(16, inputs)), (2, 16, inputs))
+    part = SimpleNamespace(codec=codec)
+    layer = SimpleNamespace(inputs=SimpleNamespace(width=inputs))
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert StackOfParts.becomes_plain(SimpleNamespace(part=part), layer, cuda) is not gpu_form.supports(made)
+    assert not StackOfParts.becomes_plain(SimpleNamespace(part=part), layer, cpu)
+
+
 def changed(path, tmp_path, **settings):
     path = shutil.copytree(path, tmp_path / "changed")
     config = json.loads((path / "config.json").read_text())
@@ -247,6 +262,8 @@ def test_experts_that_order_their_inputs_become_plain(made, caplog):
     for one in stacks(made("gptq ordered")[0]):
         assert isinstance(one.packed, torch.Tensor) and one.packed.dtype == torch.float32
         held, cpu = one.packed.nbytes, torch.device("cpu")
-        assert held == one.kept_bytes(torch.float32, cpu) == one.host_bytes(torch.float32)
+        assert held == one.kept_bytes(torch.float32, cpu) == one.host_bytes(torch.float32, cpu)
         assert held == one.slot_bytes(torch.float32, cpu) * len(one.packed)
     assert any("desc_act are dequantised" in line for line in caplog.messages)
+    for one, half in zip(*(stacks(made("gptq ordered")[0], dtype=dtype) for dtype in ("f32", "bf16")), strict=True):
+        assert torch.equal(one.packed.bfloat16(), half.packed), "scales are not rounded before they are multiplied"

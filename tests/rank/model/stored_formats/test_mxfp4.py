@@ -156,3 +156,17 @@ def test_damaged(made, tmp_path):
     refused(path, f"{name} is 5 x 64 x 2, expected 5 x 64 x 3")
     save_file(state | {name: whole.int()}, path / "model.safetensors")
     refused(path, f"{name} has dtype I32; supported are U8")
+
+
+def test_written_as_gguf_experts_keep_their_codes(made, tmp_path):
+    """Beside linears that are quantised."""
+    gguf, ids = pytest.importorskip("gguf"), tokens(20, vocab=509)
+    from ..convert.test_to_gguf import convert, to_gguf
+
+    (expected,), (found,) = (run_steps(one, [ids]) for one in (made[0], convert(made[0], tmp_path / "x.gguf", "f32")))
+    assert distance(found, expected) < TOLERANCE
+    assert to_gguf.differences(made[0], tmp_path / "x.gguf") == []
+    reader = gguf.GGUFReader(convert(made[0], tmp_path / "y.gguf", "q8_0"))
+    kinds = {one.name: one.tensor_type.name for one in reader.tensors}
+    assert {kinds[f"blk.1.ffn_{one}_exps.weight"] for one in ("gate", "up", "down")} == {"MXFP4"}
+    assert (kinds["blk.0.attn_q.weight"], kinds["blk.0.ffn_gate_exps.bias"]) == ("Q8_0", "F32")

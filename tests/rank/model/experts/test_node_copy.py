@@ -1,0 +1,94 @@
+"""Replicas of one node have their experts in host memory once."""
+
+from collections import Counter
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.errors import FatalError
+from phalanx.rank.model import load_memory
+from phalanx.rank.model.experts import node_copy
+from phalanx.rank.model.experts.fused import FusedExperts
+from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.load import load
+from phalanx.rank.model.weights.dummy import Dummy
+
+from ..test_architectures import MODELS, write
+
+ALL = ExpertRoom(offload=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 96, "hidden_size": 96, "head_dim": 32}  # of whole groups
+    return write(tmp_path_factory.mktemp("experts"), **MODELS["qwen3_moe"] | sizes)
+
+
+def loaded(path, ranks, tp=1, pp=1, **options):
+    def rank(world):
+        model = load(path, mesh.build(world, tp, pp), experts=ALL, **options)
+        layers = [one for one in model.modules() if isinstance(one, FusedExperts)]
+        return model, [x for layer in layers for x in layer.host.layer.tensors]
+
+    return threads.run(rank, ranks)
+
+
+@pytest.mark.parametrize("isq", ["none", "q8_0"])
+def test_the_same_memory_with_the_same_numbers(made, isq):
+    ((_, alone),) = loaded(made, 1, isq=isq)
+    ranks = loaded(made, 3, isq=isq)
+    for model, tensors in ranks:
+        assert model.offload.sharers == 3
+        assert all(torch.equal(mine, want) for mine, want in zip(tensors, alone, strict=True))
+        assert all(model.offload._node.holds(x) for x in tensors) and not model.offload._node.holds(alone[0])
+    for of_all in zip(*(tensors for _, tensors in ranks), strict=True):
+        of_all[0].view(-1).view(torch.uint8)[-1] ^= 1
+        assert all(torch.equal(one, of_all[0]) for one in of_all), "what one changes all see"
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2)])
+def test_each_part_of_the_model_is_shared_by_the_ranks_that_have_it(made, tp, pp):
+    ranks = loaded(made, 4, tp, pp)
+    alone = loaded(made, 2, tp, pp)
+    assert [model.offload.sharers for model, _ in ranks] == [2] * 4
+
+    def same():
+        pairs = zip((tensors for _, tensors in ranks), (want for _, want in alone * 2), strict=True)
+        return [all(torch.equal(a, b) for a, b in zip(*both, strict=True)) for both in pairs]
+
+    assert same() == [True] * 4
+    ranks[0][1][0].view(-1)[0] += 1
+    assert same() == [False, True, False, True], "the other replica sees it, and nobody else"
+
+
+def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
+    """Also where they are told apart by nothing but that they cannot open each other's memory."""
+    names = {}
+    monkeypatch.setattr(node_copy.platform, "node", lambda: names.setdefault(len(names), f"node{len(names) // 2}"))
+    found = Counter(model.offload.sharers for model, _ in loaded(made, 4))
+    assert found == {2: 4}
+    monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
+    assert [model.offload.sharers for model, _ in loaded(made, 2)] == [1, 1]
+
+
+def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(made, monkeypatch):
+    gpu, room = torch.device("cuda"), 1_000_000
+
+    def rank(world):
+        grid = mesh.build(world, 1, 1)
+        model = load(made, grid, load_format="dummy")
+        dtypes = torch.float32, torch.float32
+        return load_memory.place_together(model, grid, (ALL, 0), dtypes, gpu, (None, room), Dummy())
+
+    assert len(threads.run(rank, 2)) == 2
+    monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
+    with pytest.raises(FatalError, match="this rank's experts take .* of the host's memory, but 0.00 GB are free"):
+        threads.run(rank, 2)
+
+
+def test_what_is_larger_than_foretold_stays_apart(made, monkeypatch):
+    monkeypatch.setattr(node_copy, "SPARE", 0)
+    monkeypatch.setattr("phalanx.rank.model.experts.fused.StackedLinear.host_bytes", lambda *_: 1)
+    (_, first), (_, second) = loaded(made, 2)
+    first[0].zero_()
+    assert second[0].abs().sum() > 0
