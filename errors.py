@@ -28,6 +28,10 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory",
 LESS_MEMORY = "Lower --max-num-batched-tokens, --max-num-seqs, --kv-fraction or --mem, or use more ranks"
 
 
+class HostMemoryError(MemoryError):
+    """The system refuses host memory. The message says how much, and under which limit."""
+
+
 def lacks_memory(error: BaseException) -> bool:
     """Whether there was not enough memory, of the host or of a GPU."""
     told = isinstance(error, RuntimeError | OSError) and any(words in str(error).lower() for words in NO_MEMORY)

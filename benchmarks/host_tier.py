@@ -99,17 +99,18 @@ class Load:
         ask, before = self.ask, self.replica.stats()
         said = [self._tokens(ask.first) for _ in range(ask.conversations)]
         for turn in range(1, ask.turns + 1):
-            waiting, done = list(range(ask.conversations)), []
+            waiting, done, sent = list(range(ask.conversations)), [], 0
             while waiting or self._open:
                 while waiting and len(self._open) < ask.at_once:
                     index = waiting.pop(0)
                     said[index] += self._tokens(ask.question)
                     self._send(said[index], ask.answer, index)
+                    sent += len(said[index])
                 done += self._step()
             for one in done:
                 said[one.conversation] += one.tokens
             times = [one.first - one.sent for one in done]
-            cached = sum(one.cached for one in done) / sum(map(len, said))
+            cached = sum(one.cached for one in done) / sent  # of the prompts' tokens
             step.say(what="turn", turn=turn, ttft_ms=round(statistics.mean(times) * 1e3, 2),
                      median_ms=round(statistics.median(times) * 1e3, 2), cached=round(cached, 3))  # fmt: skip
         step.say(what="conversations", **self._moved(before))

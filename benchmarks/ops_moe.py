@@ -22,7 +22,7 @@ import torch
 from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS, Table, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels.activation.activation import ACTIVATIONS
-from phalanx.kernels.moe import expert_gemm, moe
+from phalanx.kernels.moe import moe
 from phalanx.kernels.moe.moe import TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
 from phalanx.kernels.quantized.stack import Stack, stack
@@ -97,20 +97,24 @@ def router(table: Table, layers: Layers, rows: int) -> None:
 
 
 def experts(table: Table, layers: Layers, rows: int) -> None:
+    """Without the sum over a token's pairs, which the next norm makes."""
     calls = layers.calls(rows)
     bytes_, flops = layers.limits(calls)
-    versions: dict[str, list[Call]] = {"ours": [partial(moe.fused_experts, *one) for one in calls]}
+    versions: dict[str, list[Call]] = {"ours": [partial(moe.expert_terms, *one) for one in calls]}
     if rows <= 16:
         versions["gemv"] = [partial(moe.expert_gemv, *one) for one in calls]
-    if rows * layers.shape.top_k <= expert_gemm.MOST_PAIRS * 2 * layers.shape.experts:
+    if rows * layers.shape.top_k <= 16 * layers.shape.experts:
         for outputs in ((64, 128), (128, 128), (64, 64), (128, 64)):
             versions[f"pipelined {outputs}"] = [partial(moe.pipelined, *one, "silu", outputs) for one in calls]
     versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, *one, "silu", tiles=tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
     for name, stacks in layers.quantized.items():
         pairs = [(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
-        versions[name] = [partial(moe.fused_experts, *one) for one in pairs]
-        for tiles in (1, 2, 4, 8) if rows * layers.shape.top_k <= 64 * layers.shape.experts else ():
+        versions[name] = [partial(moe.expert_terms, *one) for one in pairs]
+        many = rows * layers.shape.top_k > 64 * layers.shape.experts
+        if many:
+            versions[f"{name}, dequantised"] = [partial(moe.grouped, *one) for one in pairs]
+        for tiles in (8,) if many else (1, 2, 4, 8):
             versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, *one, tiles=tiles) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)

@@ -8,7 +8,7 @@ Rank 0 is in the *last* stage, so scheduling, sampling and text stay together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .base import Comm, HostComm
 
@@ -23,6 +23,8 @@ class Mesh:
     pipe: Comm  # pipeline group: one rank of each stage; its rank is the stage. Activations go forward on it
     feedback: Comm  # the same ranks as pipe: sampled ids go back from the last stage to the first
     ep: int = 1  # neighbours of the tensor group that hold different experts; it divides its size. 0: it is measured
+    # Further groups, by what they are for. A job makes each once, not with every model: nothing frees a communicator.
+    groups: dict[str, HostComm] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def stage(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import MEMORY, FatalError
+from ..errors import MEMORY, FatalError, HostMemoryError
 
 ALIGN = 256  # bytes
 
@@ -28,8 +28,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     """Zeros on the host. pin: for a GPU; the driver then touches each page, so it lies on the caller's NUMA node.
 
     Unpinned pages take memory only when they are first written. Where the driver refuses to pin, as by a limit on
-    locked memory, a warning says so, and copies are slower and wait. Raises MemoryError, which says how much was asked
-    for, and the limit on a process's memory if there is one.
+    locked memory, a warning says so, and copies are slower and wait. Raises HostMemoryError, which says how much was
+    asked for, and the limit on a process's memory if there is one.
     """
     size = math.prod(shape) * dtype.itemsize
     try:
@@ -37,7 +37,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     except MemoryError:
         limit = _limit(resource.RLIMIT_AS)
         under = f" under a limit of {limit / 1e6:.0f} MB (ulimit -v), which may be raised" if limit else ""
-        raise MemoryError(f"the system refuses {size / 1e6:.1f} MB of host memory{under}") from None
+        raise HostMemoryError(f"the system refuses {size / 1e6:.1f} MB of host memory{under}") from None
     if pin and memory.nbytes:
         pin_memory(memory)
     return torch.from_numpy(memory).view(dtype).view(shape)

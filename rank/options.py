@@ -285,7 +285,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[
         int,
         flag("--max-num-batched-tokens", "--prefill-chunk-size", group=_MEMORY, metavar="N", low=0,
-             help="token budget of a step; 0: automatic, on GPUs 8192 or, of experts in host memory, a bit more"),
+             help="token budget of a step; 0: automatic, on GPUs 8192 or a bit more"),
     ] = 0  # fmt: skip
     prefix_cache: Annotated[
         bool,

@@ -15,17 +15,26 @@ from .processes import wait
 
 SESSION = secrets.token_hex(8)
 PATIENCE = 20.0  # for what was told to end, on a machine that others use too
-# Files that take longest, begun first, so that none is left alone at the end.
+# Files that take longest, with what they wait for, begun first, so that none is left alone at the end.
 FIRST = (
-    "rank/test_generation.py", "test_endings.py", "rank/test_served.py", "launcher/commands/fit/test_measured.py",
-    "launcher/commands/fit/test_memory.py", "launcher/commands/fit/test_command.py", "test_gguf.py",
-    "kernels/quantized/test_pieces_cuda.py", "rank/test_faults.py", "launcher/commands/fit/test_speed.py",
-    "launcher/commands/test_convert.py", "launcher/job/test_supervisor.py", "kernels/moe/test_moe.py",
-    "test_batch.py", "launcher/test_library_docs.py", "kernels/test_compile.py", "test_clients.py",
+    "rank/test_faults.py", "launcher/job/test_supervisor.py", "rank/test_generation.py", "test_endings.py",
+    "launcher/commands/fit/test_measured.py", "kernels/quantized/test_pieces_cuda.py", "launcher/test_llm.py",
+    "test_batch.py", "rank/model/test_architectures.py", "launcher/job/test_rank_bootstrap.py",
+    "launcher/test_library_docs.py", "rank/test_reloading.py", "launcher/commands/test_convert.py",
+    "rank/server/test_main.py", "kernels/collective/test_barrier_model.py", "rank/test_served.py",
+    "launcher/commands/fit/test_command.py", "kernels/test_compile.py", "rank/model/stored_formats/test_stored.py",
+    "kernels/moe/test_moe.py", "launcher/commands/test_pull.py", "rank/model/experts/test_quantised.py",
+    "launcher/commands/test_chat.py", "test_wheel.py",
 )  # fmt: skip
 
 # Until all is imported: that makes millions of objects and no garbage, which the collector would look for in vain.
 gc.disable()
+
+
+def pytest_sessionstart(session):
+    config = session.config
+    if not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no":
+        gc.enable()  # xdist's controller collects nothing
 
 
 def pytest_collection_finish():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -23,15 +24,16 @@ def folder() -> Path:
     found = path.lstat()
     assert not path.is_symlink() and found.st_uid == os.getuid() and not found.st_mode & 0o022, f"{path}: remove it"
     for one in path.iterdir():
-        if one.stat().st_mtime < time.time() - UNUSED:
-            one.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # other workers sweep as well
+            if one.stat().st_mtime < time.time() - UNUSED:
+                one.unlink()
     return path
 
 
 @functools.cache
 def version(*command: str) -> str:
     """A compiler's words about itself."""
-    return subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def kept(make: Callable[[Path], object], *inputs: str) -> Path:

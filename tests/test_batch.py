@@ -177,7 +177,7 @@ def test_signals(checkpoint, tmp_path):
             job.process.send_signal(number)
             assert job.end() == 75, job.output
             assert not job.left()
-    requests(tmp_path / "in.jsonl", 100, 6000)  # what is under way at the first signal is so at the second
+    requests(tmp_path / "in.jsonl", 100, 3000)  # what is under way at the first signal is so at the second
     with Job(tmp_path, *command, "--overwrite") as job:
         job.until(lambda: " is ready on " in job.output and finished(journal) > 3)
         job.process.send_signal(signal.SIGTERM)

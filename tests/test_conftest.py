@@ -51,7 +51,7 @@ def test_plain():
 def run(tmp_path):
     """pytest, with these files beside the conftest."""
 
-    def of(**files: str) -> subprocess.CompletedProcess:
+    def of(*flags: str, **files: str) -> subprocess.CompletedProcess:
         place = tmp_path / "tests"
         place.mkdir()
         for name in ("conftest.py", "leftovers.py", "processes.py", "ranks.py", "__init__.py"):
@@ -61,7 +61,7 @@ def run(tmp_path):
         for name, text in files.items():
             (place / f"{name}.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     return of
 
@@ -91,6 +91,12 @@ def test_what_is_tried_twice_is_listed_with_its_reason(run):
 def test_nothing_is_tried_twice_without_a_reason(run, mark, word):
     done = run(test_a=f"import pytest\n@pytest.mark.{mark}\ndef test_it(): pass\n")
     assert done.returncode == 4 and "test_a.py::test_it: " in done.stderr and word in done.stderr
+
+
+def test_garbage_is_collected_where_tests_run_and_in_their_controller(run):
+    says = "import gc\ndef pytest_terminal_summary(terminalreporter): terminalreporter.line(f'gc {gc.isenabled()}')\n"
+    done = run("-n", "1", "-p", "tests.says", says=says, test_a="import gc\ndef test_it(): assert gc.isenabled()\n")
+    assert "1 passed" in done.stdout and "\ngc True\n" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_files_that_are_begun_first_are_there():

@@ -22,6 +22,12 @@ struct SigmoidGate {
     int64_t count;
 };
 
+struct ScaleBySigmoid {
+    void* x;           // [rows, width], times sigmoid(gate)
+    const void* gate;  // [rows]
+    int64_t rows, width;
+};
+
 struct Silu {
     static INLINE Vec of(Vec x) { return x / (1 + exp(-x)); }
 };
@@ -97,6 +103,17 @@ template <typename T> void sigmoid_gate(const SigmoidGate& a, int part, int part
     if (n > 0) store(y + i, load(x + i, n) / (1 + exp(-load(gate + i, n))), n);
 }
 
+template <typename T> void scale_by_sigmoid(const ScaleBySigmoid& a, int part, int parts) {
+    Share share(a.width, part, parts);
+    for (int64_t t = 0; t < a.rows; t++) {
+        T* x = (T*)a.x + t * a.width;
+        Vec factor = 1 / (1 + exp(-fill(widen(((const T*)a.gate)[t]))));
+        int64_t i = share.first;
+        for (; i + LANES <= share.last; i += LANES) store(x + i, load(x + i) * factor);
+        if (i < share.last) store(x + i, load(x + i, share.last - i) * factor, share.last - i);
+    }
+}
+
 #define GATED(name, F)                               \
     OP(gated_##name##_f32, (gated<F, float>), Gated) \
     OP(gated_##name##_bf16, (gated<F, bf16>), Gated)
@@ -111,5 +128,7 @@ ACTIVATION(gelu, Gelu)
 ACTIVATION(gelu_tanh, GeluTanh)
 ACTIVATION(relu2, Relu2)
 GATED(clamped_swiglu, ClampedSwiglu)
+OP(scale_by_sigmoid_f32, scale_by_sigmoid<float>, ScaleBySigmoid)
+OP(scale_by_sigmoid_bf16, scale_by_sigmoid<bf16>, ScaleBySigmoid)
 OP(sigmoid_gate_f32, sigmoid_gate<float>, SigmoidGate)
 OP(sigmoid_gate_bf16, sigmoid_gate<bf16>, SigmoidGate)

@@ -47,6 +47,14 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * gate.sigmoid()
 
 
+def scale_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """x [T, I] times sigmoid(gate [T, 1]), computed in f32. x may be overwritten."""
+    if x.is_contiguous() and gate.is_contiguous() and x.dtype == gate.dtype and ops.takes(x):
+        ops.typed("activation", "scale_by_sigmoid", x.dtype)(x, gate, *x.shape)
+        return x
+    return x.mul_(gate.float().sigmoid())
+
+
 def activate_reference(x: Tensor, activation: str) -> Tensor:
     return _act(x.float(), activation).to(x.dtype)
 

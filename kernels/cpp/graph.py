@@ -188,20 +188,15 @@ def _join_columns(parts: list[Tensor], memory: Memory) -> Tensor:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether x is made of rows that stand anywhere, two axes or three."""
-    return ops.takes(x) and x.dim() in (2, 3) and x.numel() > 0 and x.stride(-1) == 1
+    """Whether x is a matrix, or made of rows whose elements stand side by side, on two axes."""
+    return ops.takes(x) and x.numel() > 0 and (x.dim() == 2 or (x.dim() == 3 and x.stride(2) == 1))
 
 
 def _contiguous(x: Tensor, memory: Memory) -> Tensor:
     y = memory.empty(x.new_empty(x.shape))
-    blocks = x if x.dim() == 3 else x[:, None]
-    sizes = (
-        *blocks.shape[:2],
-        blocks.shape[2] * x.itemsize,
-        blocks.stride(0) * x.itemsize,
-        blocks.stride(1) * x.itemsize,
-    )
-    ops.op("norm", "copy_blocks")(x, y, *sizes)
+    blocks = x if x.dim() == 3 else x[:, None] if x.stride(1) == 1 else x[:, :, None]
+    width, block, row = (count * x.itemsize for count in (blocks.shape[2], *blocks.stride()[:2]))
+    ops.op("norm", "copy_blocks")(x, y, *blocks.shape[:2], width, block, row)
     return y
 
 

@@ -91,8 +91,18 @@ def typed(source: str, name: str, dtype: torch.dtype) -> Op:
 
 @functools.cache
 def libraries() -> dict[str, ctypes.CDLL]:
-    """Raises CompileError."""
-    return compiler.load_all(sorted(compiler.SOURCES), compiler.isas()[0])
+    """For the best instruction set that a compiler here knows, too. Raises the last one's CompileError."""
+    refused = list[compiler.CompileError]()
+    for isa in compiler.isas():
+        try:
+            found = compiler.load_all(sorted(compiler.SOURCES), isa)
+        except compiler.CompileError as error:
+            refused.append(error)
+        else:
+            for one in refused:
+                log.warning("kernels are compiled for %s: %s", isa, one)
+            return found
+    raise refused[-1]
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 // Tile registers of AMX: up to 16 rows of 64 bytes, and dot products of one's rows with another's columns. Included
 // after simd.h. TILES is defined where there are any.
 //
-// With EMULATED_TILES plain C++ does the same, on processors without AMX: tests compare all that stands around the tiles.
+// With EMULATED_TILES plain C++ does the same, on processors without AMX: tests compare all that stands around the tiles,
+// and it traps where processors do, on tiles whose shapes do not fit.
 
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
 #define TILES 1
@@ -16,7 +17,10 @@ struct TileShapes {
     uint16_t bytes[16] = {};
     uint8_t rows[16] = {};
 
-    void set(int tile, int of_rows, int of_bytes) { rows[tile] = of_rows, bytes[tile] = of_bytes; }
+    void set(int tile, int of_rows, int of_bytes) {
+        if (of_rows > 16 || of_bytes > 64) __builtin_trap();
+        rows[tile] = of_rows, bytes[tile] = of_bytes;
+    }
 };
 
 #if defined(EMULATED_TILES)
@@ -40,7 +44,13 @@ template <int TILE> INLINE void tile_store(void* to, int64_t pitch) {
     for (int i = 0; i < emulated.shapes.rows[TILE]; i++)
         memcpy((char*)to + i * pitch, emulated.data[TILE][i], emulated.shapes.bytes[TILE]);
 }
+// C [m, n] += A [m, k] B [k, n]: rows are counted, and fours of bytes in them.
+template <int C, int A, int B> INLINE void tiles_fit() {
+    const TileShapes& of = emulated.shapes;
+    if (of.rows[A] != of.rows[C] || of.rows[B] * 4 != of.bytes[A] || of.bytes[B] != of.bytes[C]) __builtin_trap();
+}
 template <int C, int A, int B> INLINE void tile_dot_su() {
+    tiles_fit<C, A, B>();
     for (int m = 0; m < emulated.shapes.rows[C]; m++)
         for (int n = 0; n < emulated.shapes.bytes[C] / 4; n++) {
             int32_t& sum = ((int32_t*)emulated.data[C][m])[n];
@@ -49,6 +59,7 @@ template <int C, int A, int B> INLINE void tile_dot_su() {
         }
 }
 template <int C, int A, int B> INLINE void tile_dot_bf16() {
+    tiles_fit<C, A, B>();
     for (int m = 0; m < emulated.shapes.rows[C]; m++)
         for (int n = 0; n < emulated.shapes.bytes[C] / 4; n++) {
             float& sum = ((float*)emulated.data[C][m])[n];

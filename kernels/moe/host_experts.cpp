@@ -118,7 +118,7 @@ void gather_halves(const Gather& a, int part, int parts) {
 
 // y [place, outputs] of x [place, inputs] by each place's expert, of plain weights.
 struct Grouped {
-    const void *x, *paired;  // paired: x as pair_rows makes it
+    const void *x, *paired;  // paired: x as pair_rows makes it; null: tiles are not used
     void* y;
     const void* stack;  // [weights, outputs, inputs]
     const int64_t* at;  // [experts] each one's weight in `stack`
@@ -163,7 +163,7 @@ template <typename Out> INLINE bool grouped_by_tiles(const Grouped&, const Linea
 #if defined(TILES)
 template <typename Out>
 INLINE bool grouped_by_tiles(const Grouped& a, const Linear& one, int64_t e, int part, int parts, const bf16*) {
-    if (!tiles_take(one.rows, a.inputs)) return false;
+    if (!a.paired || !tiles_take(one.rows, a.inputs)) return false;
     tiled<Out>(one, (const bf16*)a.paired + paired_at(a.starts, e, a.inputs), part, parts);
     return true;
 }

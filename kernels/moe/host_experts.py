@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
+from ..cpp.scratch import Scratch
 from ..gemm.linear import gated_linear, linear
 from ..quantized.stack import Stack
-from . import quantized_cpu
+from . import experts_cpu
 from .moe import UNBIASED, Biases, Matrices, matrix
 
 SOURCE = "host_experts"
-TILE = 16  # rows of a tile of AMX, as in gemm_tiles.h
 
 
 class Experts(NamedTuple):
@@ -45,6 +45,7 @@ class HostPairs:
         self._place = torch.full((ids.numel(),), -1, dtype=torch.int32)
         self._made = torch.empty(0)
         self._buffers: tuple[Tensor, ...] = ()
+        self._scratch = Scratch(len(x))
 
     def add(self, stack: Experts, at: Tensor, count: int) -> None:
         """Compute the pairs of some experts, once each. at: [E] int64 each expert's index in `stack`; -1: it is not
@@ -80,10 +81,20 @@ class HostPairs:
         return (
             (ops.op(SOURCE, "place_pairs"), (self.ids, at, *places)),
             (ops.op(SOURCE, gather), (self.x, rows, pair, starts, experts, k, row)),
-            *_linear("experts_up", rows, stack.w13, at, starts, self.biases.up, both, mine),
+            *self._linear("experts_up", rows, stack.w13, at, self.biases.up, both, mine),
             (act, (both[mine], inner[mine], mine.stop - mine.start, outputs // 2)),
-            *_linear("experts_down", inner, stack.w2, at, starts, self.biases.down, self._made, mine),
+            *self._linear("experts_down", inner, stack.w2, at, self.biases.down, self._made, mine),
         )
+
+    def _linear(
+        self, name: str, x: Tensor, stack: Matrices, at: Tensor, bias: Tensor | None, y: Tensor, rows: slice
+    ) -> ops.Calls:
+        """Operations that make y [pairs, O] of x [pairs, I], by each place's expert."""
+        starts, scratch = self._buffers[0], self._scratch
+        if isinstance(stack, Tensor):
+            return experts_cpu.plain_linear(name, x, stack, at, starts, bias, y, scratch)
+        assert isinstance(stack, Stack), "`computes` was not asked"
+        return experts_cpu.linear(x, stack, (len(at), stack.shape[1]), starts, bias, y, scratch, at, rows)
 
     def _add_plainly(self, stack: Experts, at: Tensor) -> None:
         """By torch: of dtypes and formats that C++ has no operations for, and where it does not compile."""
@@ -130,23 +141,5 @@ def host_biases(biases: Biases) -> Biases:
 
 def computes(x: Tensor, stack: Experts) -> bool:
     """Whether C++ has operations for all of this."""
-    there = all(isinstance(one, Tensor) or quantized_cpu.multiplies(one) for one in stack)
+    there = all(isinstance(one, Tensor) or experts_cpu.multiplies(one) for one in stack)
     return there and ops.takes(x.new_empty(0, dtype=computed_in(x.dtype)))
-
-
-def _linear(
-    name: str, x: Tensor, stack: Matrices, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, rows: slice
-) -> ops.Calls:
-    """Operations that make y [pairs, O] of x [pairs, I], by each place's expert."""
-    _, outputs, inputs = stack.shape
-    if isinstance(stack, Tensor):
-        calls: ops.Calls = ()
-        paired = None
-        if x.dtype == torch.bfloat16 and ops.has(SOURCE, "pair_rows"):  # by tiles
-            paired = x.new_empty(len(x) // TILE + len(at) + 1, TILE * inputs)
-            calls = ((ops.op(SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
-        of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
-        one = ops.op(SOURCE, "experts_f16") if stack.dtype == torch.float16 else ops.typed(SOURCE, name, x.dtype)
-        return *calls, (one, of)
-    assert isinstance(stack, Stack), "`computes` was not asked"
-    return quantized_cpu.linear(x, stack, (len(at), outputs), starts, bias, y, at, rows)

@@ -19,7 +19,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import expert_gemm, quantized_cpu, quantized_cuda
+from . import dequantized, expert_gemm, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
@@ -99,23 +99,57 @@ def fused_experts(
     or quantised. biases: added to what either matrix makes. held: which experts w13 and w2 are, where they are not all;
     then ids are below held.total, e = ids[t, j] - held.first, and the sum is over j with 0 <= e < E.
     """
+    return summed(expert_terms(x, ids, weights, w13, w2, act, biases, held), ids)
+
+
+def expert_terms(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Matrices,
+    w2: Matrices,
+    act: str = "silu",
+    biases: Biases = UNBIASED,
+    held: Held | None = None,
+) -> Tensor:
+    """[T, n, H], whose sum over n is what `fused_experts` makes of the same: n is k where kernels leave each token's
+    pairs apart, for whoever adds them to something else, or 1."""
     if not x.is_cuda:
-        return experts_cpu(x, ids, weights, w13, w2, act, biases, held)
+        return on_cpu(x, ids, weights, w13, w2, act, biases, held).unsqueeze(1)
     x = x.contiguous()
     if len(x) == 0:
-        return torch.empty_like(x)
+        return torch.empty_like(x).unsqueeze(1)
     if isinstance(w13, Stack) and isinstance(w2, Stack) and quantized_cuda.supports(x, w13, w2):
-        return in_pieces(x, ids, weights, w13, w2, act, biases, held)
+        most = dequantized.LEAST_PAIRS * (held.total if held else w13.shape[0])
+        way = in_pieces if ids.numel() <= most else grouped
+        return apart(way(x, ids, weights, w13, w2, act, biases, held=held), ids, held)
     w13, w2 = plain(w13, x.dtype), plain(w2, x.dtype)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in biases):
-        return grouped(x, ids, weights, w13, w2, act, biases, held=held)
+        return apart(grouped(x, ids, weights, w13, w2, act, biases, held=held), ids, held)
     # A rank with a part of the experts has about as large a part of the pairs, so that its pairs per expert are these.
     pairs, experts = ids.numel(), held.total if held else len(w13)
     if pairs <= min(GEMV_PAIRS, experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
-        return expert_gemv(x, ids, weights, w13, w2, act, held)
+        return expert_gemv(x, ids, weights, w13, w2, act, held).unsqueeze(1)
     if pairs <= expert_gemm.MOST_PAIRS * experts and expert_gemm.supports(x, w13, w2):
-        return pipelined(x, ids, weights, w13, w2, act, held=held)
-    return grouped(x, ids, weights, w13, w2, act, held=held)
+        return apart(pipelined(x, ids, weights, w13, w2, act, held=held), ids, held)
+    return apart(grouped(x, ids, weights, w13, w2, act, held=held), ids, held)
+
+
+def apart(pairs: Tensor, ids: Tensor, held: Held | None) -> Tensor:
+    """Pairs [T * k, H] as terms [T, k, H]; where some are not held, and so undefined, as one [T, 1, H]."""
+    return combine(pairs, ids, held).unsqueeze(1) if held else pairs.view(*ids.shape, pairs.shape[1])
+
+
+def summed(terms: Tensor, ids: Tensor) -> Tensor:
+    """[T, H] of `expert_terms`."""
+    return terms.squeeze(1) if terms.shape[1] == 1 else combine(terms.flatten(0, 1), ids)
+
+
+def combine(pairs: Tensor, ids: Tensor, held: Held | None = None) -> Tensor:
+    """[T, H]: the sums of each token's pairs, of [T * k, H]; of those alone whose experts are held."""
+    from . import moe_triton
+
+    return moe_triton.combine(pairs, ids, held.ids if held else None)
 
 
 def fused_experts_reference(
@@ -166,7 +200,7 @@ def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
     return local
 
 
-def experts_cpu(
+def on_cpu(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -177,8 +211,8 @@ def experts_cpu(
     held: Held | None = None,
 ) -> Tensor:
     """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
-    if isinstance(w13, Stack) and isinstance(w2, Stack) and quantized_cpu.supports(x, ids, w13, w2):
-        return quantized_cpu.experts(x, ids.contiguous(), weights.contiguous(), w13, w2, act, biases, held)
+    if experts_cpu.supports(x, ids, w13, w2):
+        return experts_cpu.experts(x, ids.contiguous(), weights.contiguous(), w13, w2, act, biases, held)
     k, experts = ids.shape[1], w13.shape[0]
     local = _local(ids, experts, held)
     order = local.argsort(stable=True)
@@ -230,7 +264,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    borders = {*list(TILINGS)[:-1], *expert_gemm.ROWS, expert_gemm.MOST_PAIRS}
+    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS}
     return [1, min(GEMV_PAIRS, experts // GEMV_SHARE) // k + 1] + [most * experts // k + 1 for most in sorted(borders)]
 
 
@@ -284,16 +318,12 @@ def pipelined(
     outputs: tuple[int, int] | None = None,
     held: Held | None = None,
 ) -> Tensor:
-    """Grouped GEMMs of few pairs per expert, where `expert_gemm` takes them. outputs: of an item of both GEMMs; chosen
-    unless given."""
-    from . import moe_triton
-
+    """[T * k, H], each token's pairs apart: grouped GEMMs of few pairs per expert, where `expert_gemm` takes them.
+    outputs: of an item of both GEMMs; chosen unless given."""
     outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
-    rows = expert_gemm.choose_rows(ids.numel(), held.total if held else len(w13))
-    groups = group(ids, len(w13), rows, held)
-    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(rows, outputs[0]))
-    y = expert_gemm.expert_down(h, w2, groups, ItemConfig(rows, outputs[1]))
-    return moe_triton.combine(y, ids, held.ids if held else None)
+    groups = group(ids, len(w13), expert_gemm.ROWS, held)
+    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0]))
+    return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
 
 
 def in_pieces(
@@ -307,34 +337,40 @@ def in_pieces(
     held: Held | None = None,
     tiles: int = 0,
 ) -> Tensor:
-    """Of quantised weights, where `quantized_cuda` takes them. tiles: of 8 rows; chosen unless given."""
-    from . import moe_triton
-
+    """`pipelined` of quantised weights, where `quantized_cuda` takes them. tiles: of 8 rows; chosen unless given."""
     experts = w13.shape[0]
     tiles = tiles or quantized_cuda.choose_tiles(ids.numel(), held.total if held else experts)
     groups = group(ids, experts, 8 * tiles, held)
     h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, tiles, biases.up)
-    y = quantized_cuda.expert_down(h, weights, w2, groups, tiles, biases.down)
-    return moe_triton.combine(y, ids, held.ids if held else None)
+    return quantized_cuda.expert_down(h, weights, w2, groups, tiles, biases.down)
 
 
 def grouped(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Plain,
-    w2: Plain,
+    w13: Matrices,
+    w2: Matrices,
     act: str = "silu",
     biases: Biases = UNBIASED,
     tiles: Tiling | None = None,
     held: Held | None = None,
 ) -> Tensor:
-    """Grouped GEMMs over pairs sorted by expert. tiles: chosen unless given."""
+    """`pipelined` of any number of pairs, by Triton; what is packed becomes plain some experts at a time. tiles: chosen
+    unless given."""
     from . import moe_triton
 
     experts = w13.shape[0]
     tiles = tiles or tiling(ids.numel(), held.total if held else experts, x.dtype)
     groups = group(ids, experts, tiles.up.rows, held)
-    h = moe_triton.expert_up(x, ids, weights, w13, groups, ACTIVATIONS.index(act), tiles.up, biases.up)
-    y = moe_triton.expert_down(h, w2, groups, tiles.down, weights, biases.down)
-    return moe_triton.combine(y, ids, held.ids if held else None)
+    number, dtype = ACTIVATIONS.index(act), x.dtype
+    h, y = x.new_empty(ids.numel(), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
+    dequantized.by_parts(
+        w13, groups, biases.up, dtype,
+        lambda some, mine, bias: moe_triton.expert_up(x, ids, weights, some, mine, number, tiles.up, bias, h),
+    )  # fmt: skip
+    dequantized.by_parts(
+        w2, groups, biases.down, dtype,
+        lambda some, mine, bias: moe_triton.expert_down(h, some, mine, tiles.down, weights, bias, y),
+    )  # fmt: skip
+    return y

@@ -154,11 +154,12 @@ def expert_up(
     groups: Groups,
     act: int,
     cut: TileConfig,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up. bias [E, 2 I]: added before."""
+    bias: Tensor | None,
+    h: Tensor,
+) -> None:
+    """Fill h [pairs, I], in the order of the groups: the pairs' weights * act(gate) * up. bias [E, 2 I]: added
+    before."""
     hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, _overlaps(x)
-    h = x.new_empty(ids.numel(), inner)
     codes, scales, kind, unit = stored(w13)
     grid = (len(groups.tile_expert) * triton.cdiv(inner, cut.outputs),)
     expert_up_kernel[grid](
@@ -166,7 +167,6 @@ def expert_up(
         cut.outputs, cut.inputs, kind, unit, bias is not None, _precision(x), overlap,
         num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
-    return h
 
 
 def expert_down(
@@ -174,20 +174,20 @@ def expert_down(
     w2: Tensor | Floats,
     groups: Groups,
     cut: TileConfig,
-    weights: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """[pairs, H], in the pairs' own order, of what `expert_up` makes. bias [E, H]: added, times the pairs' weights."""
+    weights: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+) -> None:
+    """Fill y [pairs, H], in the pairs' own order, of what `expert_up` makes. bias [E, H]: added, times the pairs'
+    weights."""
     (hidden, inner), overlap = w2.shape[1:], _overlaps(h)
-    y = h.new_empty(len(h), hidden)
     codes, scales, kind, unit = stored(w2)
     grid = (len(groups.tile_expert) * triton.cdiv(hidden, cut.outputs),)
     expert_down_kernel[grid](
-        h, codes, scales, h if bias is None else bias, *groups, h if weights is None else weights, y, hidden, inner,
+        h, codes, scales, h if bias is None else bias, *groups, weights, y, hidden, inner,
         cut.rows, cut.outputs, cut.inputs, kind, unit, bias is not None, _precision(h), overlap,
         num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
-    return y
 
 
 def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 // Which TOP of EXPERTS each token goes to, and with which weights: a router's GEMM, scores and top-k.
 //
-// `route` is one kernel for all of it: a warp multiplies one expert's row of the router with R tokens, and the block
-// that is the last of these tokens' chooses. `choose` does the second half alone, of logits that a GEMM has made.
-// Everything is computed in f32.
+// `route` is one kernel for all of it: blocks multiply experts' rows of the router with R tokens, and the block that is the
+// last of these tokens' chooses. `choose` does the second half alone, of logits that a GEMM has made. Everything is
+// computed in f32.
 
 constexpr int V = 8;  // elements of one access
 constexpr int PER = (EXPERTS + 31) / 32;  // experts of a lane
@@ -115,13 +115,17 @@ __device__ inline void choose_experts(const float* logits, const float* bias, in
     ids[lane] = id, weights[lane] = mine * scale;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-route(const T* x, const T* router, const float* bias, float* logits, int* ids, float* weights, int* arrived, int rows,
-      float scale) {
+#include "mma.cuh"
+
+// How many experts a block has. Of few tokens a warp has one, and lanes share its inputs; of R tokens tensor cores have 16
+// experts, and warps share the inputs.
+constexpr bool MATMUL = R == 8;
+constexpr int OF_BLOCK = MATMUL ? 16 : WARPS;
+
+// logits of the block's experts and of tokens first to first + R - 1, by a warp for one expert.
+__device__ inline void multiply(const T* x, const T* router, float* logits, int rows, int first) {
     constexpr int STEPS = (HIDDEN / V + 31) / 32, AHEAD = STEPS < 8 ? STEPS : 8;
-    __shared__ bool last;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int expert = blockIdx.x * WARPS + warp, first = blockIdx.y * R;
+    const int lane = threadIdx.x % 32, expert = blockIdx.x * OF_BLOCK + threadIdx.x / 32;
     const uint4* row = (const uint4*)(router + (long long)min(expert, EXPERTS - 1) * HIDDEN) + lane;
     uint4 ring[AHEAD];
 #pragma unroll
@@ -158,6 +162,61 @@ route(const T* x, const T* router, const float* bias, float* logits, int* ids, f
         float total = warp_sum(sums[r]);
         if (lane == 0 && expert < EXPERTS && first + r < rows) logits[(long long)(first + r) * EXPERTS + expert] = total;
     }
+}
+
+// The same by tensor cores. A lane loads 8 elements side by side of experts lane / 4 and 8 below, and of token lane / 4: for
+// two matmuls of 16 inputs, whose order means nothing to a sum.
+__device__ inline void multiply_tiles(const T* x, const T* router, float* logits, int rows, int first) {
+    constexpr int STEPS = (HIDDEN + 32 * WARPS - 1) / (32 * WARPS), AHEAD = STEPS < 4 ? STEPS : 4;
+    __shared__ float parts[WARPS][R][OF_BLOCK + 1];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, expert = blockIdx.x * OF_BLOCK;
+    const T* const upper = router + (long long)min(expert + group, EXPERTS - 1) * HIDDEN;
+    const T* const lower = router + (long long)min(expert + group + 8, EXPERTS - 1) * HIDDEN;
+    const T* const token = x + (long long)min(first + group, rows - 1) * HIDDEN;
+    auto load = [&](const T* from, int step) {
+        const int at = (step * WARPS + warp) * 32 + lane % 4 * V;
+        return at < HIDDEN ? *(const uint4*)(from + at) : uint4{0, 0, 0, 0};
+    };
+    uint4 above[AHEAD], below[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) above[u] = load(upper, u), below[u] = load(lower, u);
+    grid_wait();
+    launch_dependents();
+    float sums[4] = {};
+#pragma unroll
+    for (int s = 0; s < STEPS; s += AHEAD) {
+        uint4 of_x[AHEAD];
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) of_x[u] = load(token, s + u);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if (s + u >= STEPS) break;
+            const uint4 a = above[u], b = below[u];
+            if (s + AHEAD + u < STEPS) above[u] = load(upper, s + AHEAD + u), below[u] = load(lower, s + AHEAD + u);
+            mma<T>(sums, {a.x, b.x, a.y, b.y}, of_x[u].x, of_x[u].y);
+            mma<T>(sums, {a.z, b.z, a.w, b.w}, of_x[u].z, of_x[u].w);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) parts[warp][lane % 4 * 2 + i % 2][group + i / 2 * 8] = sums[i];
+    __syncthreads();
+    if (threadIdx.x >= R * OF_BLOCK) return;
+    const int r = threadIdx.x / OF_BLOCK, e = threadIdx.x % OF_BLOCK;
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) total += parts[w][r][e];
+    if (expert + e < EXPERTS && first + r < rows) logits[(long long)(first + r) * EXPERTS + expert + e] = total;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+route(const T* x, const T* router, const float* bias, float* logits, int* ids, float* weights, int* arrived, int rows,
+      float scale) {
+    __shared__ bool last;
+    const int warp = threadIdx.x / 32, first = blockIdx.y * R;
+    if constexpr (MATMUL)
+        multiply_tiles(x, router, logits, rows, first);
+    else
+        multiply(x, router, logits, rows, first);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {

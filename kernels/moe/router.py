@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import jit
+from ..cpp import ops
 
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
-SHARED_ROWS = 8  # tokens that a warp multiplies with one row of the router at once
+CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
+ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
+TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
@@ -41,6 +44,8 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) 
     """
     if supports(weight, params):
         return route_cuda(x, weight, bias, params)
+    if supports_cpu(x, weight):
+        return route_cpu(x, weight, bias, params)
     return route_reference(x, weight, bias, params)
 
 
@@ -60,6 +65,27 @@ def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: Rout
     if params.normalise:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + (1e-20 if params.scoring == "sigmoid" else 0))
     return ids.int(), chosen * params.scale
+
+
+def supports_cpu(x: Tensor, weight: Tensor) -> bool:
+    """Whether `route_cpu` takes this step and router."""
+    rows = 0 < len(x) <= CPU_ROWS and x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
+    return rows and len(weight) <= ROUTE_EXPERTS and ops.takes(x)
+
+
+def route_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
+    """In C++."""
+    rows, experts, top = len(x), len(weight), params.top_k
+    logits = torch.empty(rows, experts, dtype=torch.float32)
+    ids, weights = torch.empty(rows, top, dtype=torch.int32), torch.empty(rows, top, dtype=torch.float32)
+    added, correction = bias if params.biased else None, bias if params.corrected else None
+    choice = rows, experts, top, int(params.scoring == "sigmoid"), int(params.normalise)
+    groups = params.groups, params.top_groups, params.group_top
+    ops.run(
+        (ops.typed("route_cpu", "logits", x.dtype), (x, weight, added, logits, rows, *weight.shape, x.stride(0))),
+        (ops.op("route_cpu", "choose"), (logits, correction, ids, weights, *choice, *groups, float(params.scale))),
+    )
+    return ids, weights
 
 
 def supports(weight: Tensor, params: RouterParams) -> bool:
@@ -88,10 +114,10 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
         kernel = jit.kernel("route", "choose", x.dtype, **sizes(1, experts, hidden, params, bias is not None))
         kernel((-(-rows // WARPS), 1, 1), WARPS * 32, logits, of_bias, ids, weights, rows, float(params.scale))
         return ids, weights
-    together = next(n for n in (1, 2, 4, SHARED_ROWS) if rows <= n or n == SHARED_ROWS)
+    together = next(n for n in (1, 2, 4, TILE) if rows <= n or n == TILE)
     kernel = jit.kernel("route", "route", x.dtype, **sizes(together, experts, hidden, params, bias is not None))
     arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
-    grid = -(-experts // WARPS), -(-rows // together), 1
+    grid = -(-experts // (16 if together == TILE else WARPS)), -(-rows // together), 1
     kernel(grid, WARPS * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
     return ids, weights
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
@@ -34,6 +35,15 @@ def add_rms_norm(
     if other is not None:
         x = x + other
     return add_rms_norm_reference(x, residual, weight, eps)
+
+
+def sum_add_rms_norm(
+    terms: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of the sum of terms [T, n, H] over n, which is made in f32 and rounded."""
+    if terms.is_cuda:
+        return sum_add_rms_norm_cuda(terms, residual, weight, eps, other)
+    return add_rms_norm(terms.float().sum(1).to(terms.dtype), residual, weight, eps, other)
 
 
 def norm_add_norm(
@@ -96,6 +106,17 @@ def add_rms_norm_cuda(
     return x, residual
 
 
+def sum_add_rms_norm_cuda(
+    terms: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    assert terms.is_contiguous() and residual.is_contiguous() and (other is None or other.is_contiguous())
+    y = torch.empty_like(residual)
+    added = [residual] if other is None else [residual, other]
+    kernel, threads = _kernel("sum_add_rms_norm", [terms, weight, y, *added], parts=len(added), terms=terms.shape[1])
+    kernel((len(terms), 1, 1), threads, terms, added[-1], residual, weight, y, eps)
+    return y, residual
+
+
 def norm_add_norm_cuda(
     x: Tensor, post_weight: Tensor, post_eps: float, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -106,10 +127,12 @@ def norm_add_norm_cuda(
     return x, residual
 
 
-def _kernel(name: str, vectors: list[Tensor], *strides: int, parts: int = 1) -> tuple[jit.Kernel, int]:
-    """For rows of the first one's last axis, and its threads per row. parts: that are added to the residual."""
+def _kernel(name: str, vectors: list[Tensor], *strides: int, parts: int = 1, terms: int = 1) -> tuple[jit.Kernel, int]:
+    """For rows of the first one's last axis, and its threads per row. parts: that are added to the residual, of which
+    the first one is the sum of so many terms."""
     x, *_ = vectors
     size = x.shape[-1]
     vector = min(jit.vector(y, size, *strides) for y in vectors)
     threads = min(max(-(-size // vector // 32) * 32, 32), 512)
-    return jit.kernel("norm", name, x.dtype, N=size, V=vector, THREADS=threads, PARTS=parts), threads
+    sizes = dict(N=size, V=vector, THREADS=threads, PARTS=parts, TERMS=terms)
+    return jit.kernel("norm", name, x.dtype, **sizes), threads

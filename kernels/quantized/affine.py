@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, int4_cpu, int4_cuda, panels, pieces_cuda, q8_0, q8_0_cpu
+from . import blocks_cpu, int4_cpu, int4_cuda, panels, pieces_cuda, q8_0, q8_0_cpu, target
 from .q8_0_cpu import GROUP as UNIT  # inputs that a group has a multiple of
 
 TINY = 2.0**-25  # by which a scale may be rounded: f16's, of numbers below 2^-14
@@ -36,13 +36,13 @@ Packed = Affine | int4_cpu.Packed | q8_0.Packed
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = False) -> Packed:
-    """What `linear` likes best on their device. stored_zeros: where all are in the middle, too."""
+    """What `linear` likes best on the device that reads it. stored_zeros: where all are in the middle, too."""
     (outputs, inputs), groups = codes.shape, scales.shape[1]
     if not codes.numel() or ((scales - scales.to(torch.float16).float()).abs() > TINY).any():
         return Affine(codes, scales, zeros)
     few = codes.max() < 16 and zeros.min() >= 0 and zeros.max() <= int4_cuda.MOST_ZERO
     if few and inputs % int4_cuda.INPUTS == 0:  # on CPUs as well: what is in host memory may go to a GPU
-        if codes.is_cuda:
+        if target.of(codes) == "cuda":
             return int4_cuda.pack(codes, scales, zeros, stored_zeros)
         if blocks_cpu.takes(codes.contiguous()):
             return int4_cpu.pack(codes, scales, zeros, stored_zeros)

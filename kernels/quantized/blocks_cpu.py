@@ -13,11 +13,13 @@ from torch.nn.functional import pad
 
 from ..activation.activation import gated_activation
 from ..cpp import ops
+from ..cpp.scratch import Scratch
+from . import target
 
 MOST_ROWS = 64
 BLOCK = 16  # outputs that lie together, as in blocks.h
 RUN = 32  # inputs that lie together
-DIGITS = {torch.float32: 124, torch.bfloat16: 92}  # bytes of a run of a row in digits, as in digits.h
+RUN_BYTES = {torch.float32: 124, torch.bfloat16: 92}  # of a row in digits, with its Sums, as in digits.h
 
 
 class Blocks(NamedTuple):
@@ -33,8 +35,9 @@ class Blocks(NamedTuple):
 
 
 def takes(x: Tensor) -> bool:
-    """Whether operations read x [O, I], weights or codes."""
-    return x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
+    """Whether operations will read what is packed of x [O, I], weights or codes. `target` says on which device that
+    is. x itself may still lie on a GPU: whether operations may read it now, `ops.takes` says."""
+    return target.of(x) == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
 
 
 def supports(x: Tensor) -> bool:
@@ -57,13 +60,13 @@ def blocked(numbers: Tensor, width: int) -> Tensor:
     return pad(numbers, (0, 0, 0, -len(numbers) % BLOCK)).view(-1, BLOCK, width)
 
 
-def _digits(x: Tensor, inputs: int) -> Tensor:
-    return x.new_empty(len(x), inputs // RUN * DIGITS[x.dtype], dtype=torch.uint8)
+def _digits(x: Tensor, inputs: int, scratch: Scratch) -> Tensor:
+    return scratch.empty(x, (len(x), inputs // RUN * RUN_BYTES[x.dtype]), torch.uint8)
 
 
 def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """[T, O], or gated [T, O / 2], where it supports; sums are f32."""
-    y, digits = x.new_empty(len(x), of.outputs), _digits(x, of.inputs)
+    y, digits = x.new_empty(len(x), of.outputs), _digits(x, of.inputs, Scratch(len(x)))
     sizes = (len(x), of.inputs, of.outputs, x.stride(0), of.super, of.zero)
     ops.run(
         (ops.typed("digits_cpu", "split", x.dtype), (x, digits, len(x), of.inputs, x.stride(0))),
@@ -74,13 +77,13 @@ def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) ->
 
 def experts(
     x: Tensor, of: Blocks, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
-    at: Tensor | None = None, rows: slice = slice(None),
+    scratch: Scratch, at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. of: the weights [O, I] of all
     experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
     bias [experts, O]. at int64 [experts]: which of the stack's weights is each one's, where it is not its own number.
     rows: of x, that are multiplied."""
-    (count, outputs), digits, mine = sizes, _digits(x, of.inputs), x[rows]
+    (count, outputs), digits, mine = sizes, _digits(x, of.inputs, scratch), x[rows]
     told = count, of.inputs, outputs, x.stride(0), of.super, of.zero
     return (
         (ops.typed("digits_cpu", "split", x.dtype), (mine, digits[rows], len(mine), of.inputs, x.stride(0))),

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..cpp import ops
+from ..cpp.scratch import Scratch
+from . import target
 
 SOURCE = "e4m3_cpu"
 MOST_ROWS = 64
@@ -36,7 +38,7 @@ class Packed(NamedTuple):
 
 def takes(codes: Tensor, unit: int) -> bool:
     """Whether operations read codes [O, I], of which `unit` inputs share a scale."""
-    if codes.device.type != "cpu" or not codes.numel() or unit % STEP or not ops.available():
+    if target.of(codes) != "cpu" or not codes.numel() or unit % STEP or not ops.available():
         return False
     return not bool(((codes & NAN) == NAN).any())  # read as f16, they would be numbers
 
@@ -67,26 +69,26 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """[T, O], where it supports; sums are f32."""
     rows, (inputs, outputs) = len(x), (packed.inputs, packed.outputs)
     y = x.new_empty(rows, outputs)
-    wide, calls = _widened(x)
+    wide, calls = _widened(x, Scratch(rows))
     of_weight = (packed.codes, packed.scales, bias, y, rows, inputs, outputs, wide.stride(0), packed.unit)
     ops.run(*calls, (ops.typed(SOURCE, "e4m3_linear", x.dtype), (wide, *of_weight)))
     return y
 
 
-def _widened(x: Tensor, rows: slice = slice(None)) -> tuple[Tensor, ops.Calls]:
+def _widened(x: Tensor, scratch: Scratch, rows: slice = slice(None)) -> tuple[Tensor, ops.Calls]:
     """x in f32, and the operations that make these rows of it."""
     if x.dtype == torch.float32:
         return x, ()
-    wide = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    wide = scratch.empty(x, tuple(x.shape), torch.float32)
     return wide, ((ops.op(SOURCE, "e4m3_widen"), (x[rows], wide[rows], len(x[rows]), x.shape[1], x.stride(0))),)
 
 
 def experts(
     x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
-    at: Tensor | None = None, rows: slice = slice(None),
+    scratch: Scratch, at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
-    """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `q8_0_cpu.experts` does."""
-    wide, calls = _widened(x, rows)
+    """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `blocks_cpu.experts` does."""
+    wide, calls = _widened(x, scratch, rows)
     count, outputs = sizes
     of = wide, stack.codes, stack.scales, bias, ends, at, y, count, stack.inputs, outputs, wide.stride(0), stack.unit
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gated_activation
 from ..device import DeviceCaps
-from . import e4m3_cpu, e4m3_cuda, e4m3_wgmma, panels, pieces_cuda
+from . import e4m3_cpu, e4m3_cuda, e4m3_wgmma, panels, pieces_cuda, target
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -65,7 +65,7 @@ def pack_linear(plain: Floats) -> Packed:
     """A weight [O, I] of e4m3 as `linear` likes it best on its device."""
     if e4m3_cpu.takes(plain.codes, plain.unit):
         return e4m3_cpu.pack(plain.codes, plain.scales)
-    if not plain.codes.is_cuda or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
+    if target.of(plain.codes) != "cuda" or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
     packed = e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // e4m3_cuda.GROUP, 1))
     return packed._replace(unit=plain.unit)

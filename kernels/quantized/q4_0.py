@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import jit
 from ..cpp import ops
 from ..device import DeviceCaps
-from . import affine, block_bits, int4_cuda, super_blocks, super_blocks_cpu
+from . import affine, block_bits, int4_cuda, super_blocks, super_blocks_cpu, target
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
@@ -44,8 +44,8 @@ def from_blocks(blocks: Tensor) -> tuple[Tensor]:
 
 
 def pack(blocks: Tensor) -> Packed:
-    """What `linear` likes best on the blocks' device."""
-    if not blocks.is_cuda and not _as_int4(blocks.shape[1] // FORM.bytes * GROUP):
+    """What `linear` likes best on the device that reads it (target.py)."""
+    if target.of(blocks) != "cuda" and not _as_int4(blocks.shape[1] // FORM.bytes * GROUP):
         return super_blocks.pack(blocks, FORM, decode)
     codes, factors, ones, _ = decode(blocks.contiguous().view(len(blocks), -1, FORM.bytes))
     return affine.pack(codes, factors[..., 0].float(), FORM.zero * ones.short())

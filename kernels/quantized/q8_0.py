@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, panels, pieces_cuda, q8_0_cpu, q8_0_cuda
+from . import blocks_cpu, panels, pieces_cuda, q8_0_cpu, q8_0_cuda, target
 from .q8_0_cpu import GROUP
 
 BITS = 8.5  # of a weight with its share of the scale
@@ -43,7 +43,7 @@ def encode(weight: Tensor) -> Encoded:
     codes = weight.new_empty(outputs, inputs, dtype=torch.int8)
     scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float16)
     rows = max(1, CHUNK // max(inputs, 1))
-    compiled = weight.dtype in ops.SUFFIXES and q8_0_cpu.takes(weight)
+    compiled = ops.takes(weight) and weight.is_contiguous() and weight.numel() > 0
     for first in range(0, outputs, rows):
         part = slice(first, first + rows)
         codes[part], scales[part] = (q8_0_cpu.encode if compiled else encode_reference)(weight[part])
@@ -89,8 +89,8 @@ def kept_bits(inputs: int, device: torch.device) -> float:
 
 
 def pack(codes: Tensor, scales: Tensor) -> Packed:
-    """What `linear` likes best on their device."""
-    if codes.is_cuda:
+    """What `linear` likes best on the device that reads it (target.py)."""
+    if target.of(codes) == "cuda":
         return q8_0_cuda.pack(codes, scales)
     return q8_0_cpu.pack(codes, scales) if q8_0_cpu.takes(codes) else Encoded(codes, scales)
 

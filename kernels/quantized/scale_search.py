@@ -21,6 +21,10 @@ def with_minima(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
         scales, minima = groups.new_empty(2, *groups.shape[:-1])
         ops.op("scale_search", "scale_search")(groups, scales, minima, scales.numel(), groups.shape[-1], most, STEPS)
         return scales, minima
+    if groups.is_cuda and groups.numel() > 0:
+        from . import scale_search_triton
+
+        return scale_search_triton.with_minima(groups.contiguous(), most, STEPS)
     return with_minima_reference(groups, most)
 
 
@@ -30,6 +34,10 @@ def signed(groups: Tensor, most: int) -> Tensor:
         scales = groups.new_empty(groups.shape[:-1])
         ops.op("scale_search", "scale_search")(groups, scales, None, scales.numel(), groups.shape[-1], most, STEPS)
         return scales
+    if groups.is_cuda and groups.numel() > 0:
+        from . import scale_search_triton
+
+        return scale_search_triton.signed(groups.contiguous(), most, STEPS)
     return signed_reference(groups, most)
 
 

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import host_memory
+from . import target
+
 BLOCK = 16  # outputs that packed forms keep together
-Encoded = Callable[[int], Sequence[Tensor]]  # an expert's encoded tensors, [O, ...] each
+Encoded = Callable[[int], Sequence[Tensor]]  # the encoded tensors of the next n experts, [n * O, ...] each
 
 
 class Codec(Protocol):
@@ -48,9 +51,13 @@ class Stack(NamedTuple):
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """All weights [E, O, I], contiguous."""
-        experts, outputs, inputs = self.shape
+        return self.some(0, self.shape[0], dtype)
+
+    def some(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Experts first to last: [last - first, O, I], contiguous."""
+        _, outputs, inputs = self.shape
         room = padded(outputs)
-        whole = self.codec.dequantize(self.packed, dtype, 0, experts * room).view(experts, room, inputs)
+        whole = self.codec.dequantize(self.packed, dtype, first * room, last * room).view(-1, room, inputs)
         return whole[:, :outputs].contiguous()
 
 
@@ -59,37 +66,74 @@ def padded(outputs: int) -> int:
     return -(-outputs // BLOCK) * BLOCK
 
 
-def stack(codec: Codec, encoded: Encoded, shape: tuple[int, int, int]) -> Stack:
-    """Packs one expert after the other, so that no more than one is there twice."""
+def stack(
+    codec: Codec, encoded: Encoded, shape: tuple[int, int, int], at_once: int = 1, in_host: bool = False
+) -> Stack:
+    """Packs so many experts after the others, the last perhaps fewer, so that no more of them are there twice.
+
+    encoded: of the i-th of these parts, from 0 on. in_host: the stack is for CPUs, in host memory, whatever the device
+    that encodes and packs; pinned, where that is a GPU.
+    """
     for form in getattr(codec, "FORMS", (codec.pack,)):
-        packed = _packed(form, encoded, shape)
+        packed = _packed(form, encoded, shape, at_once, in_host)
         if packed is not None:
             return Stack(codec, packed, shape)
     raise ValueError(f"{codec} packs the weights of {shape[0]} experts into several forms")
 
 
-def _packed(form: Callable[..., Any], encoded: Encoded, shape: tuple[int, int, int]) -> Any:
+def _packed(
+    form: Callable[..., Any], encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool
+) -> Any:
     """None: not all experts' weights have one form."""
     made: Any = None
     room: list[Any] = []
-    for index in range(shape[0]):
-        one = form(*(_filled(x, padded(shape[1])) for x in encoded(index)))
+    experts, room_of_one = shape[0], padded(shape[1])
+    for first in range(0, experts, at_once):
+        count = min(at_once, experts - first)
+        filled = [_filled(x, count, room_of_one) for x in encoded(first // at_once)]
+        with target.packed_for("cpu" if in_host else ""):
+            whole = form(*filled)
+        one = type(whole)(*(x.unflatten(0, (count, -1)) if isinstance(x, Tensor) else x for x in whole))
+        if "outputs" in one._fields:
+            one = one._replace(outputs=room_of_one)
         if made is None:
             made = one
-            room = [x.new_empty(shape[0], *x.shape) if isinstance(x, Tensor) else x for x in one]
+            room = [_room(x, experts, in_host) if isinstance(x, Tensor) else x for x in one]
         if not _alike(one, made):
+            _wait(made, in_host)
             return None
         for to, x in zip(room, one, strict=True):
             if isinstance(x, Tensor):
-                to[index] = x
-    whole = type(made)(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in room))
-    return whole._replace(outputs=shape[0] * padded(shape[1])) if "outputs" in whole._fields else whole
+                to[first : first + count].copy_(x, non_blocking=True)
+    _wait(made, in_host)
+    stacked = type(made)(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in room))
+    return stacked._replace(outputs=experts * room_of_one) if "outputs" in stacked._fields else stacked
 
 
-def _filled(x: Tensor, outputs: int) -> Tensor:
-    return pad(x, (*(0,) * (2 * x.dim() - 1), outputs - len(x))) if len(x) < outputs else x
+def _room(x: Tensor, experts: int, in_host: bool) -> Tensor:
+    """Memory for all experts' tensors like x [n, ...]."""
+    shape = experts, *x.shape[1:]
+    return host_memory.zeros(shape, x.dtype, pin=True) if in_host and x.is_cuda else x.new_empty(shape)
+
+
+def _wait(made: Any, in_host: bool) -> None:
+    """Until copies from a GPU to the host are done."""
+    if in_host and any(isinstance(x, Tensor) and x.is_cuda for x in made):
+        torch.cuda.synchronize()
+
+
+def _filled(x: Tensor, count: int, outputs: int) -> Tensor:
+    """x [count * O, ...] → [count * outputs, ...]."""
+    more = count * outputs - len(x)
+    if not more:
+        return x
+    each = x.unflatten(0, (count, -1))
+    return pad(each, (*(0,) * (2 * x.dim() - 1), more // count)).flatten(0, 1)
 
 
 def _alike(one: Any, other: Any) -> bool:
+    """Whether experts of both look alike, [n, ...] each."""
+    if type(one) is not type(other):
+        return False
     pairs = zip(one, other, strict=False)
-    return type(one) is type(other) and all(a.shape == b.shape if isinstance(a, Tensor) else a == b for a, b in pairs)
+    return all(a.shape[1:] == b.shape[1:] if isinstance(a, Tensor) else a == b for a, b in pairs)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import blocks_cpu, panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda
+from . import blocks_cpu, panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda, target
 from .super_blocks_form import Form
 
-CHUNK = 1 << 22  # elements that are decoded or encoded at once: what that takes is small beside a matrix
+CHUNK = 1 << 23  # elements that are decoded or encoded at once: what that takes is small beside a matrix
 CPU_CHUNK = 1 << 18  # that CPUs encode at once: they stay in a cache
 
 
@@ -82,9 +82,12 @@ def spanned(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(blocks: Tensor, form: Form, decode: Callable[[Tensor], Decoded]) -> Packed:
-    """What `linear` likes best on the blocks' device. decode: of super-blocks, uint8 [..., form.bytes]."""
+    """What `linear` likes best on the device that reads it (target.py).
+
+    decode: of super-blocks, uint8 [..., form.bytes].
+    """
     outputs, inputs = len(blocks), blocks.shape[1] // form.bytes * form.super
-    if blocks.is_cuda and super_blocks_cuda.takes(inputs, form):
+    if target.of(blocks) == "cuda" and super_blocks_cuda.takes(inputs, form):
         layout = super_blocks_cuda.layout(form)
         parts = [super_blocks_cuda.pack(*one, form) for one in _decoded(blocks, form, decode)]
         return pieces_cuda.Packed(torch.cat(parts), outputs, layout)

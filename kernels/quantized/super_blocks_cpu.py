@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu
+from . import blocks_cpu, target
 from .blocks_cpu import BLOCK, MOST_ROWS, RUN
 from .super_blocks_form import Form
 
@@ -40,7 +40,7 @@ def available() -> bool:
 
 
 def takes(blocks: Tensor) -> bool:
-    return blocks.device.type == "cpu" and blocks.numel() > 0 and ops.available()
+    return target.of(blocks) == "cpu" and blocks.numel() > 0 and ops.available()
 
 
 def super_bytes(form: Form) -> int:

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from .gated_delta import DeltaSizes, Gates, Rows
 
 CHANNELS = 64  # of a program of the convolution
-VALUES = 32  # columns of a state that one program takes through a sequence
+# Columns of a state that one program takes through a sequence, and the program's warps, in f32 and in 16 bits. Four
+# warps would get wgmma on Hopper for 16-bit GEMMs of so many rows. There ptxas 12.8, which Triton 3.6 has, takes
+# registers of other meaning for descriptors: "an illegal memory access was encountered". Two warps get mma.sync.
+STATE_F32, STATE_16_BITS = (32, 8), (16, 2)
+SYSTEM_WARPS = 8  # with four, there are too few registers, and the same happens
 VARYING = "decodes", "factors_row"  # from step to step: kernels are not compiled anew for multiples of 16
 BLOCK = 16  # rows of a diagonal block of the system, which is inverted row by row; a chunk has four
 
@@ -104,7 +108,8 @@ def delta_chunks(
     table = chunk_table(batch)  # of those of one token, too: one chunk each
     key, value = (triton.next_power_of_2(max(n, 16)) for n in (sizes.key_dim, sizes.value_dim))
     exact = qkv.dtype == torch.float32
-    precision, warps = ("tf32x3", 8) if exact else ("tf32", 4)  # three GEMMs of TF32 are about as exact as one of f32
+    precision = "tf32x3" if exact else "tf32"  # three GEMMs of TF32 are about as exact as one of f32
+    columns, warps = STATE_F32 if exact else STATE_16_BITS
 
     def scratch(*shape: int, dtype: torch.dtype = qkv.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=qkv.device)
@@ -116,9 +121,9 @@ def delta_chunks(
     system_kernel[len(table) - decodes, heads](
         qkv, b, a, gates.A_log, gates.dt_bias, batch.query_starts, table, u, w, within, factors, decodes,
         qkv.stride(0), b.stride(0), a.stride(0), factors.stride(0), eps, sizes.key_dim**-0.5,
-        *shape, value, CHUNK, BLOCK, precision, num_warps=warps, num_stages=1,
+        *shape, value, CHUNK, BLOCK, precision, num_warps=SYSTEM_WARPS, num_stages=1,
     )  # fmt: skip
-    columns = min(VALUES, value)
+    columns = min(columns, value)
     state_kernel[len(batch.query_lens) - decodes, heads, triton.cdiv(sizes.value_dim, columns)](
         qkv, u, w, within, factors, batch.rows, batch.lengths, batch.query_starts, state, out, decodes,
         qkv.stride(0), factors.stride(0), *shape, columns, CHUNK, precision, num_warps=warps, num_stages=1,

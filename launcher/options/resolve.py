@@ -172,6 +172,8 @@ def model_path(options: Options, place: RankPlace | None = None) -> str:
             "needed",
             USAGE,
         )
+    if path.suffix == ".gguf" and not path.is_dir():
+        raise FatalError(f"model {options.model!r}: there is no such file on {mpi_env.hostname()}", USAGE)
     if not path.is_dir():
         if hf_hub.is_id(options.model):
             return hf_hub.model(options.model, waiting=_waiting(place))

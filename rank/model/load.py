@@ -14,7 +14,7 @@ import torch
 from ...comm.base import HostComm
 from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
-from ...errors import USAGE, FatalError
+from ...errors import USAGE, FatalError, HostMemoryError, first_line, lacks_memory
 from .. import filesystems
 from ..checkpoint_files import directory, is_gguf, read_index
 from ..gguf import checkpoint, mixes
@@ -104,8 +104,10 @@ def load(
         _fill_together(model, mesh.world, source, partial(_fill, source, parts, filler, progress))
         model.rope.to(device)
         _attach(model, mesh.world)
-    except torch.OutOfMemoryError as error:
-        raise load_memory.too_large(need, str(error).partition(". ")[0], device) from None
+    except Exception as error:
+        if isinstance(error, HostMemoryError) or not lacks_memory(error):
+            raise
+        raise load_memory.too_large(need, f"memory ran out ({first_line(error).rstrip('.')})") from error
     _finish(model, DTYPES[chosen])
     return model.eval()
 
@@ -159,6 +161,7 @@ def _attach(model: Model, world: HostComm) -> None:
     """Prepare what is in host memory, once it is there. Collective over world."""
     told = []
     if model.offload is not None:  # on all ranks or none
+        world.barrier()  # striped loading ends on one rank before the others have filled their parts of what they share
         load_memory.together(world, model.offload.pin)  # they measure at the same time, and no rank pins meanwhile
         told.append(model.offload.attach())
     if model.layer_offload is not None:

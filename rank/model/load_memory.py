@@ -8,7 +8,7 @@ import torch
 
 from ...comm.base import HostComm
 from ...comm.mesh import Mesh
-from ...errors import MEMORY, FatalError
+from ...errors import MEMORY, FatalError, lacks_memory
 from .base import Model
 from .experts.fused import FusedExperts
 from .experts.node_copy import sharers
@@ -41,14 +41,21 @@ def place(
         offload = model.offload = Offload(fused, experts, dtype, device)
         host = offload.host_bytes // sharers
         need = offload.resident_bytes + (host if device.type == "cpu" else 0)
-        read = max((one.plain_bytes(stored) for one in model.sharded_modules() if one.in_host), default=0)
-        host_room = left_of_host(host + read, "experts", device, host_room)
+        there, here = (_read(model, stored, packed_there) for packed_there in (True, False))
+        need -= min(there, offload.resident_bytes)  # resident sets get memory when nothing is read any more
+        host_room = left_of_host(host + here, "experts", device, host_room)
     if layers:
         whole = {int(index): layer for index, layer in model.model.layers.items()}
         parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
         need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
     return need, host_room
+
+
+def _read(model: Model, stored: torch.dtype, packed_there: bool) -> int:
+    """The most bytes that are read but not yet encoded of a module in host memory, on the device or on the host."""
+    some = (one for one in model.sharded_modules() if one.in_host and one.packed_there == packed_there)
+    return max((one.plain_bytes(stored) for one in some), default=0)
 
 
 def place_together(
@@ -83,9 +90,13 @@ def place_together(
         offload.share(group)
 
     def again() -> int:
-        if offload.sharers < several:  # they cannot map each other's memory
-            left_of_host(offload.host_bytes, "experts", device, host_room)
-        return need
+        if offload.sharers == several:
+            return need
+        left_of_host(offload.host_bytes, "experts", device, host_room)  # they cannot map each other's memory
+        more = offload.host_bytes - offload.host_bytes // several if device.type == "cpu" else 0
+        if more:
+            check(need + more, room, source, None, device)
+        return need + more
 
     return together(mesh.world, again)
 
@@ -101,7 +112,9 @@ def together(world: HostComm, work: Callable[[], int]) -> int:
     stop: Exception | None = None
     try:
         made = work()
-    except (FatalError, MemoryError, torch.OutOfMemoryError) as error:
+    except Exception as error:
+        if not (isinstance(error, FatalError) or lacks_memory(error)):
+            raise
         stop = error
     refused = int(world.all_reduce(torch.tensor([int(stop is not None)])))
     if stop is not None:
@@ -122,7 +135,8 @@ def weight_memory(
     encoded."""
 
     def plain_bytes(module: ShardedModule) -> int:
-        return 0 if module.in_host and device.type == "cuda" else module.plain_bytes(stored)
+        here = module.in_host and not module.packed_there and device.type == "cuda"
+        return 0 if here else module.plain_bytes(stored)
 
     kept = sum(module.kept_bytes(dtype, device) for module in modules if not module.shared and not module.in_host)
     if isinstance(source, Striped):
@@ -130,10 +144,9 @@ def weight_memory(
     return kept + max(map(plain_bytes, modules), default=0)
 
 
-def too_large(need: int, text: str, device: torch.device) -> FatalError:
-    where = "on its GPU" if device.type == "cuda" else "for it"
+def too_large(need: int, text: str) -> FatalError:
     return FatalError(
-        f"this rank's weights take {need / 1e9:.2f} GB, but {where} {text}: use more ranks (--tp, --pp), a narrower "
+        f"this rank's weights take {need / 1e9:.2f} GB, but {text}: use more ranks (--tp, --pp), a narrower "
         "--dtype or --isq; `phalanx fit` shows what fits",
         MEMORY,
     )
@@ -145,7 +158,8 @@ def check(
     """Raise FatalError where the weights do not fit, or what brings them: without that the kernel would kill the rank
     while it loads. room, host_room: free bytes of the device and of a GPU's host; None: unlimited."""
     if room is not None and need > room:
-        raise too_large(need, f"{room / 1e9:.2f} GB are free", device)
+        where = "on its GPU" if device.type == "cuda" else "for it"
+        raise too_large(need, f"{where} {room / 1e9:.2f} GB are free")
     left = room - need if device.type == "cpu" and room is not None else host_room
     if isinstance(source, Striped) and left is not None and source.buffers > left:
         raise FatalError(

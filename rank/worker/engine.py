@@ -272,14 +272,17 @@ class Engine:
         given = options.mem * kv_cache.MIB or int(fraction * max(0, free - peak))
         memory = self._together(lambda: kv_cache.less_states(given, states, max_num_seqs))
         longest = -(-model.max_model_len // block_size)
+        asked = bool(options.max_model_len)
         wanted, snapshots = max_num_seqs * longest, 0
         if options.prefix_cache:
-            snapshots = kv_cache.num_snapshots(place.world, state, memory, longest * block_bytes, max_num_seqs)
+            first = longest * block_bytes
+            if first > memory and not asked:
+                first = 0  # the longest sequence is shortened to what fits: beside snapshots too
+            snapshots = kv_cache.num_snapshots(place.world, state, memory, first, max_num_seqs)
             memory -= snapshots * state
         if options.mem and block_bytes:
             wanted = memory // block_bytes
         blocks = kv_cache.num_blocks(place.world, block_bytes, wanted, memory)
-        asked = bool(options.max_model_len)
         max_model_len = self._together(lambda: kv_cache.fit_length(blocks, block_size, model.max_model_len, asked))
         why = f"--mem {options.mem}" if options.mem else f"{fraction:g} of the free memory, at most what can be used"
         self._say(
@@ -302,7 +305,10 @@ class Engine:
         if not int(self.place.world.all_gather(torch.tensor([int(here)])).max()):
             return asked, asked
         if asked and not snapshots:
-            self._say("no prefix cache: there is no memory for snapshots of states; raise --mem or --kv-fraction")
+            self._say(
+                "no prefix cache: there is no memory for snapshots of states; lower --max-num-seqs or "
+                "--max-model-len, or raise --mem or --kv-fraction"
+            )
         if asked and options.kvcache_mem_cpu:
             self._say("--kvcache-mem-cpu is not used: this model's states are on the device alone")
         return asked and snapshots > 0, False

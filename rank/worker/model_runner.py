@@ -230,6 +230,7 @@ class ModelRunner:
         torch.cuda.synchronize()  # the main thread's CUDA stream: weights, the cache
         torch.cuda.set_stream(step_stream(self.device))
         self.watch.begin("choosing kernels")
+        self._snapshots.compile()
         chosen = autotune.tune(gemms(self.model, len(self.state.length)))
         custom_allreduce.agree_on_tuning(self.mesh.tensor)
         if chosen and self.mesh.world.rank == 0:

@@ -30,7 +30,7 @@ def fake(path: Path, engine: str, start: float, ms: float, end: str = "") -> str
 
 
 def run(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, compare.__file__, *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, compare.__file__, *words], capture_output=True, text=True, timeout=150)
 
 
 def test_both_engines_by_turns(tmp_path):

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from phalanx.benchmarks import host_tier, offline
+from phalanx.rank import protocol
 
 FLAGS = "--config tiny --device cpu --sequences 6 --prompt 64 --new 64 --conversations 4 --turns 2 --first 96"
 
@@ -23,6 +25,25 @@ def test_a_run():
     assert without["preemptions"] > 0 and tier["preemptions"] > 0 and not without["host_stores"]
     used = "--kvcache-mem-cpu is not used" not in done.stderr  # a machine that is busy may measure slow copies
     assert (talked["host_stores"] > 0) == (talked["host_loads"] > 0) == used
+
+
+class AllCached(host_tier.Load):
+    """Each prompt is in the cache, and answered at once."""
+
+    def _send(self, ids, new, conversation):
+        self._open[str(conversation)] = host_tier.Turn(conversation, 0.0, 1.0, len(ids), [1] * new)
+
+    def _step(self):
+        done, self._open = list(self._open.values()), {}
+        return done
+
+
+def test_the_cached_share_is_of_prompts(monkeypatch):
+    lines = []
+    monkeypatch.setattr(host_tier.step, "say", lambda **line: lines.append(line))
+    sizes = dict(sequences=0, prompt=0, new=0, conversations=3, turns=2, first=8, question=4, answer=2, at_once=2)
+    AllCached(host_tier.Ask(**sizes), SimpleNamespace(stats=protocol.Stats), 100)._talk()
+    assert [line["cached"] for line in lines if line["what"] == "turn"] == [1, 1]
 
 
 @pytest.mark.parametrize("name, dtype, want", [("llama3-8b", "bf16", 131072), ("tiny", "f32", 8192)])

@@ -56,6 +56,7 @@ def tiled(monkeypatch):
         found = libraries(VECTORS) | (libraries(isa, *TILED) if isa != VECTORS else {})
         monkeypatch.setattr(ops, "libraries", lambda: found)
         ops.op.cache_clear()
+        assert ops.has("host_experts", "pair_rows") == (isa != VECTORS), "compiled with tiles, or without"
 
     yield use
     ops.op.cache_clear()

@@ -61,8 +61,8 @@ INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 V2_ROUTER = RouterParams(6, normalise=False, scale=16.0, groups=8, top_groups=3, group_top=1)
 V3_ROUTER = RouterParams(8, "sigmoid", corrected=True, scale=2.5, groups=8, top_groups=4)
 PROGRAMS = [
-    ("norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2)),
-    ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1)),
+    ("norm", dict(T=torch.bfloat16, N=2048, V=8, THREADS=256, PARTS=2, TERMS=8)),
+    ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, TERMS=1)),
     ("layer_norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2, WEIGHT=1, BIAS=1)),
     ("layer_norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, WEIGHT=0, BIAS=0)),
     ("layer_norm", dict(T=torch.float16, N=64, V=8, THREADS=32, PARTS=1, WEIGHT=1, BIAS=0)),
@@ -220,10 +220,10 @@ PROGRAMS = [
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu"))),
     ("expert_gemv", dict(T=torch.float16, **moe.gemv_sizes(2880, 1440, 3, "gelu"))),
     ("expert_gemv", dict(T=torch.bfloat16, **moe.gemv_sizes(2048, 768, 8, "silu", part=True))),
-    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(8, 64)))),
-    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(8, 128)))),
-    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(32, 128)))),
-    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(16, 64)))),
+    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(64)))),
+    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(128)))),
+    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(64)))),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

@@ -176,7 +176,8 @@ def compile_launch(kernel, args, options, arch: int):
             signature[parameter.name] = "*" + types[x.dtype]
         else:
             signature[parameter.name] = "fp32" if isinstance(x, float) else "i32"
-        if isinstance(x, torch.Tensor) or (isinstance(x, int) and not parameter.is_constexpr and x % 16 == 0):
+        told = not parameter.is_constexpr and not parameter.do_not_specialize
+        if isinstance(x, torch.Tensor) or (told and isinstance(x, int) and x % 16 == 0):
             aligned[i,] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -176,11 +176,12 @@ def test_served(answers, expected, layout, name):
     count, known = LAYOUTS[layout].count, LAYOUTS[layout].known
     found, want = answers(layout, name), expected(name)
     assert max(len(set(tokens)) for tokens in found.tokens) >= 8, f"{name}: its text would not show an error"
-    assert found.chunks > 0 and found.preemptions > 0, f"{layout}, {name}: {found}"
+    assert found.chunks > 0 and found.preemptions > 0, f"{layout}, {name}: {found.chunks}, {found.preemptions}"
     if RECURRENT in SERVED[name] | SERVED[name].get("text_config", {}):
-        assert found.cached >= LENGTH // 16 * 16, f"{layout}, {name}: {found}"  # its first prompt's state snapshot
+        # A state snapshot of its first prompt; which of them are left depends on who was preempted in between.
+        assert found.cached >= (LENGTH // 16 * 16 if layout == "short" else 16), f"{layout}, {name}: {found.cached}"
     else:
-        assert found.cached >= LENGTH, f"{layout}, {name}: {found}"
+        assert found.cached >= LENGTH, f"{layout}, {name}: {found.cached}"
     for i, prompt in enumerate(PROMPTS):
         check(f"{layout}, {name}, prompt {i}", want, prompt, found.tokens[i], count)
     start = PROMPTS[-1] + found.tokens[-1][:known]

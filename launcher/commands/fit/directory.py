@@ -28,6 +28,8 @@ def find(model: str) -> Found:
         return Found(path.absolute(), checkpoint.name(path), str(path))
     if path.is_dir():
         return Found(path, path.resolve().name, str(path))
+    if path.suffix == ".gguf":
+        raise errors.FatalError(f"model {model!r}: there is no such file", errors.USAGE)
     if not hf_hub.is_id(model):
         raise errors.FatalError(f"model {model!r}: there is no such directory", errors.USAGE)
     return Found(_from_hub(model), model.rpartition("/")[2], model)

@@ -11,6 +11,7 @@ from ..metadata import Metadata
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Factors on rope frequencies: config.json has them.
 UNREAD = {"rope_freqs": "", "rope_factors_long": "", "rope_factors_short": ""}
+SIGMOID = 2  # of expert_gating_func
 CORRECTION = {"exp_probs_b.bias": "e_score_correction_bias"}  # ends of the tensors that correct a choice of experts
 
 
@@ -150,6 +151,20 @@ def expert_keys(raw: dict[str, Any]) -> dict[str, Any]:
     return inner | {
         "expert_count": raw.get("num_experts") or raw["num_local_experts"],
         "expert_used_count": raw["num_experts_per_tok"],
+    }
+
+
+def routed_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of models with shared experts, and layers before the first that has experts."""
+    return {
+        "expert_count": raw["n_routed_experts"],
+        "expert_used_count": raw["num_experts_per_tok"],
+        "expert_feed_forward_length": raw["moe_intermediate_size"],
+        "expert_shared_count": raw.get("n_shared_experts") or 1,
+        "expert_group_count": raw.get("n_group") or 1,
+        "expert_group_used_count": raw.get("topk_group") or 1,
+        "leading_dense_block_count": raw.get("first_k_dense_replace") or 0,
+        "expert_weights_scale": float(raw.get("routed_scaling_factor") or 1.0),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import CORRECTION, DECODER, EXPERTS, SHARED_EXPERTS, experts, layer
+from ._common import CORRECTION, DECODER, EXPERTS, SHARED_EXPERTS, SIGMOID, experts, layer, routed_keys
 from ._common import config as common
 
 TENSORS = (
@@ -29,7 +29,7 @@ TENSORS = (
     )
 )
 ENDINGS = CORRECTION
-SIGMOID = 2  # of expert_gating_func
+WRITES = "deepseek_v2", "deepseek_v3", "kimi_k2"  # in the older form
 # Groups of experts and how many of them a token visits, of models whose older files do not say so: by their experts.
 GROUPS = {160: (8, 3), 256: (8, 4)}
 
@@ -90,3 +90,22 @@ def _rope(m: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
         mscale = round(10 * m.number("rope.scaling.yarn_log_multiplier"), 6)
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
     return rope
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    rotated, rope = raw["qk_rope_head_dim"], raw["rope_parameters"]
+    found = routed_keys(raw) | {
+        "attention.key_length": raw["qk_nope_head_dim"] + rotated,
+        "attention.value_length": raw["v_head_dim"],
+        "attention.kv_lora_rank": raw["kv_lora_rank"],
+        "rope.dimension_count": rotated,
+        "expert_gating_func": SIGMOID if raw["scoring_func"] == "sigmoid" else 1,
+        "expert_weights_norm": bool(raw["norm_topk_prob"]),
+    }
+    if raw["topk_method"] == "greedy":
+        found |= {"expert_group_count": 1, "expert_group_used_count": 1}
+    if raw.get("q_lora_rank"):
+        found["attention.q_lora_rank"] = raw["q_lora_rank"]
+    if rope.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return found

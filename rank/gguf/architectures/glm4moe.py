@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from ._common import CORRECTION, DECODER, EXPERTS, QK_NORM, SHARED_EXPERTS, experts, layer
+from ._common import CORRECTION, DECODER, EXPERTS, QK_NORM, SHARED_EXPERTS, SIGMOID, experts, layer, routed_keys
 from ._common import config as common
 
 TENSORS = (
@@ -43,15 +43,7 @@ def config(m: Metadata) -> dict[str, Any]:
 
 
 def keys(raw: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "expert_count": raw["n_routed_experts"],
-        "expert_used_count": raw["num_experts_per_tok"],
-        "expert_feed_forward_length": raw["moe_intermediate_size"],
-        "expert_shared_count": raw.get("n_shared_experts") or 1,
-        "expert_group_count": raw.get("n_group") or 1,
-        "expert_group_used_count": raw.get("topk_group") or 1,
-        "leading_dense_block_count": raw.get("first_k_dense_replace") or 0,
-        "expert_weights_scale": float(raw.get("routed_scaling_factor") or 1.0),
+    return routed_keys(raw) | {
+        "expert_gating_func": SIGMOID,
         "expert_weights_norm": bool(raw.get("norm_topk_prob", True)),
-        "expert_gating_func": 2,  # a sigmoid
     }

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ....comm.mesh import Mesh
+from ....kernels.activation.activation import scale_by_sigmoid
 from ....kernels.moe.router import RouterParams
 from .. import base
 from ..layers.linear import ColumnParallel
@@ -83,7 +84,7 @@ class SharedMoE(MoE):
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h
         inner = self.shared_expert.gate_up_proj(x)
-        inner *= self.shared_expert_gate(x).float().sigmoid()
+        inner = scale_by_sigmoid(inner, self.shared_expert_gate(x))
         return super().forward(x) + self.shared_expert.down_proj(inner)
 
 

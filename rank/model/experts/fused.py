@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
-from ....kernels.moe.moe import Biases, Held, Matrices, fused_experts, tiling_rows
+from ....kernels.moe.moe import Biases, Held, Matrices, expert_terms, summed, tiling_rows
 from ....kernels.quantized.stack import Stack
 from ..formats import ChooseFormat
 from ..layers.residual import Partial
@@ -226,11 +226,21 @@ class FusedExperts(nn.Module):
 
     def multiply(self, routed: Routed | Pending) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
-        if self.host is not None and isinstance(routed, Pending):
+        if isinstance(routed, Pending):
+            assert self.host is not None
             return self.host.finish(routed)
+        return summed(self._terms(routed), routed.ids)
+
+    def terms_of(self, routed: Routed | Pending) -> Tensor | None:
+        """[T, n, H]: what each token's experts make, apart where kernels leave it so; None: not on GPUs."""
+        if isinstance(routed, Pending) or not routed.x.is_cuda:
+            return None
+        return self._terms(routed)
+
+    def _terms(self, routed: Routed) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         biases = Biases(up.added_bias, down.added_bias)
-        return fused_experts(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held)
+        return expert_terms(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held)
 
     @property
     def num_weights(self) -> int:

@@ -9,7 +9,6 @@ nodes has the pages on those of all these ranks, and no rank ever has more than 
 from __future__ import annotations
 
 import mmap
-import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from ....comm.base import HostComm
-from ....comm.broadcast import gather_bytes
+from ....comm.hosts import name_hosts
 from ....comm.mesh import Mesh
 from ....comm.shm import share
 from ....kernels import host_memory
@@ -33,9 +32,11 @@ def sharers(mesh: Mesh) -> HostComm | None:
     of_replica = mesh.tensor.size * mesh.pipe.size
     if mesh.world.size == of_replica:
         return None
-    hosts = gather_bytes(mesh.world, platform.node().encode())
-    color = hosts.index(hosts[mesh.world.rank]) * of_replica + mesh.world.rank % of_replica
-    group = mesh.world.split(color, mesh.world.rank)
+    group = mesh.groups.get("sharers")
+    if group is None:  # on all ranks
+        hosts = name_hosts(mesh.world)
+        color = hosts.index(hosts[mesh.world.rank]) * of_replica + mesh.world.rank % of_replica
+        group = mesh.groups["sharers"] = mesh.world.split(color, mesh.world.rank)
     return group if group.size > 1 else None
 
 

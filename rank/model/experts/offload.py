@@ -100,6 +100,7 @@ class Offload:
         self._count()
         for one in stacks:
             one.in_host = True
+            one.packed_there = device.type == "cuda" and getattr(one.stored, "packs_for_host", False)
 
     def share(self, group: HostComm) -> None:
         """Before the weights are loaded: these ranks of the node hold the same experts. Collective over the group."""

@@ -17,6 +17,8 @@ from ..formats._packed import PackedPart
 from ..shard import Shard, whole_groups
 from ..weights.slicing import Field, ShardedModule, Source
 
+AT_ONCE = 1 << 23  # elements of experts that are packed at once: of few, launches would take most of the time
+
 
 class ExpertLayout(NamedTuple):
     """How checkpoints hold experts that are stacked in one tensor."""
@@ -37,6 +39,7 @@ class Stacked(Protocol):
     outputs: tuple[Shard, ...]
     layout: ExpertLayout
     model_dtype: torch.dtype
+    in_host: bool
 
     @property
     def width(self) -> int: ...
@@ -63,6 +66,8 @@ class StoredStack(Protocol):
 class StackOfParts:
     """A stack in a format of linears. What makes a linear's part makes each expert's, from its slices of the stack."""
 
+    packs_for_host = True  # on a GPU as well
+
     def __init__(self, make_part: MakePart, layer: Stacked, sources: Sequence[Source]):
         """Raises FatalError where tensor parallelism parts what is stored as one."""
         named = [one._replace(path=one.path.replace("{}", "0")) for one in sources]
@@ -76,11 +81,12 @@ class StackOfParts:
         self.transposed = weights[0].stored and layer.layout.axes == "eio"
         self.fields = tuple(field._replace(axes=axes[field.name]) for field in weights)
 
-    def take(self, layer: Stacked, expert: int) -> None:
-        """Let the part be this expert's."""
+    def take(self, layer: Stacked, first: int, count: int = 1) -> None:
+        """Let the part be this expert's, or of several, whose outputs follow each other."""
         for field in self.fields:
-            one = layer.get_parameter(field.name).data[expert]
-            one = one.t().contiguous() if self.transposed else one
+            some = layer.get_parameter(field.name).data[first : first + count]
+            some = some.mT.contiguous() if self.transposed else some
+            one = some[0] if count == 1 else some.flatten(0, 1)
             setattr(self.part, field.name, nn.Parameter(one, requires_grad=False))
 
     def drop(self) -> None:
@@ -88,13 +94,16 @@ class StackOfParts:
             delattr(self.part, field.name)
 
     def make(self, layer: Stacked) -> Matrices:
-        def encoded(expert: int) -> list[Tensor]:
-            self.take(layer, expert)
-            made = self.part.encoded()
-            return [layer.in_order(x.unsqueeze(0)).squeeze(0) for x in made]
+        shape = experts, outputs, inputs = layer.experts.width, layer.width, layer.inputs.width
+        at_once = max(1, AT_ONCE // max(1, outputs * inputs)) if self.part.rows_apart else 1
 
-        shape = layer.experts.width, layer.width, layer.inputs.width
-        made = stack(cast(Any, self.part.codec), encoded, shape)
+        def encoded(index: int) -> list[Tensor]:
+            count = min(at_once, experts - index * at_once)
+            self.take(layer, index * at_once, count)
+            made = self.part.encoded()
+            return [layer.in_order(x.unflatten(0, (count, -1))).flatten(0, 1) for x in made]
+
+        made = stack(cast(Any, self.part.codec), encoded, shape, at_once, layer.in_host)
         self.drop()
         return made
 
@@ -110,6 +119,8 @@ class StackOfParts:
 class OrderedStack(StackOfParts):
     """Of GPTQ with desc_act, where each expert orders its inputs in another way: they are dequantised when they are
     loaded."""
+
+    packs_for_host = False
 
     def make(self, layer: Stacked) -> Tensor:
         shape = layer.experts.width, layer.width, layer.inputs.width

@@ -38,6 +38,7 @@ class InSitu(PackedPart):
 
     fields = (Field("weight", "oi", stored=True), Field("bias", "o"))
     codec: Encoder
+    rows_apart = True
     smaller_groups = ""  # the format that takes its place where a rank's inputs are not whole groups; none: refused
 
     def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):

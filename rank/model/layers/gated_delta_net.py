@@ -143,7 +143,7 @@ class GroupedDeltaNet(GatedDeltaNet):
         qkvz = self.in_proj_qkvz(h).unflatten(1, (self.heads.width, -1))
         q, k, v, z = (x.flatten(1) for x in qkvz.split([key, key, wide, wide], 2))
         ba = self.in_proj_ba(h).unflatten(1, (self.heads.width, -1))
-        b, a = (x.flatten(1) for x in ba.split(self.each, 2))
+        b, a = (x.flatten(1).contiguous() for x in ba.split(self.each, 2))
         return torch.cat((q, k, v), 1), z, b, a
 
 

@@ -144,6 +144,9 @@ class RowParallel(Linear):
             for part in self.parts:
                 cast(Part, part).adds_bias = False
 
+    def terms_of(self, x: Tensor) -> None:
+        """A linear makes its outputs whole."""
+
     def forward(self, x: Tensor) -> Partial:
         """x: this rank's [T, inputs]. Nothing is multiplied before somebody reads it."""
         return Partial((self, x))

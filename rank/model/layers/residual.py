@@ -16,7 +16,7 @@ from torch import Tensor
 from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
 from ....kernels.gemm import skinny
 from ....kernels.gemm.linear import accumulates
-from ....kernels.norm.norm import norm_add_norm
+from ....kernels.norm.norm import norm_add_norm, sum_add_rms_norm
 
 
 class Norm(Protocol):
@@ -47,6 +47,9 @@ class Summand(Protocol):
     def added_bias(self) -> Tensor | None: ...
 
     def multiply(self, x: Any) -> Tensor: ...
+
+    def terms_of(self, x: Any) -> Tensor | None:
+        """[T, n, H], whose sum over n `multiply` makes, where kernels have such terms; None: they have not."""
 
 
 class Partial:
@@ -99,6 +102,8 @@ class Partial:
         weight, eps = norm.rms_weight, norm.eps
         if weight is None:
             return norm.add_norm(self.sum(), residual)
+        if self.group.size == 1 and (done := self._sum_add_norm(residual, weight, eps)) is not None:
+            return done
         alone = self._local is None and len(self.terms) == 1 and self.scale == 1.0
         if alone and isinstance(self.group, FusedComm):
             ((linear, x),) = self.terms
@@ -107,6 +112,13 @@ class Partial:
                 if done is not None:
                     return done
         return all_reduce_add_norm(self.group, self.local(), residual, weight, eps)
+
+    def _sum_add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """`add_norm` of a lone rank by one kernel that adds up a token's experts, too."""
+        (first, x), *others = self.terms
+        if self._local is not None or self.scale != 1.0 or (terms := first.terms_of(x)) is None:
+            return None
+        return sum_add_rms_norm(terms, residual, weight, eps, Partial(*others).local() if others else None)
 
     def accumulate(self, residual: Tensor) -> bool:
         """Let the GEMM of a lone rank add itself to residual [T, H], where that is faster. Rounded once."""
@@ -213,11 +225,10 @@ class Normed:
         stream, x, by = self.stream, self.stream.pending, self.norm.rms_weight
         if self._value is not None or self._work is not None or not isinstance(x, Partial) or x.group.size > 1:
             return None
-        if by is None:
+        # Asked before the part is made, which the kernel of the norm may add up from its terms.
+        if by is None or not skinny.supports_norm(stream.value, stream.value, by, weight, bias):
             return None
         part = x.local()
-        if not skinny.supports_norm(part, stream.value, by, weight, bias):
-            return None
         stream.pending = None
         y, stream.value = skinny.normed_linear(part, stream.value, by, self.norm.eps, weight, gate, bias)
         return y

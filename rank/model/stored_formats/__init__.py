@@ -66,7 +66,12 @@ def _dynamic(settings: dict[str, Any]) -> list[str]:
         raise FatalError(f"config.json: quantization_config has dynamic {rules!r}, expected an object", MODEL)
     for rule, changes in rules.items():
         if rule.startswith("-:"):
+            _compiled(rule[2:], rule)
             found.append(f"re:{rule[2:]}")
+        elif not isinstance(changes or {}, dict):
+            raise FatalError(
+                f"config.json: quantization_config's dynamic gives {rule} {changes!r}, expected an object", MODEL
+            )
         elif any(settings.get(key) != value for key, value in (changes or {}).items() if key in STORED_BY):
             raise FatalError(
                 f"config.json: quantization_config's dynamic gives modules like {rule} other settings, {changes!r}, "
@@ -76,13 +81,23 @@ def _dynamic(settings: dict[str, Any]) -> list[str]:
     return found
 
 
+def _compiled(pattern: str, rule: str) -> re.Pattern[str]:
+    """rule: as config.json has it."""
+    try:
+        return re.compile(pattern)
+    except re.error as wrong:
+        raise FatalError(
+            f"config.json: quantization_config has the rule {rule}, which is no regular expression: {wrong}", MODEL
+        ) from None
+
+
 def is_among(path: str, patterns: Iterable[str]) -> bool:
     """Whether a list names a module: itself or one that it is in, by the end of its path, where * is any name, or `re:`
     and a pattern."""
     parts = path.split(".")
     for pattern in patterns:
         if pattern.startswith("re:"):
-            if re.match(pattern[3:], path):
+            if _compiled(pattern[3:], pattern).match(path):
                 return True
             continue
         wanted = pattern.rstrip(".").split(".")

@@ -66,6 +66,7 @@ class Blocks(PackedPart):
 
     blocks: Tensor  # uint8 [O, bytes]
     codec: Stored
+    rows_apart = True
 
     def __init__(
         self, codec: Stored, type: str, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]

@@ -79,6 +79,6 @@ class Filler:
             setattr(layer, name, made)
 
     def _zeros(self, layer: ShardedModule, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if layer.in_host:
+        if layer.in_host and not layer.packed_there:
             return host_memory.zeros(shape, dtype, pin=self._device.type == "cuda")
         return torch.zeros(shape, device=self._device, dtype=dtype)

@@ -91,6 +91,7 @@ class ShardedModule(nn.Module):
     inputs: Shard
     experts: Shard  # of modules that stack the weights of several experts
     in_host = False  # its weights stay in the host's memory, whatever the device
+    packed_there = False  # with in_host: read to the device, which packs them for the host
     model_dtype: torch.dtype  # from when its parameters have memory
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:

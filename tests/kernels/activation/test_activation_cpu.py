@@ -7,6 +7,7 @@ from phalanx.kernels.activation.activation import (
     gated_activation,
     gated_activation_reference,
     gated_cpu,
+    scale_by_sigmoid,
     sigmoid_gate,
 )
 from torch.nn.functional import gelu, relu, silu
@@ -65,6 +66,16 @@ def test_sigmoid_gate(isa, threads, called, dtype, shape):
     want = x.float() * gate.float().sigmoid()
     close(sigmoid_gate(x, gate), want, dtype)
     assert called == [f"sigmoid_gate_{'f32' if dtype == torch.float32 else 'bf16'}"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, width", [(1, 1), (3, 33), (16, 64)])
+def test_scale_by_sigmoid(isa, threads, called, dtype, rows, width):
+    x, gate = (torch.randn(rows, width) * 6).to(dtype), (torch.randn(rows, 1) * 6).to(dtype)
+    want = x.float() * gate.float().sigmoid()
+    by_torch = scale_by_sigmoid(x.t().clone().t(), gate)
+    close(scale_by_sigmoid(x, gate), want, dtype)
+    close(by_torch, want, dtype)
 
 
 def test_activate_by_torch(called):

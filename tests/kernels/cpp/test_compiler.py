@@ -121,6 +121,20 @@ def test_broken_compilers_are_named_with_their_words(monkeypatch, tmp_path, foun
     assert "absent" in said and "exit code 3" in said and "sorry 1" in said and "sorry 11" not in said
 
 
+def test_the_next_instruction_set_is_taken_where_a_compiler_is_old(monkeypatch, found_anew, caplog):
+    def load_all(names, isa):
+        if isa == "amx":
+            raise compiler.CompileError("g++: unrecognized command-line option '-mamx-tile'")
+        return {"pool": isa}
+
+    monkeypatch.setattr(compiler, "isas", lambda: ["amx", "avx512", GENERIC])
+    monkeypatch.setattr(compiler, "load_all", load_all)
+    with caplog.at_level("WARNING", "phalanx"):
+        assert ops.available() and ops.libraries() == {"pool": "avx512"}
+    (said,) = caplog.messages
+    assert said == "kernels are compiled for avx512: g++: unrecognized command-line option '-mamx-tile'"
+
+
 def test_a_cache_that_cannot_be_kept(monkeypatch, tmp_path, found_anew, caplog):
     (tmp_path / f"phalanx-kernels-{os.getuid()}").touch()
     with caplog.at_level("WARNING", "phalanx"):

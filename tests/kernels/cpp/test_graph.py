@@ -145,10 +145,10 @@ def test_copies_of_rows(dtype):
 
     def function():
         left, right = x.split([3, 7], 2)
-        return left.contiguous(), right.flatten(1), x[:, 1, :5].contiguous()
+        return left.contiguous(), right.flatten(1), x[:, 1, :5].contiguous(), x[:, 2].t().contiguous()
 
     copies, made, reason = graph.capture(function, graph.Memory())
-    assert made is not None and len(made) == 3, reason
+    assert made is not None and len(made) == 4, reason
     x += 1
     made.replay()
     for got, want in zip(copies, function(), strict=True):

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS
-from phalanx.kernels.moe import moe
+from phalanx.kernels.moe import dequantized, moe
 from phalanx.kernels.moe.moe import Biases, Held, TileConfig, Tiling
-from phalanx.kernels.quantized import floats
+from phalanx.kernels.quantized import floats, q8_0
 from phalanx.kernels.quantized.floats import Floats
+from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
 from ..attention.decoding import mend_interpreter
@@ -26,6 +27,12 @@ class Sizes(NamedTuple):
     hidden: int
     inner: int
     spread: str = "any"  # any; one: all tokens choose the same; few: most experts are empty
+
+
+def summed(pairs: Tensor, given: tuple[Tensor, ...], held: Held | None = None) -> Tensor:
+    """What kernels leave apart, [T * k, H], of what `make` gave them, as `fused_experts` adds it up."""
+    ids = given[1]
+    return moe.summed(moe.apart(pairs, ids, held), ids)
 
 
 # Counts that are no powers of two, one token, empty experts, all tokens to one, sizes that tiles do not divide.
@@ -114,18 +121,19 @@ def main() -> None:
         tiles = tilings[i % 2]
         dtype, bound = dtypes[i // 2 % 2]
         given, act = make(sizes, dtype), acts[i % len(acts)]
-        near(moe.grouped(*given, act, tiles=tiles), moe.fused_experts_reference(*given, act), bound)
+        near(summed(moe.grouped(*given, act, tiles=tiles), given), moe.fused_experts_reference(*given, act), bound)
         dtype, bound = dtypes[1 - i // 2 % 2]
         given, act = make(sizes, dtype), acts[-1 - i % len(acts)]
         added = biases(given)._replace(**{"down": None} if i == 2 else {})
-        got = moe.grouped(*given, act, added, tiles)
+        got = summed(moe.grouped(*given, act, added, tiles), given)
         near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
         held = shares(sizes.experts)[i % 3]
         own = share_of(given, held)
         of_own = Biases(*(None if one is None else one[held.first :][: held.size] for one in added))
-        got = moe.grouped(*own, act, of_own, tiles, held)
+        got = summed(moe.grouped(*own, act, of_own, tiles, held), own, held)
         near(got, moe.fused_experts_reference(*own, act, of_own, held), bound * 4)
     check_quantized(tilings)
+    check_dequantized(tilings[0])
 
 
 def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, tuple[Floats, Floats]]:
@@ -150,8 +158,30 @@ def check_quantized(tilings: list[Tiling]) -> None:
         dtype, bound = [(torch.float32, 2e-5), (torch.float16, 2e-2)][i % 2]
         plain, (up, down) = quantized(make(sizes, dtype), pairs, unit)
         added = biases(plain) if i % 3 == 0 else moe.UNBIASED
-        got = moe.grouped(*plain[:3], up, down, "clamped_swiglu", added, tilings[i % 2])
-        near(got, moe.grouped(*plain, "clamped_swiglu", added, tilings[i % 2]), bound)
+        got = summed(moe.grouped(*plain[:3], up, down, "clamped_swiglu", added, tilings[i % 2]), plain)
+        near(got, summed(moe.grouped(*plain, "clamped_swiglu", added, tilings[i % 2]), plain), bound)
+
+
+def encoded(weight: Tensor) -> Stack:
+    """A stack of weights [E, O, I]."""
+    experts, outputs, inputs = weight.shape
+    return stack(q8_0, lambda e: q8_0.encode(weight[e].nan_to_num(0)), (experts, outputs, inputs))
+
+
+def check_dequantized(tiles: Tiling) -> None:
+    """Packed experts, some at a time, make the bits of plain ones, also where a rank has some of them."""
+    for i, elements in enumerate((1, 3 * 64 * 64, dequantized.AT_ONCE)):
+        dequantized.AT_ONCE = elements
+        given = make(Sizes(20, 3, 7, 64, 32, "few" if i else "any"), torch.float32)
+        added = biases(given._replace(w13=given.w13.nan_to_num(0), w2=given.w2.nan_to_num(0))) if i else moe.UNBIASED
+        held = Held(0, 7, 9) if i == 1 else None
+        up, down = encoded(given.w13), encoded(given.w2)
+        plain = up.plain(torch.float32), down.plain(torch.float32)
+        got, want = (
+            summed(moe.grouped(*given[:3], *both, "silu", added, tiles, held), given, held)
+            for both in ((up, down), plain)
+        )
+        assert torch.equal(got, want)
 
 
 if __name__ == "__main__":

@@ -45,14 +45,12 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, unit, arch
     x, weights = torch.zeros(1, hidden, dtype=dtype), torch.ones(1, k)
     w13, w2 = torch.empty(1, 2 * inner, hidden, dtype=dtype), torch.empty(1, hidden, inner, dtype=dtype)
     groups = moe.group(ids, experts, tiles.up.rows)
+    h, y = x.new_empty(k, inner), x.new_empty(k, hidden)
     up, down = (w.new_empty(w.shape[:2]) if act == 4 else None for w in (w13, w2))
     w13, w2 = (stored(w, unit) if unit else w for w in (w13, w2))
     for kernel, call in (
-        ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up, up)),
-        (
-            "expert_down_kernel",
-            lambda: moe_triton.expert_down(x.new_empty(k, inner), w2, groups, tiles.down, weights, down),
-        ),
+        ("expert_up_kernel", lambda: moe_triton.expert_up(x, ids, weights, w13, groups, act, tiles.up, up, h)),
+        ("expert_down_kernel", lambda: moe_triton.expert_down(h, w2, groups, tiles.down, weights, down, y)),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids)),
         ("combine_kernel", lambda: moe_triton.combine(x.new_empty(k, hidden), ids, range(2, 5))),
     ):

@@ -7,6 +7,8 @@ from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import host_experts
 from phalanx.kernels.moe.host_experts import Experts, HostPairs
 from phalanx.kernels.moe.moe import UNBIASED, Biases, Held, fused_experts_reference
+from phalanx.kernels.quantized import e4m3, gpu_form, q8_0
+from phalanx.kernels.quantized.stack import stack
 
 from ..conftest import TILES, close
 from .cases import CASES, make
@@ -64,3 +66,39 @@ def test_plain_weights_by_tiles(tiled, isa, rows, inner):
     for cuts in (1, 2):
         got = rounds(case, "silu", cuts, biases)
         close(got.bfloat16(), fused_experts_reference(*case, "silu", biases), torch.bfloat16, atol=3e-2)
+
+
+def calls_of(pairs, codec=None):
+    """A layer's operations, and where they read and write, but for its weights."""
+    shapes = (4, 128, 96), (4, 96, 64)
+    w13, w2 = (torch.randn(shape).bfloat16() for shape in shapes)
+    if codec:
+        w13, w2 = (stack(codec, lambda e, one=one: codec.encode(one[e]), one.shape) for one in (w13, w2))
+    layer = Experts(w13, w2)
+    at, out = torch.arange(4), torch.empty(pairs.x.shape)
+    calls = pairs.all_calls(layer, at, out)
+    own = {x.data_ptr() for x in (at, out, *(x for one in layer for x in gpu_form.parts(one).tensors))}
+    used = {x.data_ptr() for _, values in calls for x in values if isinstance(x, torch.Tensor)}
+    return calls, used - own
+
+
+def step_of(tokens):
+    ids = torch.tensor([[0, 1]] * tokens, dtype=torch.int32)
+    return HostPairs(torch.randn(tokens, 96).bfloat16(), ids, torch.rand(tokens, 2), "silu")
+
+
+@pytest.mark.parametrize("isa", TILES)
+def test_layers_share_memory(tiled, isa):
+    tiled(isa)
+    for codec in (None, q8_0, e4m3):
+        pairs = step_of(5)
+        first, second = calls_of(pairs, codec), calls_of(pairs, codec)
+        assert first[1] == second[1], codec
+
+
+@pytest.mark.parametrize("isa", TILES)
+def test_few_tokens_are_not_brought_into_pairs(tiled, isa):
+    tiled(isa)
+    for tokens, times in ((3, 0), (4, 2)):
+        names = [one.name for one, _ in calls_of(step_of(tokens))[0]]
+        assert names.count("pair_rows") == times

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.moe import moe
+from phalanx.kernels.moe import dequantized, moe
 
 from ..interpreter import interpret
 from .cases import CASES, Sizes, biases, make, near, share_of, shares
@@ -93,6 +93,23 @@ def test_every_tiling_is_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
         used = {moe.tiling(n * k, experts, torch.bfloat16) for n in moe.tiling_rows(experts, k)}
         assert used == set(moe.TILINGS.values())
+
+
+@pytest.mark.parametrize("elements, parts", [(1, 7), (600, 4), (10**6, 1)])
+def test_parts_of_experts_have_each_tile_once(monkeypatch, elements, parts):
+    monkeypatch.setattr(dequantized, "AT_ONCE", elements)
+    groups, found = moe.group(make(Sizes(50, 3, 7, 16, 20, "few"), torch.float32).ids, 7, 4), []
+    ranges = list(dequantized.ranges(7, 16, 16))
+    assert len(ranges) == parts and [e for one in ranges for e in range(*one)] == list(range(7))
+    for first, last in ranges:
+        mine = dequantized.part_of(groups, first, last)
+        assert int(mine.tile_expert.max()) < last - first and torch.equal(mine.ends, groups.ends[first : last + 1])
+        found.append(torch.where(mine.tile_expert >= 0, mine.tile_expert + first, 0))
+    assert torch.equal(torch.stack(found).sum(0), groups.tile_expert.clamp(min=0))
+
+
+def test_where_packed_experts_become_plain_is_a_border_of_tiles():
+    assert dequantized.LEAST_PAIRS in moe.TILINGS
 
 
 @pytest.mark.timeout(330)  # a process that other processes may slow down

@@ -10,7 +10,7 @@ from phalanx.kernels.moe.router import RouterParams
 from ...devices import needs_tma, require_gpu
 from ..gpu import poison  # noqa: F401
 from ..programs import V2_ROUTER, V3_ROUTER
-from .cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares
+from .cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares, summed
 
 require_gpu()
 KINDS = [(torch.float32, 3e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)]
@@ -38,7 +38,7 @@ def test_gemv(sizes):
 def test_tiles(tiles, spread, tokens):
     given = make(Sizes(tokens, 4, 20, 512, 384, spread), torch.bfloat16, "cuda")
     want = moe.fused_experts_reference(*given)
-    near(moe.grouped(*given, "silu", tiles=tiles), want, 4e-2)
+    near(summed(moe.grouped(*given, "silu", tiles=tiles), given), want, 4e-2)
 
 
 @pytest.mark.parametrize("sizes", [QWEN, *CASES])
@@ -68,7 +68,7 @@ def test_pipelined(outputs, spread, tokens):
     for dtype, bound in KINDS[1:]:
         given = make(Sizes(tokens, 4, 20, 512, 384, spread), dtype, "cuda")
         assert expert_gemm.supports(given.x, given.w13, given.w2)
-        near(moe.pipelined(*given, "silu", outputs), moe.fused_experts_reference(*given), bound)
+        near(summed(moe.pipelined(*given, "silu", outputs), given), moe.fused_experts_reference(*given), bound)
 
 
 @needs_tma
@@ -76,7 +76,7 @@ def test_pipelined(outputs, spread, tokens):
 def test_pipelined_with_chunks_of_64(hidden, inner):
     given = make(Sizes(11, 4, 20, hidden, inner), torch.bfloat16, "cuda")
     assert expert_gemm.supports(given.x, given.w13, given.w2)
-    near(moe.pipelined(*given), moe.fused_experts_reference(*given), 4e-2)
+    near(summed(moe.pipelined(*given), given), moe.fused_experts_reference(*given), 4e-2)
 
 
 @needs_tma
@@ -84,7 +84,7 @@ def test_pipelined_with_many_items():
     given = make(QWEN._replace(tokens=40), torch.bfloat16, "cuda")
     want = moe.fused_experts_reference(*given)
     for _ in range(20):  # a race would not show each time
-        near(moe.pipelined(*given), want, 4e-2)
+        near(summed(moe.pipelined(*given), given), want, 4e-2)
 
 
 @pytest.mark.parametrize("rows", [16, 128])
@@ -112,12 +112,12 @@ def test_experts_of_one_rank(tokens, spread):
             given = share_of(whole, held)
             want = moe.fused_experts_reference(*given, held=held)
             near(moe.fused_experts(*given, held=held), want, bound)
-            near(moe.grouped(*given, held=held), want, bound)
+            near(summed(moe.grouped(*given, held=held), given, held), want, bound)
             if dtype != torch.float32:
                 assert moe.supports_gemv(given.x, given.ids, given.w13, given.w2)
                 near(moe.expert_gemv(*given, held=held), want, bound)
                 if expert_gemm.supports(given.x, given.w13, given.w2):
-                    near(moe.pipelined(*given, held=held), want, bound)
+                    near(summed(moe.pipelined(*given, held=held), given, held), want, bound)
 
 
 def test_groups_of_one_rank():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.moe import moved_nibbles
-from phalanx.kernels.quantized import gpu_form, q2_k, q4_0, q4_k, q6_k, q8_0
+from phalanx.kernels.quantized import affine, gpu_form, q2_k, q4_0, q4_k, q6_k, q8_0
 from phalanx.kernels.quantized.stack import stack
 
 from ...devices import require_gpu
@@ -11,11 +11,17 @@ from ...devices import require_gpu
 require_gpu()
 
 
-@pytest.mark.parametrize("codec", [q2_k, q4_0, q4_k, q6_k, q8_0], ids=lambda one: one.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "codec", [q2_k, q4_0, q4_k, q6_k, q8_0, affine], ids=lambda one: one.__name__.rpartition(".")[2]
+)
 @pytest.mark.parametrize("experts, outputs, inputs", [(1, 16, 256), (5, 40, 512), (9, 768, 2048)])
-def test_forms_of_gguf(codec, experts, outputs, inputs):
-    weights = torch.randn(1, outputs, inputs, generator=torch.Generator().manual_seed(0))
-    one = gpu_form.parts(stack(codec, lambda expert: codec.encode(weights[expert]), weights.shape))
+def test_forms(codec, experts, outputs, inputs):
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    in_groups = torch.randint(0, 16, weight.shape, dtype=torch.uint8), torch.rand(outputs, inputs // 64).half().float()
+    encoded = (
+        (*in_groups, torch.randint(0, 16, in_groups[1].shape).short()) if codec is affine else codec.encode(weight)
+    )
+    one = gpu_form.parts(stack(codec, lambda _: encoded, (1, outputs, inputs)))
 
     def make(x):
         return gpu_form.parts(gpu_form.of_gpu(one.of([x]))).tensors[0]

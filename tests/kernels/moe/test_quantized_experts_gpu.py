@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activation_reference
-from phalanx.kernels.moe import moe, quantized_cuda
+from phalanx.kernels.moe import dequantized, moe, quantized_cuda
 from phalanx.kernels.moe.moe import Biases, Held
 from phalanx.kernels.quantized import affine
 from phalanx.kernels.quantized.stack import stack
@@ -65,8 +65,9 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
     x = given.x.to(dtype)
     assert quantized_cuda.supports(x, w13, w2)
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
-    call = moe.fused_experts if not tiles else functools.partial(moe.in_pieces, tiles=tiles)
-    got = [call(x, given.ids, given.weights, w13, w2, act, biases, held) for _ in range(2)]
+    call = moe.expert_terms if not tiles else functools.partial(moe.in_pieces, tiles=tiles)
+    made = [call(x, given.ids, given.weights, w13, w2, act, biases, held) for _ in range(2)]
+    got = [moe.summed(moe.apart(one, given.ids, held) if tiles else one, given.ids) for one in made]
     want = reference(x, given.ids, given.weights, w13, w2, act, biases, held)
     assert got[0].shape == want.shape and got[0].isfinite().all()
     assert ((got[0].double() - want).norm() / want.norm()).item() < bound or (held is not None and not got[0].any())
@@ -78,6 +79,14 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
 @pytest.mark.parametrize("tokens", [1, 3, 16, 40, 200])
 def test_experts(tokens, up, down, dtype, bound):
     check(QWEN._replace(tokens=tokens), up, down, dtype, bound)
+
+
+@pytest.mark.parametrize("held", [None, Held(3, 12, 24)], ids=str)
+@pytest.mark.parametrize("elements", [1 << 27, 5 * 1536 * 2048])
+@pytest.mark.parametrize("up, down", FORMS)
+def test_experts_of_many_pairs_become_plain(monkeypatch, up, down, elements, held):
+    monkeypatch.setattr(dequantized, "AT_ONCE", elements)
+    check(QWEN._replace(tokens=400), up, down, torch.bfloat16, 1e-2, biased=held is None, held=held)
 
 
 @pytest.mark.parametrize("spread", ["any", "few", "one"])

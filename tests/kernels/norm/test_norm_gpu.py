@@ -44,6 +44,20 @@ def test_norm_add_norm(rows, size, dtype, bound):
         near(got[1], want[1], bound)
 
 
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("rows, terms, size", [(0, 2, 64), (1, 1, 1), (3, 5, 33), (17, 8, 2048), (5, 6, 5120)])
+def test_sums_of_terms(rows, terms, size, dtype, bound):
+    given, weight = torch.randn(rows, terms, size, device="cuda").to(dtype), torch.randn(size, device="cuda").to(dtype)
+    residual, other = torch.randn(2, rows, size, device="cuda").to(dtype).unbind()
+    x = given.float().sum(1).to(dtype)
+    for more in (None, other):
+        want = norm.add_rms_norm(x.clone() if more is None else x + more, residual.clone(), weight, 1e-5)
+        for made, wanted in zip(
+            norm.sum_add_rms_norm(given.clone(), residual.clone(), weight, 1e-5, more), want, strict=True
+        ):
+            near(made, wanted, 2 * bound)  # a sum in another order may round another way
+
+
 def test_norm_of_strided_heads():
     x, weight = torch.randn(5, 7, 64, device="cuda").half(), torch.randn(64, device="cuda").half()
     near(norm.rms_norm(x[:, 2:5], weight, 1e-6), norm.rms_norm_reference(x[:, 2:5], weight, 1e-6), 2e-3)

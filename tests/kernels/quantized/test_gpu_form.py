@@ -19,6 +19,7 @@ from phalanx.kernels.quantized import (
     q5_k,
     q6_k,
     q8_0,
+    target,
 )
 from phalanx.kernels.quantized.floats import Floats
 from phalanx.kernels.quantized.stack import stack
@@ -36,6 +37,22 @@ def test_weights(codec):
     assert isinstance(there.packed, pieces_cuda.Packed) and not isinstance(here.packed, pieces_cuda.Packed)
     for expert in range(3):
         assert torch.equal(here.expert(expert, torch.float32), there.expert(expert, torch.float32))
+
+
+@needs_compiler
+@pytest.mark.parametrize("codec", CODECS, ids=lambda one: one.__name__.rpartition(".")[2])
+def test_packed_for_another_device_than_that_of_the_tensors(codec):
+    encoded = codec.encode(torch.randn(48, 512, generator=torch.Generator().manual_seed(0)))
+    with target.packed_for("cuda"):
+        there = codec.pack(*encoded)
+        with target.packed_for("cpu"):
+            here = codec.pack(*encoded)
+        assert type(codec.pack(*encoded)) is type(there)
+    made = stack(codec, lambda _: encoded, (1, 48, 512), in_host=True)
+    assert type(here) is type(made.packed)
+    assert torch.equal(codec.dequantize(here), codec.dequantize(there))
+    moved = gpu_form.of_gpu(made).packed
+    assert type(moved) is type(there) and torch.equal(moved.pieces, there.pieces)
 
 
 @needs_compiler

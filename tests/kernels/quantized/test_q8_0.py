@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from phalanx.kernels.cpp import graph, ops
-from phalanx.kernels.quantized import panels, q8_0, q8_0_cpu
+from phalanx.kernels.quantized import panels, q8_0, q8_0_cpu, target
 
 from ..conftest import DTYPES, close
 
@@ -47,6 +47,13 @@ def test_codes_and_scales_are_ggufs(dtype):
 def test_codes_of_each_instruction_set(isa, threads, called):
     same(awkward())
     assert called == ["q8_0_encode_f32", "q8_0_dequantize_f32"]
+
+
+def test_codes_on_a_device_that_cpus_will_read(monkeypatch):
+    """What lies elsewhere is encoded there: C++ cannot reach it."""
+    monkeypatch.setattr(q8_0_cpu, "encode", lambda _: pytest.fail("C++ got memory that is not the host's"))
+    with target.packed_for("cpu"):
+        assert q8_0.encode(torch.empty(2, 64, device="meta")).codes.is_meta
 
 
 def test_codes_without_a_compiler(monkeypatch):

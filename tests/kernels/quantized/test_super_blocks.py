@@ -1,6 +1,9 @@
 """ggml's types beside gguf-py's: dequantised bit for bit, encoded alike or with a bounded error; and the GEMMs."""
 
 import importlib
+import os
+import subprocess
+import sys
 
 import gguf
 import numpy as np
@@ -11,6 +14,8 @@ from phalanx.kernels.quantized import panels, scale_search, super_blocks, super_
 from phalanx.kernels.quantized.pieces_cuda import Packed as Pieces
 
 from ..conftest import DTYPES, close
+from ..test_compile import Recorder, compile_launch
+from . import search_cases
 
 # Where their blocks have f16 numbers
 TYPES = {
@@ -189,28 +194,38 @@ def test_layout_on_gpus(name):
 
 @pytest.mark.parametrize("size", [16, 32])
 def test_scales_are_searched_as_in_torch(isa, threads, called, size):
-    """Of groups where two scales are as good either may be found: the errors are alike."""
-    draw = torch.Generator().manual_seed(1)
-    groups = torch.randn(200, size, generator=draw) * torch.logspace(-6, 3, 200)[:, None]
-    groups[3], groups[4], groups[5, 1:] = 0, -2, 0
-    groups[6] = groups[6].abs()
-
-    def error(most, scales, minima=0.0):
-        scales, minima = scales.unsqueeze(1), torch.as_tensor(minima).unsqueeze(-1)
-        low = -most if not minima.any() else 0
-        codes = scale_search.codes_of(groups + minima, scales.squeeze(1), low, most - 1 if low else most)
-        return (codes * scales - minima - groups).square().sum(1)
-
-    def alike(got, want):
-        ratio = (got + 1e-20) / (want + 1e-20)
-        assert ratio.min() > 0.5 and ratio.max() < 2 and abs(ratio.mean() - 1) < 0.01
-
-    for most in (4, 32):
-        got, want = scale_search.signed(groups, most), scale_search.signed_reference(groups, most)
-        assert got.isfinite().all()
-        alike(error(most, got), error(most, want))
-    for most in (3, 15, 31):
-        got, want = scale_search.with_minima(groups, most), scale_search.with_minima_reference(groups, most)
-        assert (torch.stack(got) >= 0).all() and torch.stack(got).isfinite().all()
-        alike(error(most, *got), error(most, *want))
+    search_cases.check(scale_search, search_cases.make(size))
     assert called == ["scale_search"] * 5
+
+
+@pytest.mark.parametrize("outputs", [48, 40])
+@pytest.mark.parametrize("name", ["q4_k", "q8_0", "q4_0", "e4m3"])
+def test_stacks(name, outputs):
+    search_cases.check_stack(codec(name), outputs, "cpu")
+
+
+def test_search_in_the_interpreter():
+    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "phalanx.tests.kernels.quantized.search_cases"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "arch", [90, pytest.param(80, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.long)]
+)
+def test_search_compiles(arch, monkeypatch):
+    pytest.importorskip("triton")
+    from phalanx.kernels.quantized import scale_search_triton
+
+    for kernel, call in (
+        ("minima_kernel", scale_search_triton.with_minima),
+        ("signed_kernel", scale_search_triton.signed),
+    ):
+        launches = Recorder()
+        with monkeypatch.context() as patch:
+            patch.setattr(scale_search_triton, kernel, launches)
+            call(search_cases.make(32), 15, scale_search.STEPS)
+        compile_launch(getattr(scale_search_triton, kernel), *launches.found[0], arch)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..attention.decoding import mend_interpreter
 
 NAN = float("nan")
+GUARD = 4096  # elements around a tensor
 SIZES = [DeltaSizes(2, 6, 12, 20), DeltaSizes(3, 3, 16, 40), DeltaSizes(1, 2, 8, 8)]
 PUBLISHED = DeltaSizes(16, 32, 128, 128)  # Qwen3-Next
 
@@ -59,6 +60,24 @@ class Layer:
         for name in ("x", "weight", "convolution", "state"):
             setattr(other, name, getattr(self, name).to(device, copy=True))
         return other
+
+    def guard(self) -> list[tuple[Tensor, Tensor]]:
+        """Put NaN around all floats that kernels read and write. Returns the memory, and where
+        in it none of theirs is."""
+        guards = []
+
+        def inside(x: Tensor) -> Tensor:
+            room = torch.full((x.numel() + 2 * GUARD,), NAN, dtype=x.dtype, device=x.device)
+            room[GUARD:-GUARD] = x.flatten()
+            free = torch.ones(len(room), dtype=torch.bool, device=x.device)
+            free[GUARD:-GUARD] = False
+            guards.append((room, free))
+            return room[GUARD:-GUARD].view(x.shape)
+
+        self.gates = Gates(*map(inside, self.gates))
+        for name in ("x", "weight", "convolution", "state"):
+            setattr(self, name, inside(getattr(self, name)))
+        return guards
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
         """What `run` makes, one token at a time in f64: outputs, and the rows' new states."""
@@ -139,7 +158,9 @@ PROMPTS = [1, 2, 64, 65, 130], [5, 2, 64, 100, 1000]  # chunks that are full, no
 def check_chunks(layer: Layer, bound: float, device: str = "cpu") -> None:
     """Of sequences of several tokens; those of one, before them, only pass the convolution."""
     there, n = layer.on(device), layer.batch.num_decodes
+    guards = there.guard()
     out, convolution, state = (x.cpu() for x in there.chunks())
+    assert all(room[free].isnan().all() for room, free in guards), "written beside a tensor"
     want = layer.run()
     assert torch.isnan(out[:n]).all()
     torch.testing.assert_close(out[n:].float(), want[0][n:].float(), atol=bound, rtol=bound)

@@ -151,6 +151,7 @@ def test_model_directories(model, tmp_path, monkeypatch):
     assert resolved(model=model).model == model
     monkeypatch.chdir(tmp_path.parent)
     assert resolved(model=tmp_path.name).model == model
+    assert refusal(model="some/model.gguf")[0].startswith("model 'some/model.gguf': there is no such file on ")
     assert refusal(model="/nowhere")[0].startswith("model '/nowhere': there is no such directory on ")
     monkeypatch.setattr("phalanx.launcher.hf_hub.model", lambda id, waiting: f"/cache/{id}/0123abcd")
     by_id = resolved(model="meta-llama/Llama-3.1-8B")
@@ -166,7 +167,7 @@ def test_model_directories(model, tmp_path, monkeypatch):
 
 def test_gguf_files(model, tmp_path, monkeypatch):
     file = tmp_path / "tiny.gguf"
-    assert refusal(model=str(file))[0].startswith(f"model '{file}': there is no such directory on ")
+    assert refusal(model=str(file))[0].startswith(f"model '{file}': there is no such file on ")
     file.touch()
     for options in (dict(model=str(file)), dict(weight_file=str(file)), dict(model=model, weight_file=file.name)):
         found = resolved(**options)

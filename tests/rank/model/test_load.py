@@ -9,6 +9,7 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
+from phalanx.rank.model import load_memory
 from phalanx.rank.model.cache_spec import PagedKV
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import choose_dtype, load
@@ -308,13 +309,41 @@ def test_weights_that_do_not_fit(small, monkeypatch):
         load_on(small, device="cuda", room=0)
     assert stopped.value.code == errors.MEMORY
 
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words"),
+    RuntimeError("[enforce fail] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    MemoryError(),
+])  # fmt: skip
+def test_memory_that_runs_out_while_loading(small, monkeypatch, error):
     def zeros(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
+        raise error
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(errors.FatalError, match="GB, but for it CUDA out of memory: use more ranks") as stopped:
+    with pytest.raises(errors.FatalError) as stopped:
         load_on(small)
     assert stopped.value.code == errors.MEMORY
+    assert f"GB, but memory ran out ({errors.first_line(error)[:-1]}): use more ranks" in str(stopped.value)
+
+
+@pytest.mark.parametrize("error", [
+    errors.FatalError("no", errors.MODEL), torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+])  # fmt: skip
+def test_no_rank_goes_on_where_another_one_cannot(error):
+    def rank(world):
+        def work():
+            if world.rank:
+                raise error
+            return 1
+
+        with pytest.raises(Exception) as stopped:
+            load_memory.together(world, work)
+        return stopped.value
+
+    other, its = threads.run(rank, 2)
+    assert isinstance(other, load_memory.OthersRefuse) and its is error
 
 
 def test_dummy_weights_need_no_weight_file(small):

@@ -107,6 +107,7 @@ def test_no_rank_goes_on_with_a_later_model_that_one_cannot_hold(monkeypatch):
 
 
 STATE = RecurrentState(3, 64, 4, 64, 64)
+NO_MEMORY = "there is no memory for snapshots of states; lower --max-num-seqs"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ STATE = RecurrentState(3, 64, 4, 64, 64)
         ({}, 13, (True, False), []),
         ({"kvcache_mem_cpu": 8}, 13, (True, False), ["--kvcache-mem-cpu is not used: this model's states are"]),
         ({"prefix_cache": False}, 0, (False, False), []),
-        ({"mem": 1}, 0, (False, False), ["no prefix cache: there is no memory for snapshots of states"]),
+        ({"mem": 1}, 0, (False, False), [f"no prefix cache: {NO_MEMORY} or --max-model-len, or raise --mem"]),
     ],
 )
 def test_prompts_begin_with_blocks_where_states_have_snapshots(caplog, monkeypatch, options, snapshots, shares, said):
@@ -136,6 +137,18 @@ def test_prompts_begin_with_blocks_where_states_have_snapshots(caplog, monkeypat
     assert blocks == min(8 * 63, room // (16 * 4 * 32 * 4))
     assert len(caplog.messages) == len(said)
     assert all(one.startswith(start) for one, start in zip(caplog.messages, said, strict=True))
+
+
+def test_snapshots_have_a_part_where_the_longest_sequence_is_shortened():
+    """Blocks of 1000 tokens leave nothing for snapshots, which 4096 tokens, of which no more fit, would not either."""
+    specs = [PagedKV(4, 16, 16), STATE]
+
+    def sized(world, length):
+        model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=length, dtype=torch.float32)
+        return engine(world, model, mem=1)._size_cache(8, 16, 0)
+
+    found = [threads.run(functools.partial(sized, length=length), 1) for length in (1000, 4096)]
+    assert found == [[(63, 1000, 0)], [(55, 880, 1)]]
 
 
 @pytest.mark.parametrize("specs", [[PagedKV(8, 128, 128)] * 2, [PagedLatent(576)] * 3])

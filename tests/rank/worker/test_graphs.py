@@ -114,8 +114,9 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
     one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank), tensor=Group(done=done))
     one.state, one.device, one.watch = SimpleNamespace(length=[0] * 80), None, LocalWatchdog()
     one._last = one.caches = one._upload = None
+    one._snapshots = SimpleNamespace(compile=lambda: done.append("compiled"))
     with caplog.at_level(logging.INFO, "phalanx"):
         one._enter_device()
-    assert [one.counts for one in done[:9]] == [[80]] * 9
-    assert done[9:] == ["agreed"] + ["captured"] * (stages == 1)
+    assert done[0] == "compiled" and [one.counts for one in done[1:10]] == [[80]] * 9
+    assert done[10:] == ["agreed"] + ["captured"] * (stages == 1)
     assert ("2 of 16 are others" in caplog.messages) is (rank == 0)

@@ -26,3 +26,12 @@ def test_states_go_to_snapshots_and_to_another_row():
     for now, then in zip(caches, before, strict=True):
         for x, y in zip(now, then, strict=True):
             assert torch.equal(x, y if x.shape[0] == 4 else y[[0, 2, 2, 2, 0]])
+
+
+def test_the_first_copy_is_made_before_all_steps(monkeypatch):
+    copied = []
+    for entries in (3, 5):
+        copies = StateSnapshots(SPECS, kv_cache.allocate(SPECS, 4, 16, torch.float32, CPU, entries), 3, Upload(CPU))
+        monkeypatch.setattr(copies._copies, "copy", lambda *pair: copied.append([x.tolist() for x in pair]))
+        copies.compile()
+    assert copied == [[[0], [0]]], "none where there are no snapshots"

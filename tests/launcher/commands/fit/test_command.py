@@ -192,6 +192,7 @@ def test_complaints(fit, words, message):
 
 
 def test_no_directory(fit):
+    assert fit("", "no.gguf", "--gpu-mem", "80")[::2] == (2, "phalanx: model 'no.gguf': there is no such file\n")
     code, _, err = fit("", "/nowhere", "--gpu-mem", "80")
     assert (code, err) == (2, "phalanx: model '/nowhere': there is no such directory\n")
 

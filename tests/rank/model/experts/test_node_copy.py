@@ -1,15 +1,20 @@
 """Replicas of one node have their experts in host memory once."""
 
+import dataclasses
+import threading
 from collections import Counter
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
-from phalanx.comm import mesh, threads
+from phalanx.comm import hosts, mesh, threads
 from phalanx.errors import FatalError
+from phalanx.rank.model import load as load_module
 from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.experts.offload import ExpertRoom, Offload
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights.dummy import Dummy
 
@@ -62,28 +67,67 @@ def test_each_part_of_the_model_is_shared_by_the_ranks_that_have_it(made, tp, pp
 
 
 def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
-    """Also where they are told apart by nothing but that they cannot open each other's memory."""
-    names = {}
-    monkeypatch.setattr(node_copy.platform, "node", lambda: names.setdefault(len(names), f"node{len(names) // 2}"))
+    """Also of equal names, and where nothing tells them apart but that they cannot open each other's memory."""
+    asked = count()
+    monkeypatch.setattr(hosts, "_boot_id", lambda: f"boot{next(asked) // 2}")
     found = Counter(model.offload.sharers for model, _ in loaded(made, 4))
     assert found == {2: 4}
     monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
     assert [model.offload.sharers for model, _ in loaded(made, 2)] == [1, 1]
 
 
-def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(made, monkeypatch):
-    gpu, room = torch.device("cuda"), 1_000_000
+def test_a_job_makes_the_group_once():
+    """Also where each model's expert degree is measured, and the mesh made anew."""
 
     def rank(world):
+        grid = mesh.build(world, 1, 1, ep=0)
+        groups = [node_copy.sharers(one) for one in (grid, grid, dataclasses.replace(grid, ep=1))]
+        return [one is groups[0] and one.size == 2 for one in groups]
+
+    assert threads.run(rank, 2) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("device, told", [
+    ("cuda", "this rank's experts take .* of the host's memory, but 0.00 GB are free"),
+    ("cpu", "this rank's weights take .* GB, but for it 0.00 GB are free"),
+])  # fmt: skip
+def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(made, monkeypatch, device, told):
+    where, dtypes = torch.device(device), (torch.float32, torch.float32)
+
+    def rank(world, room=None):
         grid = mesh.build(world, 1, 1)
         model = load(made, grid, load_format="dummy")
-        dtypes = torch.float32, torch.float32
-        return load_memory.place_together(model, grid, (ALL, 0), dtypes, gpu, (None, room), Dummy())
+        rooms = (room, None) if device == "cpu" else (None, room)
+        need = load_memory.place_together(model, grid, (ALL, 0), dtypes, where, rooms, Dummy())
+        return need, model.offload.host_bytes
 
-    assert len(threads.run(rank, 2)) == 2
+    ((need, experts), _) = threads.run(rank, 2)
+    room = need if device == "cpu" else 1_000_000
+    assert threads.run(partial(rank, room=room), 2) == [(need, experts)] * 2
     monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
-    with pytest.raises(FatalError, match="this rank's experts take .* of the host's memory, but 0.00 GB are free"):
-        threads.run(rank, 2)
+    with pytest.raises(FatalError, match=told):
+        threads.run(partial(rank, room=room), 2)
+    if device == "cpu":
+        more = experts - experts // 2
+        assert threads.run(partial(rank, room=need + more), 2) == [(need + more, experts)] * 2
+
+
+def test_no_rank_pins_before_all_have_filled_their_parts(made, monkeypatch):
+    pin, fill, first, early = Offload.pin, load_module._fill, threading.Event(), []
+
+    def pinned(self):
+        first.set()
+        return pin(self)
+
+    def filled(*args):
+        fill(*args)
+        if threading.current_thread().name == "rank-1":
+            early.append(first.wait(0.2))
+
+    monkeypatch.setattr(Offload, "pin", pinned)
+    monkeypatch.setattr(load_module, "_fill", filled)
+    loaded(made, 2, way="striped")
+    assert early == [False] and first.is_set()
 
 
 def test_what_is_larger_than_foretold_stays_apart(made, monkeypatch):

@@ -334,3 +334,53 @@ def test_names_of_activations():
     assert activation("gelu_fast") == activation("gelu_new")  # the same formula
     with pytest.raises(FatalError, match="'mish' is not supported.*gelu_new"):
         MLP(HIDDEN, INNER, mesh.build(threads_of_one(), 1, 1), act="mish")
+
+
+class Apart:
+    """A summand whose terms are apart, as those of experts on GPUs."""
+
+    matrix = added_bias = None
+
+    def __init__(self, group):
+        self.group, self.asked = group, []
+
+    def multiply(self, terms):
+        self.asked.append("sum")
+        return terms.sum(1)
+
+    def terms_of(self, terms):
+        self.asked.append("terms")
+        return terms
+
+
+def test_a_norm_adds_up_terms_that_are_apart():
+    def run(grid):
+        down, norm, value, x = parts(grid)
+        terms = torch.randn(ROWS, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
+        found = []
+        for more in ((), ((down, x),)):
+            for scale in (1.0, 0.5):
+                made = residual.Partial((Apart(grid.tensor), terms), *more, scale=scale)
+                want = terms.sum(1) + (down.multiply(x) if more else 0)
+                normed, stream = made.add_norm(value.clone(), norm)
+                torch.testing.assert_close(stream, value + want * scale)
+                torch.testing.assert_close(normed, rms_norm(stream, norm.rms_weight, norm.eps))
+                found += [normed, stream]
+        return found
+
+    world(run)
+
+
+def test_a_linear_leaves_terms_to_the_norm_that_it_does_not_fuse():
+    def run(grid):
+        up, norm = filled(ColumnParallel(whole(HIDDEN), (whole(INNER),), bias=False)), filled(AddRMSNorm(HIDDEN, 1e-5))
+        generator = torch.Generator().manual_seed(1)
+        value, terms = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(ROWS, 3, HIDDEN, generator=generator)
+        stream, apart = ResidualStream(value.clone()), Apart(grid.tensor)
+        stream.add(residual.Partial((apart, terms)))
+        found = up(norm(stream))
+        assert apart.asked == ["terms"]
+        torch.testing.assert_close(found, up(rms_norm(value + terms.sum(1), norm.rms_weight, norm.eps)))
+        return [found]
+
+    world(run)

@@ -165,6 +165,9 @@ def test_linears_whose_inputs_are_in_other_groups(made, tmp_path):
     (dict(checkpoint_format="bitblas"), errors.MODEL, "has checkpoint_format 'bitblas'; supported are None, 'gptq'"),
     (dict(desc_act=True, group_size=192), errors.MODEL, "expected 1 x"),
     (dict(dynamic={"-:.*k_proj": {}, "+:.*q_proj": {"bits": 8}}), errors.MODEL, "like +:.*q_proj other settings"),
+    (dict(dynamic={"-:.*[": {}}), errors.MODEL, "has the rule -:.*[, which is no regular expression"),
+    (dict(modules_to_not_convert=["re:.*["]), errors.MODEL, "has the rule re:.*[, which is no regular expression"),
+    (dict(dynamic={"+:.*": "x"}), errors.MODEL, "dynamic gives +:.* 'x', expected an object"),
     (dict(dynamic=[3]), errors.MODEL, "has dynamic [3], expected an object"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit(made, tmp_path, change, code, words):

@@ -1,9 +1,10 @@
-"""Quantised experts on CPUs beside the dequantised ones: in one call, and one by one."""
+"""Experts on CPUs in one call, quantised and plain, beside the reference and beside one by one."""
 
 import pytest
 import torch
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.moe import moe, quantized_cpu
+from phalanx.kernels.cpp.scratch import Scratch
+from phalanx.kernels.moe import experts_cpu, moe
 from phalanx.kernels.moe.moe import Biases, Held, fused_experts_reference
 from phalanx.kernels.quantized import affine, e4m3, q4_0, q4_k, q5_1, q6_k, q8_0
 from phalanx.kernels.quantized.stack import stack
@@ -41,12 +42,31 @@ def test_experts(up, down):
         meant = plain(w13), plain(w2)
         for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
             x, biases = given.x.to(dtype), Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
-            assert quantized_cpu.supports(x, given.ids, w13, w2)
+            assert experts_cpu.supports(x, given.ids, w13, w2)
             got = moe.fused_experts(x, given.ids, given.weights, w13, w2, "silu", biases, held)
             wide = Biases(*(one.float() for one in biases))
             want = fused_experts_reference(x.float(), given.ids, given.weights, *meant, "silu", wide, held)
             assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
     torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_plain_experts(dtype, bound):
+    """Sizes that vectors do not divide; those that no token chooses are NaN."""
+    torch.manual_seed(0)
+    for i, sizes in enumerate((Sizes(1, 2, 5, 30, 17), Sizes(9, 3, 12, 48, 40), Sizes(33, 1, 3, 64, 32, "one"))):
+        given = make(sizes, dtype)
+        held = Held(1, sizes.experts - 2, sizes.experts) if i == 1 else None
+        here = slice(held.first, held.first + held.size) if held else slice(None)
+        w13, w2 = given.w13[here].contiguous(), given.w2[here].contiguous()
+        biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
+        assert experts_cpu.supports(given.x, given.ids, w13, w2)
+        got = moe.fused_experts(given.x, given.ids, given.weights, w13, w2, "silu", biases, held)
+        want = fused_experts_reference(given.x, given.ids, given.weights, w13, w2, "silu", biases, held).float()
+        assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
+    many = torch.zeros(65, 64, dtype=dtype)
+    assert not experts_cpu.supports(many, torch.zeros(65, 1, dtype=torch.int32), w13, w2), "torch is faster"
 
 
 @needs_compiler
@@ -58,7 +78,7 @@ def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
     odd = quantised(torch.randn(4, 44, 96), q8_0)
     assert odd.packed.outputs == 4 * 48 and odd.expert(3, torch.float32).shape == (44, 96)
     y, ends = torch.empty(5, 44), torch.tensor([0, 2, 2, 2, 5], dtype=torch.int32)
-    ops.run(*quantized_cpu.linear(rows, odd, odd.shape[:2], ends, None, y))
+    ops.run(*experts_cpu.linear(rows, odd, odd.shape[:2], ends, None, y, Scratch(len(rows))))
     want = torch.cat((rows[:2] @ odd.expert(0, torch.float32).T, rows[2:] @ odd.expert(3, torch.float32).T))
     torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-5)
     got = moe.fused_experts(rows, ids, weights, w13, w2)
@@ -71,7 +91,7 @@ def test_without_a_compiler_and_of_many_tokens(monkeypatch, up, down):
     torch.manual_seed(0)
     given = make(SIZES[1], torch.float32)
     w13, w2 = quantised(given.w13.nan_to_num(1), up), quantised(given.w2.nan_to_num(1), down)
-    monkeypatch.setattr(quantized_cpu, "supports", lambda *_: False)
+    monkeypatch.setattr(experts_cpu, "supports", lambda *_: False)
     got = moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
     want = fused_experts_reference(given.x, given.ids, given.weights, plain(w13), plain(w2))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

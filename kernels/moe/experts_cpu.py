@@ -1,0 +1,107 @@
+"""Experts on CPUs: all that a batch of tokens chooses in one call of C++, without Python for each expert.
+
+The steps: experts_cpu.cpp sorts pairs of tokens and experts by expert and brings their tokens' rows together; the
+format's own operation multiplies each expert's rows with its weight as it lies; then the activation, the second linear,
+and the sum over each token's experts. Weights may be plain, or quantised; the two linears may differ in format. What
+memory the weights lie in is nobody's business here: only the experts that are chosen are read.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cpp import ops
+from ..cpp.scratch import Scratch
+from ..quantized import blocks_cpu, e4m3_cpu
+from ..quantized.stack import Stack
+
+if TYPE_CHECKING:
+    from .moe import Biases, Held, Matrices
+
+SOURCE, PLAIN_SOURCE = "experts_cpu", "host_experts"
+TILE, PAIRED_ROWS = 16, 4  # rows of a tile of AMX, and an expert's from which on tiles take it, as in gemm_tiles.h
+MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
+MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
+
+
+def supports(x: Tensor, ids: Tensor, w13: Matrices, w2: Matrices) -> bool:
+    """Whether `experts` takes these, and is faster than experts one by one."""
+    there = all(multiplies(one) or _is_plain(one, x) for one in (w13, w2))
+    if not there or x.stride(1) != 1 or not x.numel() or not ops.takes(x):
+        return False
+    plain = isinstance(w13, Tensor) or isinstance(w2, Tensor)
+    return ids.numel() <= MOST_ROWS * w13.shape[0] and not (plain and len(x) > MOST_TOKENS)
+
+
+def _is_plain(stack: Matrices, x: Tensor) -> bool:
+    return isinstance(stack, Tensor) and stack.dtype == x.dtype and stack.is_contiguous()
+
+
+def multiplies(stack: object) -> bool:
+    """Whether there are operations for its packed form: in blocks, or of e4m3."""
+    packed = stack.packed if isinstance(stack, Stack) else None
+    return hasattr(packed, "of_blocks") or isinstance(packed, e4m3_cpu.Packed)
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Matrices, w2: Matrices, act: str, biases: Biases, held: Held | None
+) -> Tensor:
+    """`moe.fused_experts` where it supports. Sums are f32; what the linears make is rounded to x's dtype."""
+    (tokens, hidden), top, pairs = x.shape, ids.shape[1], ids.numel()
+    count, both, _ = w13.shape
+    order, place, ends = (torch.empty(n, dtype=torch.int32) for n in (pairs, pairs, count + 1))
+    rows, up, inner = x.new_empty(pairs, hidden), x.new_empty(pairs, both), x.new_empty(pairs, both // 2)
+    down, y = x.new_empty(pairs, hidden), x.new_empty(tokens, hidden)
+    first, scratch = held.first if held else 0, Scratch(tokens)
+    ops.run(
+        (ops.op(SOURCE, "experts_sort"), (ids, order, place, ends, pairs, count, first)),
+        (ops.typed(SOURCE, "experts_gather", x.dtype), (x, order, rows, pairs, top, hidden, x.stride(0))),
+        *linear(rows, w13, (count, both), ends, biases.up, up, scratch),
+        (ops.typed("activation", f"gated_{act}", x.dtype), (up, inner, pairs, both // 2)),
+        *linear(inner, w2, (count, hidden), ends, biases.down, down, scratch),
+        (ops.typed(SOURCE, "experts_combine", x.dtype), (down, place, weights, y, tokens, top, hidden)),
+    )
+    return y
+
+
+def linear(
+    x: Tensor, stack: Matrices, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    scratch: Scratch, at: Tensor | None = None, rows: slice = slice(None),
+) -> ops.Calls:  # fmt: skip
+    """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it."""
+    if isinstance(stack, Tensor):
+        return plain_linear("experts_up", x, stack, _every(sizes[0]), ends, bias, y, scratch)
+    assert isinstance(stack, Stack), "`supports` was not asked"
+    if isinstance(stack.packed, e4m3_cpu.Packed):
+        return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at, rows)
+    return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, scratch, at, rows)
+
+
+def plain_linear(
+    name: str, x: Tensor, stack: Tensor, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, scratch: Scratch
+) -> ops.Calls:
+    """Operations of host_experts.cpp that make y [pairs, O] of x [pairs, I], by each place's expert: at [places] is its
+    index in stack [E, O, I], and starts [places + 1] where its rows begin. name: experts_up makes x's dtype,
+    experts_down f32."""
+    _, outputs, inputs = stack.shape
+    calls: ops.Calls = ()
+    paired = None
+    many = scratch.tokens >= PAIRED_ROWS  # else no expert has rows for tiles
+    if many and x.dtype == torch.bfloat16 and ops.has(PLAIN_SOURCE, "pair_rows"):
+        paired = scratch.empty(x, (len(x) // TILE + len(at) + 1, TILE * inputs), x.dtype)
+        calls = ((ops.op(PLAIN_SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
+    of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
+    f16 = stack.dtype == torch.float16
+    one = ops.op(PLAIN_SOURCE, "experts_f16") if f16 else ops.typed(PLAIN_SOURCE, name, x.dtype)
+    return *calls, (one, of)
+
+
+@functools.cache
+def _every(count: int) -> Tensor:
+    """The numbers of all experts. By numpy, as what torch computes cannot be recorded."""
+    return torch.from_numpy(np.arange(count))
