@@ -1,158 +1,202 @@
 // y [rows, width] = x [rows, I] W^T of numbers in e4m3, by Hopper's asynchronous tensor-core instructions of 8 bits: for
-// sm_90a alone. W lies in pieces (e4m3.cuh), and each 128 inputs of an output share a scale; x lies as e4m3_rows.cu
+// sm_90a alone. W lies in pieces (e4m3_wide.cuh), and each 128 inputs of an output share a scale; x lies as e4m3_rows.cu
 // leaves it, with a scale for each 128 inputs of a row.
 //
-// A block has a tile of 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile
-// and each a part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has SHARE
-// tiles side by side of each of OVER runs of rows: of x that SHARE blocks have in common, and of W that OVER blocks do,
-// each brings a part to all of them. For the second-level cache, not the tensor cores, bounds tiles that are read alone.
+// A tile has 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each a
+// part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has SHARE tiles side
+// by side of each of OVER runs of rows: of x that SHARE blocks have in common, and of W that OVER blocks do, each brings
+// a part to all of them, as the second-level cache bounds tiles that are read alone; and a cluster goes on to further
+// tiles, whose first chunks come while the sums of the tile before are stored.
 //
 // One warp has copies bring chunks of 128 inputs of W, of x and of x's scales to shared memory, STAGES ahead; as much of
-// W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs. A piece's words are
-// the first operand as they are. Tensor cores keep about 14 bits of such a sum (DeepSeek-V3, arXiv 2412.19437, 3.3.2),
-// so that those of each 128 inputs are scaled and added up in f32. With GATED, W is a gate matrix over an up matrix and
-// y = act(gate) * up. With BIAS, bias [outputs] is added. Rows of x past `height` are whatever lies there.
+// W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: with the first operand
+// in registers, tensor cores would multiply e4m3 no faster than 16 bits. They keep about 14 bits of a sum (DeepSeek-V3,
+// arXiv 2412.19437, 3.3.2), so that those of each 128 inputs are scaled and added up in f32. With GATED, W is a gate
+// matrix over an up matrix, whose halves of pieces alternate in a tile, and y = act(gate) * up. With BIAS, bias [outputs]
+// is added. Rows of x past `height` are whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pairs.cuh"
-#include "e4m3.cuh"
+#include "e4m3_wide.cuh"
 
-constexpr int KC = 128, M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;
-constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
-constexpr int X_BYTES = ROWS * KC, W_BYTES = STRIPS * OF_CHUNK * PIECE;
+constexpr int M = 64 * GROUPS, HALVES = M / 8, THREADS = 128 * GROUPS;
+constexpr int PIECES = I / SPAN, CHUNKS = PIECES / SPLIT;  // pieces of a strip; also of one chunk each
+constexpr int X_BYTES = ROWS * SPAN, W_BYTES = HALVES * HALF_PIECE;
 constexpr int STAGE = (X_BYTES + W_BYTES + ROWS * 4 + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
+constexpr int CLUSTER = SPLIT * SHARE * OVER;
+constexpr int N = ROWS > 128 ? 128 : ROWS;  // rows of a matmul
 // Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = 24;
 constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
 static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 static_assert(SPLIT == 1 || SHARE * OVER == 1);
+static_assert(HALVES <= 32);
 #include "wgmma_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// The tile's part of W, of x and of its scales [I / 128, pitch], chunk by chunk, by one thread.
+// The tiles of this block's cluster, one after the other.
+struct Tiles {
+    int row_tiles, columns, height, count;  // columns: of runs of OUTS * SHARE outputs; count: of this cluster's
+
+    __device__ Tiles(int rows, int width, int height) : height(height) {
+        row_tiles = (rows + height - 1) / height, columns = (width + OUTS * SHARE - 1) / (OUTS * SHARE);
+        const int all = (row_tiles + OVER - 1) / OVER * columns, clusters = gridDim.x / CLUSTER;
+        count = (all - (int)blockIdx.x / CLUSTER + clusters - 1) / clusters;
+    }
+    __device__ Tile operator[](int i) const {
+        return Tile(blockIdx.x / CLUSTER + i * (gridDim.x / CLUSTER), row_tiles, columns, height);
+    }
+};
+
+// The tiles' parts of W, of x and of its scales [I / 128, pitch], chunk by chunk, by one warp.
 __device__ inline void produce(const TensorMap* of_x, const float* x_scales, const unsigned char* weight, unsigned ring,
-                               Barrier* full, Barrier* empty, const Tile& tile, int strips, int height, int pitch) {
+                               Barrier* full, Barrier* empty, const Tiles& tiles, int strips, int pitch) {
     const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
+    const int lane = threadIdx.x % 32, count = tiles.count * CHUNKS, height = tiles.height;
     auto ask = [&](int n) {  // for W's part of the n-th chunk
-        const int stage = n % STAGES;
-        mbarrier_expect(full + stage, W_BYTES + height * (KC + 4));
-#pragma unroll
-        for (int j = 0; j < STRIPS / OVER; j++) {
-            const int i = over * (STRIPS / OVER) + j;
-            const int half = GATED ? i / (OUTS / 16) : 0, strip = tile.first / 16 + i - half * (OUTS / 16);
-            const int there = half * strips + min(strip, strips - 1);  // what is past the end is not stored
-            const unsigned to = ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE;
-            const unsigned char* const from =
-                weight + ((long long)there * PIECES + (tile.rank * CHUNKS + n) * OF_CHUNK) * PIECE;
-            if constexpr (OVER > 1)
-                bulk_load_multicast(to, from, OF_CHUNK * PIECE, full + stage, (1 << column) * (SHARE > 1 ? 5 : 3));
-            else
-                bulk_load(to, from, OF_CHUNK * PIECE, full + stage);
-        }
+        const int stage = n % STAGES, i = over * (HALVES / OVER) + lane;
+        if (lane == 0) mbarrier_expect(full + stage, W_BYTES + height * (SPAN + 4));
+        __syncwarp();
+        const Tile tile = tiles[n / CHUNKS];
+        const int half = tile.first / 8 + (GATED ? i / 2 : i);
+        const int there = (GATED ? i % 2 * strips : 0) + min(half / 2, strips - 1);  // what is past the end is not stored
+        const unsigned to = ring + stage * STAGE + X_BYTES + i * HALF_PIECE;
+        const unsigned char* const from = weight +
+            ((long long)there * PIECES + tile.rank * CHUNKS + n % CHUNKS) * PIECE + half % 2 * HALF_PIECE;
+        if (lane >= HALVES / OVER) return;
+        if constexpr (OVER > 1)
+            bulk_load_multicast(to, from, HALF_PIECE, full + stage, (1 << column) * (SHARE > 1 ? 5 : 3));
+        else
+            bulk_load(to, from, HALF_PIECE, full + stage);
     };
     auto ask_x = [&](int n) {
-        const int stage = n % STAGES, chunk = tile.rank * CHUNKS + n, part = height / SHARE;
+        if (lane) return;
+        const Tile tile = tiles[n / CHUNKS];
+        const int stage = n % STAGES, chunk = tile.rank * CHUNKS + n % CHUNKS, part = height / SHARE;
         const unsigned to = ring + stage * STAGE;
-        const int input = chunk * (KC / 2);  // in elements of two bytes
+        const int input = chunk * (SPAN / 2);  // in elements of two bytes
         if constexpr (SHARE > 1)
-            tma_load_multicast(to + column * part * KC, of_x, input, tile.row + column * part, full + stage, 3 << 2 * over);
+            tma_load_multicast(to + column * part * SPAN, of_x, input, tile.row + column * part, full + stage, 3 << 2 * over);
         else
             tma_load(to, of_x, input, tile.row, full + stage);
         bulk_load(to + X_BYTES + W_BYTES, x_scales + (long long)chunk * pitch + tile.row, height * 4, full + stage);
     };
 #pragma unroll 1
-    for (int n = 0; n < STAGES && n < CHUNKS; n++) ask(n);
+    for (int n = 0; n < STAGES && n < count; n++) ask(n);
     grid_wait();
     launch_dependents();
 #pragma unroll 1
-    for (int n = 0; n < STAGES && n < CHUNKS; n++) ask_x(n);
+    for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
 #pragma unroll 1
-    for (int n = STAGES; n < CHUNKS; n++) {
+    for (int n = STAGES; n < count; n++) {
         mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
         ask(n);
         ask_x(n);
     }
 }
 
-constexpr int HALF = ROWS / 2;  // of the rows, whose sums are scaled together
-
-// A chunk's part of W of this warp, as the first operand, and the scales of outputs lane / 4 and 8 below.
-struct Chunk {
-    unsigned words[OF_CHUNK][4];
-    float2 by;
-
-    __device__ inline void load(unsigned stage) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const unsigned from = stage + X_BYTES + warp * OF_CHUNK * PIECE;
-#pragma unroll
-        for (int p = 0; p < OF_CHUNK; p++) {
-            const uint4 x = load_shared16(from + p * PIECE + lane * 16);
-            words[p][0] = x.x, words[p][1] = x.y, words[p][2] = x.z, words[p][3] = x.w;
-        }
-        by = load_shared_floats(from + 512 + lane / 4 * 8);
-    }
-    // part = this times rows `half` * HALF to half * HALF + HALF - 1 of x, asynchronously.
-    __device__ inline void multiply(unsigned stage, int half, float (&part)[HALF / 2]) const {
-        fence_registers(part);
-        wgmma_fence();
-#pragma unroll
-        for (int p = 0; p < OF_CHUNK; p++)
-            wgmma_e4m3(part, words[p], smem_descriptor(stage + half * HALF * KC + p * SPAN, 16), p > 0);
-        wgmma_commit();
-    }
-    // sum += part, by the scales of both.
-    __device__ inline void add(unsigned stage, int half, float (&part)[HALF / 2], float* sum) const {
-        fence_registers(part);
-        const unsigned scales = stage + X_BYTES + W_BYTES + (half * HALF + threadIdx.x % 4 * 2) * 4;
-#pragma unroll
-        for (int r = 0; r < HALF / 2; r += 4) {
-            const float2 of_x = load_shared_floats(scales + r * 8);  // of row 2 r and the next
-            sum[r] += part[r] * (of_x.x * by.x), sum[r + 1] += part[r + 1] * (of_x.y * by.x);
-            sum[r + 2] += part[r + 2] * (of_x.x * by.y), sum[r + 3] += part[r + 3] * (of_x.y * by.y);
-        }
-    }
-};
-
 // A warp has read its part of a stage, which the cluster's blocks that share operands fill, each a part.
 __device__ inline void release(Barrier* empty) {
     const int lane = threadIdx.x % 32, first = SPLIT > 1 ? cluster_rank() : 0;
     fence_async_proxy();
     __syncwarp();
-    mbarrier_arrive_at_if(lane < SHARE * OVER, empty, first + lane % (SHARE * OVER));
+    if constexpr (CLUSTER > 1)
+        mbarrier_arrive_at_if(lane < SHARE * OVER, empty, first + lane % (SHARE * OVER));
+    else if (lane == 0)
+        mbarrier_arrive(empty);
 }
 
+// Where the ring is.
+struct Place {
+    int stage = 0, round = 0;
+
+    __device__ inline void advance() {
+        if (++stage == STAGES) stage = 0, round ^= 1;
+    }
+};
+
 // The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
-// each eight. Tensor cores have one half of the rows under way while the other's sums are scaled.
-__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
-    float low[HALF / 2] = {}, high[HALF / 2] = {};
-    Chunk chunks[2];
+// each eight.
+__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, Place& place, float (&sum)[ROWS / 2]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < ROWS / 2; r++) sum[r] = 0;
-    auto load = [&](int n, Chunk& chunk) {
-        mbarrier_wait(full + n % STAGES, n / STAGES);
-        chunk.load(ring + n % STAGES * STAGE);
-    };
-    auto step = [&](int n, const Chunk& chunk, Chunk& next) {
-        const unsigned stage = ring + n % STAGES * STAGE;
-        chunk.multiply(stage, 0, low);
-        chunk.multiply(stage, 1, high);
-        if (n + 1 < CHUNKS) load(n + 1, next);
-        wgmma_wait<1>();
-        chunk.add(stage, 0, low, sum);
-        wgmma_wait<0>();
-        chunk.add(stage, 1, high, sum + HALF / 2);
-        release(empty + n % STAGES);
-    };
-    load(0, chunks[0]);
 #pragma unroll 1
-    for (int n = 0; n + 1 < CHUNKS; n += 2) {
-        step(n, chunks[0], chunks[1]);
-        step(n + 1, chunks[1], chunks[0]);
+    for (int c = 0; c < CHUNKS; c++, place.advance()) {
+        const unsigned x = ring + place.stage * STAGE, weights = x + X_BYTES, scales = weights + W_BYTES + lane % 4 * 8;
+        const unsigned of_w = weights + warp * PIECE + 1024 + lane / 4 * 4;
+        mbarrier_wait(full + place.stage, place.round);
+#pragma unroll
+        for (int part = 0; part < ROWS / N; part++) {
+            float made[N / 2];
+            fence_registers(made);
+            wgmma_fence();
+#pragma unroll
+            for (int p = 0; p < SPAN / 32; p++)
+                wgmma_e4m3(made, plain_descriptor(weights + warp / 4 * 8 * HALF_PIECE + p * 256, 128, HALF_PIECE),
+                           smem_descriptor(x + part * N * SPAN + p * 32, 16), p > 0);
+            wgmma_commit();
+            const float first = __uint_as_float(load_shared4(of_w)), second = __uint_as_float(load_shared4(of_w + HALF_PIECE));
+            wgmma_wait<0>();
+            fence_registers(made);
+            float* const to = sum + part * (N / 2);
+#pragma unroll
+            for (int r = 0; r < N / 2; r += 4) {
+                const float2 of_x = load_shared_floats(scales + (part * N + r * 2) * 4);  // of row 2 r and the next
+                to[r] += made[r] * (of_x.x * first), to[r + 1] += made[r + 1] * (of_x.y * first);
+                to[r + 2] += made[r + 2] * (of_x.x * second), to[r + 3] += made[r + 3] * (of_x.y * second);
+            }
+        }
+        release(empty + place.stage);
     }
-    if constexpr (CHUNKS % 2) step(CHUNKS - 1, chunks[0], chunks[1]);
+}
+
+// Sums in registers of a tile that this block has alone, of `rows` rows of y: pairs of rows become pairs of outputs.
+__device__ inline void store_sums(const float (&sum)[ROWS / 2], const T* bias, T* y, const Tile& tile, int width, int rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first = tile.first + warp * (GATED ? 8 : 16);
+    auto added = [&](int out, int half) { return BIAS && out < width ? to_float(bias[half * width + out]) : 0; };
+    const float low = added(first + g, 0), high = GATED ? added(first + g, 1) : added(first + g + 8, 0);
+    const int column = first + (GATED ? t * 2 : t % 2 * 8 + t / 2 * 4);
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; j++) {
+        if (j * 8 >= rows) break;
+        const float* const v = sum + j * 4;
+        T* const to = y + (long long)(tile.row + j * 8 + g) * width + column;
+        const bool mine = j * 8 + g < rows && column < width;
+        if constexpr (GATED) {
+            const float even = gated<T, ACT>(v[0] + low, v[2] + high), odd = gated<T, ACT>(v[1] + low, v[3] + high);
+            const unsigned pair = transpose_8x8(pack<T>(even, odd));
+            if (mine) *(unsigned*)to = pair;  // width is a multiple of 16
+        } else {
+            unsigned a = transpose_8x8(pack<T>(v[0] + low, v[1] + low)), b = transpose_8x8(pack<T>(v[2] + high, v[3] + high));
+            swap_lanes(a, b, 1);  // four outputs side by side
+            if (width % 4 == 0) {
+                if (mine) *(uint2*)to = make_uint2(a, b);
+            } else {
+                const float2 x = unpack<T>(a), z = unpack<T>(b);
+                const float four[] = {x.x, x.y, z.x, z.y};
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (mine && column + i < width) to[i] = from_float<T>(four[i]);
+            }
+        }
+    }
+}
+
+// The same of a tile that the cluster's blocks have together.
+__device__ inline void add_up(float* sums, const float (&sum)[ROWS / 2], const T* bias, T* y, const Tile& tile, int width,
+                              int rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, apart = GATED ? OUTS : 8;
+    block_sync<THREADS>(1);  // the last chunks have been read
+    float* const here = sums + lane % 4 * 2 * PITCH + warp * (GATED ? 8 : 16) + lane / 4;
+#pragma unroll
+    for (int r = 0; r < ROWS / 2; r++) here[(r / 4 * 8 + r % 2) * PITCH + r % 4 / 2 * apart] = sum[r];
+    cluster_sync();
+    store(sums, bias, y, tile, width, rows);
 }
 #endif
 
@@ -163,10 +207,8 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
-    float* const sums = (float*)((char*)memory + (ring - smem_address(memory)));
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int width = GATED ? outputs / 2 : outputs;
-    const Tile tile((rows + height - 1) / height, height);
+    const int thread = threadIdx.x, width = GATED ? outputs / 2 : outputs;
+    const Tiles tiles(rows, width, height);
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
@@ -174,28 +216,30 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
         }
         fence_mbarrier_init();
     }
-    if constexpr (SHARE * OVER > 1)
+    if constexpr (CLUSTER > 1)
         cluster_sync();  // the others' barriers are there, too
     else
         __syncthreads();
     if (thread >= THREADS) {
-        set_registers<TO_COPY>(false);
-        if (thread == THREADS) produce(&of_x, x_scales, weight, ring, full, empty, tile, (width + 15) / 16, height, pitch);
+        if constexpr (GROUPS > 1) set_registers<TO_COPY>(false);
+        if (thread / 32 == THREADS / 32)
+            produce(&of_x, x_scales, weight, ring, full, empty, tiles, (width + 15) / 16, pitch);
     } else {
-        set_registers<REGISTERS>(true);
+        if constexpr (GROUPS > 1) set_registers<REGISTERS>(true);
         grid_wait();
-        float sum[ROWS / 2];
-        multiply(ring, full, empty, sum);
-        block_sync<THREADS>(1);  // the last chunks have been read
-        float* const here = sums + lane % 4 * 2 * PITCH + warp * 16 + lane / 4;
-#pragma unroll
-        for (int r = 0; r < ROWS / 2; r++) here[(r / 4 * 8 + r % 2) * PITCH + r % 4 / 2 * 8] = sum[r];
-        if constexpr (SPLIT > 1)
-            cluster_sync();
-        else
-            block_sync<THREADS>(1);
-        store(sums, bias, y, tile, width, min(height, rows - tile.row));
-        if constexpr (SPLIT * SHARE * OVER > 1) cluster_sync();  // no block leaves while another may read or write there
+        Place place;
+#pragma unroll 1
+        for (int i = 0; i < tiles.count; i++) {
+            const Tile tile = tiles[i];
+            float sum[ROWS / 2];
+            multiply(ring, full, empty, place, sum);
+            const int mine = min(height, rows - tile.row);
+            if constexpr (SPLIT > 1)
+                add_up((float*)((char*)memory + (ring - smem_address(memory))), sum, bias, y, tile, width, mine);
+            else
+                store_sums(sum, bias, y, tile, width, mine);
+        }
+        if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while another may read or write there
     }
 #endif
 }

@@ -16,14 +16,14 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import ACTIVATIONS, gated_activation
 from ..device import DeviceCaps, device_caps
-from . import e4m3_cuda
+from . import e4m3_wide
 from .pieces_cuda import SHARED, STRIP, Packed
 
 UNIT = 128  # inputs of a scale, and of a chunk
-LEAST_ROWS = 65
+LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
 ROWS_WARPS = 8  # of a block of e4m3_rows.cu
-TILES = ((128, 64), (192, 64), (256, 64), (128, 128))  # outputs and rows
+TILES = ((64, 64), (128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (128, 256))  # outputs and rows
 CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2))  # split, share and over
 LEAST_STAGES, MOST_STAGES = 3, 8
 
@@ -51,12 +51,13 @@ class Cut(NamedTuple):
         return -(-rows // (self.height(rows) * self.over)) * self.over
 
     def blocks(self, rows: int, outputs: int) -> int:
+        """One for each tile, and each part of its inputs."""
         return -(-outputs // (self.outputs * self.share)) * self.share * self.row_tiles(rows) * self.split
 
 
 def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
     """Whether these are the weights, the rows and the GPU for it."""
-    if not isinstance(packed, Packed) or packed.layout != e4m3_cuda.LAYOUT or packed.unit % UNIT or not packed.unit:
+    if not isinstance(packed, Packed) or packed.layout != e4m3_wide.LAYOUT:
         return False
     return found.hopper and rows >= LEAST_ROWS
 
@@ -104,16 +105,16 @@ def cuts(rows: int, inputs: int, gated: bool) -> Iterator[Cut]:
     for outputs, height in TILES:
         for cluster in CLUSTERS:
             cut = Cut(outputs, height, *cluster)
-            if height >= 2 * rows > 2 * TILES[0][1] or cut.over > -(-rows // height):
+            if height >= 2 * max(rows, TILES[0][1] + 1) or cut.over > -(-rows // height):
                 continue
-            if inputs % (UNIT * cut.split) == 0 and outputs // (1 + gated) % (4 * cut.split) == 0:
+            if inputs % (UNIT * cut.split) == 0 and cut.outputs // (1 + gated) % (4 * cut.split) == 0:
                 yield cut
 
 
 def _time(rows: int, outputs: int, inputs: int, num_sms: int, cut: Cut) -> float:
     """Cycles of an H200, roughly: of waves of blocks, each as long as the longest of what its chunks take."""
     at_once = num_sms // cut.cluster * cut.cluster if cut.cluster < 4 else num_sms * 7 // 32 * 4
-    weights = cut.outputs * e4m3_cuda.PIECE / STRIP * UNIT / e4m3_cuda.GROUP  # bytes of a chunk
+    weights = cut.outputs // STRIP * e4m3_wide.PIECE  # bytes of a chunk
     multiplied = cut.outputs * cut.rows * UNIT / 4096
 
     def wave(count: int) -> float:
@@ -139,7 +140,10 @@ def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | Non
         codes.data_ptr(), rows, inputs // 2, height // cut.share, inputs // 2
     )  # in elements of two bytes
     args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height, pitch
-    kernel((cut.blocks(rows, outputs), 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.cluster)
+    blocks = cut.blocks(rows, outputs)
+    if cut.split == 1:  # a cluster goes on to further tiles
+        blocks = min(blocks, device_caps(x.device).num_sms // cut.cluster * cut.cluster)
+    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.cluster)
     return y
 
 
@@ -166,11 +170,12 @@ def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def stages(cut: Cut) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
-    weights = cut.outputs // STRIP * (UNIT // e4m3_cuda.GROUP) * e4m3_cuda.PIECE
+    weights = cut.outputs // STRIP * e4m3_wide.PIECE
     stage = -(-(cut.rows * (UNIT + 4) + weights) // 1024) * 1024
     count = min((SHARED - 1024) // stage, MOST_STAGES)
     assert count >= LEAST_STAGES
-    return count, 1024 + max(count * stage, cut.rows * (cut.outputs + 4) * 4)
+    sums = cut.rows * (cut.outputs + 4) * 4 if cut.split > 1 else 0
+    return count, 1024 + max(count * stage, sums)
 
 
 def sizes(inputs: int, cut: Cut, gate: str, bias: bool) -> dict[str, jit.Size]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gated_activation
 from ..device import DeviceCaps
-from . import e4m3_cpu, e4m3_cuda, e4m3_wgmma, panels, pieces_cuda, target
+from . import e4m3_cpu, e4m3_cuda, e4m3_wgmma, e4m3_wide, panels, pieces_cuda, target
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -67,8 +67,8 @@ def pack_linear(plain: Floats) -> Packed:
         return e4m3_cpu.pack(plain.codes, plain.scales)
     if target.of(plain.codes) != "cuda" or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
-    packed = e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // e4m3_cuda.GROUP, 1))
-    return packed._replace(unit=plain.unit)
+    form = e4m3_wide if e4m3_wide.takes(plain.inputs, plain.unit) else e4m3_cuda
+    return form.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // form.GROUP, 1))
 
 
 def in_pieces(inputs: int, unit: int) -> bool:
@@ -79,7 +79,8 @@ def in_pieces(inputs: int, unit: int) -> bool:
 def kept_bits(inputs: int, unit: int, device: torch.device) -> float:
     """What `pack_linear` keeps of a weight with its share of its scale."""
     if device.type == "cuda" and in_pieces(inputs, unit):
-        return e4m3_cuda.PIECE * 8 / (16 * e4m3_cuda.GROUP)
+        form = e4m3_wide if e4m3_wide.takes(inputs, unit) else e4m3_cuda
+        return form.PIECE * 8 / (16 * form.GROUP)
     return 8 + 32 / unit
 
 
@@ -95,7 +96,8 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
         part = packed.part(first, last)
         if dtype != torch.float32:
             return pieces_cuda.dequantize(part, dtype)
-        packed, first, last = Floats(*e4m3_cuda.unpack(part)), 0, last - first
+        form = e4m3_wide if part.layout == e4m3_wide.LAYOUT else e4m3_cuda
+        packed, first, last = Floats(*form.unpack(part)), 0, last - first
     if packed.codes.is_cuda and packed.codes.dim() == 2:
         from . import floats_triton
 

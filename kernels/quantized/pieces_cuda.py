@@ -53,7 +53,6 @@ class Packed(NamedTuple):
     pieces: Tensor
     outputs: int
     layout: Layout
-    unit: int = 0  # inputs that share a scale, where they are more than the layout says
 
     @property
     def inputs(self) -> int:
@@ -160,7 +159,7 @@ def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Way 
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> Way | None:
     """The fastest way for these sizes; None: weights are dequantised first."""
-    if found.hopper and rows in WGMMA_ROWS and inputs % WGMMA_LENGTHS[-1] == 0:
+    if found.hopper and rows in WGMMA_ROWS and inputs % max(WGMMA_LENGTHS[-1], layout.inputs) == 0:
         time = functools.partial(_wgmma_time, rows, outputs, inputs, layout, num_sms=found.num_sms)
         return min(wgmma_configs(rows, inputs, layout, gated), key=time)
     if not 0 < rows <= MOST_ROWS:
@@ -190,7 +189,7 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
             continue
         for length in LENGTHS:
             cut = TileConfig(height, length)
-            if inputs % length == 0 and stages(cut, rows, layout)[0] >= LEAST_STAGES:
+            if inputs % length == length % layout.inputs == 0 and stages(cut, rows, layout)[0] >= LEAST_STAGES:
                 yield cut
 
 
@@ -227,7 +226,8 @@ def wgmma_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterat
             for length in WGMMA_LENGTHS:
                 cut = WgmmaConfig(outputs, height, length, split, share)
                 even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
-                if even and inputs % (length * split) == 0 and wgmma_stages(cut, layout)[0] >= LEAST_WGMMA_STAGES:
+                whole = inputs % (length * split) == length % layout.inputs == 0
+                if even and whole and wgmma_stages(cut, layout)[0] >= LEAST_WGMMA_STAGES:
                     yield cut
 
 

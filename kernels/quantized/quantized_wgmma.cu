@@ -141,7 +141,8 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     float* const sums = (float*)((char*)memory + (ring - smem_address(memory)));
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs;
-    const Tile tile((rows + height - 1) / height, height);
+    const int columns = (width + OUTS * SHARE - 1) / (OUTS * SHARE);
+    const Tile tile(blockIdx.x / (SPLIT * SHARE), (rows + height - 1) / height, columns, height);
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);

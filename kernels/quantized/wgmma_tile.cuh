@@ -1,13 +1,18 @@
 // What kernels of Hopper's asynchronous matmuls share: a block's tile of M outputs, whose sums [ROWS, M] f32 lie in shared
 // memory with a pitch of PITCH, and how they are stored as y [rows, width].
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr int BAND = 16;
+
 struct Tile {
     int first, row, rank;  // output of y, row, part of the inputs
 
-    __device__ Tile(int row_tiles, int height) {
-        const int at = blockIdx.x / (SPLIT * SHARE * OVER), runs = (row_tiles + OVER - 1) / OVER;  // neighbours share W
-        first = (at / runs * SHARE + blockIdx.x % SHARE) * OUTS;
-        row = (at % runs * OVER + blockIdx.x / SHARE % OVER) * height, rank = blockIdx.x % SPLIT;
+    // This block's of a cluster's tiles `at`: neighbours share W, and BAND runs of rows take all columns before others
+    // do, so that the second-level cache has their x. columns: runs of OUTS * SHARE outputs.
+    __device__ Tile(int at, int row_tiles, int columns, int height) {
+        const int runs = (row_tiles + OVER - 1) / OVER, band = at / (BAND * columns) * BAND;
+        const int here = min(BAND, runs - band), rest = at - band * columns;
+        first = (rest / here * SHARE + blockIdx.x % SHARE) * OUTS;
+        row = ((band + rest % here) * OVER + blockIdx.x / SHARE % OVER) * height, rank = blockIdx.x % SPLIT;
     }
 };
 
