@@ -22,8 +22,8 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.quantized import (
-    e4m3_cuda,
     e4m3_wgmma,
+    e4m3_wide,
     floats,
     int4_cuda,
     pieces_cuda,
@@ -82,7 +82,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
 
 
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
-    if packed.unit:
+    if packed.layout == e4m3_wide.LAYOUT:
         return floats.linear(x, packed, gate)
     if pieces_cuda.supports(x, packed):
         return pieces_cuda.linear(x, packed, gate)
@@ -96,6 +96,11 @@ def by_bf16(x: Tensor, weight: Tensor, gate: str) -> Tensor:
 def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
     """Every way to compute it: a function of x, packed and gate."""
     rows, found = len(x), dict[str, Any]()
+    eights = _e4m3_cuts(rows, packed.inputs, packed.layout, gate)
+    for eight in eights:
+        found["e{}n{}s{}x{}w{}".format(*eight)] = partial(_e4m3, eight)
+    if eights:
+        return found
     if rows <= pieces_cuda.MOST_GEMV_ROWS:
         for way in GEMVS:
             fits = pieces_cuda.gemv_shared(rows, packed.inputs, way.strips) <= pieces_cuda.GEMV_SHARED
@@ -106,8 +111,6 @@ def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
             found["m{}k{}".format(*cut)] = partial(_gemm, cut)
     for many in _wgmma_cuts(rows, packed.inputs, packed.layout, gate):
         found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
-    for eight in _e4m3_cuts(rows, packed.inputs, packed.layout, gate):
-        found["e{}n{}s{}x{}w{}".format(*eight)] = partial(_e4m3, eight)
     return found
 
 
@@ -128,7 +131,7 @@ def _e4m3(cut: e4m3_wgmma.Cut, x: Tensor, packed: Packed, gate: str) -> Tensor:
 
 
 def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.Cut]:
-    taken = device_caps(torch.device("cuda")).hopper and layout is e4m3_cuda.LAYOUT and rows > 16
+    taken = device_caps(torch.device("cuda")).hopper and layout == e4m3_wide.LAYOUT and rows >= e4m3_wgmma.LEAST_ROWS
     return list(e4m3_wgmma.cuts(rows, inputs, bool(gate))) if taken else []
 
 
@@ -141,6 +144,12 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Lay
     device, wanted = torch.device("cuda"), list[jit.KernelVariant]()
     for outputs, inputs, gate in shapes:
         for n in rows:
+            eights = _e4m3_cuts(n, inputs, layout, gate)
+            for eight in eights:
+                sizes = e4m3_wgmma.sizes(inputs, eight, gate, False)
+                wanted.append(jit.variant("e4m3_wgmma", BF16, **sizes))
+            if eights:
+                continue
             if n <= pieces_cuda.MOST_GEMV_ROWS:
                 for way in GEMVS:
                     sizes = pieces_cuda._gemv_sizes(n, inputs, way, gate, False, layout)
@@ -152,9 +161,6 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Lay
             for many in _wgmma_cuts(n, inputs, layout, gate):
                 sizes = pieces_cuda._wgmma_sizes(inputs, many, gate, False, layout)
                 wanted.append(jit.variant("quantized_wgmma", BF16, **sizes))
-            for eight in _e4m3_cuts(n, inputs, layout, gate):
-                sizes = e4m3_wgmma.sizes(inputs, eight, gate, False)
-                wanted.append(jit.variant("e4m3_wgmma", BF16, **sizes))
     jit.compile_ahead(wanted, device)
     for thread in threading.enumerate():
         if thread.name == "compile":

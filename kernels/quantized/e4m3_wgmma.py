@@ -23,8 +23,16 @@ UNIT = 128  # inputs of a scale, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
 ROWS_WARPS = 8  # of a block of e4m3_rows.cu
-TILES = ((64, 64), (128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (128, 256))  # outputs and rows
-CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2))  # split, share and over
+CUTS = (  # outputs and rows of a tile; split, share and over
+    ((64, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1))),
+    ((128, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1))),
+    ((192, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1))),
+    ((256, 64), ((1, 1, 1), (2, 1, 1))),
+    ((128, 128), ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2))),
+    ((192, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((128, 256), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+)
+MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 LEAST_STAGES, MOST_STAGES = 3, 8
 
 
@@ -101,31 +109,32 @@ def choose(rows: int, outputs: int, inputs: int, gated: bool, found: DeviceCaps)
 
 
 def cuts(rows: int, inputs: int, gated: bool) -> Iterator[Cut]:
-    """All that `gemm` takes for these sizes."""
-    for outputs, height in TILES:
-        for cluster in CLUSTERS:
+    """All that `gemm` takes for these sizes and that may be the fastest."""
+    for (outputs, height), clusters in CUTS:
+        if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
+            continue
+        for cluster in clusters:
             cut = Cut(outputs, height, *cluster)
-            if height >= 2 * max(rows, TILES[0][1] + 1) or cut.over > -(-rows // height):
-                continue
-            if inputs % (UNIT * cut.split) == 0 and cut.outputs // (1 + gated) % (4 * cut.split) == 0:
+            even = outputs // (1 + gated) % (4 * cut.split) == 0
+            if even and inputs % (UNIT * cut.split) == 0 and cut.over <= -(-rows // height):
                 yield cut
 
 
 def _time(rows: int, outputs: int, inputs: int, num_sms: int, cut: Cut) -> float:
-    """Cycles of an H200, roughly: of waves of blocks, each as long as the longest of what its chunks take."""
+    """Cycles of an H200, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
     at_once = num_sms // cut.cluster * cut.cluster if cut.cluster < 4 else num_sms * 7 // 32 * 4
     weights = cut.outputs // STRIP * e4m3_wide.PIECE  # bytes of a chunk
-    multiplied = cut.outputs * cut.rows * UNIT / 4096
+    multiplied = cut.outputs * cut.rows * UNIT / 4096 * 1.25  # shared memory gives no more
+    alone = cut.rows * 3.5 + 150  # a warpgroup multiplies, and then scales
 
     def wave(count: int) -> float:
-        second_level = (weights / cut.over + cut.height(rows) * UNIT / cut.share) * count / 3300
+        second_level = (weights / cut.over + cut.height(rows) * UNIT / cut.share) * count / 3800
         memory = weights * count / cut.row_tiles(rows) / 2600
-        exchange = 230 + cut.outputs * cut.rows / 4.8 if cut.split > 1 else 0
-        chunk = max(multiplied, second_level, memory) + cut.rows * 2 + 80
-        return inputs / UNIT / cut.split * chunk + exchange + 4000
+        exchange = 2500 + cut.outputs * cut.rows / 4.8 if cut.split > 1 else 0
+        return inputs / UNIT / cut.split * (max(multiplied, alone, second_level, memory) + 40) + exchange + 700
 
     whole, rest = divmod(cut.blocks(rows, outputs), at_once)
-    return whole * wave(at_once) + (wave(rest) if rest else 0)
+    return 4000 + whole * wave(at_once) + (wave(rest) if rest else 0)
 
 
 def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | None = None) -> Tensor:

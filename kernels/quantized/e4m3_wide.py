@@ -22,7 +22,9 @@ def pack(codes: Tensor, scales: Tensor) -> Packed:
     """codes [O, I] uint8 and scales [O, I / 128] f32, by which the codes are multiplied; on any device."""
     outputs, inputs = codes.shape
     if inputs % GROUP or scales.shape != (outputs, inputs // GROUP):
-        raise ValueError(f"e4m3_wide needs one scale for each {GROUP} inputs: codes {codes.shape}, scales {scales.shape}")
+        raise ValueError(
+            f"e4m3_wide needs one scale for each {GROUP} inputs: codes {codes.shape}, scales {scales.shape}"
+        )
     strips, groups = -(-outputs // STRIP), inputs // GROUP
     pieces = codes.new_zeros(strips, groups, 2, HALF)
     whole, by = codes.new_zeros(strips * STRIP, inputs), scales.new_zeros(strips * STRIP, groups, dtype=torch.float32)

@@ -30,6 +30,10 @@ struct float2 {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct Dim {
     int x, y, z;
@@ -244,6 +248,9 @@ static unsigned load_shared4(unsigned from) {
     memcpy(&y, model::at(from, 4), 4);
     return y;
 }
+static float2 load_shared_floats(unsigned from) {
+    return {__uint_as_float(load_shared4(from)), __uint_as_float(load_shared4(from + 4))};
+}
 template <int THREADS> static void block_sync(int number) { model::meet(number, THREADS); }
 static void __syncthreads() { model::meet(0, model::threads.x); }
 static void __syncwarp() {
@@ -293,6 +300,17 @@ template <class E> static void mma(float (&c)[4], const unsigned (&a)[4], unsign
         }
         c[i] = (float)sum;
     }
+}
+static unsigned transpose_8x8(unsigned x) {
+    auto slots = model::together(&x, 1);
+    const int lane = model::lane(), half = lane / 4 % 2;
+    const unsigned first = slots[lane % 4 * 8 + lane / 8][0], second = slots[lane % 4 * 8 + 4 + lane / 8][0];
+    return (first >> 16 * half & 0xffff) | (second >> 16 * half & 0xffff) << 16;
+}
+static void swap_lanes(unsigned& a, unsigned& b, int bit) {
+    const bool upper = model::lane() & bit;
+    const unsigned mine = upper ? a : b;
+    (upper ? a : b) = model::together(&mine, 1)[model::lane() ^ bit][0];
 }
 static void exchange_quads(unsigned (&x)[4]) {
     auto slots = model::together(x, 4);
@@ -368,7 +386,10 @@ static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barr
 static int cluster_rank() { return 0; }
 static void cluster_sync() { model::fail("the model has no clusters"); }
 static void mbarrier_arrive_at_if(bool, Barrier*, int) { model::fail("the model has no clusters"); }
-static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*) { model::fail("the model has no clusters"); }
+static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*, int = 3) { model::fail("the model has no clusters"); }
+static void bulk_load_multicast(unsigned, const void*, int, Barrier*, int) {
+    model::fail("the model has no clusters");
+}
 static float4 load_from_block(unsigned, int) {
     model::fail("the model has no clusters");
     return {};

@@ -9,6 +9,7 @@ from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import (
     e4m3_cuda,
     e4m3_wgmma,
+    e4m3_wide,
     int4_cuda,
     pieces_cuda,
     q8_0_cuda,
@@ -52,6 +53,7 @@ def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT
 
 
 E4M3 = e4m3_cuda.LAYOUT
+WIDE = e4m3_wide.LAYOUT
 Q4_K = super_blocks_cuda.layout(super_blocks.Form(256, 32, 4, 0, 144))
 Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 8, 32, 210, False))
 Q4_1 = super_blocks_cuda.layout(super_blocks.Form(32, 32, 4, 0, 20))
@@ -179,8 +181,15 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, E4M3))),
     ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1), "silu", True))),
     ("e4m3_wgmma", dict(T=torch.float16, **e4m3_wgmma.sizes(14336, e4m3_wgmma.Cut(192, 64, 4), "", False))),
-    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(256, 64, 2), "", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(64, 64, 2), "silu", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(256, 64, 1), "", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(192, 128, 1, 2), "", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 256, 1, 1, 2), "silu", True))),
     ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1, 2, 2), "silu", True))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 4, 2), "silu", False, WIDE))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "", True, WIDE))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256), "silu", True, WIDE))),
+    ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, WIDE))),
     ("e4m3_rows", dict(T=torch.bfloat16, I=4096)),
     ("e4m3_rows", dict(T=torch.float16, I=14336)),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, E4M3))),

@@ -1,31 +1,36 @@
-"""FP8 by tensor cores of 8 bits: the order of inputs, which weights and rows it is for, its cuts."""
+"""FP8 by tensor cores of 8 bits: the order of inputs, which weights and rows it is for, its cuts; thread by thread."""
 
+import pytest
 import torch
+from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import e4m3_cuda, e4m3_wgmma, floats
+from phalanx.kernels.quantized import e4m3_cuda, e4m3_wgmma, e4m3_wide, floats
 from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from torch.nn.functional import silu
 
+from .. import cuda_model
+from ..cuda_model import Box
 from . import floats_cases
 
 E4M3 = torch.float8_e4m3fn
+HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
 
-def packed_of(outputs, inputs, unit):
-    plain = floats_cases.make(outputs, inputs, unit)
-    scales = plain.scales.repeat_interleave(unit // e4m3_cuda.GROUP, 1)
-    return plain, e4m3_cuda.pack(plain.codes, scales)._replace(unit=unit)
+def packed_of(outputs, inputs):
+    plain = floats_cases.make(outputs, inputs, 128)
+    return plain, e4m3_wide.pack(*plain)
 
 
 def operand(packed):
-    """The weight as m64n8k32's first operand has it: lane 4 g + t's register 2 s + h is of output g + 8 h and of bytes
-    16 s + 4 t on (PTX ISA, Register Fragments for wgmma.mma_async, .e4m3)."""
-    words = packed.pieces[..., :512].reshape(*packed.pieces.shape[:2], 8, 4, 2, 2, 4)
-    #                         strip group g t s h byte  ->  strip h g, group s t byte
-    return words.permute(0, 5, 2, 1, 4, 3, 6).reshape(len(packed.pieces) * 16, -1)
+    """The weight as tensor cores read it: tiles of 8 outputs by 16 bytes, one after the other (PTX ISA, Shared Memory
+    Matrix Layout)."""
+    strips, groups, _ = packed.pieces.shape
+    tiles = packed.pieces.view(strips, groups, 2, 1056)[..., :1024].reshape(strips, groups, 2, 8, 8, 16)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(strips * 16, -1)
 
 
 def test_rows_and_weights_have_one_order():
-    plain, packed = packed_of(32, 256, 128)
+    plain, packed = packed_of(32, 256)
     x = torch.randn(5, 256)
     codes, scales = e4m3_wgmma.encode_rows_reference(x)
     a, b = operand(packed).view(E4M3).double(), codes.view(E4M3).double()
@@ -38,6 +43,14 @@ def test_rows_and_weights_have_one_order():
     assert order.round().int().tolist()[:8] == [0, 8, 1, 9, 2, 10, 3, 11]
 
 
+def test_pieces_give_back_what_they_were_made_of():
+    plain, packed = packed_of(37, 384)
+    assert packed.pieces.shape == (3, 3, 2112)
+    assert all(torch.equal(*pair) for pair in zip(e4m3_wide.unpack(packed), plain, strict=True))
+    with pytest.raises(ValueError, match="one scale for each 128"):
+        e4m3_wide.pack(*floats_cases.make(16, 192, 64))
+
+
 def test_rows_of_zeros_and_of_what_is_no_number():
     x = torch.zeros(2, 128)
     x[1, 3] = float("nan")
@@ -46,15 +59,13 @@ def test_rows_of_zeros_and_of_what_is_no_number():
 
 
 def test_what_it_is_for():
-    hopper = DeviceCaps(132, "sm_90a", True, True, True)
     ampere = DeviceCaps(108, "sm_80", False, False, False)
-    packed = packed_of(32, 256, 128)[1]
-    assert e4m3_wgmma.chosen(65, packed, hopper) and e4m3_wgmma.chosen(8192, packed, hopper)
-    assert not e4m3_wgmma.chosen(64, packed, hopper)
+    plain, packed = packed_of(32, 256)
+    assert e4m3_wgmma.chosen(33, packed, HOPPER) and e4m3_wgmma.chosen(8192, packed, HOPPER)
+    assert not e4m3_wgmma.chosen(32, packed, HOPPER)
     assert not e4m3_wgmma.chosen(65, packed, ampere)
-    assert not e4m3_wgmma.chosen(65, packed_of(32, 256, 64)[1], hopper)
-    assert not e4m3_wgmma.chosen(65, packed._replace(unit=0), hopper)
-    assert not e4m3_wgmma.chosen(65, packed_of(32, 256, 128)[0], hopper)
+    assert not e4m3_wgmma.chosen(65, e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(4, 1)), HOPPER)
+    assert not e4m3_wgmma.chosen(65, plain, HOPPER)
 
 
 def test_cuts():
@@ -67,3 +78,59 @@ def test_cuts():
     assert {cut.over for cut in e4m3_wgmma.cuts(100, 384, False) if cut.rows == 128} == {1}
     assert Cut(128, 128, 1).blocks(8191, 4096) == 32 * 64
     assert Cut(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4
+
+
+@pytest.fixture
+def launched(monkeypatch, cuda_models):
+    """The GEMM runs in the model, on two multiprocessors and in few stages; new tensors hold NaN."""
+
+    def kernel(source, name, dtype, shared=0, **sizes):
+        library = cuda_models.build(source, {"T": dtype, **sizes})
+
+        def launch(grid, threads, of_x, scales, pieces, *args, shared=0, cluster=1):
+            assert cluster == 1 and grid[0] <= 2
+            both = torch.cat((scales.flatten().view(torch.uint8), pieces.flatten()))  # what copies may read
+            room = torch.empty(len(both) + 16, dtype=torch.uint8)
+            here = room[-room.data_ptr() % 16 :][: len(both)].copy_(both)
+            cuda_model.launch(library, grid, threads, (of_x, here, here[scales.nbytes :], *args), here)
+
+        return launch
+
+    def encode(x, pitch):
+        codes, scales = e4m3_wgmma.encode_rows_reference(x)
+        kept.append(codes)
+        return codes, torch.nn.functional.pad(scales.T, (0, pitch - len(x)), value=float("nan")).contiguous()
+
+    kept = []
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
+    monkeypatch.setattr(e4m3_wgmma, "encode_rows", encode)
+    monkeypatch.setattr(e4m3_wgmma, "device_caps", lambda device: HOPPER._replace(num_sms=2))
+    monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 3)
+    real = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, inputs, gate, cut, dtype",
+    [
+        (70, 150, 512, "", Cut(64, 64, 1), torch.bfloat16),
+        (33, 160, 256, "silu", Cut(128, 64, 1), torch.float16),
+        (131, 146, 384, "", Cut(128, 128, 1), torch.float16),
+        pytest.param(300, 96, 128, "silu", Cut(64, 256, 1), torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
+def test_gemm(rows, outputs, inputs, gate, cut, dtype, launched):
+    """Blocks have several tiles, the last ones are not whole, and the ring goes round."""
+    plain, packed = packed_of(outputs, inputs)
+    draw = torch.Generator().manual_seed(rows)
+    x, bias = (torch.randn(*sizes, generator=draw).to(dtype) for sizes in ((rows, inputs), (outputs,)))
+    parts = x.float().unflatten(1, (-1, 128))
+    by = parts.abs().amax(2, keepdim=True) / 448
+    rounded = ((parts / by).to(E4M3).double() * by.double()).flatten(1)
+    want = rounded @ floats.dequantize(plain).double().T + bias.double()
+    if gate:
+        first, second = want.to(dtype).double().chunk(2, 1)
+        want = silu(first) * second
+    found = e4m3_wgmma.gemm(x, packed, cut, gate, bias)
+    assert found.isfinite().all() and (found.double() - want).norm() < 4e-3 * want.norm()

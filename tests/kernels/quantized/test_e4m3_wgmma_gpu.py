@@ -60,9 +60,9 @@ def test_rows(rows, inputs, dtype):
 @needs_hopper
 @pytest.mark.parametrize(
     "outputs, inputs, gated, dtype",
-    [(1344, 2048, True, torch.bfloat16), (5003, 1024, False, torch.float16), (96, 512, True, torch.float16)],
+    [(1344, 2048, True, torch.bfloat16), (5003, 1024, False, torch.float16)],
 )
-@pytest.mark.parametrize("rows", [5, 65, 100, 129, 256, 1000])
+@pytest.mark.parametrize("rows", [5, 65, 129, 256, 600, 2500])
 def test_every_cut(rows, outputs, inputs, gated, dtype):
     packed, weight = make(outputs, inputs)
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
@@ -79,7 +79,7 @@ def test_every_cut(rows, outputs, inputs, gated, dtype):
 
 @needs_hopper
 @pytest.mark.parametrize("outputs, inputs, gate", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
-@pytest.mark.parametrize("rows", [65, 128, 256, 2048])
+@pytest.mark.parametrize("rows", [33, 64, 128, 256, 2048])
 @pytest.mark.parametrize("unit", [128, 4096 // 2])
 def test_linears_of_a_model(rows, outputs, inputs, gate, unit):
     packed, weight = make(outputs, inputs, unit)
