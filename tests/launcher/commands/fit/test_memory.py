@@ -172,7 +172,8 @@ def test_deepseek_v3(shape):
     assert model.parameters == 671_026_419_200
     # 37.6 billion with the embedding, as the paper's 37 billion counts
     assert model.active == pytest.approx(36.6e9, rel=0.002)
-    # GPUs keep weights of fp8 with an f32 scale for 128 inputs of an output; embedding, head, router and norms in bf16, the router's correction in f32
+    # GPUs keep weights of fp8 with an f32 scale for 128 inputs of an output; embedding, head, router and norms in bf16,
+    # the router's correction in f32
     linear = narrow = 1 + 4 / 128
     held = weights(model, Layout(1))
     assert held["embedding"] == held["head"] == 2 * 926_679_040
