@@ -28,8 +28,8 @@ constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int CLUSTER = SPLIT * SHARE * OVER;
 constexpr int N = ROWS > 128 ? 128 : ROWS;  // rows of a matmul
 // Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
-constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = 24;
-constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
+constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
+constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232;
 static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 static_assert(SPLIT == 1 || SHARE * OVER == 1);
@@ -51,50 +51,77 @@ struct Tiles {
     }
 };
 
+// Where the ring is.
+struct Place {
+    int stage = 0, round = 0;
+
+    __device__ inline void advance() {
+        if (++stage == STAGES) stage = 0, round ^= 1;
+    }
+};
+
+// The chunks of the tiles, one after the other: a tile's place takes many instructions.
+struct Walk {
+    const Tiles& tiles;
+    int index = 0, chunk = 0;
+    Tile tile;
+    Place place;
+
+    __device__ Walk(const Tiles& tiles) : tiles(tiles), tile(tiles[0]) {}
+    __device__ inline bool more() const { return index < tiles.count; }
+    __device__ inline void advance() {
+        place.advance();
+        if (++chunk < CHUNKS) return;
+        chunk = 0;
+        if (++index < tiles.count) tile = tiles[index];
+    }
+};
+
 // The tiles' parts of W, of x and of its scales [I / 128, pitch], chunk by chunk, by one warp.
 __device__ inline void produce(const TensorMap* of_x, const float* x_scales, const unsigned char* weight, unsigned ring,
                                Barrier* full, Barrier* empty, const Tiles& tiles, int strips, int pitch) {
     const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
-    const int lane = threadIdx.x % 32, count = tiles.count * CHUNKS, height = tiles.height;
-    auto ask = [&](int n) {  // for W's part of the n-th chunk
-        const int stage = n % STAGES, i = over * (HALVES / OVER) + lane;
-        if (lane == 0) mbarrier_expect(full + stage, W_BYTES + height * (SPAN + 4));
+    const int lane = threadIdx.x % 32, height = tiles.height;
+    auto ask = [&](const Walk& at) {  // for a chunk's part of W: each lane for half a piece
+        Barrier* const barrier = full + at.place.stage;
+        const int i = over * (HALVES / OVER) + lane;
+        if (lane == 0) mbarrier_expect(barrier, W_BYTES + height * (SPAN + 4));
         __syncwarp();
-        const Tile tile = tiles[n / CHUNKS];
-        const int half = tile.first / 8 + (GATED ? i / 2 : i);
+        const int half = at.tile.first / 8 + (GATED ? i / 2 : i);
         const int there = (GATED ? i % 2 * strips : 0) + min(half / 2, strips - 1);  // what is past the end is not stored
-        const unsigned to = ring + stage * STAGE + X_BYTES + i * HALF_PIECE;
-        const unsigned char* const from = weight +
-            ((long long)there * PIECES + tile.rank * CHUNKS + n % CHUNKS) * PIECE + half % 2 * HALF_PIECE;
+        const unsigned to = ring + at.place.stage * STAGE + X_BYTES + i * HALF_PIECE;
+        const unsigned char* const from =
+            weight + ((long long)there * PIECES + at.tile.rank * CHUNKS + at.chunk) * PIECE + half % 2 * HALF_PIECE;
         if (lane >= HALVES / OVER) return;
         if constexpr (OVER > 1)
-            bulk_load_multicast(to, from, HALF_PIECE, full + stage, (1 << column) * (SHARE > 1 ? 5 : 3));
+            bulk_load_multicast(to, from, HALF_PIECE, barrier, (1 << column) * (SHARE > 1 ? 5 : 3));
         else
-            bulk_load(to, from, HALF_PIECE, full + stage);
+            bulk_load(to, from, HALF_PIECE, barrier);
     };
-    auto ask_x = [&](int n) {
+    auto ask_x = [&](const Walk& at) {
         if (lane) return;
-        const Tile tile = tiles[n / CHUNKS];
-        const int stage = n % STAGES, chunk = tile.rank * CHUNKS + n % CHUNKS, part = height / SHARE;
-        const unsigned to = ring + stage * STAGE;
+        Barrier* const barrier = full + at.place.stage;
+        const int chunk = at.tile.rank * CHUNKS + at.chunk, part = height / SHARE;
+        const unsigned to = ring + at.place.stage * STAGE;
         const int input = chunk * (SPAN / 2);  // in elements of two bytes
         if constexpr (SHARE > 1)
-            tma_load_multicast(to + column * part * SPAN, of_x, input, tile.row + column * part, full + stage, 3 << 2 * over);
+            tma_load_multicast(to + column * part * SPAN, of_x, input, at.tile.row + column * part, barrier, 3 << 2 * over);
         else
-            tma_load(to, of_x, input, tile.row, full + stage);
-        bulk_load(to + X_BYTES + W_BYTES, x_scales + (long long)chunk * pitch + tile.row, height * 4, full + stage);
+            tma_load(to, of_x, input, at.tile.row, barrier);
+        bulk_load(to + X_BYTES + W_BYTES, x_scales + (long long)chunk * pitch + at.tile.row, height * 4, barrier);
     };
+    Walk first(tiles), next(tiles);
 #pragma unroll 1
-    for (int n = 0; n < STAGES && n < count; n++) ask(n);
+    for (int n = 0; n < STAGES && first.more(); n++, first.advance()) ask(first);
     grid_wait();
     launch_dependents();
 #pragma unroll 1
-    for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
+    for (int n = 0; n < STAGES && next.more(); n++, next.advance()) ask_x(next);
 #pragma unroll 1
-    for (int n = STAGES; n < count; n++) {
-        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
-        ask(n);
-        ask_x(n);
+    for (; next.more(); next.advance()) {
+        mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
+        ask(next);
+        ask_x(next);
     }
 }
 
@@ -108,15 +135,6 @@ __device__ inline void release(Barrier* empty) {
     else if (lane == 0)
         mbarrier_arrive(empty);
 }
-
-// Where the ring is.
-struct Place {
-    int stage = 0, round = 0;
-
-    __device__ inline void advance() {
-        if (++stage == STAGES) stage = 0, round ^= 1;
-    }
-};
 
 // The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
 // each eight.
