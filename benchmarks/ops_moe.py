@@ -23,7 +23,7 @@ from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS, Table, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import moe
-from phalanx.kernels.moe.moe import TileConfig
+from phalanx.kernels.moe.moe import Inputs, TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
 from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
@@ -62,22 +62,21 @@ class Layers:
         copies = list(zip(self.w13, self.w2, strict=True))
         self.quantized = {name: [(quantize(a, name), quantize(b, name)) for a, b in copies] for name in formats}
 
-    def calls(self, rows: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """x, ids, weights, w13, w2 of several calls."""
+    def calls(self, rows: int) -> list[Inputs]:
         experts, k, hidden, _ = self.shape
         found = []
         for i in range(CHOICES if rows < 1024 else 4):
             ids = torch.rand(rows, experts, device="cuda").topk(k, -1).indices.int()
             weights = torch.rand(rows, k, device="cuda").softmax(-1)
             copy = i % len(self.w2)
-            found.append((randn(rows, hidden), ids, weights, self.w13[copy], self.w2[copy]))
+            found.append(Inputs(randn(rows, hidden), ids, weights, self.w13[copy], self.w2[copy]))
         return found
 
-    def limits(self, calls: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> tuple[float, float]:
+    def limits(self, calls: list[Inputs]) -> tuple[float, float]:
         """Bytes and floating-point operations of a call."""
         _, k, hidden, inner = self.shape
-        touched = sum(len(ids.unique()) for _, ids, *_ in calls) / len(calls)
-        rows = len(calls[0][0])
+        touched = sum(len(one.ids.unique()) for one in calls) / len(calls)
+        rows = len(calls[0].x)
         return touched * 3 * hidden * inner * 2 + 2 * rows * hidden * 2, 2.0 * rows * k * 3 * hidden * inner
 
 
@@ -100,22 +99,22 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
     """Without the sum over a token's pairs, which the next norm makes."""
     calls = layers.calls(rows)
     bytes_, flops = layers.limits(calls)
-    versions: dict[str, list[Call]] = {"ours": [partial(moe.expert_terms, *one) for one in calls]}
+    versions: dict[str, list[Call]] = {"ours": [partial(moe.expert_terms, one) for one in calls]}
     if rows <= 16:
-        versions["gemv"] = [partial(moe.expert_gemv, *one) for one in calls]
+        versions["gemv"] = [partial(moe.expert_gemv, one) for one in calls]
     if rows * layers.shape.top_k <= 16 * layers.shape.experts:
         for outputs in ((64, 128), (128, 128), (64, 64), (128, 64)):
-            versions[f"pipelined {outputs}"] = [partial(moe.pipelined, *one, "silu", outputs) for one in calls]
-    versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, *one, "silu", tiles=tiles) for one in calls]
+            versions[f"pipelined {outputs}"] = [partial(moe.pipelined, one, outputs) for one in calls]
+    versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, one, tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
     for name, stacks in layers.quantized.items():
-        pairs = [(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
-        versions[name] = [partial(moe.expert_terms, *one) for one in pairs]
+        pairs = [Inputs(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
+        versions[name] = [partial(moe.expert_terms, one) for one in pairs]
         many = rows * layers.shape.top_k > 64 * layers.shape.experts
         if many:
-            versions[f"{name}, dequantised"] = [partial(moe.grouped, *one) for one in pairs]
+            versions[f"{name}, dequantised"] = [partial(moe.grouped, one) for one in pairs]
         for tiles in (8,) if many else (1, 2, 4, 8):
-            versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, *one, tiles=tiles) for one in pairs]
+            versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, one, tiles) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
 
@@ -136,20 +135,25 @@ def tune(layers: Layers, rows: int) -> None:
     calls = layers.calls(rows)
     bytes_, flops = layers.limits(calls)
     limit = max(bytes_ / BANDWIDTH, flops / FLOPS) * 1e6
+    silu = ACTIVATIONS.index("silu")
     average = rows * layers.shape.top_k / layers.shape.experts
     for height in (16, 32, 64, 128):
         if height > max(16, 8 * average) or height * 16 < average:
             continue
-        groups = [moe.group(ids, layers.shape.experts, height) for _, ids, *_ in calls]
-        hs = [torch.randn(ids.numel(), w2.shape[2], device="cuda").bfloat16() for _, ids, _, _, w2 in calls]
+        groups = [moe.group(one.ids, layers.shape.experts, height) for one in calls]
+        hs = [torch.randn(one.pairs, one.w2.shape[2], device="cuda").bfloat16() for one in calls]
         ups: list[tuple[float, tuple[int, ...]]] = []
         downs: list[tuple[float, tuple[int, ...]]] = []
         for cut in (one for one in cuts() if one.rows == height):
             both = cut._replace(outputs=cut.outputs // 2)
-            up: list[Call] = [partial(moe_triton.expert_up, x, ids, weights, w13, g, ACTIVATIONS.index("silu"), both)
-                  for (x, ids, weights, w13, _), g in zip(calls, groups, strict=True)]  # fmt: skip
-            down: list[Call] = [partial(moe_triton.expert_down, h, w2, g, cut)
-                    for h, g, (*_, w2) in zip(hs, groups, calls, strict=True)]  # fmt: skip
+            up: list[Call] = [
+                partial(moe_triton.expert_up, *one[:3], moe.plain(one.w13, one.x.dtype), g, silu, both)
+                for one, g in zip(calls, groups, strict=True)
+            ]
+            down: list[Call] = [
+                partial(moe_triton.expert_down, h, moe.plain(one.w2, h.dtype), g, cut)
+                for h, g, one in zip(hs, groups, calls, strict=True)
+            ]
             for found, one, way in ((ups, up, both), (downs, down, cut)):
                 try:
                     found.append((round(measure(one, 12, 5), 1), tuple(way)))

@@ -21,7 +21,7 @@ from ..quantized import blocks_cpu, e4m3_cpu
 from ..quantized.stack import Stack
 
 if TYPE_CHECKING:
-    from .moe import Biases, Held, Matrices
+    from .moe import Inputs, Matrices
 
 SOURCE, PLAIN_SOURCE = "experts_cpu", "host_experts"
 TILE, PAIRED_ROWS = 16, 4  # rows of a tile of AMX, and an expert's from which on tiles take it, as in gemm_tiles.h
@@ -48,10 +48,9 @@ def multiplies(stack: object) -> bool:
     return hasattr(packed, "of_blocks") or isinstance(packed, e4m3_cpu.Packed)
 
 
-def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Matrices, w2: Matrices, act: str, biases: Biases, held: Held | None
-) -> Tensor:
+def experts(given: Inputs) -> Tensor:
     """`moe.fused_experts` where it supports. Sums are f32; what the linears make is rounded to x's dtype."""
+    x, ids, weights, w13, w2, act, biases, held = given
     (tokens, hidden), top, pairs = x.shape, ids.shape[1], ids.numel()
     count, both, _ = w13.shape
     order, place, ends = (torch.empty(n, dtype=torch.int32) for n in (pairs, pairs, count + 1))

@@ -83,56 +83,56 @@ class Held(NamedTuple):
         return range(self.first, self.first + self.size)
 
 
-def fused_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Matrices,
-    w2: Matrices,
-    act: str = "silu",
-    biases: Biases = UNBIASED,
-    held: Held | None = None,
-) -> Tensor:
+class Inputs(NamedTuple):
+    """Of a layer's experts, for T tokens."""
+
+    x: Tensor  # [T, H]
+    ids: Tensor  # [T, k] int32: each token's experts, below E
+    weights: Tensor  # [T, k] f32: theirs
+    w13: Matrices  # [E, 2 I, H] of x's dtype, contiguous, or quantised
+    w2: Matrices  # [E, H, I], likewise
+    act: str = "silu"
+    biases: Biases = UNBIASED  # added to what either matrix makes
+    held: Held | None = None  # which experts w13 and w2 are, where they are not all; then ids are below held.total
+
+    @property
+    def pairs(self) -> int:
+        return self.ids.numel()
+
+    @property
+    def experts(self) -> int:
+        """That the router chooses from. A rank with some of them has about as large a share of the pairs, so that
+        pairs per expert are of all."""
+        return self.held.total if self.held else self.w13.shape[0]
+
+
+def fused_experts(given: Inputs) -> Tensor:
     """The sum over j of weights[t, j] * w2[e] (act(w13's gate[e] x[t]) * w13's up[e] x[t]), e = ids[t, j]: [T, H].
-
-    x [T, H], ids [T, k] int32 below E, weights [T, k] f32, w13 [E, 2 I, H] and w2 [E, H, I] of x's dtype, contiguous,
-    or quantised. biases: added to what either matrix makes. held: which experts w13 and w2 are, where they are not all;
-    then ids are below held.total, e = ids[t, j] - held.first, and the sum is over j with 0 <= e < E.
-    """
-    return summed(expert_terms(x, ids, weights, w13, w2, act, biases, held), ids)
+    Where some experts are held, e = ids[t, j] - held.first, and the sum is over j with 0 <= e < E."""
+    return summed(expert_terms(given), given.ids)
 
 
-def expert_terms(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Matrices,
-    w2: Matrices,
-    act: str = "silu",
-    biases: Biases = UNBIASED,
-    held: Held | None = None,
-) -> Tensor:
+def expert_terms(given: Inputs) -> Tensor:
     """[T, n, H], whose sum over n is what `fused_experts` makes of the same: n is k where kernels leave each token's
     pairs apart, for whoever adds them to something else, or 1."""
-    if not x.is_cuda:
-        return on_cpu(x, ids, weights, w13, w2, act, biases, held).unsqueeze(1)
-    x = x.contiguous()
+    if not given.x.is_cuda:
+        return on_cpu(given).unsqueeze(1)
+    given = given._replace(x=given.x.contiguous())
+    x, ids, w13, w2, held = given.x, given.ids, given.w13, given.w2, given.held
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
-    if isinstance(w13, Stack) and isinstance(w2, Stack) and quantized_cuda.supports(x, w13, w2):
-        most = dequantized.LEAST_PAIRS * (held.total if held else w13.shape[0])
-        way = in_pieces if ids.numel() <= most else grouped
-        return apart(way(x, ids, weights, w13, w2, act, biases, held=held), ids, held)
+    if quantized_cuda.supports(x, w13, w2):
+        way = in_pieces if given.pairs <= dequantized.LEAST_PAIRS * given.experts else grouped
+        return apart(way(given), ids, held)
     w13, w2 = plain(w13, x.dtype), plain(w2, x.dtype)
-    if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in biases):
-        return apart(grouped(x, ids, weights, w13, w2, act, biases, held=held), ids, held)
-    # A rank with a part of the experts has about as large a part of the pairs, so that its pairs per expert are these.
-    pairs, experts = ids.numel(), held.total if held else len(w13)
-    if pairs <= min(GEMV_PAIRS, experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
-        return expert_gemv(x, ids, weights, w13, w2, act, held).unsqueeze(1)
-    if pairs <= expert_gemm.MOST_PAIRS * experts and expert_gemm.supports(x, w13, w2):
-        return apart(pipelined(x, ids, weights, w13, w2, act, held=held), ids, held)
-    return apart(grouped(x, ids, weights, w13, w2, act, held=held), ids, held)
+    given = given._replace(w13=w13, w2=w2)
+    if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in given.biases):
+        return apart(grouped(given), ids, held)
+    if given.pairs <= min(GEMV_PAIRS, given.experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
+        return expert_gemv(given).unsqueeze(1)
+    if given.pairs <= expert_gemm.MOST_PAIRS * given.experts and expert_gemm.supports(x, w13, w2):
+        return apart(pipelined(given), ids, held)
+    return apart(grouped(given), ids, held)
 
 
 def apart(pairs: Tensor, ids: Tensor, held: Held | None) -> Tensor:
@@ -152,26 +152,19 @@ def combine(pairs: Tensor, ids: Tensor, held: Held | None = None) -> Tensor:
     return moe_triton.combine(pairs, ids, held.ids if held else None)
 
 
-def fused_experts_reference(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    act: str = "silu",
-    biases: Biases = UNBIASED,
-    held: Held | None = None,
-) -> Tensor:
-    """Pair by pair, in f32."""
+def fused_experts_reference(given: Inputs) -> Tensor:
+    """Pair by pair, in f32, of plain weights."""
+    x, ids, weights, w13, w2, act, biases, held = given
     up, down = (None if bias is None else bias.float().cpu() for bias in biases)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    here = held.ids if held else range(len(w13))
+    here = held.ids if held else range(w13.shape[0])
     for t in range(len(x)):
         for number, weight in zip(ids[t].tolist(), weights[t], strict=True):
             if number in here:
                 e = number - here.start
-                inner = gated_linear(x[t : t + 1].float().cpu(), w13[e].float().cpu(), act, of_expert(up, e))
-                y[t] += weight * linear(inner, w2[e].float().cpu(), of_expert(down, e))[0].to(y.device)
+                one, two = (matrix(w, e, x.dtype).float().cpu() for w in (w13, w2))
+                inner = gated_linear(x[t : t + 1].float().cpu(), one, act, of_expert(up, e))
+                y[t] += weight * linear(inner, two, of_expert(down, e))[0].to(y.device)
     return y.to(x.dtype)
 
 
@@ -200,19 +193,11 @@ def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
     return local
 
 
-def on_cpu(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Matrices,
-    w2: Matrices,
-    act: str,
-    biases: Biases = UNBIASED,
-    held: Held | None = None,
-) -> Tensor:
+def on_cpu(given: Inputs) -> Tensor:
     """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
+    x, ids, weights, w13, w2, act, biases, held = given
     if experts_cpu.supports(x, ids, w13, w2):
-        return experts_cpu.experts(x, ids.contiguous(), weights.contiguous(), w13, w2, act, biases, held)
+        return experts_cpu.experts(given._replace(ids=ids.contiguous(), weights=weights.contiguous()))
     k, experts = ids.shape[1], w13.shape[0]
     local = _local(ids, experts, held)
     order = local.argsort(stable=True)
@@ -234,10 +219,10 @@ def supports_gemv(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> bool:
     return sizes and x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype and jit.plain(x, w13, w2)
 
 
-def expert_gemv(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: str = "silu", held: Held | None = None
-) -> Tensor:
+def expert_gemv(given: Inputs) -> Tensor:
     """Two kernels that read weights pair by pair."""
+    x, ids, weights, w13, w2, act, _, held = given
+    assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports_gemv` was not asked"
     (tokens, hidden), k, inner = x.shape, ids.shape[1], w2.shape[2]
     here = (held.first, held.size) if held else (0, 0)
     h = x.new_empty(tokens * k, inner)
@@ -308,61 +293,35 @@ def _group_reference(local: Tensor, experts: int, rows: int, found: Groups) -> G
     return found
 
 
-def pipelined(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    act: str = "silu",
-    outputs: tuple[int, int] | None = None,
-    held: Held | None = None,
-) -> Tensor:
+def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     """[T * k, H], each token's pairs apart: grouped GEMMs of few pairs per expert, where `expert_gemm` takes them.
     outputs: of an item of both GEMMs; chosen unless given."""
+    x, ids, weights, w13, w2, act, _, held = given
+    assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
     groups = group(ids, len(w13), expert_gemm.ROWS, held)
     h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0]))
     return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
 
 
-def in_pieces(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Stack,
-    w2: Stack,
-    act: str = "silu",
-    biases: Biases = UNBIASED,
-    held: Held | None = None,
-    tiles: int = 0,
-) -> Tensor:
+def in_pieces(given: Inputs, tiles: int = 0) -> Tensor:
     """`pipelined` of quantised weights, where `quantized_cuda` takes them. tiles: of 8 rows; chosen unless given."""
-    experts = w13.shape[0]
-    tiles = tiles or quantized_cuda.choose_tiles(ids.numel(), held.total if held else experts)
-    groups = group(ids, experts, 8 * tiles, held)
+    x, ids, weights, w13, w2, act, biases, held = given
+    assert isinstance(w13, Stack) and isinstance(w2, Stack), "`supports` was not asked"
+    tiles = tiles or quantized_cuda.choose_tiles(given.pairs, given.experts)
+    groups = group(ids, w13.shape[0], 8 * tiles, held)
     h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, tiles, biases.up)
     return quantized_cuda.expert_down(h, weights, w2, groups, tiles, biases.down)
 
 
-def grouped(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Matrices,
-    w2: Matrices,
-    act: str = "silu",
-    biases: Biases = UNBIASED,
-    tiles: Tiling | None = None,
-    held: Held | None = None,
-) -> Tensor:
+def grouped(given: Inputs, tiles: Tiling | None = None) -> Tensor:
     """`pipelined` of any number of pairs, by Triton; what is packed becomes plain some experts at a time. tiles: chosen
     unless given."""
     from . import moe_triton
 
-    experts = w13.shape[0]
-    tiles = tiles or tiling(ids.numel(), held.total if held else experts, x.dtype)
-    groups = group(ids, experts, tiles.up.rows, held)
+    x, ids, weights, w13, w2, act, biases, held = given
+    tiles = tiles or tiling(given.pairs, given.experts, x.dtype)
+    groups = group(ids, w13.shape[0], tiles.up.rows, held)
     number, dtype = ACTIVATIONS.index(act), x.dtype
     h, y = x.new_empty(ids.numel(), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
     dequantized.by_parts(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
-from ....kernels.moe.moe import Biases, Held, Matrices, expert_terms, summed, tiling_rows
+from ....kernels.moe.moe import Biases, Held, Inputs, Matrices, expert_terms, summed, tiling_rows
 from ....kernels.quantized.stack import Stack
 from ..formats import ChooseFormat
 from ..layers.residual import Partial
@@ -240,7 +240,7 @@ class FusedExperts(nn.Module):
     def _terms(self, routed: Routed) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         biases = Biases(up.added_bias, down.added_bias)
-        return expert_terms(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held)
+        return expert_terms(Inputs(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held))
 
     @property
     def num_weights(self) -> int:

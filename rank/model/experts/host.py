@@ -21,7 +21,7 @@ from torch import Tensor
 from ....kernels.graph_pieces import on_host
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
 from ....kernels.moe.host_experts import Experts, HostPairs, computes, host_biases
-from ....kernels.moe.moe import Biases, Held, fused_experts
+from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
 from .host_buffers import KEPT, Buffer, HostStack, HostView, SharedBuffers
 from .residents import Residents
 from .streamer import Streamer
@@ -117,7 +117,7 @@ class HostExperts:
         """numbers: of each of the router's experts, its index in `stack`, or len(stack). of: each index's expert."""
         biases = Biases(*(None if one is None else one.index_select(0, of) for one in self.biases))
         held = Held(0, stack.size, self.held.total + 1)
-        return fused_experts(x, numbers[ids.long()], weights, stack.w13, stack.w2, self.act, biases, held)
+        return fused_experts(Inputs(x, numbers[ids.long()], weights, *stack, self.act, biases, held))
 
     def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray, keep: bool) -> Iterator[Tensor]:
         """What each buffer of copied experts makes, [T, H]. keep: those experts become resident."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....kernels.moe.moe import Biases, Held, fused_experts
+from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
 from .fused import FusedExperts
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -109,11 +109,12 @@ def seconds(
         x, weights = zeros(tokens, hidden), torch.full((tokens, layer.top_k), 1 / layer.top_k, device=device)
         draws = (torch.rand(tokens, experts, generator=make).topk(layer.top_k).indices for _ in range(DRAWS))
         ids = [draw.to(device, torch.int32) for draw in draws]
+        given = Inputs(x, ids[0], weights, w13, w2, layer.activation, biases, held)
 
         def run(calls: int) -> None:
             for draw in ids:
                 for _ in range(calls):
-                    group.all_reduce(fused_experts(x, draw, weights, w13, w2, layer.activation, biases, held))
+                    group.all_reduce(fused_experts(given._replace(ids=draw)))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 

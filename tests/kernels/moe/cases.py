@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import dequantized, moe
-from phalanx.kernels.moe.moe import Biases, Held, TileConfig, Tiling
+from phalanx.kernels.moe.moe import Biases, Held, Inputs, TileConfig, Tiling
 from phalanx.kernels.quantized import floats, q8_0
-from phalanx.kernels.quantized.floats import Floats
 from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
@@ -29,10 +28,9 @@ class Sizes(NamedTuple):
     spread: str = "any"  # any; one: all tokens choose the same; few: most experts are empty
 
 
-def summed(pairs: Tensor, given: tuple[Tensor, ...], held: Held | None = None) -> Tensor:
-    """What kernels leave apart, [T * k, H], of what `make` gave them, as `fused_experts` adds it up."""
-    ids = given[1]
-    return moe.summed(moe.apart(pairs, ids, held), ids)
+def summed(pairs: Tensor, given: Inputs) -> Tensor:
+    """What kernels leave apart, [T * k, H], as `fused_experts` adds it up."""
+    return moe.summed(moe.apart(pairs, given.ids, given.held), given.ids)
 
 
 # Counts that are no powers of two, one token, empty experts, all tokens to one, sizes that tiles do not divide.
@@ -56,14 +54,6 @@ QUANTIZED = [
 ]
 
 
-class Inputs(NamedTuple):
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
-    w13: Tensor
-    w2: Tensor
-
-
 def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     """Experts that no token chooses hold NaN: whoever reads them shows."""
     tokens, k, experts, hidden, inner, spread = sizes
@@ -82,8 +72,11 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
 
 def share_of(given: Inputs, held: Held) -> Inputs:
     """What a rank with some of the experts gets."""
-    here = slice(held.first, held.first + held.size)
-    return given._replace(w13=given.w13[here].contiguous(), w2=given.w2[here].contiguous())
+    w13, w2, up, down = (
+        None if one is None else one[held.first :][: held.size].contiguous()
+        for one in (given.w13, given.w2, *given.biases)
+    )
+    return given._replace(w13=w13, w2=w2, biases=Biases(up, down), held=held)
 
 
 def shares(experts: int) -> list[Held]:
@@ -120,24 +113,19 @@ def main() -> None:
     for i, sizes in enumerate(CASES):  # each dtype meets both tilings, with biases and without
         tiles = tilings[i % 2]
         dtype, bound = dtypes[i // 2 % 2]
-        given, act = make(sizes, dtype), acts[i % len(acts)]
-        near(summed(moe.grouped(*given, act, tiles=tiles), given), moe.fused_experts_reference(*given, act), bound)
+        given = make(sizes, dtype)._replace(act=acts[i % len(acts)])
+        near(summed(moe.grouped(given, tiles), given), moe.fused_experts_reference(given), bound)
         dtype, bound = dtypes[1 - i // 2 % 2]
-        given, act = make(sizes, dtype), acts[-1 - i % len(acts)]
-        added = biases(given)._replace(**{"down": None} if i == 2 else {})
-        got = summed(moe.grouped(*given, act, added, tiles), given)
-        near(got, moe.fused_experts_reference(*given, act, added), bound * 4)
-        held = shares(sizes.experts)[i % 3]
-        own = share_of(given, held)
-        of_own = Biases(*(None if one is None else one[held.first :][: held.size] for one in added))
-        got = summed(moe.grouped(*own, act, of_own, tiles, held), own, held)
-        near(got, moe.fused_experts_reference(*own, act, of_own, held), bound * 4)
+        given = make(sizes, dtype)._replace(act=acts[-1 - i % len(acts)])
+        given = given._replace(biases=biases(given)._replace(**{"down": None} if i == 2 else {}))
+        for one in (given, share_of(given, shares(sizes.experts)[i % 3])):
+            near(summed(moe.grouped(one, tiles), one), moe.fused_experts_reference(one), bound * 4)
     check_quantized(tilings)
     check_dequantized(tilings[0])
 
 
-def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, tuple[Floats, Floats]]:
-    """These experts with random codes, and the codes. unit: inputs of a scale."""
+def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, Inputs]:
+    """These experts with random codes: dequantised, and as codes. unit: inputs of a scale."""
     found = []
     for weight in (given.w13, given.w2):
         experts, outputs, inputs = weight.shape
@@ -150,16 +138,16 @@ def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, tuple[Floa
             scales = torch.rand(experts, outputs, inputs // unit) * inputs**-0.5
         found.append(floats.pack(codes.to(weight.device), scales.to(weight.device)))
     plain = (floats.dequantize(one, given.x.dtype) for one in found)
-    return given._replace(w13=next(plain), w2=next(plain)), (found[0], found[1])
+    return given._replace(w13=next(plain), w2=next(plain)), given._replace(w13=found[0], w2=found[1])
 
 
 def check_quantized(tilings: list[Tiling]) -> None:
     for i, (sizes, pairs, unit) in enumerate(QUANTIZED):
         dtype, bound = [(torch.float32, 2e-5), (torch.float16, 2e-2)][i % 2]
-        plain, (up, down) = quantized(make(sizes, dtype), pairs, unit)
-        added = biases(plain) if i % 3 == 0 else moe.UNBIASED
-        got = summed(moe.grouped(*plain[:3], up, down, "clamped_swiglu", added, tilings[i % 2]), plain)
-        near(got, summed(moe.grouped(*plain, "clamped_swiglu", added, tilings[i % 2]), plain), bound)
+        both = quantized(make(sizes, dtype)._replace(act="clamped_swiglu"), pairs, unit)
+        added = biases(both[0]) if i % 3 == 0 else moe.UNBIASED
+        want, got = (summed(moe.grouped(one._replace(biases=added), tilings[i % 2]), one) for one in both)
+        near(got, want, bound)
 
 
 def encoded(weight: Tensor) -> Stack:
@@ -174,13 +162,10 @@ def check_dequantized(tiles: Tiling) -> None:
         dequantized.AT_ONCE = elements
         given = make(Sizes(20, 3, 7, 64, 32, "few" if i else "any"), torch.float32)
         added = biases(given._replace(w13=given.w13.nan_to_num(0), w2=given.w2.nan_to_num(0))) if i else moe.UNBIASED
-        held = Held(0, 7, 9) if i == 1 else None
-        up, down = encoded(given.w13), encoded(given.w2)
-        plain = up.plain(torch.float32), down.plain(torch.float32)
-        got, want = (
-            summed(moe.grouped(*given[:3], *both, "silu", added, tiles, held), given, held)
-            for both in ((up, down), plain)
-        )
+        packed = given._replace(w13=encoded(given.w13), w2=encoded(given.w2), biases=added)
+        packed = packed._replace(held=Held(0, 7, 9) if i == 1 else None)
+        plain = packed._replace(w13=packed.w13.plain(torch.float32), w2=packed.w2.plain(torch.float32))
+        got, want = (summed(moe.grouped(one, tiles), one) for one in (packed, plain))
         assert torch.equal(got, want)
 
 

@@ -39,13 +39,12 @@ def test_experts(up, down):
         held = Held(1, sizes.experts - 2, sizes.experts) if i % 2 else None
         here = slice(held.first, held.first + held.size) if held else slice(None)
         w13, w2 = quantised(given.w13.nan_to_num(1)[here], up), quantised(given.w2.nan_to_num(1)[here], down)
-        meant = plain(w13), plain(w2)
         for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
             x, biases = given.x.to(dtype), Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
             assert experts_cpu.supports(x, given.ids, w13, w2)
-            got = moe.fused_experts(x, given.ids, given.weights, w13, w2, "silu", biases, held)
-            wide = Biases(*(one.float() for one in biases))
-            want = fused_experts_reference(x.float(), given.ids, given.weights, *meant, "silu", wide, held)
+            case = moe.Inputs(x, given.ids, given.weights, w13, w2, "silu", biases, held)
+            got, wide = moe.fused_experts(case), Biases(*(one.float() for one in biases))
+            want = fused_experts_reference(case._replace(x=x.float(), biases=wide))
             assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
     torch.set_num_threads(before)
 
@@ -62,8 +61,8 @@ def test_plain_experts(dtype, bound):
         w13, w2 = given.w13[here].contiguous(), given.w2[here].contiguous()
         biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
         assert experts_cpu.supports(given.x, given.ids, w13, w2)
-        got = moe.fused_experts(given.x, given.ids, given.weights, w13, w2, "silu", biases, held)
-        want = fused_experts_reference(given.x, given.ids, given.weights, w13, w2, "silu", biases, held).float()
+        given = given._replace(w13=w13, w2=w2, biases=biases, held=held)
+        got, want = moe.fused_experts(given), fused_experts_reference(given).float()
         assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
     many = torch.zeros(65, 64, dtype=dtype)
     assert not experts_cpu.supports(many, torch.zeros(65, 1, dtype=torch.int32), w13, w2), "torch is faster"
@@ -81,8 +80,8 @@ def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
     ops.run(*experts_cpu.linear(rows, odd, odd.shape[:2], ends, None, y, Scratch(len(rows))))
     want = torch.cat((rows[:2] @ odd.expert(0, torch.float32).T, rows[2:] @ odd.expert(3, torch.float32).T))
     torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-5)
-    got = moe.fused_experts(rows, ids, weights, w13, w2)
-    assert torch.equal(got, moe.fused_experts(rows.contiguous(), ids, weights, w13, w2))
+    given = moe.Inputs(rows, ids, weights, w13, w2)
+    assert torch.equal(moe.fused_experts(given), moe.fused_experts(given._replace(x=rows.contiguous())))
 
 
 @pytest.mark.parametrize("up, down", FORMATS[:2], ids=lambda one: one.__name__.rpartition(".")[2])
@@ -92,8 +91,8 @@ def test_without_a_compiler_and_of_many_tokens(monkeypatch, up, down):
     given = make(SIZES[1], torch.float32)
     w13, w2 = quantised(given.w13.nan_to_num(1), up), quantised(given.w2.nan_to_num(1), down)
     monkeypatch.setattr(experts_cpu, "supports", lambda *_: False)
-    got = moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
-    want = fused_experts_reference(given.x, given.ids, given.weights, plain(w13), plain(w2))
+    got = moe.fused_experts(given._replace(w13=w13, w2=w2))
+    want = fused_experts_reference(given._replace(w13=plain(w13), w2=plain(w2)))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

@@ -6,7 +6,7 @@ import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import host_experts
 from phalanx.kernels.moe.host_experts import Experts, HostPairs
-from phalanx.kernels.moe.moe import UNBIASED, Biases, Held, fused_experts_reference
+from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.quantized import e4m3, gpu_form, q8_0
 from phalanx.kernels.quantized.stack import stack
 
@@ -14,9 +14,10 @@ from ..conftest import TILES, close
 from .cases import CASES, make
 
 
-def rounds(case, act, cuts, biases=UNBIASED, first=0):
+def rounds(case, cuts):
     """The sum where experts are computed in so many rounds, each from a stack of its own."""
-    x, ids, weights, w13, w2 = case
+    x, ids, weights, w13, w2, act, biases, held = case
+    first = held.first if held else 0
     pairs = HostPairs(x, ids, weights, act, biases, first)
     local = ids.flatten().numpy() - first
     counts = np.bincount(local[(local >= 0) & (local < len(w13))], minlength=len(w13))
@@ -34,11 +35,11 @@ def test_sums(monkeypatch, sizes, dtype, compiled):
     if not compiled:
         monkeypatch.setattr(host_experts.ops, "takes", lambda x: False)
     case = make(sizes, dtype)
-    want = fused_experts_reference(*case)
-    one = rounds(case, "silu", 1)
+    want = fused_experts_reference(case)
+    one = rounds(case, 1)
     close(one.to(dtype), want, dtype, atol=2e-5 if dtype == torch.float32 else 3e-2)
     if compiled and dtype == torch.float32:
-        assert all(torch.equal(rounds(case, "silu", cuts), one) for cuts in (2, 3)), "bit by bit, in any rounds"
+        assert all(torch.equal(rounds(case, cuts), one) for cuts in (2, 3)), "bit by bit, in any rounds"
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -46,9 +47,8 @@ def test_biases_and_experts_of_other_ranks(act):
     case = make(CASES[1], torch.float32)
     w13, w2 = case.w13[3:9].contiguous(), case.w2[3:9].contiguous()
     biases = Biases(torch.randn(6, w13.shape[1]), torch.randn(6, w2.shape[1]))
-    got = rounds(case._replace(w13=w13, w2=w2), act, 2, biases, first=3)
-    want = fused_experts_reference(*case[:3], w13, w2, act, biases, Held(3, 6, 12))
-    close(got, want, torch.float32, atol=2e-5)
+    case = case._replace(w13=w13, w2=w2, act=act, biases=biases, held=Held(3, 6, 12))
+    close(rounds(case, 2), fused_experts_reference(case), torch.float32, atol=2e-5)
 
 
 @pytest.mark.parametrize("isa", TILES)
@@ -61,11 +61,10 @@ def test_plain_weights_by_tiles(tiled, isa, rows, inner):
     w13, w2 = (torch.randn(experts, *shape).bfloat16() / 8 for shape in ((2 * inner, hidden), (hidden, inner)))
     ids = torch.zeros(rows, 2, dtype=torch.int32)
     ids[:, 1], ids[0, 1] = 1, 3
-    case = torch.randn(rows, hidden).bfloat16(), ids, torch.rand(rows, 2), w13, w2
     biases = Biases(torch.randn(experts, 2 * inner).bfloat16(), torch.randn(experts, hidden).bfloat16())
+    case = Inputs(torch.randn(rows, hidden).bfloat16(), ids, torch.rand(rows, 2), w13, w2, biases=biases)
     for cuts in (1, 2):
-        got = rounds(case, "silu", cuts, biases)
-        close(got.bfloat16(), fused_experts_reference(*case, "silu", biases), torch.bfloat16, atol=3e-2)
+        close(rounds(case, cuts).bfloat16(), fused_experts_reference(case), torch.bfloat16, atol=3e-2)
 
 
 def calls_of(pairs, codec=None):

@@ -18,7 +18,7 @@ def seed():
 @pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8)])
 def test_on_cpus(sizes, dtype, bound):
     given = make(sizes, dtype)
-    near(moe.fused_experts(*given), moe.fused_experts_reference(*given), bound)
+    near(moe.fused_experts(given), moe.fused_experts_reference(given), bound)
 
 
 @pytest.mark.parametrize("sizes", CASES)
@@ -26,26 +26,26 @@ def test_biases_and_the_clamped_swiglu(sizes):
     given = make(sizes, torch.float32)
     added = biases(given)
     for part in (added, added._replace(down=None)):
-        want = moe.fused_experts_reference(*given, CLAMPED_SWIGLU, part)
-        near(moe.fused_experts(*given, CLAMPED_SWIGLU, part), want, 1e-5)
+        one = given._replace(act=CLAMPED_SWIGLU, biases=part)
+        near(moe.fused_experts(one), moe.fused_experts_reference(one), 1e-5)
 
 
 def test_strided_input():
     given = make(Sizes(5, 2, 4, 16, 8), torch.float32)
     wide = torch.randn(5, 40)
     wide[:, 3:19] = given.x
-    near(moe.fused_experts(wide[:, 3:19], *given[1:]), moe.fused_experts_reference(*given), 3e-6)
+    near(moe.fused_experts(given._replace(x=wide[:, 3:19])), moe.fused_experts_reference(given), 3e-6)
 
 
 @pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8)])
 def test_the_parts_of_several_ranks_add_up(sizes):
     given, middle = make(sizes, torch.float32), sizes.experts // 2
     halves = moe.Held(0, middle, sizes.experts), moe.Held(middle, sizes.experts - middle, sizes.experts)
-    sums = [moe.fused_experts(*share_of(given, held), held=held) for held in halves]
-    near(sums[0] + sums[1], moe.fused_experts_reference(*given), 3e-6)
+    sums = [moe.fused_experts(share_of(given, held)) for held in halves]
+    near(sums[0] + sums[1], moe.fused_experts_reference(given), 3e-6)
     for held in shares(sizes.experts):
-        want = moe.fused_experts_reference(*share_of(given, held), held=held)
-        near(moe.fused_experts(*share_of(given, held), held=held), want, 3e-6)
+        own = share_of(given, held)
+        near(moe.fused_experts(own), moe.fused_experts_reference(own), 3e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 128])

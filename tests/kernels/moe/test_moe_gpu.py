@@ -21,15 +21,15 @@ QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 @pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8), QWEN, Sizes(3, 3, 12, 2880, 1440, "few")])
 def test_experts(sizes, dtype, bound):
     for act in ("silu", "gelu_tanh"):
-        given = make(sizes, dtype, "cuda")
-        near(moe.fused_experts(*given, act), moe.fused_experts_reference(*given, act), bound)
+        given = make(sizes, dtype, "cuda")._replace(act=act)
+        near(moe.fused_experts(given), moe.fused_experts_reference(given), bound)
 
 
 @pytest.mark.parametrize("sizes", [one._replace(tokens=n) for one in (QWEN, CASES[0], CASES[3]) for n in (1, 5, 8)])
 def test_gemv(sizes):
     given = make(sizes, torch.bfloat16, "cuda")
     assert moe.supports_gemv(given.x, given.ids, given.w13, given.w2)
-    near(moe.expert_gemv(*given), moe.fused_experts_reference(*given), 4e-2)
+    near(moe.expert_gemv(given), moe.fused_experts_reference(given), 4e-2)
 
 
 @pytest.mark.parametrize("tiles", moe.TILINGS.values())
@@ -37,8 +37,8 @@ def test_gemv(sizes):
 @pytest.mark.parametrize("tokens", [1, 16, 100, 300])
 def test_tiles(tiles, spread, tokens):
     given = make(Sizes(tokens, 4, 20, 512, 384, spread), torch.bfloat16, "cuda")
-    want = moe.fused_experts_reference(*given)
-    near(summed(moe.grouped(*given, "silu", tiles=tiles), given), want, 4e-2)
+    want = moe.fused_experts_reference(given)
+    near(summed(moe.grouped(given, tiles), given), want, 4e-2)
 
 
 @pytest.mark.parametrize("sizes", [QWEN, *CASES])
@@ -47,16 +47,16 @@ def test_biases(sizes, tokens):
     given = make(sizes._replace(tokens=tokens), torch.bfloat16, "cuda")
     added = biases(given)
     for part in (added, added._replace(down=None)):
-        want = moe.fused_experts_reference(*given, CLAMPED_SWIGLU, part)
-        near(moe.fused_experts(*given, CLAMPED_SWIGLU, part), want, 8e-2)
+        one = given._replace(act=CLAMPED_SWIGLU, biases=part)
+        near(moe.fused_experts(one), moe.fused_experts_reference(one), 8e-2)
 
 
 @pytest.mark.parametrize("sizes, pairs, unit", [*QUANTIZED, (QWEN, False, 128), (QWEN, True, 32)])
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_quantized(sizes, pairs, unit, tokens):
-    plain, (up, down) = quantized(make(sizes._replace(tokens=tokens), torch.bfloat16, "cuda"), pairs, unit)
-    got = moe.fused_experts(*plain[:3], up, down, CLAMPED_SWIGLU)
-    near(got, moe.fused_experts_reference(*plain, CLAMPED_SWIGLU), 8e-2)
+    given = make(sizes._replace(tokens=tokens), torch.bfloat16, "cuda")._replace(act=CLAMPED_SWIGLU)
+    plain, packed = quantized(given, pairs, unit)
+    near(moe.fused_experts(packed), moe.fused_experts_reference(plain), 8e-2)
 
 
 @needs_tma
@@ -68,7 +68,7 @@ def test_pipelined(outputs, spread, tokens):
     for dtype, bound in KINDS[1:]:
         given = make(Sizes(tokens, 4, 20, 512, 384, spread), dtype, "cuda")
         assert expert_gemm.supports(given.x, given.w13, given.w2)
-        near(summed(moe.pipelined(*given, "silu", outputs), given), moe.fused_experts_reference(*given), bound)
+        near(summed(moe.pipelined(given, outputs), given), moe.fused_experts_reference(given), bound)
 
 
 @needs_tma
@@ -76,15 +76,15 @@ def test_pipelined(outputs, spread, tokens):
 def test_pipelined_with_chunks_of_64(hidden, inner):
     given = make(Sizes(11, 4, 20, hidden, inner), torch.bfloat16, "cuda")
     assert expert_gemm.supports(given.x, given.w13, given.w2)
-    near(summed(moe.pipelined(*given), given), moe.fused_experts_reference(*given), 4e-2)
+    near(summed(moe.pipelined(given), given), moe.fused_experts_reference(given), 4e-2)
 
 
 @needs_tma
 def test_pipelined_with_many_items():
     given = make(QWEN._replace(tokens=40), torch.bfloat16, "cuda")
-    want = moe.fused_experts_reference(*given)
+    want = moe.fused_experts_reference(given)
     for _ in range(20):  # a race would not show each time
-        near(summed(moe.pipelined(*given), given), want, 4e-2)
+        near(summed(moe.pipelined(given), given), want, 4e-2)
 
 
 @pytest.mark.parametrize("rows", [16, 128])
@@ -110,14 +110,14 @@ def test_experts_of_one_rank(tokens, spread):
         whole = make(sizes, dtype, "cuda")
         for held in shares(sizes.experts):
             given = share_of(whole, held)
-            want = moe.fused_experts_reference(*given, held=held)
-            near(moe.fused_experts(*given, held=held), want, bound)
-            near(summed(moe.grouped(*given, held=held), given, held), want, bound)
+            want = moe.fused_experts_reference(given)
+            near(moe.fused_experts(given), want, bound)
+            near(summed(moe.grouped(given), given), want, bound)
             if dtype != torch.float32:
                 assert moe.supports_gemv(given.x, given.ids, given.w13, given.w2)
-                near(moe.expert_gemv(*given, held=held), want, bound)
+                near(moe.expert_gemv(given), want, bound)
                 if expert_gemm.supports(given.x, given.w13, given.w2):
-                    near(summed(moe.pipelined(*given, held=held), given, held), want, bound)
+                    near(summed(moe.pipelined(given), given), want, bound)
 
 
 def test_groups_of_one_rank():
@@ -134,22 +134,22 @@ def test_a_graph_with_other_choices():
     for tokens in (2, 50):
         one, other = (make(Sizes(tokens, 4, 33, 256, 128), torch.bfloat16, "cuda") for _ in range(2))
         w13, w2 = (torch.randn_like(x) * 0.06 for x in (one.w13, one.w2))
-        x, ids, weights = (y.clone() for y in one[:3])
+        mine = moe.Inputs(*(y.clone() for y in one[:3]), w13, w2)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            moe.fused_experts(x, ids, weights, w13, w2)
+            moe.fused_experts(mine)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin()
-            y = moe.fused_experts(x, ids, weights, w13, w2)
+            y = moe.fused_experts(mine)
             graph.capture_end()
             for given in (one, other):
-                for to, value in zip((x, ids, weights), given[:3], strict=True):
+                for to, value in zip(mine[:3], given[:3], strict=True):
                     to.copy_(value)
                 graph.replay()
                 stream.synchronize()
-                near(y, moe.fused_experts_reference(*given[:3], w13, w2), 4e-2)
+                near(y, moe.fused_experts_reference(given._replace(w13=w13, w2=w2)), 4e-2)
 
 
 ROUTERS = [

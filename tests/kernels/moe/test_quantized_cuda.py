@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.moe import moe, quantized_cuda
-from phalanx.kernels.moe.moe import Biases, Held, fused_experts_reference
+from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.quantized import pieces_cuda
 from phalanx.kernels.quantized.stack import Stack
 
@@ -91,7 +91,7 @@ def test_experts(launched, case, dtype):
     here = (ids >= held.first) & (ids < held.first + held.size)
     got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, hidden).float(), 0).sum(1)
     wide = Biases(*(None if one is None else one.float() for one in biases))
-    want = fused_experts_reference(x.float(), ids, weights, up, down, "silu", wide, held)
+    want = fused_experts_reference(Inputs(x.float(), ids, weights, up, down, "silu", wide, held))
     assert got.isfinite().all() and len(launched) == 2
     assert ((got - want).norm() / want.norm()).item() < (6e-3 if dtype == torch.bfloat16 else 2e-3)
 

@@ -13,7 +13,7 @@ from phalanx.kernels.quantized.stack import stack
 
 from ...devices import require_gpu
 from ..gpu import poison  # noqa: F401
-from .cases import Sizes, make, shares
+from .cases import Sizes, make, shares, summed
 
 require_gpu()
 KINDS = [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)]  # of the error's norm beside the output's
@@ -45,8 +45,9 @@ def weights_of(experts, hidden, inner, up, down):
     return quantised(w13, up), quantised(w2, down)
 
 
-def reference(x, ids, weights, w13, w2, act, biases, held):
+def reference(given):
     """Expert by expert, in f64."""
+    x, ids, weights, w13, w2, act, biases, held = given
     y = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
     for e in range(w13.shape[0]):
         rows, place = (ids == e + (held.first if held else 0)).nonzero(as_tuple=True)
@@ -65,10 +66,9 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
     x = given.x.to(dtype)
     assert quantized_cuda.supports(x, w13, w2)
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
-    call = moe.expert_terms if not tiles else functools.partial(moe.in_pieces, tiles=tiles)
-    made = [call(x, given.ids, given.weights, w13, w2, act, biases, held) for _ in range(2)]
-    got = [moe.summed(moe.apart(one, given.ids, held) if tiles else one, given.ids) for one in made]
-    want = reference(x, given.ids, given.weights, w13, w2, act, biases, held)
+    given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
+    call = moe.fused_experts if not tiles else lambda one: summed(moe.in_pieces(one, tiles), one)
+    got, want = [call(given) for _ in range(2)], reference(given)
     assert got[0].shape == want.shape and got[0].isfinite().all()
     assert ((got[0].double() - want).norm() / want.norm()).item() < bound or (held is not None and not got[0].any())
     assert torch.equal(*got)
@@ -120,23 +120,23 @@ def test_stacks_that_no_kernel_takes_are_dequantised():
     """Half a piece of inputs."""
     given = make(Sizes(5, 2, 4, 96, 48), torch.bfloat16, "cuda")
     w13, w2 = quantised(given.w13, "q4_0"), given.w2.nan_to_num(0)
-    got = moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
-    want = moe.fused_experts_reference(given.x, given.ids, given.weights, w13.plain(torch.bfloat16), w2)
+    given = given._replace(w13=w13, w2=w2)
+    got, want = moe.fused_experts(given), moe.fused_experts_reference(given)
     torch.testing.assert_close(got, want, atol=4e-2, rtol=4e-2)
 
 
 def test_a_graph_of_other_choices():
     """What is captured holds for whatever the router chooses."""
     w13, w2 = weights_of(24, 2048, 768, "q4_k", "q6_k")
-    given = make(QWEN._replace(tokens=4, inner=1), torch.bfloat16, "cuda")
-    moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
+    given = make(QWEN._replace(tokens=4, inner=1), torch.bfloat16, "cuda")._replace(w13=w13, w2=w2)
+    moe.fused_experts(given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = moe.fused_experts(given.x, given.ids, given.weights, w13, w2)
+        y = moe.fused_experts(given)
     for seed in range(3):
         torch.manual_seed(seed)
         other = make(QWEN._replace(tokens=4, inner=1), torch.bfloat16, "cuda")
         for to, one in zip(given[:3], other[:3], strict=True):
             to.copy_(one)
         graph.replay()
-        assert torch.equal(y, moe.fused_experts(given.x, given.ids, given.weights, w13, w2))
+        assert torch.equal(y, moe.fused_experts(given))
