@@ -1,12 +1,13 @@
 // x [rows, I] in e4m3 with a scale for each 128 inputs of a row, max|x| / 448, as e4m3_wgmma.cu takes it: codes [rows, I],
-// scales [I / 128, pitch]. In each 16 inputs, byte 4 t + b is of input 2 t + {0, 8, 1, 9}[b], as in a piece's words
-// (e4m3.cuh): the order of inputs means nothing to a sum. A warp makes 128 codes. For sm_90 and later.
+// scales [I / 128, pitch]. In each 16 inputs, byte 4 t + b is of input 2 t + {0, 8, 1, 9}[b], as in a run of a piece
+// (e4m3_wide.cuh): the order of inputs means nothing to a sum. Eight lanes make 128 codes. For sm_90 and later.
 
-constexpr int WARPS = 8;
+constexpr int WARPS = 4;
 
-__device__ inline float warp_max(float x) {
+// Of eight lanes.
+__device__ inline float group_max(float x) {
 #pragma unroll
-    for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    for (int step = 4; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
     return x;
 }
 
@@ -20,17 +21,28 @@ __device__ inline unsigned e4m3_pair(float first, float second) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-e4m3_rows(const T* x, unsigned* codes, float* scales, int rows, int pitch) {
-    const int lane = threadIdx.x % 32, units = I / 128;
-    const long long unit = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
+e4m3_rows(const T* x, uint4* codes, float* scales, int rows, int pitch) {
+    const int lane = threadIdx.x % 32, units = I / 128, count = rows * units;
+    const int unit = (blockIdx.x * WARPS + threadIdx.x / 32) * 4 + lane / 8;
+    const long long run = (long long)min(unit, count - 1) * 8 + lane % 8;  // of 16 inputs
     grid_wait();
     launch_dependents();
-    if (unit >= (long long)rows * units) return;
-    const int row = unit / units, column = unit % units;
-    const unsigned* const from = (const unsigned*)(x + unit * 128 + lane / 4 * 16 + lane % 4 * 2);
-    const float2 low = unpack<T>(from[0]), high = unpack<T>(from[4]);  // inputs 2 t and 2 t + 8, and the next ones
-    const float most = warp_max(fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y))));
+    const uint4 low = ((const uint4*)x)[run * 2], high = ((const uint4*)x)[run * 2 + 1];
+    const unsigned lows[] = {low.x, low.y, low.z, low.w}, highs[] = {high.x, high.y, high.z, high.w};
+    float2 a[4], b[4];
+    float most = 0;
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        a[t] = unpack<T>(lows[t]), b[t] = unpack<T>(highs[t]);
+        most = fmaxf(most, fmaxf(fmaxf(fabsf(a[t].x), fabsf(a[t].y)), fmaxf(fabsf(b[t].x), fabsf(b[t].y))));
+    }
+    most = group_max(most);
+    if (unit >= count) return;
     const float by = most > 0 ? 448 / most : 0;
-    codes[unit * 32 + lane] = e4m3_pair(low.x * by, high.x * by) | e4m3_pair(low.y * by, high.y * by) << 16;
-    if (lane == 0) scales[(long long)column * pitch + row] = most / 448;
+    unsigned words[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++)
+        words[t] = e4m3_pair(a[t].x * by, b[t].x * by) | e4m3_pair(a[t].y * by, b[t].y * by) << 16;
+    codes[run] = make_uint4(words[0], words[1], words[2], words[3]);
+    if (lane % 8 == 0) scales[(long long)(unit % units) * pitch + unit / units] = most / 448;
 }

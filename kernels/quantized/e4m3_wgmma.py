@@ -22,7 +22,7 @@ from .pieces_cuda import SHARED, STRIP, Packed
 UNIT = 128  # inputs of a scale, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
-ROWS_WARPS = 8  # of a block of e4m3_rows.cu
+ROWS_THREADS, ROWS_UNITS = 128, 16  # of a block of e4m3_rows.cu
 CUTS = (  # outputs and rows of a tile; split, share and over
     ((64, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1))),
     ((128, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1))),
@@ -162,7 +162,7 @@ def encode_rows(x: Tensor, pitch: int) -> tuple[Tensor, Tensor]:
     codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
     scales = torch.empty(inputs // UNIT, pitch, device=x.device)
     kernel = jit.kernel("e4m3_rows", "e4m3_rows", x.dtype, 0, I=inputs)
-    kernel((-(-rows * inputs // UNIT // ROWS_WARPS), 1, 1), ROWS_WARPS * 32, x, codes, scales, rows, pitch)
+    kernel((-(-rows * inputs // (UNIT * ROWS_UNITS)), 1, 1), ROWS_THREADS, x, codes, scales, rows, pitch)
     return codes, scales
 
 
