@@ -81,6 +81,10 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
 }
 
 
+def gemvs(layout: Layout) -> list[pieces_cuda.GemvConfig]:
+    return [way._replace(ahead=way.ahead // (1 + (layout.bytes > pieces_cuda.LARGE))) for way in GEMVS]
+
+
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
     if packed.layout == e4m3_wide.LAYOUT:
         return floats.linear(x, packed, gate)
@@ -102,7 +106,7 @@ def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
     if eights:
         return found
     if rows <= pieces_cuda.MOST_GEMV_ROWS:
-        for way in GEMVS:
+        for way in gemvs(packed.layout):
             fits = pieces_cuda.gemv_shared(rows, packed.inputs, way.strips) <= pieces_cuda.GEMV_SHARED
             if fits and (not gate or way.strips == 2):
                 found["gemv{}a{}b{}".format(*way)] = partial(_gemv, way)
@@ -151,7 +155,7 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Lay
             if eights:
                 continue
             if n <= pieces_cuda.MOST_GEMV_ROWS:
-                for way in GEMVS:
+                for way in gemvs(layout):
                     sizes = pieces_cuda._gemv_sizes(n, inputs, way, gate, False, layout)
                     wanted.append(jit.variant("quantized_gemv", BF16, **sizes))
             if n <= pieces_cuda.MOST_ROWS:
