@@ -58,6 +58,10 @@ class Cut(NamedTuple):
         """Some of them may have no row."""
         return -(-rows // (self.height(rows) * self.over)) * self.over
 
+    def at_once(self, num_sms: int) -> int:
+        """Blocks that a GPU takes at once: an H200 28 clusters of four, not 33, as each lies within a part of it."""
+        return num_sms // self.cluster * self.cluster if self.cluster < 4 else max(num_sms * 7 // 32, 1) * 4
+
     def blocks(self, rows: int, outputs: int) -> int:
         """One for each tile, and each part of its inputs."""
         return -(-outputs // (self.outputs * self.share)) * self.share * self.row_tiles(rows) * self.split
@@ -122,7 +126,7 @@ def cuts(rows: int, inputs: int, gated: bool) -> Iterator[Cut]:
 
 def _time(rows: int, outputs: int, inputs: int, num_sms: int, cut: Cut) -> float:
     """Cycles of an H200, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
-    at_once = num_sms // cut.cluster * cut.cluster if cut.cluster < 4 else num_sms * 7 // 32 * 4
+    at_once = cut.at_once(num_sms)
     weights = cut.outputs // STRIP * e4m3_wide.PIECE  # bytes of a chunk
     multiplied = cut.outputs * cut.rows * UNIT / 4096 * 1.25  # shared memory gives no more
     alone = cut.rows * 3.5 + 150  # a warpgroup multiplies, and then scales
@@ -151,7 +155,7 @@ def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | Non
     args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height, pitch
     blocks = cut.blocks(rows, outputs)
     if cut.split == 1:  # a cluster goes on to further tiles
-        blocks = min(blocks, device_caps(x.device).num_sms // cut.cluster * cut.cluster)
+        blocks = min(blocks, cut.at_once(device_caps(x.device).num_sms))
     kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.cluster)
     return y
 
