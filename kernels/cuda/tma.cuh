@@ -11,6 +11,14 @@ __device__ inline void mbarrier_init(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
 }
 
+// Whether this is the one lane, of a whole warp, that asks TMA for copies. ptxas knows that it is one: after any other
+// test it puts a loop over the lanes around each copy, and a copy takes 80 cycles more to ask for.
+__device__ inline bool elected() {
+    unsigned y;
+    asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.b32 %0, 1, 0, one; }" : "=r"(y));
+    return y;
+}
+
 // What was written to shared memory, or read from it, comes before what TMA and asynchronous matmuls do there.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

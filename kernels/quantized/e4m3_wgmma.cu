@@ -77,29 +77,29 @@ struct Walk {
     }
 };
 
-// The tiles' parts of W, of x and of its scales [I / 128, pitch], chunk by chunk, by one warp.
+// The tiles' parts of W, of x and of its scales [I / 128, pitch], chunk by chunk, by one lane.
 __device__ inline void produce(const TensorMap* of_x, const float* x_scales, const unsigned char* weight, unsigned ring,
                                Barrier* full, Barrier* empty, const Tiles& tiles, int strips, int pitch) {
     const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
-    const int lane = threadIdx.x % 32, height = tiles.height;
-    auto ask = [&](const Walk& at) {  // for a chunk's part of W: each lane for half a piece
+    const int height = tiles.height;
+    constexpr int RUN = GATED ? 1 : 2;  // halves that lie side by side there and here
+    auto ask = [&](const Walk& at) {  // for a chunk's part of W
         Barrier* const barrier = full + at.place.stage;
-        const int i = over * (HALVES / OVER) + lane;
-        if (lane == 0) mbarrier_expect(barrier, W_BYTES + height * (SPAN + 4));
-        __syncwarp();
-        const int half = at.tile.first / 8 + (GATED ? i / 2 : i);
-        const int there = (GATED ? i % 2 * strips : 0) + min(half / 2, strips - 1);  // what is past the end is not stored
-        const unsigned to = ring + at.place.stage * STAGE + X_BYTES + i * HALF_PIECE;
-        const unsigned char* const from =
-            weight + ((long long)there * PIECES + at.tile.rank * CHUNKS + at.chunk) * PIECE + half % 2 * HALF_PIECE;
-        if (lane >= HALVES / OVER) return;
-        if constexpr (OVER > 1)
-            bulk_load_multicast(to, from, HALF_PIECE, barrier, (1 << column) * (SHARE > 1 ? 5 : 3));
-        else
-            bulk_load(to, from, HALF_PIECE, barrier);
+        mbarrier_expect(barrier, W_BYTES + height * (SPAN + 4));
+#pragma unroll
+        for (int i = over * (HALVES / OVER); i < (over + 1) * (HALVES / OVER); i += RUN) {
+            const int half = at.tile.first / 8 + (GATED ? i / 2 : i);
+            const int there = (GATED ? i % 2 * strips : 0) + min(half / 2, strips - 1);  // what is past the end is not stored
+            const unsigned to = ring + at.place.stage * STAGE + X_BYTES + i * HALF_PIECE;
+            const unsigned char* const from =
+                weight + ((long long)there * PIECES + at.tile.rank * CHUNKS + at.chunk) * PIECE + half % 2 * HALF_PIECE;
+            if constexpr (OVER > 1)
+                bulk_load_multicast(to, from, RUN * HALF_PIECE, barrier, (1 << column) * (SHARE > 1 ? 5 : 3));
+            else
+                bulk_load(to, from, RUN * HALF_PIECE, barrier);
+        }
     };
     auto ask_x = [&](const Walk& at) {
-        if (lane) return;
         Barrier* const barrier = full + at.place.stage;
         const int chunk = at.tile.rank * CHUNKS + at.chunk, part = height / SHARE;
         const unsigned to = ring + at.place.stage * STAGE;
@@ -240,7 +240,7 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
         __syncthreads();
     if (thread >= THREADS) {
         if constexpr (GROUPS > 1) set_registers<TO_COPY>(false);
-        if (thread / 32 == THREADS / 32)
+        if (thread / 32 == THREADS / 32 && elected())
             produce(&of_x, x_scales, weight, ring, full, empty, tiles, (width + 15) / 16, pitch);
     } else {
         if constexpr (GROUPS > 1) set_registers<REGISTERS>(true);
