@@ -7,7 +7,18 @@
 
 Weights are random, of Qwen3-30B-A3B unless a directory is given. A router with random weights chooses experts nearly
 evenly, which is the worst case. `--zipf S` has them drawn instead: in each layer the i-th most popular of them with a
-weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. Each number in --offload is a job.
+weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. The cache of resident experts follows
+what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured. Each number in
+--offload is a job.
+
+Below the speeds stands what the host does for a layer of experts in a decode step, in microseconds (means):
+    wait    until the layer's tokens and choices have come from the GPU: its work before them, and the way
+    choose  which experts the CPU computes, and which are copied
+    launch  of copies and of the GPU's work on copied experts
+    cpu     the experts that the CPU computes
+    other   of the host's part, such as the experts that change places
+    graphs  launches of captured pieces
+    rest    of the step: building and ending it
 """
 
 from __future__ import annotations
@@ -17,12 +28,18 @@ import json
 import os
 import sys
 import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from phalanx.benchmarks import step
 from phalanx.rank.model.base import Model
+from phalanx.rank.model.experts.host import HostExperts
+from phalanx.rank.model.experts.host_buffers import HostView
+from phalanx.rank.model.experts.streamer import Streamer
 from phalanx.rank.model.layers.moe import Router
 from phalanx.rank.options import Options
 from phalanx.rank.scheduler.replica import Replica
@@ -30,6 +47,9 @@ from torch import Tensor
 
 ZIPF = "PHALANX_BENCH_ZIPF"  # the exponent, for the ranks
 DRAWS = 1 << 13  # choices of a layer, which are used in turn
+IN_HOST = "wait", "choose", "launch", "cpu"
+PARTS = *IN_HOST, "graphs"
+SERVED = "resident", "on_cpu", "copied"  # experts
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -39,8 +59,74 @@ QWEN3_30B_A3B = {
 }  # fmt: skip
 
 
+budget: Budget | None = None  # of this process, where it is a rank
+
+
+class Budget:
+    """What the host does for a layer of experts: seconds by name, a row for each time that a layer's part is done."""
+
+    def __init__(self) -> None:
+        self.rows: list[defaultdict[str, float]] = [defaultdict(float)]
+        for name, owner, attribute in (
+            ("host", HostExperts, "_from_host"),
+            ("wait", HostView, "wait"),
+            ("choose", HostExperts, "_choose"),
+            ("launch", HostExperts, "_on_device"),
+            ("launch", Streamer, "_launch"),
+            ("cpu", HostExperts, "_by_cpu"),
+            ("graphs", torch.cuda.CUDAGraph, "replay"),
+        ):
+            self._wrap(name, owner, attribute)
+        count = HostExperts._count
+
+        def counted(layer: HostExperts, *numbers: int) -> None:
+            for name, number in zip(SERVED, numbers, strict=True):
+                self.rows[-1][name] += number
+            count(layer, *numbers)
+
+        HostExperts._count = counted  # type: ignore[assignment, method-assign]
+
+    def _wrap(self, name: str, owner: Any, attribute: str) -> None:
+        call: Callable[..., Any] = getattr(owner, attribute)
+
+        def timed(*args: Any) -> Any:
+            if name == "host":
+                self.rows.append(defaultdict(float))
+            started, row = time.perf_counter(), self.rows[-1]
+            made = call(*args)
+            row[name] += time.perf_counter() - started
+            return made
+
+        setattr(owner, attribute, timed)
+
+    def means(self, count: int, seconds: float) -> dict[str, float]:
+        """Of the last `count` rows: microseconds of each part of what takes `seconds` a layer, and experts."""
+        rows = self.rows[-count:]
+        found = {name: sum(row[name] for row in rows) / len(rows) for name in (*PARTS, "host", *SERVED)}
+        found["other"] = found.pop("host") - sum(found[name] for name in IN_HOST)
+        found["rest"] = seconds - sum(found[name] for name in (*PARTS, "other"))
+        return {name: round(one if name in SERVED else 1e6 * one, 2) for name, one in found.items()}
+
+
+class OffloadBench(step.Bench):
+    """Says as well what a layer of a decode step takes."""
+
+    layers = 0
+
+    def decode(self, batch: int, prompt: int, steps: int) -> dict[str, Any]:
+        line = super().decode(batch, prompt, steps)
+        if budget is not None and len(budget.rows) > 1:
+            layers = self.layers
+            line["budget"] = budget.means(steps * layers, 1e-3 * line["ms_per_step"] / layers)
+        return line
+
+
 class OffloadRank(step.BenchRank):
+    bench = OffloadBench
+
     def lead(self, replicas: list[Replica], model: Model) -> int:
+        if model.offload is not None:
+            OffloadBench.layers = len(model.offload.layers)
         code = super().lead(replicas, model)
         if model.offload is not None:
             step.say(what="experts", **vars(model.offload.counters))
@@ -67,8 +153,7 @@ def route_by_zipf(exponent: float) -> None:
             made += 1
             self.drawn = draw(exponent, len(self.weight), k, made).to(x.device)
             self.turn = torch.zeros(1, dtype=torch.int64, device=x.device)
-            self.every = torch.arange(DRAWS, device=x.device)
-        rows = (self.every[: len(x)] + self.turn) % DRAWS
+        rows = (torch.arange(len(x), device=x.device) + self.turn) % DRAWS  # a step may have more than DRAWS tokens
         self.turn += len(x)
         return self.drawn[rows], x.new_full((len(x), k), 1 / k, dtype=torch.float32)
 
@@ -87,13 +172,14 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16", help="sequences that decode together")
     parser.add_argument("--prompt", type=int, default=128, help="their prompts' tokens")
     parser.add_argument("--steps", type=int, default=64, help="decode steps to take the median of")
+    parser.add_argument("--warm", type=int, default=0, help="decode steps of each batch before those")
     parser.add_argument("--prefill", type=step.pairs, default=[(1, 8192)], help="SEQUENCESxTOKENS,..")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     if asked.zipf is not None:
         os.environ[ZIPF] = str(asked.zipf)
     batches = [int(b) for b in asked.batches.split(",")]
-    ask = step.Ask(batches, asked.prompt, asked.steps, asked.prefill)
+    ask = step.Ask(batches, asked.prompt, asked.steps, asked.prefill, asked.warm)
     with tempfile.TemporaryDirectory() as made:
         Path(made, "config.json").write_text(json.dumps(QWEN3_30B_A3B))
         for offload in map(int, asked.offload.split(",")):
@@ -112,6 +198,9 @@ def main() -> None:
             lines = step.start(options, ask, __file__)
             print(f"\n{offload} experts of a layer in host memory alone, {asked.placement}, zipf {asked.zipf}")
             print(step.table(lines))
+            for line in lines:
+                if "budget" in line:
+                    print(f"batch {line['batch']}, a layer:", *(f"{name} {us}" for name, us in line["budget"].items()))
             print(*(line for line in lines if line["what"] == "experts"))
             if asked.json:
                 about = dict(offload=offload, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
@@ -123,5 +212,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
         if ZIPF in os.environ:
             route_by_zipf(float(os.environ[ZIPF]))
+        budget = Budget()
         step.become_rank(OffloadRank)
     main()

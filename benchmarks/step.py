@@ -56,6 +56,7 @@ class Ask(msgspec.Struct):
     prompt: int  # tokens before the measured decode steps
     steps: int
     prefill: list[tuple[int, int]]  # (sequences, tokens each)
+    warm: int = 0  # decode steps of each batch before those that are measured
 
 
 class Clock:
@@ -88,6 +89,8 @@ class Clock:
 class BenchRank(program.Rank):
     """A rank whose lead makes its own requests."""
 
+    bench: type[Bench]
+
     def connect(self) -> None: ...
 
     def lead(self, replicas: list[Replica], model: Model) -> int:
@@ -101,7 +104,7 @@ class BenchRank(program.Rank):
         clock.wrap(team.control, "publish", "broadcast")
         clock.wrap(runner_module, "build_batches", "build")
         clock.wrap(team.runner, "_execute", "launch")
-        bench = Bench(replica, model.vocab_size, clock)
+        bench = self.bench(replica, model.vocab_size, clock)
         bench.run(ask.prefill[0][0], min(64, ask.prefill[0][1]), 4)  # first-call costs
         cuda = team.runner.device.type == "cuda"
         device = torch.cuda.get_device_name(team.runner.device) if cuda else platform.processor() or "cpu"
@@ -116,6 +119,8 @@ class BenchRank(program.Rank):
             )
         for batch in ask.batches:
             if batch <= self.options.max_num_seqs:
+                if ask.warm:
+                    bench.run(batch, ask.prompt, ask.warm)
                 say(device=device, **bench.decode(batch, ask.prompt, ask.steps))
         team.start(protocol.Plan(step=-1, stop=0))
         return 0
@@ -162,6 +167,9 @@ class Bench:
         ms = statistics.median(times) * min(self.scheduler.stages, batch)  # stages compute a part of the batch each
         return dict(what="decode", batch=batch, prompt=prompt, ms_per_step=round(ms, 3),
                     tokens_per_s=round(batch / ms * 1e3, 1), **parts)  # fmt: skip
+
+
+BenchRank.bench = Bench
 
 
 def say(**line: Any) -> None:

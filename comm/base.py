@@ -52,9 +52,6 @@ class Comm(Protocol):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """x is [size, ...]; returns this rank's slice [...] of the sum."""
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """x is [size, ...]; slice i goes to rank i; returns [size, ...], slice i came from rank i."""
-
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         """root's x to all, in place; returns x."""
 

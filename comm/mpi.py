@@ -56,11 +56,6 @@ class MpiComm:
         self.handle.Reduce_scatter_block(_buffer(x), _buffer(out))
         return out
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        self.handle.Alltoall(_buffer(x), _buffer(out))
-        return out
-
     def all_to_allv(self, x: Tensor, counts: list[int], out: Tensor, out_counts: list[int]) -> Tensor:
         self.handle.Alltoallv([_buffer(x), counts], [_buffer(out), out_counts])
         return out

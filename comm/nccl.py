@@ -111,18 +111,6 @@ class NcclComm:
         )
         return out
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        if self._nccl is None:
-            return out.copy_(x)
-        nccl = _nccl()
-        nccl.groupStart()
-        for peer in range(self.size):
-            self.send(x[peer], peer)
-            self.recv(out[peer], peer)
-        nccl.groupEnd()
-        return out
-
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         if self._nccl is not None:
             self._nccl.broadcast(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], root, self._stream())

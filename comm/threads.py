@@ -76,9 +76,6 @@ class ThreadComm:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self.all_reduce(x.clone())[self.rank]
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return torch.stack([part[self.rank] for part in self.exchange(x.clone())])
-
     def all_to_allv(self, x: Tensor, counts: list[int], out: Tensor, out_counts: list[int]) -> Tensor:
         mine = x.clone().split(counts)
         return torch.cat([parts[self.rank] for parts in self.exchange(mine)], out=out)

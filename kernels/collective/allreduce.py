@@ -25,7 +25,7 @@ INBOX = 2 * SLOT - SENT  # and SENT are an LL buffer: for all of two ranks' inpu
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
 FEW = 2  # rows that are summed and normed faster one after the other
 BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
-MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than Peers.blocks
+MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than SymmetricMemory.blocks
 THREADS = 512
 MOST_THREADS = 1024
 MOST_RANKS = 8
@@ -63,12 +63,12 @@ class SymmetricMemory:
 
     @functools.cached_property
     def recv_buffer(self) -> Tensor:
-        """[LANDING] uint8: this rank's."""
+        """[RECV_BUFFER] uint8: this rank's."""
         return memory(self.base + self.rank * self.stride + recv_buffer_at(self.size), RECV_BUFFER)
 
 
 def common_blocks(num_sms: Iterable[int]) -> int:
-    """Peers.blocks of GPUs with so many multiprocessors, each of which holds one block of MOST_THREADS."""
+    """SymmetricMemory.blocks of GPUs with so many multiprocessors, each of which holds one block of MOST_THREADS."""
     return min([MOST_BLOCKS, *num_sms])
 
 
@@ -148,61 +148,32 @@ def supports_one_way_push(x: Tensor, ranks: int) -> bool:
     return x.nbytes * ranks <= INBOX + SENT
 
 
-def one_way_push_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    peers: SymmetricMemory,
-    blocks: int = BLOCKS,
-    threads: int = THREADS,
-) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add_norm` where supports_one_way_push, by at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
-    assert supports_one_way_push(x, peers.size)
-    return _launch_norm("one_way_push_add_norm", x, residual, weight, eps, peers, blocks, threads)
-
-
-def two_shot_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    peers: SymmetricMemory,
-    blocks: int = BLOCKS,
-    threads: int = THREADS,
-) -> tuple[Tensor, Tensor]:
-    """The same of any x that `supports` takes; each rank adds up a share of each row's columns."""
-    return _launch_norm("two_shot_add_norm", x, residual, weight, eps, peers, blocks, threads)
-
-
-def push_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    peers: SymmetricMemory,
-    blocks: int = BLOCKS,
-    threads: int = THREADS,
-) -> tuple[Tensor, Tensor]:
-    """The same for an x that supports_push."""
-    assert supports_push(x, peers.size)
-    return _launch_norm("push_add_norm", x, residual, weight, eps, peers, blocks, threads)
-
-
-def _launch_norm(
+def _add_norm(
     name: str,
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
     eps: float,
     peers: SymmetricMemory,
-    blocks: int,
-    threads: int,
+    blocks: int = BLOCKS,
+    threads: int = THREADS,
 ) -> tuple[Tensor, Tensor]:
+    """`all_reduce_add_norm` by one kernel, with at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
+    assert TAKES[name](x, peers.size)
     kernel, threads = norm_kernel(name, residual, weight, peers, residual.shape[-1], threads, x)
     rows = len(x)
     kernel((min(rows, blocks), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual
+
+
+TAKES = {
+    "one_way_push_add_norm": supports_one_way_push,
+    "two_shot_add_norm": supports,
+    "push_add_norm": supports_push,
+}
+one_way_push_add_norm = functools.partial(_add_norm, "one_way_push_add_norm")
+two_shot_add_norm = functools.partial(_add_norm, "two_shot_add_norm")  # each rank adds up a share of a row's columns
+push_add_norm = functools.partial(_add_norm, "push_add_norm")
 
 
 def norm_kernel(

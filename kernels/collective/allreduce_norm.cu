@@ -150,7 +150,7 @@ push_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, 
         return p;
     };
     const int count = own_rows(rows) * SHARE;
-    Parts held;  // on their way while the count of meetings, which the LL buffers depend on, is
+    Parts held;  // on their way while the count of barriers, which the LL buffers depend on, is
     if (threadIdx.x < count) held = shares(threadIdx.x);
     signal(call, 2);
     Vector* to[SIZE];
@@ -207,7 +207,7 @@ one_way_push_add_norm(T* x, T* residual, const T* weight, const Table* table, in
     Call call = begin_call(table, rank);
     auto load = [&](int i) { return ((const Vector*)x)[start(i / ROW) + i % ROW]; };
     const int count = own_rows(rows) * ROW;
-    Vector first;  // on its way while the count of meetings, which the LL buffers depend on, is
+    Vector first;  // on its way while the count of barriers, which the LL buffers depend on, is
     if (threadIdx.x < count) first = load(threadIdx.x);
     signal(call, 2);
     auto deliver = [&](int i, const Vector& p) {

@@ -1,25 +1,25 @@
-// How the SIZE ranks of a group meet whose GPUs map each other's memory; tests/kernels/collective/barrier_model.py runs
-// it step by step.
+// Barriers of the SIZE ranks of a group whose GPUs map each other's memory; tests/kernels/collective/barrier_model.py
+// runs them step by step.
 //
 // Each rank has a region that the others have mapped: two slots for what it contributes, its signals, two LL buffers of
 // ll.cuh, a receive buffer for GEMMs (kernels/gemm/gemm_reduce_scatter.py). A call lays its input out in one slot and the
-// next call in the other, so that one meeting a call is enough: whoever has passed the meeting of call n + 1 knows that
+// next call in the other, so that one barrier a call is enough: whoever has passed the barrier of call n + 1 knows that
 // every other rank has begun call n + 1, so that its call n, the last reader of the slot that call n + 2 writes, has
 // ended. For this the calls of a rank must follow each other on its stream, none of the kernels between them may end
 // before its predecessor has (some block of each passes grid_wait()), and all ranks must make the same calls with the
 // same grids.
 //
-// Block i meets block i of the other ranks and reads only what these have laid out. Its flags count meetings, two to a
+// Block i waits for block i of the other ranks and reads only what these have laid out. Its flags count barriers, two to a
 // call; another rank may be at its next call before this one has looked, and so up to three further. The count is kept
 // here, not by the host, so that calls may be replayed in a CUDA graph, and each block keeps one of its own; blocks
 // that a call leaves out are counted on by the others, so that all agree on the slot.
 //
 // All blocks of a grid have to be on the GPU at the same time. No call has more than BLOCKS, nor more of many threads
-// than Peers.blocks of kernels/collective/allreduce.py, which every rank's GPU holds.
+// than SymmetricMemory.blocks of kernels/collective/allreduce.py, which every rank's GPU holds.
 
 struct Signals {
-    unsigned count[BLOCKS];          // meetings up to the last call, for this rank alone
-    unsigned arrived[BLOCKS][SIZE];  // the meeting at which block i of rank j has arrived; written by rank j
+    unsigned count[BLOCKS];          // barriers up to the last call, for this rank alone
+    unsigned arrived[BLOCKS][SIZE];  // the barrier at which block i of rank j has arrived; written by rank j
 };
 
 typedef unsigned long long Table;  // the addresses of all ranks' regions, as this rank has mapped them, in rank order
@@ -28,7 +28,7 @@ struct Call {
     char* slots[SIZE];  // this call's, of all ranks; indexed by constants alone, so that they stay in registers
     char* mine;         // slots[rank]
     Signals* signals;   // this rank's
-    unsigned before;    // the count of meetings before this call
+    unsigned before;    // the count of barriers before this call
     // Where this thread, if it is among the last SIZE, tells another rank that this one has arrived, and looks for
     // that. The last ones have least to do where a block's work is not a multiple of its threads.
     unsigned *there, *here;
@@ -38,7 +38,7 @@ __device__ inline int peer() { return THREADS - 1 - (int)threadIdx.x; }
 
 __device__ inline Signals* signals(Table region) { return (Signals*)(region + 2ll * SLOT); }
 
-// The one of ll.cuh for the call that `before` meetings precede.
+// The one of ll.cuh for the call that `before` barriers precede.
 __device__ inline char* ll_buffer(Table region, unsigned before) {
     return (char*)(region + 2ll * SLOT + sizeof(Signals) + before / 2 % 2 * ((long long)INBOX + SENT));
 }
@@ -86,7 +86,7 @@ __device__ inline void barrier(const Call& call, int step) {
     __syncthreads();
 }
 
-// After the last meeting and a barrier, which all threads' look at the count precedes.
+// After the last barrier and a __syncthreads(), which all threads' look at the count precedes.
 __device__ inline void end_call(const Call& call) {
     for (int i = blockIdx.x + threadIdx.x * gridDim.x; i < BLOCKS; i += gridDim.x * THREADS)
         call.signals->count[i] = call.before + 2;

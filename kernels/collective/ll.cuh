@@ -1,10 +1,10 @@
 // Pieces that a rank writes into another's memory and that say themselves that they have come, word by word: what lies
-// there before is zero, and no word of a piece is sent as zero. So neither side waits for a meeting, nor the writer for
+// there before is zero, and no word of a piece is sent as zero. So neither side waits for a barrier, nor the writer for
 // its writes to end. It takes barrier.cuh's two LL buffers of a region, INBOX + SENT bytes each.
 //
-// Who has received a piece puts zeros back. A LL buffer is written again in the next but one call: whoever has passed the
-// meeting of the call between knows that every other rank has begun that call, so that its call before, the last one to
-// look into that LL buffer and to clear it, has ended. That meeting may have begun with the call, as nothing of this call
+// Who has received a piece puts zeros back. An LL buffer is written again in the next but one call: whoever has passed the
+// barrier of the call between knows that every other rank has begun that call, so that its call before, the last one to
+// look into that LL buffer and to clear it, has ended. That barrier may have begun with the call, as nothing of this call
 // is told by it, and it has to end within the call.
 //
 // An access of several words is that many accesses, of which each may be seen on its own (PTX ISA, Vector Data-types).

@@ -37,7 +37,7 @@ AHEAD = 40_000  # cycles that the GPU waits for each launch, so that it never wa
 
 
 class TuneRequest(NamedTuple):
-    """Products that are measured."""
+    """GEMMs that are measured."""
 
     weight: Tensor
     counts: Sequence[int]  # of rows
@@ -102,7 +102,7 @@ def _measure(
 
 
 class Benchmark:
-    """Products of weights of one size, by turns, as they come from memory in a model."""
+    """GEMMs of weights of one size, one after the other, as they come from memory in a model."""
 
     def __init__(
         self, library: Library, sizes: GemmShape, weights: list[Tensor], most: int, peers: SymmetricMemory | None

@@ -1,4 +1,4 @@
-"""Products of a few rows on CPUs, of weights as they lie: cpu_gemm.cpp.
+"""GEMMs of a few rows on CPUs, of weights as they lie: cpu_gemm.cpp.
 
 A step of few rows reads all weights once, and a core reads them as fast as the memory gives them. Of more rows the
 library is as fast or faster.

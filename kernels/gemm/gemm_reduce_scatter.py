@@ -1,4 +1,4 @@
-"""Products whose sum over a tensor group is wanted: parts of the outputs go straight to the ranks that add them up.
+"""GEMMs whose sum over a tensor group is wanted: parts of the outputs go straight to the ranks that add them up.
 
 A rank adds up one share of the outputs' columns. The GEMM writes every other rank's share into that one's memory,
 over the wire while it still multiplies, as one strided GEMM over all ranks' regions; a kernel adds up what has come
@@ -42,8 +42,8 @@ def supports(rows: int, weight: Tensor, peers: SymmetricMemory) -> bool:
 
 
 def measured(device: torch.device) -> list[tuple[int, int, int]]:
-    """Outputs, inputs and rows of what `product` takes there. A rank that takes others than its group would get wrong
-    sums, as all kernels of a group meet alike."""
+    """Outputs, inputs and rows of the GEMMs that go there. A rank that takes others than its group would get wrong
+    sums, as all kernels of a group use the same barriers."""
     library = in_use.get(device)
     spread = [(sizes, row) for sizes, row in library.choices.items() if sizes.parts > 1] if library else []
     return sorted((s.outputs, s.inputs, rows) for s, row in spread for rows, choice in row.items() if choice)
@@ -69,7 +69,7 @@ def gemm_reduce_scatter(x: Tensor, weight: Tensor, peers: SymmetricMemory) -> Te
 def reduce_add_norm(
     received: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory, blocks: int = BLOCKS
 ) -> tuple[Tensor, Tensor]:
-    """allreduce.all_reduce_add_norm of what `product` has begun; the norm is a tensor of its own."""
+    """allreduce.all_reduce_add_norm of what the GEMM has begun; the norm is a tensor of its own."""
     rows, width = residual.shape
     x = torch.empty_like(residual)
     share = width // peers.size

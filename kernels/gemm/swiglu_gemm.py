@@ -26,7 +26,7 @@ def supports(x: Tensor, weight: Tensor) -> bool:
 
 
 def swiglu_gemm(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
-    """act(x G^T) * (x U^T): [T, O] where weight [2 O, I] is G over U and both `suit`; accumulated in f32."""
+    """act(x G^T) * (x U^T): [T, O] where weight [2 O, I] is G over U, where it `supports` both; accumulated in f32."""
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     y = x.new_empty(rows, outputs)
     sizes = dict(I=inputs, OUTPUTS=outputs, STAGES=STAGES, ACT=ACTIVATIONS.index(activation))

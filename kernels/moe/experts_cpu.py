@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .moe import Inputs, Matrices
 
 SOURCE, PLAIN_SOURCE = "experts_cpu", "host_experts"
-TILE, PAIRED_ROWS = 16, 4  # rows of a tile of AMX, and an expert's from which on tiles take it, as in gemm_tiles.h
+TILE, PAIRED_ROWS = 16, 8  # rows of a tile of AMX, and an expert's from which on tiles take it, as in gemm_tiles.h
 MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
 MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 

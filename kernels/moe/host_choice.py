@@ -14,12 +14,19 @@ DECAY = 0.98  # of an expert's score from one step to the next: what was chosen 
 CHEAPEST, ON_CPU, COPIED = 0, 1, 2  # ways: by the costs; all that are not resident on the CPU; all of them copied
 
 
+TIMED_ROWS = 1, 4, 16, 64  # of an expert, whose seconds on the CPU are measured; as in host_experts.cpp
+
+
 class Costs(NamedTuple):
     """Seconds of one expert on this rank."""
 
-    read: float  # on the CPU, of few tokens
-    compute: float  # on the CPU, of each of many tokens
+    cpu: tuple[float, ...]  # on the CPU, of TIMED_ROWS tokens
     copy: float  # to the device
+
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """On the CPU, of so many tokens: in between what was timed, and beyond the last in proportion."""
+        most = TIMED_ROWS[-1]
+        return np.where(rows > most, self.cpu[-1] * (rows / most), np.interp(rows, TIMED_ROWS, self.cpu))
 
 
 class Choice:
@@ -48,7 +55,8 @@ class Choice:
         of = torch.from_numpy(slot_of), torch.from_numpy(scores)
         sizes = ids.numel(), len(self.counts), self.first, self.way
         one = ops.op("host_experts", "choose_experts")
-        call = one.address, ops.pack((ids, *of, *self._results, *sizes, *map(float, self.costs), DECAY))
+        costs = map(float, (*self.costs.cpu, self.costs.copy, DECAY))
+        call = one.address, ops.pack((ids, *of, *self._results, *sizes, *costs))
         ops.run_calls(ops.call_array([call]), 1, 1)
         return None
 
@@ -62,7 +70,7 @@ class Choice:
         most = len(chosen) if self.way == COPIED else 0
         if self.way == CHEAPEST:
             chosen = chosen[np.argsort(-self.counts[chosen], kind="stable")]
-            cpu = np.maximum(self.costs.read, self.counts[chosen] * self.costs.compute)
+            cpu = self.costs.of_rows(self.counts[chosen])
             left = np.concatenate((np.cumsum(cpu[::-1])[::-1], [0.0]))  # of the CPU, where the first n are copied
             most = int(np.argmin(np.maximum(left, np.arange(len(chosen) + 1) * self.costs.copy)))
         self._copied[: len(chosen)] = chosen

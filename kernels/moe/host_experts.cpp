@@ -11,6 +11,9 @@
 // Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (way 1), all
 // copied (way 2), or those with the most tokens copied while the CPU computes the others (way 0), as many as make the
 // longer of the two as short as can be. Scores of the chosen grow, and all decay.
+constexpr int TIMED = 4;                           // an expert's rows that are timed, as in host_choice.py
+constexpr double TIMED_ROWS[TIMED] = {1, 4, 16, 64};
+
 struct Choose {
     const int32_t* ids;  // [pairs]
     const int64_t* slot_of;  // [experts]; -1: not resident
@@ -20,8 +23,16 @@ struct Choose {
     int64_t* copied;  // [experts], of which the first ones are copied
     int64_t* found;  // how many are resident, computed by the CPU, and copied; and the pairs of those of the CPU
     int64_t pairs, experts, first, way;  // first: the router's number of expert 0
-    double read, compute, copy, decay;  // seconds: of an expert on the CPU at least, of a token, of an expert's copy
+    double cpu_seconds[TIMED], copy, decay;  // of an expert: on the CPU, of TIMED_ROWS, and of its copy
 };
+
+// What the CPU takes for an expert of so many rows: in between what was timed, and beyond the last in proportion.
+double seconds_of(const double* timed, double rows) {
+    int i = 0;
+    while (i < TIMED - 1 && rows > TIMED_ROWS[i + 1]) i++;
+    if (i == TIMED - 1) return timed[i] * (rows / TIMED_ROWS[i]);
+    return timed[i] + (timed[i + 1] - timed[i]) * ((rows - TIMED_ROWS[i]) / (TIMED_ROWS[i + 1] - TIMED_ROWS[i]));
+}
 
 void choose(const Choose& a, int part, int) {
     if (part) return;
@@ -45,8 +56,8 @@ void choose(const Choose& a, int part, int) {
         double left = 0, best = missing * a.copy;  // left: of the CPU, where the first n are copied
         most = missing;
         for (int64_t n = missing - 1; n >= 0; n--) {
-            double tokens = a.counts[a.copied[n]] * a.compute, longer = n * a.copy;
-            left += tokens > a.read ? tokens : a.read;
+            double longer = n * a.copy;
+            left += seconds_of(a.cpu_seconds, a.counts[a.copied[n]]);
             longer = left > longer ? left : longer;
             if (longer <= best) best = longer, most = n;
         }

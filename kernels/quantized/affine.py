@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, int4_cpu, int4_cuda, panels, pieces_cuda, q8_0, q8_0_cpu, target
+from . import blocks_cpu, int4_cpu, int4_cuda, panels, pieces_cuda, q8_0, target
 from .q8_0_cpu import GROUP as UNIT  # inputs that a group has a multiple of
 
 TINY = 2.0**-25  # by which a scale may be rounded: f16's, of numbers below 2^-14
@@ -90,16 +90,5 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     return ((groups - zeros.short().unsqueeze(2)) * scales.float().unsqueeze(2)).view(codes.shape).to(dtype)
 
 
-def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
-
-    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
-    """
-    if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
-        return pieces_cuda.linear(x, packed, gate, bias)
-    if isinstance(packed, q8_0_cpu.Packed | int4_cpu.Packed) and blocks_cpu.supports(x):
-        return blocks_cpu.linear(x, packed.of_blocks, gate, bias)
-    return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
-
-
+linear = functools.partial(panels.linear, dequantize)
 variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU

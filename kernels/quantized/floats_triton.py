@@ -1,4 +1,4 @@
-"""Products with weights of floats.py in Triton, which dequantises a tile where it is multiplied; imported on GPUs."""
+"""GEMMs with weights of floats.py in Triton, which dequantises a tile where it is multiplied; imported on GPUs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from . import block_bits, q8_0
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 GROUP = 32
-dequantize, linear, variants, kept_bits = q8_0.dequantize, q8_0.linear, q8_0.variants, q8_0.kept_bits
+dequantize, linear, variants = q8_0.dequantize, q8_0.linear, q8_0.variants
+pack, kept_bits = q8_0.pack, q8_0.kept_bits
 
 
 def from_blocks(blocks: Tensor) -> q8_0.Encoded:
@@ -21,8 +22,3 @@ def from_blocks(blocks: Tensor) -> q8_0.Encoded:
     table = torch.tensor(TABLE, dtype=torch.int8, device=blocks.device)
     values = table[block_bits.fields(codes, 4).flatten(1).int()]
     return q8_0.signed(values, block_bits.f16(scales).squeeze(-1))
-
-
-def pack(codes: Tensor, scales: Tensor) -> q8_0.Packed:
-    """What `linear` likes best on their device."""
-    return q8_0.pack(codes, scales)

@@ -18,7 +18,7 @@ FORM = Form(super=256, group=32, bits=8, zero=128, bytes=136, minima=False)
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants
-kept_bits = functools.partial(super_blocks.kept_bits, FORM)
+kept_bits, from_blocks = functools.partial(super_blocks.kept_bits, FORM), super_blocks.from_blocks
 
 
 def decode(blocks: Tensor) -> Decoded:
@@ -34,11 +34,4 @@ def decode(blocks: Tensor) -> Decoded:
     return Decoded(values.to(torch.uint8)[codes.int()], factors, scales, torch.zeros_like(scales))
 
 
-def from_blocks(blocks: Tensor) -> tuple[Tensor]:
-    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
-    return (blocks,)
-
-
-def pack(blocks: Tensor) -> super_blocks.Packed:
-    """What `linear` likes best on the blocks' device."""
-    return super_blocks.pack(blocks, FORM, decode)
+pack = functools.partial(super_blocks.pack, FORM, decode)

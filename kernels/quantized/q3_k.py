@@ -17,7 +17,7 @@ FORM = Form(super=256, group=16, bits=4, zero=4, bytes=110, minima=False)
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants
-kept_bits = functools.partial(super_blocks.kept_bits, FORM)
+kept_bits, from_blocks = functools.partial(super_blocks.kept_bits, FORM), super_blocks.from_blocks
 
 
 def decode(blocks: Tensor) -> Decoded:
@@ -40,16 +40,5 @@ def encode_groups(groups: Tensor) -> Tensor:
     return block_bits.joined(high, low, fours, block_bits.join((scales >> 4).unflatten(-1, (4, 4)), 2), factors)
 
 
-def encode(weight: Tensor) -> tuple[Tensor]:
-    """weight [O, I] of any float dtype → blocks uint8 [O, bytes]."""
-    return (super_blocks.encode(weight, FORM, encode_groups),)
-
-
-def from_blocks(blocks: Tensor) -> tuple[Tensor]:
-    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
-    return (blocks,)
-
-
-def pack(blocks: Tensor) -> super_blocks.Packed:
-    """What `linear` likes best on the blocks' device."""
-    return super_blocks.pack(blocks, FORM, decode)
+encode = functools.partial(super_blocks.encode, FORM, encode_groups)
+pack = functools.partial(super_blocks.pack, FORM, decode)

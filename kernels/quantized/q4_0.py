@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -33,20 +34,14 @@ def encode_groups(groups: Tensor) -> Tensor:
     return block_bits.joined(factors, block_bits.join(codes.unflatten(-1, (2, 16)), 4))
 
 
-def encode(weight: Tensor) -> tuple[Tensor]:
-    """weight [O, I] of any float dtype → blocks uint8 [O, bytes], as gguf-py's, bit for bit."""
-    return (super_blocks.encode(weight, FORM, encode_groups),)
-
-
-def from_blocks(blocks: Tensor) -> tuple[Tensor]:
-    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
-    return (blocks,)
+encode = functools.partial(super_blocks.encode, FORM, encode_groups)  # as gguf-py, bit for bit
+from_blocks = super_blocks.from_blocks
 
 
 def pack(blocks: Tensor) -> Packed:
     """What `linear` likes best on the device that reads it (target.py)."""
     if target.of(blocks) != "cuda" and not _as_int4(blocks.shape[1] // FORM.bytes * GROUP):
-        return super_blocks.pack(blocks, FORM, decode)
+        return super_blocks.pack(FORM, decode, blocks)
     codes, factors, ones, _ = decode(blocks.contiguous().view(len(blocks), -1, FORM.bytes))
     return affine.pack(codes, factors[..., 0].float(), FORM.zero * ones.short())
 

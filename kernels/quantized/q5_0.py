@@ -12,7 +12,8 @@ from .super_blocks_form import Form
 
 FORM = Form(super=32, group=32, bits=8, zero=16, bytes=22, minima=False)
 GROUP = FORM.super
-dequantize, linear, variants, kept_bits = q8_0.dequantize, q8_0.linear, q8_0.variants, q8_0.kept_bits
+dequantize, linear, variants = q8_0.dequantize, q8_0.linear, q8_0.variants
+pack, kept_bits = q8_0.pack, q8_0.kept_bits
 
 
 def from_blocks(blocks: Tensor) -> q8_0.Encoded:
@@ -31,9 +32,4 @@ def encode_groups(groups: Tensor) -> Tensor:
 
 def encode(weight: Tensor) -> q8_0.Encoded:
     """weight [O, I] of any float dtype → what gguf-py's blocks of it mean, bit for bit."""
-    return from_blocks(super_blocks.encode(weight, FORM, encode_groups))
-
-
-def pack(codes: Tensor, scales: Tensor) -> q8_0.Packed:
-    """What `linear` likes best on their device."""
-    return q8_0.pack(codes, scales)
+    return from_blocks(*super_blocks.encode(FORM, encode_groups, weight))

@@ -114,16 +114,5 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     return groups.view(codes.shape).to(dtype)
 
 
-def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
-
-    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
-    """
-    if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
-        return pieces_cuda.linear(x, packed, gate, bias)
-    if isinstance(packed, q8_0_cpu.Packed) and blocks_cpu.supports(x):
-        return blocks_cpu.linear(x, packed.of_blocks, gate, bias)
-    return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
-
-
+linear = functools.partial(panels.linear, dequantize)
 variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU

@@ -45,7 +45,7 @@ class Plain(NamedTuple):
 Packed = Plain | super_blocks_cpu.Packed | pieces_cuda.Packed
 
 
-def encode(weight: Tensor, form: Form, encode_groups: Callable[[Tensor], Tensor]) -> Tensor:
+def encode(form: Form, encode_groups: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[Tensor]:
     """weight [O, I] of any float dtype → ggml's blocks uint8 [O, I / super * bytes].
 
     encode_groups: from f32 [O, super-blocks, groups, group] to uint8 [O, super-blocks, bytes].
@@ -57,7 +57,12 @@ def encode(weight: Tensor, form: Form, encode_groups: Callable[[Tensor], Tensor]
     for first in range(0, outputs, rows):
         part = weight[first : first + rows].float()
         blocks[first : first + rows] = encode_groups(part.reshape(len(part), *shape)).flatten(1)
-    return blocks
+    return (blocks,)
+
+
+def from_blocks(blocks: Tensor) -> tuple[Tensor]:
+    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
+    return (blocks,)
 
 
 def centred(groups: Tensor, middle: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +86,7 @@ def spanned(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return torch.cat((scales, low), -1).to(torch.float16), codes.to(torch.uint8)
 
 
-def pack(blocks: Tensor, form: Form, decode: Callable[[Tensor], Decoded]) -> Packed:
+def pack(form: Form, decode: Callable[[Tensor], Decoded], blocks: Tensor) -> Packed:
     """What `linear` likes best on the device that reads it (target.py).
 
     decode: of super-blocks, uint8 [..., form.bytes].
@@ -148,16 +153,5 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     return torch.cat(made)
 
 
-def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
-
-    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
-    """
-    if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
-        return pieces_cuda.linear(x, packed, gate, bias)
-    if isinstance(packed, super_blocks_cpu.Packed) and blocks_cpu.supports(x):
-        return blocks_cpu.linear(x, packed.of_blocks, gate, bias)
-    return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
-
-
+linear = functools.partial(panels.linear, dequantize)
 variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU

@@ -18,6 +18,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PIDFD_OPEN = 434  # the system call's number, the same on x86_64 and aarch64
 SILENCE = 3.0
+PATIENCE = 2.0
 
 
 def _prctl(option: int, value: int) -> None:
@@ -26,21 +27,21 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-def die_with(parent: int, death_signal: int = signal.SIGKILL) -> None:
-    """Have the kernel send `death_signal` to this process when its parent ends. It survives exec.
+def die_with(parent: int) -> None:
+    """Have the kernel send SIGKILL to this process when its parent ends. It survives exec.
 
     The parent is the *thread* that forked this process: fork such children from a thread that outlives them. If the
     parent ended before the call, the kernel never sends the signal; hence the check afterwards.
     """
-    _prctl(_PR_SET_PDEATHSIG, death_signal)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os.kill(os.getpid(), death_signal)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def tie_to_parent(death_signal: int = signal.SIGKILL) -> Callable[[], None]:
+def tie_to_parent() -> Callable[[], None]:
     """`die_with` as a preexec_fn for Popen. Call it in the parent."""
     parent = os.getpid()
-    return lambda: die_with(parent, death_signal)
+    return lambda: die_with(parent)
 
 
 def adopt_orphans() -> None:
@@ -111,9 +112,9 @@ def write(fd: int, data: bytes) -> None:
             data = data[os.write(fd, data) :]
 
 
-def reap(spared: set[int], patience: float = 2.0) -> None:
-    """Kill all descendants but `spared`, until none is left or `patience` seconds are over. Needs `adopt_orphans`."""
-    deadline = time.monotonic() + patience
+def reap(spared: set[int]) -> None:
+    """Kill all descendants but `spared`, until none is left or PATIENCE seconds are over. Needs `adopt_orphans`."""
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         left = [pid for pid in children() if pid not in spared]
         if not left:

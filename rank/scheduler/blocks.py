@@ -19,7 +19,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..protocol import pack_u32
-from .host_tier import Hash, HostTier
+from .host_tier import HostTier
+from .places import Hash
 from .snapshots import Snapshots
 
 SLICE = 1000  # blocks that `audit` checks in one go, which takes a third of a millisecond

@@ -10,11 +10,8 @@ the plan reads is not written by it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from ..protocol import pack_u32
-
-Hash = bytes  # of a block's tokens and all before them
+from .places import Hash, Places
 
 
 class HostTier:
@@ -23,8 +20,7 @@ class HostTier:
     def __init__(self, count: int, least: int = 1):
         """count: host blocks. least: as many blocks in one go are copied back sooner than computed again."""
         self.count, self.least = count, least
-        self._free = list(range(count - 1, -1, -1))
-        self._by_hash: OrderedDict[Hash, int] = OrderedDict()  # least recently used first
+        self.places = Places(count)
         # Of the plan that is being written: the block that is copied to each host block. A tier smaller than what one
         # plan evicts gives a host block more than once, and the last copy alone counts: they have no order.
         self._out: dict[int, int] = {}
@@ -34,39 +30,29 @@ class HostTier:
         self.loaded = 0  # blocks copied back
 
     def __contains__(self, digest: Hash) -> bool:
-        return digest in self._by_hash
+        return digest in self.places
 
     @property
     def num_used(self) -> int:
-        return len(self._by_hash)
+        return len(self.places)
 
     def store(self, block: int, digest: Hash) -> None:
         """Keep a block that the pool evicts, unless it is here already or all host blocks are being read."""
-        if digest in self._by_hash:
-            self._by_hash.move_to_end(digest)
-            return
-        host = self._free.pop() if self._free else self._evict()
-        if host >= 0:
-            self._by_hash[digest] = host
+        if digest in self.places:
+            self.places.move_to_end(digest)
+        elif (host := self.places.take(kept=self._read)) >= 0:
+            self.places[digest] = host
             self.stored += host not in self._out
             self._out[host] = block
 
-    def _evict(self) -> int:
-        """The least recently used host block, or -1 where the plan reads all that there are."""
-        for digest, host in self._by_hash.items():
-            if host not in self._read:
-                del self._by_hash[digest]
-                return host
-        return -1
-
     def pin(self, digest: Hash) -> None:
         """Keep a block that the plan is going to load."""
-        self._read.add(self._by_hash[digest])
-        self._by_hash.move_to_end(digest)
+        self._read.add(self.places[digest])
+        self.places.move_to_end(digest)
 
     def load(self, digest: Hash, block: int) -> None:
         """Copy a pinned block back into `block` of the pool."""
-        self._in += self._by_hash[digest], block
+        self._in += self.places[digest], block
         self.loaded += 1
 
     def take_copies(self) -> tuple[bytes, bytes]:
@@ -78,9 +64,8 @@ class HostTier:
         return copies
 
     def check(self) -> None:
-        """Raise RuntimeError unless as many host blocks are free or have a hash as there are. Takes constant time."""
-        if (known := len(self._free) + self.num_used) != self.count:
-            raise RuntimeError(f"host block accounting is broken: {known} of {self.count} are free or have a hash")
+        """Raise RuntimeError unless each host block is free or a prefix's."""
+        self.places.check("host block")
 
     def stats(self) -> dict[str, int]:
         """Of protocol.Stats."""

@@ -13,11 +13,10 @@ plan on.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from ..protocol import pack_u32
-from .host_tier import Hash
+from .places import Hash, Places
 
 LEAST = 2  # blocks between two snapshots of a prompt: a border costs a step of its own
 
@@ -28,8 +27,7 @@ class Snapshots:
     def __init__(self, count: int = 0):
         """count: for how many there is room. 0: no layer keeps a state, and prefixes need none."""
         self.count = count
-        self._free = list(range(count - 1, -1, -1))
-        self._by_hash: OrderedDict[Hash, int] = OrderedDict()  # of the prefix; least recently used first
+        self.places = Places(count)
         # Of the plan that is being written:
         self._new: dict[Hash, int] = {}
         self._saves: list[int] = []  # row and snapshot in turn
@@ -39,11 +37,11 @@ class Snapshots:
 
     @property
     def num_used(self) -> int:
-        return len(self._by_hash) + len(self._new)
+        return len(self.places) + len(self._new)
 
     def trim(self, hits: list[int], hashes: Sequence[Hash]) -> None:
         """Drop matched blocks behind the last border that has a snapshot. hashes: the chain that was matched."""
-        while self.count and hits and hashes[len(hits) - 1] not in self._by_hash:
+        while self.count and hits and hashes[len(hits) - 1] not in self.places:
             hits.pop()
 
     def borders(self, hits: int, *ends: int) -> list[int]:
@@ -59,38 +57,34 @@ class Snapshots:
     def load(self, digest: Hash, row: int) -> None:
         """Copy the snapshot behind this prefix to a row. It is there, as `trim` found it for the same plan."""
         if self.count:
-            self._loads += self._by_hash[digest], row
-            self._by_hash.move_to_end(digest)
+            self._loads += self.places[digest], row
+            self.places.move_to_end(digest)
             self.loaded += 1
 
     def save(self, row: int, digest: Hash) -> None:
         """Keep a row's states after the plan's step as those behind this prefix, unless there is a snapshot of them."""
-        if digest in self._by_hash:
-            self._by_hash.move_to_end(digest)
-        elif digest not in self._new and (self._free or self._by_hash):
-            place = self._free.pop() if self._free else self._by_hash.popitem(last=False)[1]
+        if digest in self.places:
+            self.places.move_to_end(digest)
+        elif digest not in self._new and (place := self.places.take()) >= 0:
             self._new[digest] = place
             self._saves += row, place
             self.saved += 1
 
     def drop(self, digest: Hash) -> None:
         """The prefix's last block is evicted."""
-        place = self._by_hash.pop(digest, None)
-        if place is not None:
-            self._free.append(place)
+        self.places.drop(digest)
 
     def take_copies(self) -> tuple[bytes, bytes]:
         """The plan's copies to rows and from rows, as protocol.Plan has them."""
         copies = pack_u32(self._loads), pack_u32(self._saves)
         self._loads, self._saves = [], []
-        self._by_hash.update(self._new)
+        self.places.update(self._new)
         self._new = {}
         return copies
 
     def check(self) -> None:
-        """Raise RuntimeError unless each place is free or a prefix's. Takes constant time."""
-        if (known := len(self._free) + self.num_used) != self.count:
-            raise RuntimeError(f"snapshot accounting is broken: {known} of {self.count} are free or a prefix's")
+        """Raise RuntimeError unless each place is free or a prefix's."""
+        self.places.check("snapshot", len(self._new))
 
     def stats(self) -> dict[str, int]:
         """Of protocol.Stats."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....errors import MODEL, FatalError
 from ..metadata import Metadata
 from ._common import DECODER, head_dim, layer
 from ._common import config as common
 
 TENSORS = DECODER | layer(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj")
-WRITES = ("glm",)
+WRITES = "glm", "chatglm"
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -21,5 +22,18 @@ def config(m: Metadata) -> dict[str, Any]:
 
 
 def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    if raw["model_type"] == "chatglm":
+        return _published(raw)
     rope = raw.get("rope_parameters") or {}
     return {"rope.dimension_count": int(head_dim(raw) * rope.get("partial_rotary_factor", 0.5))}
+
+
+def _published(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of config.json as it is published with code of its own."""
+    for key, expected in (("original_rope", True), ("mlp_bias", False)):
+        if raw[key] != expected:
+            raise FatalError(f"GGUF files of chatglm cannot say that {key} is {raw[key]}", MODEL)
+    ratio, dim = float(raw["rope_ratio"]), {"rope.dimension_count": head_dim(raw) // 2}
+    if "chatglm2" in raw["_name_or_path"].lower():
+        return dim | {"rope.scaling.type": "linear", "rope.scaling.factor": ratio}
+    return dim | {"rope.freq_base": 10000.0 * ratio}

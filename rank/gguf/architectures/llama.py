@@ -10,7 +10,7 @@ from ._common import config as common
 
 TENSORS = DECODER | EXPERTS
 PAIRED = ("attn_q", "attn_k")
-WRITES = "llama", "mistral", "mixtral"
+WRITES = "llama", "mistral", "mixtral", "ministral"
 
 
 def config(m: Metadata) -> dict[str, Any]:

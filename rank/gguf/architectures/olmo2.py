@@ -13,7 +13,7 @@ TENSORS = (
     | QK_NORM
     | layer(post_attention_norm="post_attention_layernorm", post_ffw_norm="post_feedforward_layernorm")
 )
-WRITES = ("olmo2",)
+WRITES = ("olmo2", "olmo3")
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -24,3 +24,7 @@ def config(m: Metadata) -> dict[str, Any]:
     plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     ropes = {"full_attention": {"rope_type": "default"} | rope, "sliding_attention": plain}
     return keys | {"model_type": "olmo3", "sliding_window": window, "rope_parameters": ropes}
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"attention.sliding_window": raw["sliding_window"]} if raw.get("sliding_window") else {}

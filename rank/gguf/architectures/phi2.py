@@ -11,6 +11,7 @@ from ._common import config as common
 TENSORS = DECODER | layer(
     attn_qkv="self_attn.qkv_proj", attn_output="self_attn.dense", ffn_up="mlp.fc1", ffn_down="mlp.fc2"
 )
+WRITES = ("phi",)
 
 
 def config(m: Metadata) -> dict[str, Any]:

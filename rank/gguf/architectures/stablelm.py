@@ -10,6 +10,7 @@ from ._common import config as common
 
 TENSORS = DECODER | layer(attn_q_norm="self_attn.q_layernorm", attn_k_norm="self_attn.k_layernorm")
 STACKED = {"attn_q_norm": "norms", "attn_k_norm": "norms"}
+WRITES = ("stablelm",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
@@ -19,3 +20,7 @@ def config(m: Metadata) -> dict[str, Any]:
         "use_parallel_residual": m.flag("use_parallel_residual", False),
         "qk_layernorm": m.tensor("blk.0.attn_q_norm.weight") is not None,
     }
+
+
+def keys(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"use_parallel_residual": bool(raw["use_parallel_residual"])}

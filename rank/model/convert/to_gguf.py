@@ -42,7 +42,8 @@ TARGETS = {
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Of a model's arguments: files say it in another way, or it follows from the rest.
 SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "layer_types", "num_local_experts", "rotary_dim"
-KEPT = "ffn_gate_inp", "ssm_conv1d"  # matrices that stay in F32: routers, convolutions
+# Matrices that stay in F32: routers, convolutions, positions, norms of heads.
+KEPT = "ffn_gate_inp", "ssm_conv1d", "position_embd", "attn_q_norm", "attn_k_norm"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -134,18 +135,18 @@ def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Pla
         if config.model_type == "gpt_oss" and (parts := gguf_experts.parts(ours, shape)) is not None:
             found += [_of_experts(one, known, [by_ours[field] for field in one.fields], mix, config) for one in parts]
             continue
-        expert = EXPERT.search(ours)
+        whole, number = known.whole(ours)
         # Parameters of no module of their own have in files the checkpoint's name, not the model's.
-        name = known.of(EXPERT.sub(".experts.", ours)) or known.of(model.spelled(ours))
+        name = known.of(whole) or known.of(model.spelled(ours))
         if name is None:
             raise FatalError(f"{config.path}: tensor {source} has no place in GGUF files of this architecture", MODEL)
         if _order(name)[0] >= config.num_layers:  # of a layer that predicts further tokens
             continue
-        gathered.setdefault(name, {})[int(expert[1]) if expert else 0] = source
+        gathered.setdefault(name, {})[number] = source
     for name, several in gathered.items():
         sources = [several[i] for i in sorted(several)]
         shape = index.headers[index.files[sources[0]]][sources[0]].shape
-        if "_exps." in name and len(shape) < 3:
+        if len(shape) < (3 if "_exps." in name else 2 if part_of(name) in known.stacked else 0):
             shape = (len(sources), *shape)
         if (axis := getattr(architecture, "ONES", {}).get(part_of(name))) is not None:
             shape = (*shape[:axis], *shape[axis + 1 :])
@@ -172,6 +173,8 @@ class Places:
             self._names[f"{tensors[key]}.{ending}"] = f"{key}.{usual}"
         self._parts = {ours: key for key, ours in tensors.items() if key not in special}
         self._numbers = set(getattr(architecture, "PER_LAYER", {}).values())
+        self.stacked: dict[str, str] = getattr(architecture, "STACKED", {})
+        self._rows = [f".{rows}." for rows in set(self.stacked.values())]
 
     def of(self, name: str) -> str | None:
         """A checkpoint's tensor; None: it has none."""
@@ -183,6 +186,17 @@ class Places:
         if part is None or ending not in ("weight", "bias"):
             return None
         return f"{part.format(*NUMBER.findall(name))}.{ending}"
+
+    def whole(self, name: str) -> tuple[str, int]:
+        """A checkpoint's tensor that is one of several of a file's: what they are together, and its number."""
+        if expert := EXPERT.search(name):
+            return EXPERT.sub(".experts.", name), int(expert[1])
+        for rows in self._rows:
+            stem, found, rest = name.partition(rows)
+            if found:
+                number, _, ending = rest.partition(".")
+                return f"{stem}.{ending}", int(number)
+        return name, 0
 
     def is_number(self, name: str) -> bool:
         """Whether it is one of the metadata."""
@@ -257,7 +271,7 @@ def _encode(weight: Tensor, type: str) -> Tensor:
         blocks = q8_0.to_blocks(q8_0.encode(rows))
     else:
         codec = importlib.import_module(f"{quantized.__name__}.{type.lower()}")
-        blocks = super_blocks.encode(rows, codec.FORM, codec.encode_groups)
+        (blocks,) = super_blocks.encode(codec.FORM, codec.encode_groups, rows)
     return blocks.view(*weight.shape[:-1], -1)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,20 +16,19 @@ from torch import Tensor, nn
 
 from ....comm.base import HostComm
 from ....kernels import host_memory
-from ....kernels.moe.host_choice import Costs
-from ....kernels.moe.host_experts import Experts, HostPairs
-from ....kernels.moe.moe import Biases, Held, Matrices, plain
+from ....kernels.moe.host_choice import TIMED_ROWS, Costs
+from ....kernels.moe.host_experts import Experts, HostPairs, computes
+from ....kernels.moe.moe import UNBIASED, Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
 from ..weights.slicing import ShardedModule
 from .fused import FusedExperts, StackedLinear
 from .host import AUTO, Counters, HostExperts, Shared
-from .host_buffers import HostStack, SharedBuffers
+from .host_buffers import HostStack, HostWork, SharedBuffers
 from .node_copy import NodeCopy
 from .streamer import BUFFER, BUFFERS, Streamer
 
 CHOSEN = 8  # experts of a token that is timed
-MANY = 64  # tokens of an expert that is timed
-ROUNDS = 3
+ROUNDS = 5
 SPARED = 0.15  # of a GPU's free memory that is left for the cache and steps, where experts overflow to the host
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,9 @@ class Offload:
         return (
             f"experts: {stack.stack.size} a layer in host memory, {self.host_bytes / 1e9:.2f} GB{shared}; "
             f"{self.slots} of them resident, {self.resident_bytes / 1e9:.2f} GB; the CPU reads "
-            f"{1e-9 * size / costs.read:.1f} GB/s and computes {2e-9 * weights / costs.compute:.0f} GFLOP/s, copies "
+            f"{1e-9 * size / costs.cpu[0]:.1f} GB/s and computes {2e-9 * weights * TIMED_ROWS[-1] / costs.cpu[-1]:.0f} "
+            f"GFLOP/s (an expert of {', '.join(map(str, TIMED_ROWS))} tokens: "
+            f"{', '.join(f'{1e6 * one:.0f}' for one in costs.cpu)} us), copies "
             f"run at {1e-9 * size / costs.copy:.1f} GB/s"
         )
 
@@ -191,35 +194,47 @@ class Offload:
 def measure(stack: HostStack, act: str, streamer: Streamer, dtype: torch.dtype) -> Costs:
     """Seconds on this rank, while the others measure as well: so what they share is shared."""
     experts = stack.stack.size
-    few, x = min(CHOSEN, experts), torch.ones(MANY, stack.stack.w2.shape[1], dtype=dtype)
-    read = _shortest(lambda i: _compute(stack, act, x[:1], (np.arange(few) + i * few) % experts)) / few
-    many = _shortest(lambda i: _compute(stack, act, x, np.array([i % experts])))
     one = min(streamer.at_once(stack), experts)
+    turns = itertools.count()  # each round reads other experts, which are not in the cache yet
 
-    def copy(i: int) -> None:
-        for _ in streamer.copies(stack, (np.arange(one) + i * one) % experts):
+    def copy() -> float:
+        started, first = time.perf_counter(), next(turns) * one
+        for _ in streamer.copies(stack, (np.arange(one) + first) % experts):
             pass
         if streamer.device.type == "cuda":
             torch.cuda.synchronize()
+        return (time.perf_counter() - started) / one
 
-    return Costs(read, many / MANY, _shortest(copy) / one)
-
-
-def _compute(stack: HostStack, act: str, x: Tensor, experts: np.ndarray) -> None:
-    ids = torch.from_numpy(np.tile(experts.astype(np.int32), (len(x), 1)))
-    pairs = HostPairs(x, ids, torch.ones(ids.shape), act)
-    at = torch.full((stack.stack.size,), -1)
-    at[torch.from_numpy(experts)] = torch.from_numpy(experts)
-    pairs.add(stack.stack, at, ids.numel())
-    pairs.sum()
+    copied = _shortest(copy)
+    turns = itertools.count()
+    return Costs(tuple(_shortest(_on_cpu(stack, act, dtype, rows, turns)) for rows in TIMED_ROWS), copied)
 
 
-def _shortest(function: Callable[[int], None]) -> float:
-    """Seconds of the shortest call after the first. function gets its number, so that it finds other weights each time,
-    which are not in the cache yet."""
-    times = []
-    for i in range(ROUNDS + 1):
+def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: Iterator[int]) -> Callable[[], float]:
+    """A function that computes some experts of so many rows each, as steps do, and says the seconds of one."""
+    experts = stack.stack.size
+    few = min(CHOSEN, experts)
+    x, out = torch.ones(rows, stack.stack.w2.shape[1], dtype=dtype), torch.empty(rows, stack.stack.w2.shape[1])
+    ids, at = torch.zeros(rows, few, dtype=torch.int32), torch.full((experts,), -1)
+    fresh = functools.partial(HostPairs, x, ids, torch.ones(ids.shape), act)
+    work, kept = HostWork(), computes(x, stack.stack)
+
+    def run() -> float:
+        chosen = (torch.arange(few) + next(turns) * few) % experts
+        ids[:], at[:] = chosen.int(), -1
+        at[chosen] = chosen
         started = time.perf_counter()
-        function(i)
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
+        if kept:
+            work.run(stack, at, fresh, UNBIASED, out)
+        else:
+            pairs = fresh()
+            pairs.add(stack.stack, at, ids.numel())
+            pairs.sum(out)
+        return (time.perf_counter() - started) / few
+
+    return run
+
+
+def _shortest(function: Callable[[], float]) -> float:
+    """Of the seconds that it says, but for the first."""
+    return min([function() for _ in range(ROUNDS + 1)][1:])

@@ -95,17 +95,28 @@ class StackOfParts:
 
     def make(self, layer: Stacked) -> Matrices:
         shape = experts, outputs, inputs = layer.experts.width, layer.width, layer.inputs.width
-        at_once = max(1, AT_ONCE // max(1, outputs * inputs)) if self.part.rows_apart else 1
+        at_once = max(1, AT_ONCE // max(1, outputs * inputs))
 
         def encoded(index: int) -> list[Tensor]:
-            count = min(at_once, experts - index * at_once)
-            self.take(layer, index * at_once, count)
-            made = self.part.encoded()
+            first = index * at_once
+            count = min(at_once, experts - first)
+            made = self.encoded(layer, first, count)
             return [layer.in_order(x.unflatten(0, (count, -1))).flatten(0, 1) for x in made]
 
         made = stack(cast(Any, self.part.codec), encoded, shape, at_once, layer.in_host)
         self.drop()
         return made
+
+    def encoded(self, layer: Stacked, first: int, count: int) -> Sequence[Tensor]:
+        """What the codec packs of so many experts, [count * outputs, ...] each."""
+        if self.part.rows_apart:
+            self.take(layer, first, count)
+            return self.part.encoded()
+        each = []
+        for expert in range(first, first + count):
+            self.take(layer, expert)
+            each.append(self.part.encoded())
+        return [torch.cat(some) for some in zip(*each, strict=True)]
 
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         of_stack = getattr(self.part.codec, "stack_bits", None)

@@ -36,7 +36,7 @@ class PackedPart(Part):
 
     codec: Codec
     packed: tuple[Any, ...]
-    rows_apart = False  # whether an output's tensors are its own: then several experts' are like those of one
+    rows_apart = False  # whether an output's tensors are its own: then those of several experts are taken at once
     expanded = False  # whether it becomes plain once it is loaded: what reads it takes nothing else
 
     def encoded(self) -> Sequence[Tensor]:

@@ -51,12 +51,12 @@ class LayerNorm(ShardedModule):
     fields = (Field("weight", "o"), Field("bias", "o"))
     rms_weight = None
 
-    def __init__(self, size: int, eps: float, bias: bool = True, weight: bool = True):
-        """bias, weight: whether there are these; OLMo's have neither, Cohere's no bias."""
+    def __init__(self, size: int, eps: float, bias: bool = True):
+        """bias: whether there is one; Cohere's have none."""
         super().__init__()
         self.outputs = (whole(size),)
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False) if weight else None
+        self.weight = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False) if bias else None
 
     def norm(self, x: Tensor) -> Tensor:

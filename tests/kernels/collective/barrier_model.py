@@ -15,11 +15,11 @@ from typing import Any
 
 Steps = Generator[Callable[[], bool] | None, None, Any]
 MAIL_FLAWS = (
-    "one mailbox", "one word is looked at", "zeros are sent", "nothing is cleared", "cleared before it is used again",
+    "one LL buffer", "one word is looked at", "zeros are sent", "nothing is cleared", "cleared before it is used again",
 )  # fmt: skip
 FLAWS = (
     "one slot", "compared by ==", "relaxed flags", "only used blocks count", "no barrier before the flag",
-    "no barrier after the flag", "no first meeting", "count of calls chooses no slot", "no meeting",
+    "no barrier after the flag", "no first barrier", "count of calls chooses no slot", "no barrier",
     "shares of other blocks' rows", *MAIL_FLAWS,
 )  # fmt: skip
 WRAP = 1 << 32
@@ -46,7 +46,7 @@ class Group:
         self.of_running: list[set[int]] = [set() for _ in range(size)]
 
     def load(self, rank: int, place: tuple) -> Any:
-        return self.views[rank].get(place, {"slot": None, "mail": 0, "landing": -1}.get(place[1], self.start))
+        return self.views[rank].get(place, {"slot": None, "ll": 0, "recv": -1}.get(place[1], self.start))
 
     def store(self, rank: int, place: tuple, value: Any, after: frozenset[int]) -> int:
         """after: the numbers of stores that others have to see first."""
@@ -123,7 +123,7 @@ class Thread:
 
     def meet(self, step: int) -> Steps:
         flaw = self.group.flaw
-        if flaw == "no meeting" or (flaw == "no first meeting" and step == 1):
+        if flaw == "no barrier" or (flaw == "no first barrier" and step == 1):
             return
         if flaw != "no barrier before the flag":
             yield from self.barrier()
@@ -235,16 +235,16 @@ class Thread:
                 x[row * ROW + i] = yield from self.load(i // share, "slot", self.slot, row * ROW + i)
         yield from self.end()
 
-    def product(self) -> Steps:
+    def gemm(self) -> Steps:
         """A kernel of the library's: each rank's part of a row goes to the rank that adds it up."""
         x, size = self.block.x, self.group.size
         share = -(-ROW // size)
         for at in self.own_share(len(x)):
             row, i = divmod(at, ROW)
-            yield from self.store(x[at], i // share, "landing", row, i, self.rank)
+            yield from self.store(x[at], i // share, "recv", row, i, self.rank)
 
     def received_add_norm(self) -> Steps:
-        """Without the norm: sums of what the products before have sent, as two_shot_add_norm's."""
+        """Without the norm: sums of what the GEMMs before have sent, as two_shot_add_norm's."""
         x, size, block, threads = self.block.x, self.group.size, self.block, self.group.threads
         rows, share = range(block.index, len(x) // ROW, block.grid), -(-ROW // size)
         first, width = self.rank * share, max(min(share, ROW - self.rank * share), 0)
@@ -254,7 +254,7 @@ class Thread:
             row, column = rows[i // width], first + i % width
             sum_ = 0
             for r in range(size):
-                sum_ += yield from self.load(self.rank, "landing", row, column, r)
+                sum_ += yield from self.load(self.rank, "recv", row, column, r)
             yield from self.store(sum_, self.rank, "slot", self.slot, row * ROW + column)
         yield from self.meet(2)
         for row in rows:
@@ -267,19 +267,17 @@ class Thread:
         x, size, block, threads, flaw = self.block.x, self.group.size, self.block, self.group.threads, self.group.flaw
         rows, share = range(block.index, len(x) // ROW, block.grid), -(-ROW // size)
         yield from self.begin()
-        if flaw == "one mailbox":
+        if flaw == "one LL buffer":
             self.slot = 0
         yield from self.tell(2)
         others = [(self.rank + 1 + j) % size for j in range(size)]
         first, width = self.rank * share, max(min(share, ROW - self.rank * share), 0)
         received = [
-            (self.rank, "mail", self.slot, "share", rows[i // width], i % width, r)
+            (self.rank, "ll", self.slot, "share", rows[i // width], i % width, r)
             for i in range(self.index, len(rows) * width, threads)
             for r in range(size)
         ]
-        summed = [
-            (self.rank, "mail", self.slot, "sum", row, i) for row in rows for i in range(self.index, ROW, threads)
-        ]
+        summed = [(self.rank, "ll", self.slot, "sum", row, i) for row in rows for i in range(self.index, ROW, threads)]
         if flaw == "cleared before it is used again":
             for place in received + summed:
                 yield from self.clear(*place)
@@ -288,14 +286,14 @@ class Thread:
             for r in others:
                 if r * share + column < ROW:
                     at = row * ROW + r * share + column
-                    yield from self.send(x[at], r, "mail", self.slot, "share", row, column, self.rank)
+                    yield from self.send(x[at], r, "ll", self.slot, "share", row, column, self.rank)
         for i in range(0, len(received), size):
             sum_ = 0
             for place in received[i : i + size]:
                 sum_ += yield from self.receive(*place)
             _, _, _, _, row, column, _ = received[i]
             for r in others:
-                yield from self.send(sum_, r, "mail", self.slot, "sum", row, first + column)
+                yield from self.send(sum_, r, "ll", self.slot, "sum", row, first + column)
             if "cleared" not in flaw:
                 for place in received[i : i + size]:
                     yield from self.clear(*place)
@@ -313,7 +311,7 @@ class Thread:
         x, block, threads, flaw = self.block.x, self.block, self.group.threads, self.group.flaw
         rows = range(block.index, len(x) // ROW, block.grid)
         yield from self.begin()
-        if flaw == "one mailbox":
+        if flaw == "one LL buffer":
             self.slot = 0
         yield from self.tell(2)
         others = [r for r in range(self.group.size) if r != self.rank]
@@ -321,15 +319,15 @@ class Thread:
         if flaw == "cleared before it is used again":
             for place in places:
                 for r in others:
-                    yield from self.clear(self.rank, "mail", self.slot, "all", r, *place)
+                    yield from self.clear(self.rank, "ll", self.slot, "all", r, *place)
         for i in range(self.index, len(rows) * ROW, threads):
             row, column = rows[i // ROW], i % ROW
             for r in others:
-                yield from self.send(x[row * ROW + column], r, "mail", self.slot, "all", self.rank, row, column)
+                yield from self.send(x[row * ROW + column], r, "ll", self.slot, "all", self.rank, row, column)
         sums = [x[row * ROW + i] for row, i in places]
         for at, (row, i) in enumerate(places):
             for r in others:
-                place = (self.rank, "mail", self.slot, "all", r, row, i)
+                place = (self.rank, "ll", self.slot, "all", r, row, i)
                 sums[at] += yield from self.receive(*place)
                 if "cleared" not in flaw:
                     yield from self.clear(*place)
@@ -343,14 +341,14 @@ class Thread:
 def run(group: Group, calls: list[tuple[str, int, int]]) -> None:
     """Every rank makes the same calls: name, grid, and how many elements. Raises Wrong where a sum is, or all wait.
 
-    The call after a product is of the same elements.
+    The call after a GEMM is of the same elements.
     """
     rng = group.rng
     value = lambda: rng.choice([0, rng.randrange(WORD), rng.randrange(1 << 40)])  # noqa: E731
     inputs = [[[value() for _ in range(count)] for _, _, count in calls] for _ in range(group.size)]
     for of_rank in inputs:
         for i, (name, _, _) in enumerate(calls):
-            if name == "product":
+            if name == "gemm":
                 of_rank[i + 1] = of_rank[i]
     want = [[sum(column) for column in zip(*parts, strict=True)] for parts in zip(*inputs, strict=True)]
     todo = [0] * group.size  # each rank's next call
@@ -388,5 +386,5 @@ def run(group: Group, calls: list[tuple[str, int, int]]) -> None:
                 done = todo[rank] - 1
                 group.of_ended[rank] |= group.of_running[rank]
                 group.of_running[rank] = set()
-                if calls[done][0] != "product" and inputs[rank][done] != want[done]:
+                if calls[done][0] != "gemm" and inputs[rank][done] != want[done]:
                     raise Wrong(f"rank {rank} has a wrong sum in call {done}") from None

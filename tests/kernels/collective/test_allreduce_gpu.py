@@ -141,12 +141,12 @@ def test_all_reduce_add_norm(kind, size, dtype, rows, width):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_with_norms_whose_sizes_change_from_call_to_call(size):
-    """Nothing is left in the mailboxes, and what looks like nothing in them, all bits set, arrives as NaN."""
+    """Nothing is left in the LL buffers, and what looks like nothing in them, all bits set, arrives as NaN."""
     ranks = Ranks(size)
     rng = random.Random(0)
     torch.manual_seed(0)
     for turn in range(40):
-        rows, width = rng.choice(SHAPES[1:] + [(1024, 4096)] * (size == 2 and turn % 3 == 2))  # all of a mailbox
+        rows, width = rng.choice(SHAPES[1:] + [(1024, 4096)] * (size == 2 and turn % 3 == 2))  # all of an LL buffer
         if rows * width * 2 > SENT:
             kinds = (allreduce.two_shot_add_norm, allreduce.one_way_push_add_norm)
         else:
@@ -177,7 +177,7 @@ def test_sums_with_norms_whose_sizes_change_from_call_to_call(size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, share", [(1, 8), (3, 104), (65, 1024), (300, 256)])
-def test_sums_of_what_products_have_sent(size, dtype, rows, share):
+def test_sums_of_what_gemms_have_sent(size, dtype, rows, share):
     """Each rank has its share of all ranks' parts; what else lies there is NaN."""
     ranks, width = Ranks(size), size * share
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The ranks' meetings under random interleavings, and that each of their parts is needed."""
+"""The ranks' barriers under random interleavings, and that each of their parts is needed."""
 
 import random
 
@@ -22,7 +22,7 @@ def attempt(seed: int, flaw: str = "", kinds: tuple[str, ...] = ()) -> None:
         if kind.endswith("norm"):
             rows = -(-count // 2)
             if kind == "received_add_norm":
-                calls.append(("product", rng.randint(1, 2), rows * ROW))
+                calls.append(("gemm", rng.randint(1, 2), rows * ROW))
             calls.append((kind, min(rows, group.blocks), rows * ROW))
         else:
             length = count * size if kind == "two_shot" else count
@@ -58,8 +58,8 @@ def test_what_is_sent_needs_its_zeros(kind, flaw):
     raise AssertionError(f"{flaw}: no interleaving fails")
 
 
-@pytest.mark.parametrize("flaw", ["no first meeting", "no meeting", "relaxed flags"])
-def test_what_products_have_sent_needs_both_meetings(flaw):
+@pytest.mark.parametrize("flaw", ["no first barrier", "no barrier", "relaxed flags"])
+def test_what_gemms_have_sent_needs_both_barriers(flaw):
     for seed in range(400):
         try:
             attempt(seed, flaw, ("received_add_norm",))

@@ -108,7 +108,7 @@ def plain(rows, columns, dtype=BF16):
 
 
 def in_memory(size, rank=0):
-    """A rank's Peers whose regions lie in this machine's memory, and the landings in them, [size, LANDING] uint8."""
+    """A rank's symmetric memory, here in the host's, and the receive buffers in it, [size, RECV_BUFFER] uint8."""
     regions = torch.full((size, RECV_BUFFER), 0xFF, dtype=torch.uint8)
     peers = SymmetricMemory(rank, size, regions.data_ptr(), RECV_BUFFER)
     vars(peers)["recv_buffer"] = regions[rank]

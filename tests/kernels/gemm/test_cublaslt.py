@@ -18,7 +18,7 @@ def test_near_counts_serve_a_few_rows(rows, count):
     assert nearest(rows, [512, 96, 80]) == count and nearest(rows, []) == 0
 
 
-def test_chosen_products_go_to_the_library(monkeypatch):
+def test_chosen_gemms_go_to_the_library(monkeypatch):
     lib = put(Lib(), {SIZES: {80: way(1), 96: None}}, monkeypatch)
     weight = plain(48, 32)
     for rows, gemms in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):

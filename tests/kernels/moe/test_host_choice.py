@@ -23,7 +23,7 @@ def test_both_agree(monkeypatch, way):
         experts, tokens = int(draw.integers(1, 40)), int(draw.integers(1, 30))
         ids = torch.from_numpy(draw.integers(0, 50, (tokens, 4)).astype(np.int32))
         slot_of = np.where(draw.random(experts) < 0.4, 1, -1)
-        costs, scores = Costs(*draw.random(3)), draw.random(experts)
+        costs, scores = Costs(tuple(np.sort(draw.random(4))), draw.random()), draw.random(experts)
         both = []
         for compiled in (True, False):
             mine = scores.copy()
@@ -38,7 +38,7 @@ def test_both_agree(monkeypatch, way):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_copies_are_for_the_experts_with_the_most_tokens(monkeypatch, compiled):
-    costs = Costs(read=10.0, compute=1.0, copy=30.0)  # the CPU takes 10 up to 10 tokens, then more
+    costs = Costs((10.0, 10.0, 16.0, 64.0), copy=30.0)  # the CPU takes 10 up to 4 tokens, then more
     ids = torch.tensor([[4], [6], [6], [7], *[[5]] * 200], dtype=torch.int32)
 
     def copied(costs, ids):

@@ -52,7 +52,7 @@ def test_biases_and_experts_of_other_ranks(act):
 
 
 @pytest.mark.parametrize("isa", TILES)
-@pytest.mark.parametrize("rows, inner", [(3, 32), (4, 24), (17, 72), (70, 64)])
+@pytest.mark.parametrize("rows, inner", [(7, 32), (8, 24), (17, 72), (70, 64)])
 def test_plain_weights_by_tiles(tiled, isa, rows, inner):
     """Experts of some rows, one with few of them and one without any; outputs that tiles do not divide."""
     tiled(isa)
@@ -98,6 +98,6 @@ def test_layers_share_memory(tiled, isa):
 @pytest.mark.parametrize("isa", TILES)
 def test_few_tokens_are_not_brought_into_pairs(tiled, isa):
     tiled(isa)
-    for tokens, times in ((3, 0), (4, 2)):
+    for tokens, times in ((7, 0), (8, 2)):
         names = [one.name for one, _ in calls_of(step_of(tokens))[0]]
         assert names.count("pair_rows") == times

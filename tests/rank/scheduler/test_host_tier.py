@@ -7,7 +7,7 @@ from phalanx.rank import protocol
 from phalanx.rank.scheduler.blocks import IN_HOST, Blocks
 from phalanx.rank.scheduler.host_tier import HostTier
 
-from .toy import Engine, alone, request
+from .toy import Engine, alone, check_random_requests, request
 
 
 def pool(blocks=3, host=4, least=1):
@@ -94,23 +94,5 @@ def test_whatever_comes_tokens_are_those_of_a_sequence_alone(seed):
         blocks=draw.randint(12, 20), tier=HostTier(draw.choice([1, 3, 20, 60]), draw.choice([1, 1, 3])),
         budget=draw.randint(3, 30), max_model_len=48, stages=draw.choice([1, 1, 2]),
     )  # fmt: skip
-    wanted, aborted = {}, set()
-    for i in range(30):
-        prompt = [draw.randrange(3), *range(draw.randrange(28)), draw.randrange(2)]
-        wanted[str(i)] = prompt, draw.randint(1, 48 - len(prompt))
-        engine.scheduler.add(request(str(i), *wanted[str(i)]))
-        for _ in range(draw.randrange(8)):
-            engine.step()
-        if draw.random() < 0.15:
-            name = str(draw.randrange(i + 1))
-            engine.scheduler.abort([name])
-            aborted.add(name)
-    engine.run()
-    for name, (prompt, count) in wanted.items():
-        whole = alone(prompt, count)
-        got = engine.tokens.get(name, [])
-        assert got == whole or (name in aborted and got == whole[: len(got)])
-    engine.scheduler.check_empty()
-    tier = engine.scheduler.blocks.tier
-    held = [*tier._free, *tier._by_hash.values()]
-    assert sorted(held) == list(range(tier.count)) and tier.stored > 0
+    check_random_requests(engine, draw, 28, 48)
+    assert engine.scheduler.blocks.tier.stored > 0

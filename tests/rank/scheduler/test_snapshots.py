@@ -5,7 +5,7 @@ import random
 import pytest
 from phalanx.rank.scheduler.snapshots import Snapshots
 
-from .toy import Engine, alone, request
+from .toy import Engine, alone, check_random_requests, request
 
 
 def run(engine, name, prompt, count=4):
@@ -98,7 +98,7 @@ def test_lost_places_are_found():
     snapshots.save(0, b"a")
     snapshots.take_copies()
     snapshots.check()
-    snapshots._by_hash.clear()
+    snapshots.places.clear()
     with pytest.raises(RuntimeError, match="snapshot accounting is broken: 1 of 2"):
         snapshots.check()
 
@@ -110,23 +110,5 @@ def test_states_are_right_under_preemption_aborts_and_eviction(seed):
         blocks=draw.randint(14, 30), snapshots=draw.choice([1, 2, 3, 12]), budget=draw.randint(3, 30),
         max_model_len=56, stages=draw.choice([1, 1, 2]), max_num_seqs=draw.randint(2, 8),
     )  # fmt: skip
-    wanted, aborted = {}, set()
-    for i in range(30):
-        prompt = [draw.randrange(3), *range(draw.randrange(32)), draw.randrange(2)]
-        wanted[str(i)] = prompt, draw.randint(1, 56 - len(prompt))
-        engine.scheduler.add(request(str(i), *wanted[str(i)]))
-        for _ in range(draw.randrange(8)):
-            engine.step()
-        if draw.random() < 0.15:
-            name = str(draw.randrange(i + 1))
-            engine.scheduler.abort([name])
-            aborted.add(name)
-    engine.run()
-    for name, (prompt, count) in wanted.items():
-        whole = alone(prompt, count)
-        got = engine.tokens.get(name, [])
-        assert got == whole or (name in aborted and got == whole[: len(got)])
-    engine.scheduler.check_empty()
-    snapshots = engine.scheduler.blocks.snapshots
-    assert sorted([*snapshots._free, *snapshots._by_hash.values()]) == list(range(snapshots.count))
-    assert snapshots.saved > 0
+    check_random_requests(engine, draw, 32, 56)
+    assert engine.scheduler.blocks.snapshots.saved > 0

@@ -6,6 +6,7 @@ A wrong block, a prefix that was not computed, or a row mixed up with another ch
 from __future__ import annotations
 
 import hashlib
+import random
 
 import numpy as np
 from phalanx.rank import protocol
@@ -192,3 +193,27 @@ class Engine:
             if not self.step():
                 return
         raise AssertionError("the sequences do not come to an end")
+
+
+def check_random_requests(engine: Engine, draw: random.Random, different: int, longest: int) -> None:
+    """Requests that share beginnings, up to so many different tokens, and aborts: tokens are those of sequences alone,
+    and no place is lost."""
+    wanted, aborted = {}, set()
+    for i in range(30):
+        prompt = [draw.randrange(3), *range(draw.randrange(different)), draw.randrange(2)]
+        wanted[str(i)] = prompt, draw.randint(1, longest - len(prompt))
+        engine.scheduler.add(request(str(i), *wanted[str(i)]))
+        for _ in range(draw.randrange(8)):
+            engine.step()
+        if draw.random() < 0.15:
+            name = str(draw.randrange(i + 1))
+            engine.scheduler.abort([name])
+            aborted.add(name)
+    engine.run()
+    for name, (prompt, count) in wanted.items():
+        whole = alone(prompt, count)
+        got = engine.tokens.get(name, [])
+        assert got == whole or (name in aborted and got == whole[: len(got)])
+    engine.scheduler.check_empty()
+    for places in (engine.scheduler.blocks.tier.places, engine.scheduler.blocks.snapshots.places):
+        assert sorted([*places.free, *places.values()]) == list(range(places.count))

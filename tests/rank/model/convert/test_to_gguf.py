@@ -1,7 +1,6 @@
 """GGUF files that are written here compute as the checkpoints that they were made of, and gguf-py reads them."""
 
 import contextlib
-import json
 
 import gguf
 import numpy as np
@@ -12,6 +11,7 @@ from phalanx.rank.model.convert import to_gguf
 from safetensors.torch import load_file, save_file
 
 from .... import gguf_files
+from .. import test_chatglm as test_chatglm_models
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import DEEPSEEK_YARN, write
 from ..test_architectures import MODELS as ALL
@@ -23,6 +23,7 @@ LLAMA3 = dict(
 MODELS = {
     "llama": dict(model_type="llama", rope_parameters=LLAMA3),
     "mistral": dict(model_type="mistral", sliding_window=None),
+    "ministral": ALL["ministral"] | dict(sliding_window=None, layer_types=["full_attention"] * 4),
     "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2),
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=16),
@@ -33,6 +34,11 @@ MODELS = {
     "gemma3": ALL["gemma3"] | dict(text_config=ALL["gemma3_text"] | dict(query_pre_attn_scalar=16)),
     "phi3": ALL["phi3"],
     "olmo2": ALL["olmo2"],
+    "olmo3": ALL["olmo3"] | dict(max_position_embeddings=256),
+    "phi": ALL["phi"],
+    "stablelm": ALL["stablelm"],
+    "stablelm parallel": ALL["stablelm parallel"],
+    "gpt_bigcode": ALL["gpt_bigcode"] | dict(activation_function="gelu_pytorch_tanh"),
     "minimax_m2": ALL["minimax_m2"],
     "glm": ALL["glm"],
     "ministral3": ALL["ministral3"],
@@ -81,6 +87,14 @@ def test_each_architecture(tmp_path, name):
     assert to_gguf.differences(path, file) == []
 
 
+@pytest.mark.parametrize("name", ["glm4", "chatglm2 long"])
+def test_chatglm(tmp_path, name):
+    test_chatglm_models.make(tmp_path, **test_chatglm_models.MODELS[name])
+    file, ids = convert(tmp_path, tmp_path / "x.gguf", "f32"), tokens(40)
+    one, other = (run_steps(where, [ids])[0] for where in (tmp_path, file))
+    assert distance(one, other) < 1e-5
+
+
 def test_experts_that_one_tensor_holds(tmp_path):
     """As Qwen3.5's own checkpoints do."""
     path, ids = write(tmp_path / "plain", **ALL["qwen3_5_moe_text"]), tokens(40)
@@ -100,7 +114,22 @@ def test_experts_that_one_tensor_holds(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_5_text", "minimax_m2", "ministral3", "glm4_moe", "granite", "gpt_oss", "glm4", "cohere2", "deepseek_v2"],
+    [
+        "qwen3_5_text",
+        "minimax_m2",
+        "ministral3",
+        "glm4_moe",
+        "granite",
+        "gpt_oss",
+        "glm4",
+        "cohere2",
+        "deepseek_v2",
+        "phi",
+        "stablelm",
+        "stablelm parallel",
+        "gpt_bigcode",
+        "olmo3",
+    ],
 )
 def test_files_are_those_of_another_writer(tmp_path, name):
     path = write(tmp_path / "plain", **MODELS[name])
@@ -155,14 +184,13 @@ def test_a_mix_and_its_metadata(plain, tmp_path):
     assert len(run_steps(tmp_path / "x.gguf", [tokens(20, vocab=509)], tp=2)[0]) == 20
 
 
-def test_models_that_files_cannot_hold(plain, tmp_path):
-    config = json.loads((plain / "config.json").read_text())
-    for model_type, words in {
-        "olmo3": "GGUF files of olmo3 models cannot be written; of these they can: apertus, cohere2, "
-    }.items():
-        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
-        with pytest.raises(FatalError, match=words):
-            to_gguf.write(tmp_path, tmp_path / "x.gguf", "q8_0", {}, "cpu", Bar)
+def test_models_that_files_cannot_hold(plain, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(FatalError, match="GGUF files of llama models cannot be wri"):
+        patch.setattr(to_gguf.gguf_architectures, "of_model", lambda _: None)
+        to_gguf.write(plain, tmp_path / "x.gguf", "q8_0", {}, "cpu", Bar)
+    test_chatglm_models.make(tmp_path, original_rope=False)
+    with pytest.raises(FatalError, match="GGUF files of chatglm cannot say that original_rope is False"):
+        to_gguf.write(tmp_path, tmp_path / "x.gguf", "q8_0", {}, "cpu", Bar)
 
 
 def test_what_a_file_does_not_say_is_told(tmp_path):
