@@ -97,6 +97,14 @@ __device__ inline void mbarrier_arrive_at_if(bool arrives, Barrier* barrier, int
         : "memory");
 }
 
+__device__ inline void mbarrier_arrive_if(bool arrives, Barrier* barrier) {
+    asm volatile(
+        "{ .reg .pred arrives; setp.ne.b32 arrives, %1, 0; @arrives mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(
+            smem_address(barrier)),
+        "r"((int)arrives)
+        : "memory");
+}
+
 // 16 bytes of the shared memory of one of the cluster's blocks, from the address that they have in this one's.
 __device__ inline float4 load_from_block(unsigned at, int rank) {
     unsigned there;

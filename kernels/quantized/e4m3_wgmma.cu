@@ -1,6 +1,6 @@
 // y [rows, width] = x [rows, I] W^T of numbers in e4m3, by Hopper's asynchronous tensor-core instructions of 8 bits: for
 // sm_90a alone. W lies in pieces (e4m3_wide.cuh), and each 128 inputs of an output share a scale; x lies as e4m3_rows.cu
-// leaves it, with a scale for each 128 inputs of a row.
+// leaves it, with a scale for each row: it is left to the end, so that a sum of 128 inputs takes one operation.
 //
 // A tile has 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each a
 // part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has SHARE tiles side
@@ -8,10 +8,11 @@
 // a part to all of them, as the second-level cache bounds tiles that are read alone; and a cluster goes on to further
 // tiles, whose first chunks come while the sums of the tile before are stored.
 //
-// One warp has copies bring chunks of 128 inputs of W, of x and of x's scales to shared memory, STAGES ahead; as much of
-// W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: with the first operand
-// in registers, tensor cores would multiply e4m3 no faster than 16 bits. They keep about 14 bits of a sum (DeepSeek-V3,
-// arXiv 2412.19437, 3.3.2), so that those of each 128 inputs are scaled and added up in f32. With GATED, W is a gate
+// One warp has copies bring chunks of 128 inputs of W and of x to shared memory, STAGES ahead; as much of W as fits before
+// the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: with the first operand in registers,
+// tensor cores would multiply e4m3 no faster than 16 bits. They keep about 14 bits of a sum (DeepSeek-V3, arXiv
+// 2412.19437, 3.3.2), so that those of each 128 inputs are scaled and added up in f32: with SETS of two, while the next
+// chunk is multiplied. With GATED, W is a gate
 // matrix over an up matrix, whose halves of pieces alternate in a tile, and y = act(gate) * up. With BIAS, bias [outputs]
 // is added. Rows of x past `height` are whatever lies there.
 #include "tma.cuh"
@@ -23,10 +24,14 @@
 constexpr int M = 64 * GROUPS, HALVES = M / 8, THREADS = 128 * GROUPS;
 constexpr int PIECES = I / SPAN, CHUNKS = PIECES / SPLIT;  // pieces of a strip; also of one chunk each
 constexpr int X_BYTES = ROWS * SPAN, W_BYTES = HALVES * HALF_PIECE;
-constexpr int STAGE = (X_BYTES + W_BYTES + ROWS * 4 + 1023) / 1024 * 1024;
+constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int CLUSTER = SPLIT * SHARE * OVER;
 constexpr int N = ROWS > 128 ? 128 : ROWS;  // rows of a matmul
+// Sets of a matmul's sums: as many as a thread's registers hold beside those of the whole tile.
+constexpr int SETS = ROWS <= 128 && GROUPS * ROWS <= 256 && GROUPS < 4 ? 2 : 1;
+constexpr int AT_ONCE = 8;               // chunks that one after the other overlap
+constexpr int HELD = (ROWS + 31) / 32;  // scales of rows that a lane holds
 // Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
 constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232;
@@ -77,15 +82,15 @@ struct Walk {
     }
 };
 
-// The tiles' parts of W, of x and of its scales [I / 128, pitch], chunk by chunk, by one lane.
-__device__ inline void produce(const TensorMap* of_x, const float* x_scales, const unsigned char* weight, unsigned ring,
-                               Barrier* full, Barrier* empty, const Tiles& tiles, int strips, int pitch) {
+// The tiles' parts of W and of x, chunk by chunk, by one lane.
+__device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
+                               Barrier* empty, const Tiles& tiles, int strips) {
     const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
     const int height = tiles.height;
     constexpr int RUN = GATED ? 1 : 2;  // halves that lie side by side there and here
     auto ask = [&](const Walk& at) {  // for a chunk's part of W
         Barrier* const barrier = full + at.place.stage;
-        mbarrier_expect(barrier, W_BYTES + height * (SPAN + 4));
+        mbarrier_expect(barrier, W_BYTES + height * SPAN);
 #pragma unroll
         for (int i = over * (HALVES / OVER); i < (over + 1) * (HALVES / OVER); i += RUN) {
             const int half = at.tile.first / 8 + (GATED ? i / 2 : i);
@@ -108,7 +113,6 @@ __device__ inline void produce(const TensorMap* of_x, const float* x_scales, con
             tma_load_multicast(to + column * part * SPAN, of_x, input, at.tile.row + column * part, barrier, 3 << 2 * over);
         else
             tma_load(to, of_x, input, at.tile.row, barrier);
-        bulk_load(to + X_BYTES + W_BYTES, x_scales + (long long)chunk * pitch + at.tile.row, height * 4, barrier);
     };
     Walk first(tiles), next(tiles);
 #pragma unroll 1
@@ -125,50 +129,99 @@ __device__ inline void produce(const TensorMap* of_x, const float* x_scales, con
     }
 }
 
-// A warp has read its part of a stage, which the cluster's blocks that share operands fill, each a part.
+// A warp has read its part of a stage, which the cluster's blocks that share operands fill, each a part. There is no
+// branch: mbarrier_arrive_at_if() says why.
 __device__ inline void release(Barrier* empty) {
     const int lane = threadIdx.x % 32, first = SPLIT > 1 ? cluster_rank() : 0;
     fence_async_proxy();
     __syncwarp();
     if constexpr (CLUSTER > 1)
         mbarrier_arrive_at_if(lane < SHARE * OVER, empty, first + lane % (SHARE * OVER));
-    else if (lane == 0)
-        mbarrier_arrive(empty);
+    else
+        mbarrier_arrive_if(lane == 0, empty);
+}
+
+// A warpgroup's way through the chunks of its 64 outputs.
+struct Chunks {
+    unsigned ring;
+    Barrier *full, *empty;
+    Place next, oldest;  // the chunk to be multiplied, and the first one that has not been given back
+
+    // Has tensor cores begin with `part` of the next chunk's rows. scales: of outputs lane / 4 of the warp's 16 and 8 below.
+    __device__ inline void begin(int part, float (&made)[N / 2], float (&scales)[2]) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const unsigned x = ring + next.stage * STAGE, weights = x + X_BYTES;
+        if (part == 0) mbarrier_wait(full + next.stage, next.round);
+        fence_registers(made);
+        wgmma_fence();
+#pragma unroll
+        for (int p = 0; p < SPAN / 32; p++)
+            wgmma_e4m3(made, plain_descriptor(weights + warp / 4 * 8 * HALF_PIECE + p * 256, 128, HALF_PIECE),
+                       smem_descriptor(x + part * N * SPAN + p * 32, 16), p > 0);
+        wgmma_commit();
+        const unsigned of_w = weights + warp * PIECE + 1024 + lane / 4 * 4;
+        if (part == 0)
+            scales[0] = __uint_as_float(load_shared4(of_w)), scales[1] = __uint_as_float(load_shared4(of_w + HALF_PIECE));
+        if (part == ROWS / N - 1) next.advance();
+    }
+    // Adds up what `part` of the oldest chunk has made, once at most LEFT of those begun later are under way.
+    template <int LEFT>
+    __device__ inline void end(int part, float (&made)[N / 2], const float (&scales)[2], float (&sum)[ROWS / 2]) {
+        wgmma_wait<LEFT>();
+        fence_registers(made);
+        if (part == ROWS / N - 1) {
+            release(empty + oldest.stage);
+            oldest.advance();
+        }
+#pragma unroll
+        for (int r = 0; r < N / 2; r++) sum[part * (N / 2) + r] += made[r] * scales[r / 2 % 2];
+        fence_registers(sum);  // before the next matmul takes the place of what this reads
+    }
+};
+
+// COUNT chunks, of which one is added up while the next is multiplied. ptxas would have matmuls wait for each other if one
+// were under way from one round of a loop to the next, so that none is at the end.
+template <int COUNT> __device__ inline void overlap(Chunks& chunks, float (&sum)[ROWS / 2]) {
+    float made[2][N / 2], scales[2][2];
+    chunks.begin(0, made[0], scales[0]);
+#pragma unroll
+    for (int i = 1; i < COUNT; i++) {
+        chunks.begin(0, made[i % 2], scales[i % 2]);
+        chunks.end<1>(0, made[(i - 1) % 2], scales[(i - 1) % 2], sum);
+    }
+    chunks.end<0>(0, made[(COUNT - 1) % 2], scales[(COUNT - 1) % 2], sum);
 }
 
 // The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
 // each eight.
-__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, Place& place, float (&sum)[ROWS / 2]) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+__device__ inline void multiply(Chunks& chunks, float (&sum)[ROWS / 2]) {
 #pragma unroll
     for (int r = 0; r < ROWS / 2; r++) sum[r] = 0;
+    if constexpr (SETS == 2) {
 #pragma unroll 1
-    for (int c = 0; c < CHUNKS; c++, place.advance()) {
-        const unsigned x = ring + place.stage * STAGE, weights = x + X_BYTES, scales = weights + W_BYTES + lane % 4 * 8;
-        const unsigned of_w = weights + warp * PIECE + 1024 + lane / 4 * 4;
-        mbarrier_wait(full + place.stage, place.round);
+        for (int c = 0; c < CHUNKS / AT_ONCE; c++) overlap<AT_ONCE>(chunks, sum);
+        if constexpr (CHUNKS % AT_ONCE) overlap<CHUNKS % AT_ONCE>(chunks, sum);
+    } else {
+        float made[N / 2], scales[2];
+#pragma unroll 1
+        for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
-        for (int part = 0; part < ROWS / N; part++) {
-            float made[N / 2];
-            fence_registers(made);
-            wgmma_fence();
-#pragma unroll
-            for (int p = 0; p < SPAN / 32; p++)
-                wgmma_e4m3(made, plain_descriptor(weights + warp / 4 * 8 * HALF_PIECE + p * 256, 128, HALF_PIECE),
-                           smem_descriptor(x + part * N * SPAN + p * 32, 16), p > 0);
-            wgmma_commit();
-            const float first = __uint_as_float(load_shared4(of_w)), second = __uint_as_float(load_shared4(of_w + HALF_PIECE));
-            wgmma_wait<0>();
-            fence_registers(made);
-            float* const to = sum + part * (N / 2);
-#pragma unroll
-            for (int r = 0; r < N / 2; r += 4) {
-                const float2 of_x = load_shared_floats(scales + (part * N + r * 2) * 4);  // of row 2 r and the next
-                to[r] += made[r] * (of_x.x * first), to[r + 1] += made[r + 1] * (of_x.y * first);
-                to[r + 2] += made[r + 2] * (of_x.x * second), to[r + 3] += made[r + 3] * (of_x.y * second);
+            for (int part = 0; part < ROWS / N; part++) {
+                chunks.begin(part, made, scales);
+                chunks.end<0>(part, made, scales, sum);
             }
         }
-        release(empty + place.stage);
+    }
+}
+
+// Sums times the scales of their rows, of which lane i holds those of rows i + 32 j.
+__device__ inline void scale_rows(const float (&held)[HELD], float (&sum)[ROWS / 2]) {
+    const int pair = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; j++) {
+        const float even = __shfl_sync(0xffffffffu, held[j / 4], j % 4 * 8 + pair);
+        const float odd = __shfl_sync(0xffffffffu, held[j / 4], j % 4 * 8 + pair + 1);
+        sum[j * 4] *= even, sum[j * 4 + 1] *= odd, sum[j * 4 + 2] *= even, sum[j * 4 + 3] *= odd;
     }
 }
 
@@ -220,7 +273,7 @@ __device__ inline void add_up(float* sums, const float (&sum)[ROWS / 2], const T
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const unsigned char* weight, const T* bias, T* y,
-           int rows, int outputs, int height, int pitch) {
+           int rows, int outputs, int height) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
@@ -241,17 +294,23 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
     if (thread >= THREADS) {
         if constexpr (GROUPS > 1) set_registers<TO_COPY>(false);
         if (thread / 32 == THREADS / 32 && elected())
-            produce(&of_x, x_scales, weight, ring, full, empty, tiles, (width + 15) / 16, pitch);
+            produce(&of_x, weight, ring, full, empty, tiles, (width + 15) / 16);
     } else {
         if constexpr (GROUPS > 1) set_registers<REGISTERS>(true);
         grid_wait();
-        Place place;
+        Chunks chunks{ring, full, empty};
 #pragma unroll 1
         for (int i = 0; i < tiles.count; i++) {
             const Tile tile = tiles[i];
-            float sum[ROWS / 2];
-            multiply(ring, full, empty, place, sum);
             const int mine = min(height, rows - tile.row);
+            float sum[ROWS / 2], held[HELD];
+#pragma unroll
+            for (int j = 0; j < HELD; j++) {
+                const int row = thread % 32 + j * 32;
+                held[j] = row < mine ? x_scales[tile.row + row] : 0;
+            }
+            multiply(chunks, sum);
+            scale_rows(held, sum);
             if constexpr (SPLIT > 1)
                 add_up((float*)((char*)memory + (ring - smem_address(memory))), sum, bias, y, tile, width, mine);
             else

@@ -1,7 +1,8 @@
 """Linears of FP8 weights for many rows on Hopper: x becomes e4m3, too, and tensor cores multiply in 8 bits.
 
-Both have a scale for each 128 inputs, as checkpoints with `activation_scheme: dynamic` mean it (DeepSeek-V3, arXiv
-2412.19437, section 3.3). Fewer rows are bound by memory: there x stays as it is.
+Weights have a scale for each 128 inputs, x has one for each row: as e4m3 has exponents of its own, a scale for each 128
+inputs, which checkpoints with `activation_scheme: dynamic` mean (DeepSeek-V3, arXiv 2412.19437, section 3.3), would keep
+more only of what is less than a 28672nd of a row's largest. Fewer rows are bound by memory: there x stays as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .pieces_cuda import SHARED, STRIP, Packed
 UNIT = 128  # inputs of a scale, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
-ROWS_THREADS, ROWS_UNITS = 128, 16  # of a block of e4m3_rows.cu
+MOST_THREADS = 512  # of a block of e4m3_rows.cu
 CUTS = (  # outputs and rows of a tile; split, share and over
     ((64, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1))),
     ((128, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1))),
@@ -50,7 +51,7 @@ class Cut(NamedTuple):
         return self.split * self.share * self.over
 
     def height(self, rows: int) -> int:
-        """Rows of a tile, about as many in each: multiples of 4 for copies of scales, and of 8 for shares of x."""
+        """Rows of a tile, about as many in each: multiples of 4, and of 8 for shares of x."""
         unit = 16 if self.share > 1 else 4
         return -(-rows // (unit * -(-rows // self.rows))) * unit
 
@@ -102,7 +103,7 @@ def variants(
         assert isinstance(packed, Packed)
         fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
         cut = choose(n, packed.outputs, packed.inputs, bool(fused), found)
-        yield jit.variant("e4m3_rows", dtype, I=packed.inputs)
+        yield jit.variant("e4m3_rows", dtype, **_rows_sizes(packed.inputs))
         yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, cut, fused, bias))
 
 
@@ -144,15 +145,14 @@ def _time(rows: int, outputs: int, inputs: int, num_sms: int, cut: Cut) -> float
 def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | None = None) -> Tensor:
     (rows, inputs), outputs = x.shape, packed.outputs
     height = cut.height(rows)
-    pitch = cut.row_tiles(rows) * height
-    codes, scales = encode_rows(x, pitch)
+    codes, scales = encode_rows(x)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
     _, shared = stages(cut)
     kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", x.dtype, shared, **sizes(inputs, cut, gate, bias is not None))
     of_x = jit.tensor_map(
         codes.data_ptr(), rows, inputs // 2, height // cut.share, inputs // 2
     )  # in elements of two bytes
-    args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height, pitch
+    args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height
     blocks = cut.blocks(rows, outputs)
     if cut.split == 1:  # a cluster goes on to further tiles
         blocks = min(blocks, cut.at_once(device_caps(x.device).num_sms))
@@ -160,31 +160,35 @@ def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | Non
     return y
 
 
-def encode_rows(x: Tensor, pitch: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [T, I] and scales f32 [I / 128, pitch]: those of `encode_rows_reference`, for e4m3_wgmma.cu."""
-    rows, inputs = x.shape
-    codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(inputs // UNIT, pitch, device=x.device)
-    kernel = jit.kernel("e4m3_rows", "e4m3_rows", x.dtype, 0, I=inputs)
-    kernel((-(-rows * inputs // (UNIT * ROWS_UNITS)), 1, 1), ROWS_THREADS, x, codes, scales, rows, pitch)
+def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [T, I] and scales f32 [T]: those of `encode_rows_reference`, for e4m3_wgmma.cu."""
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(len(x), device=x.device)
+    sizes = _rows_sizes(x.shape[1])
+    kernel = jit.kernel("e4m3_rows", "e4m3_rows", x.dtype, 0, **sizes)
+    kernel((len(x), 1, 1), sizes["THREADS"], x, codes, scales)
     return codes, scales
 
 
+def _rows_sizes(inputs: int) -> dict[str, int]:
+    """A thread has two runs of 16 inputs, or more of long rows."""
+    return dict(I=inputs, THREADS=min(-(-inputs // 1024) * 32, MOST_THREADS))
+
+
 def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T, I / 128]: max|x| / 448."""
-    parts = x.float().unflatten(1, (-1, UNIT))
-    most = parts.abs().amax(2, keepdim=True)
+    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T]: max|x| / 448."""
+    most = x.float().abs().amax(1, keepdim=True)
     by = torch.full_like(most, MOST) / most  # a number over a tensor would be rounded twice
-    values = torch.where(most > 0, parts * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    values = torch.where(most > 0, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
     # Of 16 inputs: a byte's first bit, a lane's t, the second bit.
     codes = values.view(torch.uint8).reshape(len(x), -1, 2, 4, 2)
-    return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(2)
+    return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(1)
 
 
 def stages(cut: Cut) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
     weights = cut.outputs // STRIP * e4m3_wide.PIECE
-    stage = -(-(cut.rows * (UNIT + 4) + weights) // 1024) * 1024
+    stage = -(-(cut.rows * UNIT + weights) // 1024) * 1024
     count = min((SHARED - 1024) // stage, MOST_STAGES)
     assert count >= LEAST_STAGES
     sums = cut.rows * (cut.outputs + 4) * 4 if cut.split > 1 else 0

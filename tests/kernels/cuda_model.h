@@ -301,6 +301,12 @@ template <class E> static void mma(float (&c)[4], const unsigned (&a)[4], unsign
         c[i] = (float)sum;
     }
 }
+static float __shfl_sync(unsigned, float x, int from) {
+    unsigned mine;
+    memcpy(&mine, &x, 4);
+    memcpy(&x, model::together(&mine, 1)[from], 4);
+    return x;
+}
 static unsigned transpose_8x8(unsigned x) {
     auto slots = model::together(&x, 1);
     const int lane = model::lane(), half = lane / 4 % 2;
@@ -355,6 +361,10 @@ static void mbarrier_expect(Barrier* barrier, int bytes) {
 }
 static void mbarrier_wait(Barrier* barrier, int round) {
     model::wait_until([=] { return (barrier->phase & 1) != (round & 1); });
+}
+static bool elected() { return model::lane() == 0; }
+static void mbarrier_arrive_if(bool arrives, Barrier* barrier) {
+    if (arrives) mbarrier_arrive(barrier);
 }
 static void release_stage(Barrier* empty) {
     __syncwarp();

@@ -32,10 +32,9 @@ def rows_of(rows, inputs, dtype):
 
 def rounded(x):
     """What x becomes, in f64."""
-    parts = x.float().unflatten(1, (-1, 128))
-    most = parts.abs().amax(2, keepdim=True)
-    codes = torch.where(most > 0, parts * (torch.full_like(most, 448) / most), 0).to(E4M3).double()
-    return (codes * (most.double() / 448)).flatten(1)
+    most = x.float().abs().amax(1, keepdim=True)
+    codes = torch.where(most > 0, x.float() * (torch.full_like(most, 448) / most), 0).to(E4M3).double()
+    return codes * (most.double() / 448)
 
 
 def check(found, want, about, gated):
@@ -45,14 +44,13 @@ def check(found, want, about, gated):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows, inputs", [(1, 128), (65, 4096), (257, 14336)])
+@pytest.mark.parametrize("rows, inputs", [(2, 128), (65, 4096), (257, 14336), (34, 36864)])
 def test_rows(rows, inputs, dtype):
     x = rows_of(rows, inputs, dtype)
-    x[0, :128] = 0
-    pitch = -(-rows // 4) * 4
-    codes, scales = e4m3_wgmma.encode_rows(x, pitch)
+    x[0] = 0
+    codes, scales = e4m3_wgmma.encode_rows(x)
     want, by = e4m3_wgmma.encode_rows_reference(x)
-    torch.testing.assert_close(scales[:, :rows].T, by, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scales, by, rtol=1e-6, atol=0)
     apart = (codes.view(E4M3).float() - want.view(E4M3).float()).abs() / want.view(E4M3).float().abs().clamp(1)
     assert apart.max() <= 1 / 8 and (apart > 0).float().mean() < 1e-4  # a quotient that rounds another way
 
