@@ -1,8 +1,8 @@
 """Linears of FP8 weights for many rows on Hopper: x becomes e4m3, too, and tensor cores multiply in 8 bits.
 
 Weights have a scale for each 128 inputs, x has one for each row: as e4m3 has exponents of its own, one for each 128
-inputs, which checkpoints with `activation_scheme: dynamic` mean (DeepSeek-V3, arXiv 2412.19437, section 3.3), would
-keep more only of what is less than a 28672nd of a row's largest. Fewer rows are bound by memory: there x stays as it is.
+inputs, which checkpoints with `activation_scheme: dynamic` mean (DeepSeek-V3, arXiv 2412.19437, 3.3), would keep
+more only of what is less than a 28672nd of a row's largest. Fewer rows are bound by memory: x stays as it is there.
 """
 
 from __future__ import annotations

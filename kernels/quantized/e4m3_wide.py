@@ -10,7 +10,8 @@ from .pieces_cuda import STRIP, Layout, Packed
 GROUP = 128  # inputs of a scale, and of a piece
 PIECE = 2112  # bytes of a piece
 CODES, HALF = 8 * GROUP, PIECE // 2  # bytes of half a piece: of its codes, and with its scales
-LAYOUT = Layout("e4m3_wide", GROUP, PIECE, widening=0.6)
+# One row of an 8B Llama's linears is 8 to 22 % faster by a GEMM of few rows than by a GEMV (H200, 2026-11-25).
+LAYOUT = Layout("e4m3_wide", GROUP, PIECE, widening=0.6, gemv_rows=0, chunk=256)
 
 
 def takes(inputs: int, unit: int) -> bool:

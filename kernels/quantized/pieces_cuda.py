@@ -18,7 +18,7 @@ from ..activation.activation import ACTIVATIONS, gated_activation
 from ..device import DeviceCaps, device_caps
 
 STRIP = 16  # outputs of a piece
-GEMV_ROWS = 4  # more are faster by quantized_gemm.cu
+GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
 GEMV_WARPS = 8
 GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
@@ -45,6 +45,8 @@ class Layout(NamedTuple):
     bytes: int  # of a piece
     widening: float  # cycles of a multiprocessor to make weights of 16 inputs of an output, roughly
     sizes: tuple[tuple[str, int], ...] = ()  # constants of the header
+    gemv_rows: int = GEMV_ROWS  # more are faster by quantized_gemm.cu
+    chunk: int = 0  # inputs of a chunk, of which fewer are slow to copy
 
 
 class Packed(NamedTuple):
@@ -169,7 +171,7 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
     if layout.bytes > LARGE:  # a lane's registers hold half as many
         way = way._replace(ahead=way.ahead // 2)
     fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, way.strips) <= GEMV_SHARED
-    if fits and (rows <= GEMV_ROWS or not found.has_tma or inputs % LENGTHS[-1]):
+    if fits and (rows <= layout.gemv_rows or not found.has_tma or inputs % LENGTHS[-1]):
         return way
     cuts = tile_configs(rows, outputs, inputs, layout, gated) if found.has_tma else ()
     return min(cuts, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
@@ -179,7 +181,8 @@ def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig
     """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then long
     chunks up to 256 first."""
     tiles, weights = -(-outputs // cut.outputs), cut.outputs * layout.bytes / layout.inputs / 17
-    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)), -min(cut.inputs, 256)
+    slower = 1.3 if cut.inputs < layout.chunk else 1
+    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, -min(cut.inputs, 256)
 
 
 def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
