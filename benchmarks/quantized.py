@@ -1,9 +1,11 @@
 """Linears of quantised weights beside those of 16 bits, and beside the least time that their bytes take.
 
     python benchmarks/quantized.py [--format int4] [--shapes 70b-tp4] [--rows 1 16 256] [--ways] [--json FILE]
+    python benchmarks/quantized.py --fit FILE
 
 Timed as benchmarks/ops.py does; the gate and up matrices with their activation. Below each number of rows stands what
-all linears of a model of 32 such layers take. --ways: also every other way to cut a GEMM, compiled beforehand.
+all linears of a model of 32 such layers take. --ways: also every other way to cut a GEMM, compiled beforehand. --fit:
+writes what FP8's GEMMs of many rows are chosen by to their source, from the lines of `--format fp8 --ways --json FILE`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from phalanx.benchmarks import e4m3_fit
 from phalanx.benchmarks.ops_table import BANDWIDTH, BF16, FLOPS, SHAPES, copies, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
@@ -102,7 +105,7 @@ def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
     rows, found = len(x), dict[str, Any]()
     eights = _e4m3_cuts(rows, packed.inputs, packed.layout, gate)
     for eight in eights:
-        found["e{}n{}s{}x{}w{}".format(*eight)] = partial(_e4m3, eight)
+        found["e{}n{}s{}x{}w{}m{}".format(*eight)] = partial(_e4m3, eight)
     if eights:
         return found
     if rows <= pieces_cuda.MOST_GEMV_ROWS:
@@ -136,7 +139,7 @@ def _e4m3(cut: e4m3_wgmma.Cut, x: Tensor, packed: Packed, gate: str) -> Tensor:
 
 def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.Cut]:
     taken = device_caps(torch.device("cuda")).hopper and layout == e4m3_wide.LAYOUT and rows >= e4m3_wgmma.LEAST_ROWS
-    return list(e4m3_wgmma.cuts(rows, inputs, bool(gate))) if taken else []
+    return list(e4m3_wgmma.cuts(rows, inputs, bool(gate), unmeasured=True)) if taken else []
 
 
 def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
@@ -206,7 +209,11 @@ def main() -> None:
     parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES)
     parser.add_argument("--ways", action="store_true", help="every way to cut a GEMM")
     parser.add_argument("--json", help="append raw lines to this file")
+    parser.add_argument("--fit", metavar="FILE", help="fit the choice of FP8's cuts to these lines")
     asked = parser.parse_args()
+    if asked.fit:
+        e4m3_fit.fit(asked.fit)
+        return
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), device_caps(torch.device("cuda")))
     shapes = [

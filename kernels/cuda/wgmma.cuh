@@ -87,6 +87,7 @@ WGMMA(f16, "f16")
                      : "l"(a), "l"(b), "r"((int)add));                                                                  \
     }
 OF_E4M3(64, D32, "%32", "%33", "%34", SIXTEEN(c, 0), SIXTEEN(c, 16))
+OF_E4M3(96, D48, "%48", "%49", "%50", SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32))
 OF_E4M3(128, D64, "%64", "%65", "%66", SIXTY_FOUR(c, 0))
 #undef OF_E4M3
 #undef WGMMA

@@ -12,7 +12,7 @@
 // the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: with the first operand in registers,
 // tensor cores would multiply e4m3 no faster than 16 bits. They keep about 14 bits of a sum (DeepSeek-V3, arXiv
 // 2412.19437, 3.3.2), so that those of each 128 inputs are scaled and added up in f32: with SETS of two, while the next
-// chunk is multiplied. With GATED, W is a gate
+// matmul takes place. With GATED, W is a gate
 // matrix over an up matrix, whose halves of pieces alternate in a tile, and y = act(gate) * up. With BIAS, bias [outputs]
 // is added. Rows of x past `height` are whatever lies there.
 #include "tma.cuh"
@@ -27,10 +27,10 @@ constexpr int X_BYTES = ROWS * SPAN, W_BYTES = HALVES * HALF_PIECE;
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int CLUSTER = SPLIT * SHARE * OVER;
-constexpr int N = ROWS > 128 ? 128 : ROWS;  // rows of a matmul
-// Sets of a matmul's sums: as many as a thread's registers hold beside those of the whole tile.
-constexpr int SETS = ROWS <= 128 && GROUPS * ROWS <= 256 && GROUPS < 4 ? 2 : 1;
-constexpr int AT_ONCE = 8;               // chunks that one after the other overlap
+constexpr int PARTS = ROWS / N;  // matmuls of N rows
+// Sets of a matmul's sums: two where a thread's registers hold them beside those of the whole tile.
+constexpr int SETS = N + ROWS / 2 <= (GROUPS == 4 ? 0 : GROUPS == 3 ? 128 : 192) ? 2 : 1;
+constexpr int AT_ONCE = 8;  // matmuls of a round, of which one is added up while the next takes place
 constexpr int HELD = (ROWS + 31) / 32;  // scales of rows that a lane holds
 // Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
@@ -38,7 +38,7 @@ constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232;
 static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 static_assert(SPLIT == 1 || SHARE * OVER == 1);
-static_assert(HALVES <= 32);
+static_assert(HALVES <= 32 && ROWS % N == 0 && AT_ONCE % PARTS == 0);
 #include "wgmma_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -162,14 +162,14 @@ struct Chunks {
         const unsigned of_w = weights + warp * PIECE + 1024 + lane / 4 * 4;
         if (part == 0)
             scales[0] = __uint_as_float(load_shared4(of_w)), scales[1] = __uint_as_float(load_shared4(of_w + HALF_PIECE));
-        if (part == ROWS / N - 1) next.advance();
+        if (part == PARTS - 1) next.advance();
     }
     // Adds up what `part` of the oldest chunk has made, once at most LEFT of those begun later are under way.
     template <int LEFT>
     __device__ inline void end(int part, float (&made)[N / 2], const float (&scales)[2], float (&sum)[ROWS / 2]) {
         wgmma_wait<LEFT>();
         fence_registers(made);
-        if (part == ROWS / N - 1) {
+        if (part == PARTS - 1) {
             release(empty + oldest.stage);
             oldest.advance();
         }
@@ -179,17 +179,18 @@ struct Chunks {
     }
 };
 
-// COUNT chunks, of which one is added up while the next is multiplied. ptxas would have matmuls wait for each other if one
-// were under way from one round of a loop to the next, so that none is at the end.
+// COUNT matmuls, of which one is added up while the next takes place. ptxas would have them wait for each other if one were
+// under way from one round of a loop to the next, so that none is at the end.
 template <int COUNT> __device__ inline void overlap(Chunks& chunks, float (&sum)[ROWS / 2]) {
     float made[2][N / 2], scales[2][2];
     chunks.begin(0, made[0], scales[0]);
 #pragma unroll
     for (int i = 1; i < COUNT; i++) {
-        chunks.begin(0, made[i % 2], scales[i % 2]);
-        chunks.end<1>(0, made[(i - 1) % 2], scales[(i - 1) % 2], sum);
+        const int last = i - 1;
+        chunks.begin(i % PARTS, made[i % 2], scales[i / PARTS % 2]);
+        chunks.end<1>(last % PARTS, made[last % 2], scales[last / PARTS % 2], sum);
     }
-    chunks.end<0>(0, made[(COUNT - 1) % 2], scales[(COUNT - 1) % 2], sum);
+    chunks.end<0>((COUNT - 1) % PARTS, made[(COUNT - 1) % 2], scales[(COUNT - 1) / PARTS % 2], sum);
 }
 
 // The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
@@ -198,15 +199,16 @@ __device__ inline void multiply(Chunks& chunks, float (&sum)[ROWS / 2]) {
 #pragma unroll
     for (int r = 0; r < ROWS / 2; r++) sum[r] = 0;
     if constexpr (SETS == 2) {
+        constexpr int COUNT = CHUNKS * PARTS;
 #pragma unroll 1
-        for (int c = 0; c < CHUNKS / AT_ONCE; c++) overlap<AT_ONCE>(chunks, sum);
-        if constexpr (CHUNKS % AT_ONCE) overlap<CHUNKS % AT_ONCE>(chunks, sum);
+        for (int i = 0; i < COUNT / AT_ONCE; i++) overlap<AT_ONCE>(chunks, sum);
+        if constexpr (COUNT % AT_ONCE) overlap<COUNT % AT_ONCE>(chunks, sum);
     } else {
         float made[N / 2], scales[2];
 #pragma unroll 1
         for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
-            for (int part = 0; part < ROWS / N; part++) {
+            for (int part = 0; part < PARTS; part++) {
                 chunks.begin(part, made, scales);
                 chunks.end<0>(part, made, scales, sum);
             }

@@ -24,15 +24,20 @@ UNIT = 128  # inputs of a scale, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
 MOST_THREADS = 512  # of a block of e4m3_rows.cu
-CUTS = (  # outputs and rows of a tile; split, share and over
-    ((64, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1))),
-    ((128, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1))),
-    ((192, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1))),
-    ((256, 64), ((1, 1, 1), (2, 1, 1))),
-    ((128, 128), ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2))),
-    ((192, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
-    ((128, 256), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
+    ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
+    ((128, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
+    ((192, 64, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1))),
+    ((256, 64, 64), ((1, 1, 1), (2, 1, 1))),
+    ((128, 128, 128), ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((192, 128, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((192, 128, 64), ((1, 1, 1), (1, 1, 2))),
+    ((128, 192, 96), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((128, 256, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
 )
+# Tiles without times, which are not chosen.
+UNMEASURED: tuple[tuple[int, ...], ...] = ((192, 128, 64), (128, 192, 96), (128, 256, 64))
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 LEAST_STAGES, MOST_STAGES = 3, 8
 
@@ -45,6 +50,11 @@ class Cut(NamedTuple):
     split: int  # blocks of a cluster that share a tile, each a part of its inputs
     share: int = 1  # tiles of a cluster that have rows in common
     over: int = 1  # tiles of a cluster that have weights in common
+    matmul: int = 0  # rows of a matmul; 0: the tile's, at most 128
+
+    @property
+    def n(self) -> int:
+        return self.matmul or min(self.rows, 128)
 
     @property
     def cluster(self) -> int:
@@ -110,36 +120,77 @@ def variants(
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, gated: bool, found: DeviceCaps) -> Cut:
     """The fastest cut for these sizes, by a model of waves of blocks."""
-    return min(cuts(rows, inputs, gated), key=functools.partial(_time, rows, outputs, inputs, found.num_sms))
+    return min(cuts(rows, inputs, gated), key=lambda cut: time(cut, rows, outputs, inputs, found.num_sms))
 
 
-def cuts(rows: int, inputs: int, gated: bool) -> Iterator[Cut]:
+def cuts(rows: int, inputs: int, gated: bool, unmeasured: bool = False) -> Iterator[Cut]:
     """All that `gemm` takes for these sizes and that may be the fastest."""
-    for (outputs, height), clusters in CUTS:
+    for tile, clusters in CUTS:
+        outputs, height, matmul = tile
         if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
             continue
+        if tile in UNMEASURED and not unmeasured:
+            continue
         for cluster in clusters:
-            cut = Cut(outputs, height, *cluster)
+            cut = Cut(outputs, height, *cluster, matmul)
             even = outputs // (1 + gated) % (4 * cut.split) == 0
             if even and inputs % (UNIT * cut.split) == 0 and cut.over <= -(-rows // height):
                 yield cut
 
 
-def _time(rows: int, outputs: int, inputs: int, num_sms: int, cut: Cut) -> float:
-    """Cycles of an H200, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
-    at_once = cut.at_once(num_sms)
-    weights = cut.outputs // STRIP * e4m3_wide.PIECE  # bytes of a chunk
-    multiplied = cut.outputs * cut.rows * UNIT / 4096 * 1.25  # shared memory gives no more
-    alone = cut.rows * 3.5 + 150  # a warpgroup multiplies, and then scales
+class Costs(NamedTuple):
+    """What `time` reckons with, of an H200: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
+    finds them in times of every cut."""
+
+    multiplied: float = 1.0  # how much longer than shared memory's reads of it a matmul takes
+    alone: float = 150.0  # of a chunk, for a warpgroup by itself
+    row: float = 1.6  # and of each row
+    ingest: float = 60.0  # bytes of a multiprocessor's shared memory
+    second_level: float = 5500.0  # of all of them
+    memory: float = 4200.0
+    together: float = 3.0  # how much the longest of them hides the others
+    tile: float = 700.0
+    exchange: float = 1500.0  # of a tile that a cluster shares
+    exchanged: float = 8.0  # its sums
+    launch: float = 4000.0
+
+
+COSTS = Costs(
+    multiplied=2.704,
+    alone=199.2,
+    row=1.645,
+    ingest=84.41,
+    second_level=1.357e+06,
+    memory=4344,
+    together=3.981,
+    tile=1143,
+    exchange=1746,
+    exchanged=8.172,
+    launch=2337,
+)
+
+
+def time(cut: Cut, rows: int, outputs: int, inputs: int, num_sms: int, costs: Costs = COSTS) -> float:
+    """Nanoseconds of a GEMM, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
+    at_once, height = cut.at_once(num_sms), cut.height(rows)
+    weights, of_x = cut.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
+    multiplied = cut.outputs / 64 * cut.rows / cut.n * (16 + cut.n / 4) * 4 / 1.7 * costs.multiplied
+    alone = costs.alone * cut.rows / cut.n + costs.row * cut.rows
 
     def wave(count: int) -> float:
-        second_level = (weights / cut.over + cut.height(rows) * UNIT / cut.share) * count / 3800
-        memory = weights * count / cut.row_tiles(rows) / 2600
-        exchange = 2500 + cut.outputs * cut.rows / 4.8 if cut.split > 1 else 0
-        return inputs / UNIT / cut.split * (max(multiplied, alone, second_level, memory) + 40) + exchange + 700
+        parts = (
+            multiplied,
+            alone,
+            (weights + of_x) / costs.ingest,
+            (weights / cut.over + of_x / cut.share) * count / costs.second_level,
+            weights * count / cut.row_tiles(rows) / costs.memory,
+        )
+        chunk = sum(part**costs.together for part in parts) ** (1 / costs.together)
+        exchange = costs.exchange + cut.outputs * cut.rows / costs.exchanged if cut.split > 1 else 0
+        return inputs / UNIT / cut.split * chunk + exchange + costs.tile
 
     whole, rest = divmod(cut.blocks(rows, outputs), at_once)
-    return 4000 + whole * wave(at_once) + (wave(rest) if rest else 0)
+    return costs.launch + whole * wave(at_once) + (wave(rest) if rest else 0)
 
 
 def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -201,6 +252,7 @@ def sizes(inputs: int, cut: Cut, gate: str, bias: bool) -> dict[str, jit.Size]:
         I=inputs,
         STAGES=stages(cut)[0],
         ROWS=cut.rows,
+        N=cut.n,
         GROUPS=cut.outputs // 64,
         SPLIT=cut.split,
         SHARE=cut.share,

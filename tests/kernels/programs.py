@@ -186,6 +186,7 @@ PROGRAMS = [
     ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(192, 128, 1, 2), "", False))),
     ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 256, 1, 1, 2), "silu", True))),
     ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1, 2, 2), "silu", True))),
+    ("e4m3_wgmma", dict(T=torch.float16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 192, 1, 1, 2, 96), "", True))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 4, 2), "silu", False, WIDE))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "", True, WIDE))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256), "silu", True, WIDE))),

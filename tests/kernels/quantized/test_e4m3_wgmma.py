@@ -76,6 +76,10 @@ def test_cuts():
             assert cut.row_tiles(rows) * height >= rows and e4m3_wgmma.stages(cut)[1] <= 227 << 10
     assert {cut.split for cut in e4m3_wgmma.cuts(100, 384, False)} == {1}
     assert {cut.over for cut in e4m3_wgmma.cuts(100, 384, False) if cut.rows == 128} == {1}
+    assert all(cut.rows % cut.n == 0 for cut in e4m3_wgmma.cuts(8191, 4096, True, unmeasured=True))
+    assert {(cut.outputs, cut.rows, cut.n) for rows in (64, 8191) for cut in e4m3_wgmma.cuts(rows, 4096, False)} == {
+        tile for tile, _ in e4m3_wgmma.CUTS if tile not in e4m3_wgmma.UNMEASURED
+    }
     assert Cut(128, 128, 1).blocks(8191, 4096) == 32 * 64
     assert Cut(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4
 
@@ -117,6 +121,7 @@ def launched(monkeypatch, cuda_models):
         (33, 160, 256, "silu", Cut(128, 64, 1), torch.float16),
         (131, 146, 384, "", Cut(128, 128, 1), torch.float16),
         pytest.param(300, 96, 128, "silu", Cut(64, 256, 1), torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(260, 64, 384, "", Cut(64, 256, 1, matmul=64), torch.bfloat16, marks=pytest.mark.long),
     ],
 )
 def test_gemm(rows, outputs, inputs, gate, cut, dtype, launched):
