@@ -2,9 +2,9 @@
 
     python benchmarks/formats.py [--formats q8_0 gptq] [--documents 60] [--device cuda] [--json FILE] [--table]
 
-Each format comes by --isq, and as a checkpoint that `phalanx convert` has written. Of the types that gguf-py quantises,
-the third column has the plain model with the weights that gguf-py makes of them. --table prints a Markdown table of the
-lines in FILE.
+Each format comes by --isq, and as a checkpoint that `phalanx convert` has written, or others write
+(formats_written.py). Of the types that gguf-py quantises, the third column has the plain model with the weights that
+gguf-py makes of them. --table prints a Markdown table of the lines in FILE.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import gguf
 import torch
+from phalanx.benchmarks import formats_written
 from phalanx.benchmarks.builtin_model.heldout import documents
 from phalanx.comm import mesh, threads
 from phalanx.launcher import builtin_model
@@ -38,7 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "marlin": {}, "fp8": {},
 }  # fmt: skip
 FLAGS = {"bits": "--bits", "symmetric": "--no-sym"}
-FORMATS = ("plain", *OPTIONS, *(one for one in IN_FILES if one not in ("f32", "f16", "bf16")))
+CONVERTED = (*OPTIONS, *(one for one in IN_FILES if one not in ("f32", "f16", "bf16")))
+FORMATS = ("plain", *CONVERTED, *formats_written.COMPRESSED, "mxfp4")
 BY_GGUF_PY = "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"
 
 
@@ -77,6 +79,14 @@ def convert(name: str, folder: Path, device: str) -> tuple[Path, str]:
     return target, " ".join(["phalanx convert launcher/builtin_model DST --to", to, *no_sym, *group])
 
 
+def written(name: str, folder: Path, device: str) -> tuple[Path, str]:
+    """A checkpoint that only others write, and what made it."""
+    if name in formats_written.COMPRESSED:
+        return formats_written.compressed(name, MODEL, folder / name), f"compressed-tensors, {name}"
+    plain, _ = convert("f32", folder, device)
+    return formats_written.mxfp4(plain, folder / "mxfp4.gguf"), "gguf.quants.quantize"
+
+
 def by_gguf_py(name: str, folder: Path) -> Path:
     """The checkpoint with the matrices that gguf-py makes of its blocks, the head's in a table of its own."""
     kind = gguf.GGMLQuantizationType[name.upper()]
@@ -106,6 +116,11 @@ def measure(name: str, count: int, device: str, dtype: str) -> Iterator[dict[str
     if name == "plain":
         yield line("plain", "phalanx serve", lambda: perplexity(MODEL, count, device, dtype))
         return
+    if name not in CONVERTED:
+        with tempfile.TemporaryDirectory() as made:
+            path, command = written(name, Path(made), device)
+            yield line("written", command, lambda: perplexity(path, count, device, dtype))
+        return
     if name in IN_SITU:
         command = f"phalanx serve --isq {name}"
         yield line("isq", command, lambda: perplexity(MODEL, count, device, dtype, isq=name))
@@ -121,13 +136,13 @@ def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: a row for each format, perplexities and by how much they are above the plain model's."""
     found = {(one["format"], one["how"]): one for one in lines}
     plain = found["plain", "plain"]["perplexity"]
-    rows = ["| format | `--isq` | `phalanx convert` | gguf-py's own | command |", "|---|---|---|---|---|"]
+    rows = ["| format | `--isq` | a checkpoint | gguf-py's own | command |", "|---|---|---|---|---|"]
     for name in dict.fromkeys(one["format"] for one in lines):
         cells = []
         for how in ("isq", "convert", "gguf-py"):
-            one = found.get((name, how))
+            one = found.get((name, how)) or (found.get((name, "written")) if how == "convert" else None)
             cells.append(f"{one['perplexity']:.4f} ({one['perplexity'] / plain - 1:+.2%})" if one else "")
-        command = found.get((name, "convert"), found.get((name, "plain")))
+        command = next((one for how in ("convert", "written", "plain") if (one := found.get((name, how)))), None)
         if name == "plain":
             cells[0] = f"{plain:.4f}"
         rows.append(f"| {name} | {' | '.join(cells)} | `{command['command'] if command else ''}` |")

@@ -95,7 +95,7 @@ class Ask(msgspec.Struct):
 
 
 class OfflineRank(program.Rank):
-    """A rank whose lead makes its own requests."""
+    """A rank whose scheduler makes its own requests."""
 
     def connect(self) -> None: ...
 
@@ -197,9 +197,14 @@ class Offline:
 
     def prefill_budget(self, length: int) -> None:
         self.generate([self.prompt(length)], [1])
-        made = self.prompt(length)
-        found = budget.shares(budget.traced(lambda: self.generate([made], [1])))["prompt"]
-        self.say(what="prefill budget", prompt=length, seconds=round(sum(found.values()), 5), kernels=found)
+        made, wall = self.prompt(length), [0.0]
+
+        def run() -> None:
+            wall[0] = self.generate([made], [1])
+
+        found = budget.shares(budget.traced(run))["prompt"]
+        seconds = round(sum(found.values()), 5)
+        self.say(what="prefill budget", prompt=length, seconds=seconds, wall_s=round(wall[0], 5), kernels=found)
 
     def prefill(self, batch: int, length: int) -> None:
         times = [

@@ -15,7 +15,7 @@ Below the speeds stands what the host does for a layer of experts in a decode st
     wait    until the layer's tokens and choices have come from the GPU: its work before them, and the way
     choose  which experts the CPU computes, and which are copied
     launch  of copies and of the GPU's work on copied experts
-    cpu     the experts that the CPU computes
+    cpu     until the CPU has computed its experts, which begins before graphs
     other   of the host's part, such as the experts that change places
     graphs  launches of captured pieces
     rest    of the step: building and ending it
@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from phalanx.benchmarks import step
+from phalanx.kernels.cpp import ops
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.host_buffers import HostView
@@ -68,12 +69,16 @@ class Budget:
     def __init__(self) -> None:
         self.rows: list[defaultdict[str, float]] = [defaultdict(float)]
         for name, owner, attribute in (
-            ("host", HostExperts, "_from_host"),
+            ("begin", HostExperts, "_from_host"),
+            ("begin", HostExperts, "_decide"),
+            ("end", HostExperts, "_give"),
             ("wait", HostView, "wait"),
+            ("wait", HostView, "arrived"),
             ("choose", HostExperts, "_choose"),
             ("launch", HostExperts, "_on_device"),
             ("launch", Streamer, "_launch"),
-            ("cpu", HostExperts, "_by_cpu"),
+            ("cpu", HostExperts, "_begin"),
+            ("cpu", ops.Begun, "end"),
             ("graphs", torch.cuda.CUDAGraph, "replay"),
         ):
             self._wrap(name, owner, attribute)
@@ -89,11 +94,11 @@ class Budget:
     def _wrap(self, name: str, owner: Any, attribute: str) -> None:
         call: Callable[..., Any] = getattr(owner, attribute)
 
-        def timed(*args: Any) -> Any:
-            if name == "host":
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if name == "begin":
                 self.rows.append(defaultdict(float))
             started, row = time.perf_counter(), self.rows[-1]
-            made = call(*args)
+            made = call(*args, **kwargs)
             row[name] += time.perf_counter() - started
             return made
 
@@ -102,8 +107,8 @@ class Budget:
     def means(self, count: int, seconds: float) -> dict[str, float]:
         """Of the last `count` rows: microseconds of each part of what takes `seconds` a layer, and experts."""
         rows = self.rows[-count:]
-        found = {name: sum(row[name] for row in rows) / len(rows) for name in (*PARTS, "host", *SERVED)}
-        found["other"] = found.pop("host") - sum(found[name] for name in IN_HOST)
+        found = {name: sum(row[name] for row in rows) / len(rows) for name in (*PARTS, "begin", "end", *SERVED)}
+        found["other"] = found.pop("begin") + found.pop("end") - sum(found[name] for name in IN_HOST)
         found["rest"] = seconds - sum(found[name] for name in (*PARTS, "other"))
         return {name: round(one if name in SERVED else 1e6 * one, 2) for name, one in found.items()}
 

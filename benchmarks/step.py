@@ -87,7 +87,7 @@ class Clock:
 
 
 class BenchRank(program.Rank):
-    """A rank whose lead makes its own requests."""
+    """A rank whose scheduler makes its own requests."""
 
     bench: type[Bench]
 

@@ -1,7 +1,8 @@
 """CUDA graphs in pieces: where something on the host stands between two kernels, a capture ends and another begins.
 
 `on_host` says that a function has to run there. While `Pieces` captures, it is kept, to be called at each replay
-between the pieces; else it is called at once.
+between the pieces; else it is called at once. `after_launch` says that it has to run once what was launched, and all
+that a piece still launches, is on its way to the GPU, which may wait for it there.
 """
 
 from __future__ import annotations
@@ -30,13 +31,23 @@ def on_host(function: Host, tokens: int) -> None:
         function(tokens)
 
 
+def after_launch(function: Host, tokens: int) -> None:
+    """Call function(tokens) on the host once all kernels before are launched; kernels after may be, too, up to the next
+    function on the host."""
+    if _capturing.pieces is not None:
+        _capturing.pieces.later(function)
+    else:
+        function(tokens)
+
+
 class Pieces:
     """What one captured step replays: graphs, and functions on the host between them."""
 
     def __init__(self, pool: Any):
         """pool: torch's graph_pool_handle(), which the graphs of a model share."""
         self._pool = pool
-        self._parts: list[tuple[torch.cuda.CUDAGraph, Host | None]] = []
+        self._parts: list[tuple[torch.cuda.CUDAGraph, list[Host]]] = []  # with what is called once it is launched
+        self._hosts: list[Host] = []  # of the piece that is captured
 
     def __len__(self) -> int:
         """How many graphs."""
@@ -48,26 +59,31 @@ class Pieces:
         try:
             self._begin()
             result = function()
-            self._end(None)
+            self._end()
         finally:
             _capturing.pieces = None
         return result
 
     def cut(self, function: Host) -> None:
-        self._end(function)
+        self._hosts.append(function)
+        self._end()
         self._begin()
+
+    def later(self, function: Host) -> None:
+        self._hosts.append(function)
 
     def replay(self, tokens: int) -> None:
         """tokens: that are real, of those that were captured."""
-        for graph, function in self._parts:
+        for graph, functions in self._parts:
             graph.replay()
-            if function is not None:
+            for function in functions:
                 function(tokens)
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
 
-    def _end(self, function: Host | None) -> None:
+    def _end(self) -> None:
         self._graph.capture_end()
-        self._parts.append((self._graph, function))
+        self._parts.append((self._graph, self._hosts))
+        self._hosts = []

@@ -55,7 +55,7 @@ class JobHost:
         defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
         config = ServerConfig(
             model_dir=options.model,
-            link=os.path.join(self._directory, "lead"),
+            link=os.path.join(self._directory, "link"),
             listen_fd=-1,
             sampling=SamplingDefaults(**defaults),
             generation_config="auto" if options.generation_config else "none",

@@ -227,7 +227,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     dp: Annotated[
         int,
         flag("--dp", "--data-parallel-size", group=_RANKS, metavar="N", low=0,
-             help="copies of the model, each on tp * pp ranks"),
+             help="replicas of the model, each on tp * pp ranks"),
     ] = 0  # fmt: skip
     ep: Annotated[
         int,
@@ -347,7 +347,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 def degrees(size: int, tp: int, pp: int, dp: int, ep: int = 1) -> tuple[int, int, int]:
     """The tensor, pipeline and data degrees of `size` ranks; 0 means not given. Raises ValueError in words for users.
 
-    One copy of the model, unless more are asked for; tp takes the ranks that are left, or pp does where tp is given.
+    One replica, unless more are asked for; tp takes the ranks that are left, or pp does where tp is given.
     ep: the expert degree, which must divide tp; 0: any.
     """
     given = [(name, n) for name, n in (("--tp", tp), ("--pp", pp), ("--dp", dp)) if n]
@@ -357,14 +357,14 @@ def degrees(size: int, tp: int, pp: int, dp: int, ep: int = 1) -> tuple[int, int
     product = math.prod(n for _, n in given)
     if size % product or (tp and pp and product != size):
         words = " times ".join(f"{name} {n}" for name, n in given)
-        more = f"; --dp {size // product} serves as many copies" if not dp and size % product == 0 else ""
+        more = f"; --dp {size // product} serves as many replicas" if not dp and size % product == 0 else ""
         raise ValueError(f"{words} is {product}, but there are {size} ranks{more}")
     left = size // product
     tensor = tp or left
     if ep and tensor % ep:
         raise ValueError(
             f"--ep {ep} does not divide --tp {tensor}: the ranks of a tensor group share out its experts; those of "
-            "several copies (--dp) cannot yet"
+            "several replicas (--dp) cannot yet"
         )
     return tensor, pp or (left if tp else 1), dp or 1
 

@@ -4,8 +4,8 @@ Two wires use these types and nothing else:
 
 * server <-> rank 0, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
   `ToScheduler` in one direction and `ToServer` in the other;
-* lead -> every rank of a replica, a broadcast of one `Plan` for each step, and of `Masks` for those that need them; of
-  replicas without rank 0 a `StepOutput` comes back for each.
+* scheduler -> every rank of a replica, a broadcast of one `Plan` for each step, and of `Masks` for those that need
+  them; of replicas without rank 0 a `StepOutput` comes back for each.
 
 Token ids, block ids and rows travel as packed little-endian integers inside msgpack `bin` fields: a plan for 256
 decoding sequences has to fit in one eager MPI message (4000 bytes).

@@ -1,4 +1,4 @@
-"""A live job of ranks, spoken to over the front's socket: the engine without text and HTTP.
+"""A live job of ranks, spoken to over the server's socket: the engine without text and HTTP.
 
 On a machine with GPUs its ranks run there, in f32, and have to do exactly what they do on CPUs.
 """
@@ -78,7 +78,7 @@ class Engine:
         on = options.pop("device", "") or device(ranks, threads)
         wait = wait or 120  # the first ranks on GPUs compile kernels; four on two cores that others use start slowly
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx-test-")
-        path = f"{self._directory.name}/lead.sock"
+        path = f"{self._directory.name}/link.sock"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
         listener.listen(1)
@@ -131,7 +131,7 @@ class Engine:
         return Path(self.stderr.name).read_text()
 
     def messages(self) -> Iterable[protocol.ToServer]:
-        """What the lead says, until it hangs up."""
+        """What the scheduler says, until it hangs up."""
         while True:
             while self._pending:
                 yield self._pending.pop(0)
@@ -167,7 +167,7 @@ class Engine:
                 output.embedding = array("f", delta.embedding)
             if all(o.finish for o in outputs.values()):
                 return outputs
-        raise AssertionError(f"the lead hung up; fatal: {self.fatal}\n{self.log()}")
+        raise AssertionError(f"the scheduler hung up; fatal: {self.fatal}\n{self.log()}")
 
     def rest(self) -> protocol.Stats:
         """The engine's figures once it is idle."""
@@ -176,7 +176,7 @@ class Engine:
                 self.stats = message.stats
                 if not message.stats.running and not message.stats.waiting:
                     return self.stats
-        raise AssertionError(f"the lead hung up\n{self.log()}")
+        raise AssertionError(f"the scheduler hung up\n{self.log()}")
 
     def drain(self, timeout: float = 60) -> int:
         """Ask the job to end in order; its exit code."""

@@ -78,7 +78,7 @@ class Server:
         return self.pids(r"-m phalanx\.rank$")
 
     @property
-    def front(self) -> int:
+    def server_pid(self) -> int:
         return self.pids(r"-m phalanx\.rank\.server$")[0]
 
     @property

@@ -21,13 +21,13 @@ def checkpoint(tmp_path_factory):
 
 
 def victim(server: Server, kind: str) -> int:
-    return {"follower": lambda: server.ranks[1], "lead": lambda: server.ranks[0], "front": lambda: server.front,
+    return {"follower": lambda: server.ranks[1], "rank 0": lambda: server.ranks[0], "server": lambda: server.server_pid,
             "mpirun": lambda: server.mpirun, "launcher": lambda: server.process.pid}[kind]()  # fmt: skip
 
 
-CODES = {"follower": 137, "lead": 137, "front": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
+CODES = {"follower": 137, "rank 0": 137, "server": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
 # Of the others rank/test_faults.py and launcher/job/test_supervisor.py have short tests.
-SHORT = [("follower", "load"), ("front", "load")]
+SHORT = [("follower", "load"), ("server", "load")]
 LONG = [(kind, when) for kind in CODES for when in ("load", "idle", "loading") if (kind, when) not in SHORT]
 
 
@@ -45,7 +45,7 @@ def test_sigkill(checkpoint, kind, when):
         if stream is not None:
             rest = stream.rest()
             assert "[DONE]" not in rest
-            if kind not in ("front", "launcher"):
+            if kind not in ("server", "launcher"):
                 assert '"error"' in rest, rest[-300:]
         if kind == "follower" and when != "loading":
             assert f"rank 1 on {HOST} has died" in server.output
@@ -107,7 +107,7 @@ def test_restarts(checkpoint):
     """The port stays open: 503 with Retry-After while the ranks come back, then answers again."""
     ask = ("/v1/completions", {"prompt": "a", "max_tokens": 2})
     with Server(checkpoint, *ARGUMENTS, "--restarts", "1") as server:
-        front, stream = server.front, Stream(server)
+        pid, stream = server.server_pid, Stream(server)
         os.kill(server.ranks[1], signal.SIGKILL)
         assert '"error"' in stream.rest()
         seen = []
@@ -121,14 +121,14 @@ def test_restarts(checkpoint):
         assert not wait(away, 80), server.output
         assert set(seen) == {503, 200}
         assert "starting the ranks again (0 restarts left)" in server.output
-        assert server.front == front and len(server.ranks) == 2
+        assert server.server_pid == pid and len(server.ranks) == 2
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0, server.output
         assert not server.left()
 
 
 def test_under_a_users_own_mpirun(checkpoint):
-    """The same program; no supervisor, so rank 0 starts the front. SIGUSR1 to mpirun drains."""
+    """The same program; no supervisor, so rank 0 starts the server. SIGUSR1 to mpirun drains."""
     from .ranks import mpirun
 
     command = (mpirun(), "-np", "2", "--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")

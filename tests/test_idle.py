@@ -28,7 +28,7 @@ def test_every_rank_of_an_idle_server_stays_under_one_percent_of_a_core(tmp_path
         assert server.request("/v1/completions", {"prompt": "hello", "max_tokens": 5})[0] == 200
         assert len(server.ranks) == 4
         time.sleep(2)  # 2 s are enough for what the request set going to end
-        before = cpu(server.ranks + [server.front])
+        before = cpu(server.ranks + [server.server_pid])
         time.sleep(SECONDS)  # the processor time of so long a rest is what is measured
         used = {pid: (seconds - before[pid]) / SECONDS for pid, seconds in cpu(before).items()}
         lines = tree(server.process.pid)
@@ -38,7 +38,7 @@ def test_every_rank_of_an_idle_server_stays_under_one_percent_of_a_core(tmp_path
 @pytest.mark.long
 @pytest.mark.retry(reason="a machine that stands still for seconds looks like a server that does")
 def test_a_busy_server_answers_others(tmp_path):
-    """Ranks that wait for each other leave their cores to the front and to this process, which are other sessions."""
+    """Ranks that wait for each other leave their cores to the server and to this process, which are other sessions."""
     checkpoint = str(make_checkpoint(tmp_path / "tiny", max_position_embeddings=8192))
     with Server(checkpoint, "--np", "2", "--device", "cpu", "--mem", "64") as server:
         stream = Stream(server, 6000)

@@ -1,4 +1,4 @@
-"""The server with a model that only takes its time: what front, scheduler and step loop can carry at a GPU's pace.
+"""The server with a model that only takes its time: what server, scheduler and step loop can carry at a GPU's pace.
 
     python benchmarks/serving/paced.py --p 2999 --step-ms 10
     python benchmarks/serve.py --port 2999 --concurrency 256 --batch 512
@@ -65,10 +65,10 @@ def thread_seconds() -> dict[str, float]:
     return {names[t.id]: t.user_time + t.system_time for t in psutil.Process().threads() if t.id in names}
 
 
-def report(pace: Pace, frontend: psutil.Process) -> None:
-    spent = thread_seconds()
-    times = frontend.cpu_times()
-    parts = {"front": times.user + times.system, "lead": spent.get("MainThread", 0.0), "step": spent.get("step", 0.0)}
+def report(pace: Pace, server: psutil.Process) -> None:
+    spent, times = thread_seconds(), server.cpu_times()
+    parts = {"server": times.user + times.system}
+    parts |= {name: spent.get(thread, 0.0) for name, thread in (("scheduler", "MainThread"), ("step", "step"))}
     per = {name: f"{name} {seconds / max(1, pace.tokens) * 1e6:.1f}" for name, seconds in parts.items()}
     late = f"{statistics.median(pace.between[1:] or [0.0]) * 1e3:.2f} ms between steps (median)"
     print(f"paced: {pace.tokens} tokens; CPU µs a token: {', '.join(per.values())}; {late}", flush=True)
@@ -94,7 +94,7 @@ def main() -> None:
     listener = server_process.listen("127.0.0.1", asked.port)
     options = Options(model=str(builtin_model.DIRECTORY), max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=8192,
                       load_format="dummy", prefix_cache=False, device="cpu")  # fmt: skip
-    link = str(Path(directory, "lead.sock"))
+    link = str(Path(directory, "link.sock"))
     process = server_process.start(server_process.config(options, link, listener, []), os.environ)
 
     def end(*_: object) -> NoReturn:

@@ -25,8 +25,9 @@ RUN_BYTES = 128  # of a token, that lie together in shared memory; of heads of 6
 FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empty on average, is fetched at a time
 # Of prefill.cu.
 ROWS = 128  # of queries that a block takes at once
-KEYS = {64: 128, 128: 128, 256: 64}  # of a tile, by head size
+KEYS = {64: 128, 128: 128, 256: 80}  # of a tile, by head size
 WIDENED_BYTES = 1 << 28  # of keys and values in e4m3 that prompts' steps have in 16 bits, of one layer
+HELD = {64: 4, 128: 8, 256: 2}  # steps of 16 elements of q that lie in registers, by head size; more would spill
 STAGES = {64: 6, 128: 3, 256: 2}  # tiles of keys, and as many of values, that lie in shared memory
 
 
@@ -217,7 +218,7 @@ def prefill(
     shared = 1024 + (ROWS + 2 * stages * tile) * dim * 2
     kernel = jit.kernel(
         "prefill", "prefill", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
-        TILE=tile, STAGES=stages, WINDOW=window, CAPPED=int(cap > 0), SINKS=int(sinks is not None),
+        TILE=tile, STAGES=stages, HELD=HELD[dim], WINDOW=window, CAPPED=int(cap > 0), SINKS=int(sinks is not None),
     )  # fmt: skip
     of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
     of_k, of_v = _caches(keys, values, box)

@@ -18,7 +18,7 @@ from ..device import device_caps
 from ..rope.fp8_triton import exponent_of, round_trip, scales_at, widen
 from .attention_tma import LOG2_E
 from .backend import CurrentKV, Part
-from .decode_parts_triton import combine, softcap, turn, with_sink
+from .decode_parts_triton import combine, rotate, softcap, with_sink
 
 # Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
 PROGRAMS = 4
@@ -93,8 +93,8 @@ def decode_kernel(
         slot = tl.load(slots + b)
         by_cos = tl.load(cos + b * DIM + half[None, :], mask=low, other=0.0)
         by_sin = tl.load(sin + b * DIM + HALF + half[None, :], mask=low, other=0.0)
-        xa, xb = turn(xa, xb, by_cos, by_sin, q_weight, half, eps, DIM, HALF, NORM)
-        ka, kb = turn(ka, kb, by_cos, by_sin, k_weight, half, eps, DIM, HALF, NORM)
+        xa, xb = rotate(xa, xb, by_cos, by_sin, q_weight, half, eps, DIM, HALF, NORM)
+        ka, kb = rotate(ka, kb, by_cos, by_sin, k_weight, half, eps, DIM, HALF, NORM)
         to = (slot * KV_HEADS + head) * DIM
         written = newest & (slot >= 0)
         if FP8:  # what the cache will give back takes part

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def turn(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
+def rotate(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
     """Both halves [heads, HALF] of heads, normed and rotated, rounded after either, as rope/rope.cu does it."""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)

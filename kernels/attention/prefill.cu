@@ -3,15 +3,16 @@
 // One warp has TMA bring keys and values from the cache, block by block, to shared memory, STAGES tiles of TILE
 // tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous
 // tensor-core instructions, 64 rows each. While a tile's scores become weights, the GEMMs of the next scores and of
-// the last values are under way. Heads of more than 128 elements leave no registers for q, which is read from shared
-// memory then. Online softmax after FlashAttention-2 and its overlap after FlashAttention-3 (Shah et al. 2024, arXiv
-// 2407.08608). All operands lie in boxes of 64 elements with TMA's 128-byte swizzle.
+// the last values are under way. Heads of more than 128 elements leave few registers for q, most of which is read
+// from shared memory then. What that can give limits them. Online softmax after FlashAttention-2 and its overlap after
+// FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608). All operands lie in boxes of 64 elements with TMA's 128-byte
+// swizzle.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
 
 constexpr int ROWS = 128, HALVES = DIM / 64;
-constexpr bool Q_SHARED = DIM > 128;
+constexpr bool Q_SHARED = HELD < DIM / 16;  // of q's steps of 16 elements HELD lie in registers
 constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = TILE * DIM * 2;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
 
@@ -149,16 +150,14 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
         // Tiles that this group's rows see; the block's others are only handed back.
         const int tiles = work.stop() - work.first();
         const int mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
-        unsigned q[Q_SHARED ? 1 : DIM / 16][4];
+        unsigned q[HELD][4];
         mbarrier_wait(&q_full, n);
-        if constexpr (!Q_SHARED) {
 #pragma unroll
-            for (int k = 0; k < DIM / 16; k++) {
-                int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
-                ldmatrix(q[k], q_at + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
-            }
-            release_stage(&q_empty);
+        for (int k = 0; k < HELD; k++) {
+            int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
+            ldmatrix(q[k], q_at + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
         }
+        if (!Q_SHARED) release_stage(&q_empty);
         float s[TILE / 2], o[DIM / 2] = {};
         unsigned p[TILE / 16][4];
         Rowwise rows = {{MINUS_INFINITY, MINUS_INFINITY}, {0, 0}};
@@ -170,10 +169,10 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
 #pragma unroll
             for (int k = 0; k < DIM / 16; k++) {
                 const auto keys = smem_descriptor(k_at + stage * TILE_BYTES + k / 4 * TILE * 128 + k % 4 * 32, 16);
-                if constexpr (Q_SHARED)
-                    wgmma(T(), s, smem_descriptor(q_at + (k / 4 * ROWS + skip) * 128 + k % 4 * 32, 16), keys, k > 0);
+                if (k < HELD)
+                    wgmma<false>(T(), s, q[k < HELD ? k : 0], keys, k > 0);
                 else
-                    wgmma<false>(T(), s, q[k], keys, k > 0);
+                    wgmma(T(), s, smem_descriptor(q_at + (k / 4 * ROWS + skip) * 128 + k % 4 * 32, 16), keys, k > 0);
             }
             wgmma_commit();
         };

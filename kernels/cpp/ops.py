@@ -133,6 +133,45 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
     _run()(_pool(threads), calls, count)
 
 
+class Begun:
+    """A list that other threads compute while the caller does something else: all of torch's but one, which it has."""
+
+    def __init__(self, calls: ctypes.Array[_Call], count: int, alone: int = 0):
+        """alone: how many of the first ones the caller computes at once, as they are short."""
+        begin, self._end = _apart_calls()
+        self._pool = _pool(max(1, torch.get_num_threads() - 1), True)
+        self._calls = calls
+        self._runs = bool(begin(self._pool, calls, count, alone))
+
+    def end(self) -> None:
+        """Wait for it, once, in the thread that has begun it."""
+        if self._runs:
+            self._end(self._pool)
+            self._runs = False
+
+
+def stay_awake(seconds: float) -> None:
+    """This process's threads look so long for the next operations before they sleep, from now on."""
+    if not available():
+        return
+    threads = torch.get_num_threads()
+    look = libraries()["pool"].pool_look
+    look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_int64], None
+    for pool in (_pool(threads), _pool(max(1, threads - 1), True)):
+        if pool is not None:
+            look(pool, int(seconds * 1e9))
+
+
+@functools.cache
+def _apart_calls() -> tuple[Callable[..., int], Callable[..., None]]:
+    library = libraries()["pool"]
+    begin, end = library.pool_begin, library.pool_end
+    begin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    begin.restype = ctypes.c_int
+    end.argtypes, end.restype = [ctypes.c_void_p], None
+    return begin, end
+
+
 @functools.cache
 def _run() -> Callable[..., None]:
     function = libraries()["pool"].pool_run
@@ -141,10 +180,10 @@ def _run() -> Callable[..., None]:
 
 
 @functools.cache
-def _pool(threads: int) -> int | None:
+def _pool(threads: int, apart: bool = False) -> int | None:
     """None: the caller computes alone."""
-    if threads == 1:
+    if threads == 1 and not apart:
         return None
     make = libraries()["pool"].pool_make
-    make.argtypes, make.restype = [ctypes.c_int], ctypes.c_void_p
-    return make(threads)
+    make.argtypes, make.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_void_p
+    return make(threads, int(apart))

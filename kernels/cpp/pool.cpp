@@ -1,5 +1,6 @@
 // Runs a list of operations on a few threads: each thread goes through the whole list and does its part of every
-// operation; between two operations all of them meet. The caller is thread 0, so that one thread needs nobody.
+// operation; between two operations all of them meet. The caller is thread 0, so that one thread needs nobody; in a pool
+// apart it is none of them, and does something else meanwhile.
 //
 // Who waits as long as wait.h says sleeps until it is woken (futex): idle threads cost nothing, and a machine with fewer
 // cores than threads still gets on.
@@ -9,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "op.h"
@@ -30,8 +32,8 @@ struct alignas(64) Gate {
             syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
     }
 
-    void wait(uint32_t from) {
-        for (Patience patience; !patience.over();)
+    void wait(uint32_t from, int64_t look = LOOK_NS) {
+        for (Patience patience(look); !patience.over();)
             if (__atomic_load_n(&value, __ATOMIC_ACQUIRE) != from) return;
         __atomic_add_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
         while (__atomic_load_n(&value, __ATOMIC_SEQ_CST) == from)
@@ -41,12 +43,13 @@ struct alignas(64) Gate {
 };
 
 struct Pool {
-    Gate start, done;  // a list begins; all threads have done their part of an operation
+    Gate start, done, ended;  // a list begins; all threads have done their part of an operation; of a list, in pools apart
     alignas(64) uint32_t arrived;
     pthread_mutex_t busy;
-    int threads;
+    int threads, apart;
+    uint32_t before;  // `ended` as the list began
     const Call* calls;
-    int64_t count;
+    int64_t count, look;  // look: nanoseconds that threads look for the next list before they sleep
 
     void work(int part) {
         const Call* list = calls;  // once the last operation is done, the caller may bring another list
@@ -75,8 +78,9 @@ static void* serve(void* given) {
     Pool* pool = worker.pool;
     // The first list may have begun before this thread has: it waits from the value that the pool was made with.
     for (uint32_t seen = 0;; seen++) {
-        pool->start.wait(seen);
+        pool->start.wait(seen, __atomic_load_n(&pool->look, __ATOMIC_RELAXED));
         pool->work(worker.part);
+        if (pool->apart && worker.part == 0) pool->ended.open();
     }
     return nullptr;
 }
@@ -86,13 +90,14 @@ static void run_alone(const Call* calls, int64_t count) {
 }
 
 // A pool that lasts as long as the process. null: the threads cannot be had.
-EXPORT void* pool_make(int threads) {
+EXPORT void* pool_make(int threads, int apart) {
     void* room;
     if (posix_memalign(&room, 64, sizeof(Pool))) return nullptr;
     Pool* pool = (Pool*)memset(room, 0, sizeof(Pool));
     pthread_mutex_init(&pool->busy, nullptr);
-    pool->threads = threads;
-    for (int part = 1; part < threads; part++) {
+    pool->threads = threads, pool->apart = apart;
+    pool->look = LOOK_NS;
+    for (int part = !apart; part < threads; part++) {
         Worker* worker = (Worker*)malloc(sizeof(Worker));
         *worker = {pool, part};
         pthread_t thread;
@@ -101,6 +106,9 @@ EXPORT void* pool_make(int threads) {
     }
     return pool;
 }
+
+// For lists that follow each other at such distances: to wake sleeping threads takes longer than one of them.
+EXPORT void pool_look(void* pool, int64_t nanoseconds) { __atomic_store_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED); }
 
 // With a pool that another thread of this process uses, or with none, the caller computes alone.
 EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
@@ -112,3 +120,44 @@ EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
     pool->work(0);
     pthread_mutex_unlock(&pool->busy);
 }
+
+// Of a pool apart: begin a list, whose first `alone` operations are the caller's. 0: all of it is done. Else pool_end of the
+// same thread waits for it.
+EXPORT int pool_begin(void* given, const Call* calls, int64_t count, int64_t alone) {
+    Pool* pool = (Pool*)given;
+    run_alone(calls, alone);
+    calls += alone, count -= alone;
+    if (!pool || count == 0 || pthread_mutex_trylock(&pool->busy)) {
+        run_alone(calls, count);
+        return 0;
+    }
+    pool->calls = calls;
+    pool->count = count;
+    pool->before = __atomic_load_n(&pool->ended.value, __ATOMIC_ACQUIRE);
+    pool->start.open();
+    return 1;
+}
+
+EXPORT void pool_end(void* given) {
+    Pool* pool = (Pool*)given;
+    pool->ended.wait(pool->before, pool->look);
+    pthread_mutex_unlock(&pool->busy);
+}
+
+// A flag in memory that a device writes: 1 once it has the value, 0 if it has not after so many nanoseconds. Looks for a
+// layer's time, as it is mostly that close, and then sleeps between two looks.
+EXPORT int flag_wait(const uint32_t* flag, uint32_t value, int64_t nanoseconds) {
+    constexpr int64_t LAYER_NS = 300000;
+    int64_t begin = 0;
+    for (int64_t looks = 0;; looks++) {
+        if (__atomic_load_n(flag, __ATOMIC_ACQUIRE) == value) return 1;
+        timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        const int64_t time = t.tv_sec * 1000000000 + t.tv_nsec;
+        if (!looks) begin = time;
+        if (time - begin > nanoseconds) return 0;
+        if (time - begin > LAYER_NS) nap();
+    }
+}
+
+EXPORT void flag_set(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }

@@ -10,6 +10,7 @@ constexpr int64_t LOOK_NS = 30000;
 constexpr int YIELDS = 4;
 
 class Patience {
+    const int64_t look;  // nanoseconds
     int64_t looks = 0, end = 0;
     int yields = 0;
 
@@ -20,12 +21,14 @@ class Patience {
     }
 
 public:
+    explicit Patience(int64_t nanoseconds = LOOK_NS) : look(nanoseconds) {}
+
     // Called between two looks: true once it is time to sleep.
     bool over() {
         if (yields == 0) {
             if (++looks % 32 == 0) {
                 int64_t time = now();
-                if (!end) end = time + LOOK_NS;
+                if (!end) end = time + look;
                 if (time > end) yields = 1;
             }
 #if defined(__x86_64__)

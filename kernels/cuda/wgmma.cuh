@@ -35,7 +35,8 @@ template <int N> __device__ inline void set_registers(bool more) {
 #define D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define D24 D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define D32 D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define D48 D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define D40 D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define D48 D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define D56 D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define D64 D56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define D128 D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83" \
@@ -66,12 +67,15 @@ template <int N> __device__ inline void set_registers(bool more) {
     }
 #define WGMMA(type, name)                                                                                            \
     OF_REGISTERS(type, name, 64, D32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(c, 0), SIXTEEN(c, 16))   \
+    OF_REGISTERS(type, name, 80, D40, "%40", "%41", "%42", "%43", "%44", "%45", "%46", SIXTEEN(c, 0), SIXTEEN(c, 16),   \
+                 EIGHT(c, 32))                                                                                          \
     OF_REGISTERS(type, name, 128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTY_FOUR(c, 0))               \
     OF_REGISTERS(type, name, 256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTY_FOUR(c, 0),       \
                  SIXTY_FOUR(c, 64))                                                                                     \
     OF_SHARED(type, name, 32, D16, "%16", "%17", "%18", SIXTEEN(c, 0))                                                  \
     OF_SHARED(type, name, 48, D24, "%24", "%25", "%26", SIXTEEN(c, 0), EIGHT(c, 16))                                    \
     OF_SHARED(type, name, 64, D32, "%32", "%33", "%34", SIXTEEN(c, 0), SIXTEEN(c, 16))                                  \
+    OF_SHARED(type, name, 80, D40, "%40", "%41", "%42", SIXTEEN(c, 0), SIXTEEN(c, 16), EIGHT(c, 32))                    \
     OF_SHARED(type, name, 96, D48, "%48", "%49", "%50", SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32))                  \
     OF_SHARED(type, name, 112, D56, "%56", "%57", "%58", SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32), EIGHT(c, 48))   \
     OF_SHARED(type, name, 128, D64, "%64", "%65", "%66", SIXTY_FOUR(c, 0))                                              \

@@ -3,6 +3,8 @@
 // order of their experts, so that each expert's rows stand side by side. Several rounds may place pairs, of other stacks;
 // what all of them have made is added up at the end, in the order of a token's experts.
 
+#include <math.h>
+
 #include "op.h"
 #include "simd.h"
 #include "gemm_rows.h"
@@ -22,7 +24,7 @@ struct Choose {
     int64_t* cpu;  // [experts] its number where the CPU computes it; else -1
     int64_t* copied;  // [experts], of which the first ones are copied
     int64_t* found;  // how many are resident, computed by the CPU, and copied; and the pairs of those of the CPU
-    int64_t pairs, experts, first, way;  // first: the router's number of expert 0
+    int64_t pairs, experts, first, way, limit;  // first: the router's number of expert 0; limit: copies of way 0
     double cpu_seconds[TIMED], copy, decay;  // of an expert: on the CPU, of TIMED_ROWS, and of its copy
 };
 
@@ -53,13 +55,13 @@ void choose(const Choose& a, int part, int) {
     }
     int64_t most = a.way == 2 ? missing : 0;
     if (a.way == 0) {
-        double left = 0, best = missing * a.copy;  // left: of the CPU, where the first n are copied
+        double left = 0, best = missing <= a.limit ? missing * a.copy : INFINITY;  // left: of the CPU, of n copies
         most = missing;
         for (int64_t n = missing - 1; n >= 0; n--) {
             double longer = n * a.copy;
             left += seconds_of(a.cpu_seconds, a.counts[a.copied[n]]);
             longer = left > longer ? left : longer;
-            if (longer <= best) best = longer, most = n;
+            if (longer <= best && n <= a.limit) best = longer, most = n;
         }
     }
     for (int64_t i = most; i < missing; i++) {

@@ -56,11 +56,12 @@ def move_reference(moves: Moves, given: Tensor) -> Tensor:
     return (nibbles[:, low.long()] | nibbles[:, high.long()] << 4).bitwise_xor(moves.flips).flatten()
 
 
-def move(moves: Moves, given: Tensor, out: Tensor) -> None:
-    """Fill `out` with what is made of `given`; both contiguous, uint8, and on the device of `moves`."""
+def move(moves: Moves, given: Tensor, out: Tensor, parts: Tensor | None = None) -> None:
+    """Fill `out` with what is made of `given`; both contiguous, uint8, and on the device of `moves`. parts int32 [1],
+    on GPUs: how many of given [n, ...] are made over, where not all are."""
     if given.is_cuda:
         from . import moved_nibbles_triton
 
-        moved_nibbles_triton.move(moves, given, out)
+        moved_nibbles_triton.move(moves, given, out, parts)
     else:
         out.view(-1).copy_(move_reference(moves, given))

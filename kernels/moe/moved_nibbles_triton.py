@@ -14,11 +14,14 @@ EACH = 8  # units, one after the other: where its bytes come from stays in regis
 
 @triton.jit(do_not_specialize=["units"])
 def move_kernel(
-    given, out, table, flips, units, SIZE: tl.constexpr, MADE: tl.constexpr, SPAN: tl.constexpr, EACH: tl.constexpr
-):
-    """out [units, MADE] of given [units, SIZE]."""
+    given, out, table, flips, units, parts, SIZE: tl.constexpr, MADE: tl.constexpr, SPAN: tl.constexpr,
+    EACH: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """out [units, MADE] of given [units, SIZE]; of the first parts [1] * OF units alone, where OF is not 0."""
+    if OF:
+        units = tl.load(parts) * OF
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    real = at < MADE
+    real = (at < MADE) & (tl.program_id(0) * EACH < units)
     both = tl.load(table + at, mask=real, other=0)
     flip = tl.load(flips + at, mask=real, other=0).to(tl.int32)
     low, high = both & 0xFFFF, (both >> 16) & 0xFFFF
@@ -31,7 +34,9 @@ def move_kernel(
         tl.store(out + unit * MADE + at, made.to(tl.uint8), mask=there)
 
 
-def move(moves: Moves, given: Tensor, out: Tensor) -> None:
+def move(moves: Moves, given: Tensor, out: Tensor, parts: Tensor | None = None) -> None:
     units, made = given.numel() // moves.size, len(moves.table)
     grid = triton.cdiv(units, EACH), triton.cdiv(made, SPAN)
-    move_kernel[grid](given, out, moves.table, moves.flips, units, moves.size, made, SPAN, EACH)
+    of = 0 if parts is None else units // len(given)
+    told = moves.table if parts is None else parts
+    move_kernel[grid](given, out, moves.table, moves.flips, units, told, moves.size, made, SPAN, EACH, of)

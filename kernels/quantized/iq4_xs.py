@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from . import block_bits, iq4_nl, super_blocks
+from . import block_bits, iq4_nl, scale_search, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
@@ -32,6 +32,19 @@ def decode(blocks: Tensor) -> Decoded:
     values = torch.tensor(iq4_nl.TABLE, device=blocks.device) + FORM.zero
     factors = block_bits.f16(factors).expand(*factors.shape[:2], 2)
     return Decoded(values.to(torch.uint8)[codes.int()], factors, scales, torch.zeros_like(scales))
+
+
+def encode_groups(groups: Tensor) -> Tensor:
+    """f32 [O, S, 8, 32] → blocks [O, S, 136]."""
+    scales = iq4_nl.scales_of(groups)
+    largest = scales.gather(-1, scales.abs().argmax(-1, keepdim=True))
+    factors = (largest / -32).clamp(-65504, 65504).to(torch.float16)
+    whole = scale_search.codes_of(scales, factors.float().squeeze(-1), -32, 31)
+    codes = iq4_nl.codes_of(groups, factors.float() * whole)
+    numbers = (whole + 32).to(torch.uint8)
+    high = block_bits.join((numbers >> 4).unflatten(-1, (2, 4)).unsqueeze(-1), 2)
+    low = block_bits.join((numbers & 15).unflatten(-1, (4, 2)).unsqueeze(-1), 4)
+    return block_bits.joined(factors, high, low, block_bits.join(codes.unflatten(-1, (2, 16)), 4))
 
 
 pack = functools.partial(super_blocks.pack, FORM, decode)

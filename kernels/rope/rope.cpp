@@ -8,13 +8,13 @@
 struct Rope {
     void* q;  // [tokens, heads, dim], in place
     const void *k, *v;  // [tokens, kv_heads, dim]
-    const float *cos, *sin;  // [tokens, turned]
+    const float *cos, *sin;  // [tokens, rotated]
     const void *q_weight, *k_weight;  // [dim]; null: no norm
     void *keys, *values;  // [slots, kv_heads, dim]
     uint8_t* scales;  // of e4m3 codes [blocks, kv_heads, 2, block_size]; null: the cache has q's type
     const int64_t* slots;  // [tokens]; negative: not written
     int64_t tokens, heads, kv_heads, dim, block_size;
-    int64_t turned, interleaved;  // pairs (2i, 2i + 1), or (i, i + turned / 2)
+    int64_t rotated, interleaved;  // pairs (2i, 2i + 1), or (i, i + rotated / 2)
     int64_t q_pitch, k_pitch, v_pitch;  // elements from token to token
     double eps;
 };
@@ -33,8 +33,8 @@ template <typename T> INLINE void prepare(const Rope& a, int64_t token, const T*
         float scale = 1 / __builtin_sqrtf(squares / a.dim + (float)a.eps);
         for (i = 0; i < a.dim; i++) head[i] = widen(narrow<T>(head[i] * scale * widen(weight[i])));
     }
-    const float *cos = a.cos + token * a.turned, *sin = a.sin + token * a.turned;
-    int64_t half = a.turned / 2;
+    const float *cos = a.cos + token * a.rotated, *sin = a.sin + token * a.rotated;
+    int64_t half = a.rotated / 2;
     if (a.interleaved) {
         for (int64_t i = 0; i < half; i++) {
             float even = head[2 * i], odd = head[2 * i + 1];
@@ -48,7 +48,7 @@ template <typename T> INLINE void prepare(const Rope& a, int64_t token, const T*
             y[half + i] = narrow<T>(high * cos[half + i] + low * sin[half + i]);
         }
     }
-    for (int64_t i = a.turned; i < a.dim; i++) y[i] = narrow<T>(head[i]);
+    for (int64_t i = a.rotated; i < a.dim; i++) y[i] = narrow<T>(head[i]);
 }
 
 // A head to the cache: of keys (part 0) or of values.
@@ -74,9 +74,9 @@ template <typename T> void rope_and_store_kv(const Rope& a, int part, int parts)
         } else if (slot >= 0 && h < a.heads + a.kv_heads) {
             int64_t kv = h - a.heads;
             const T* k = (const T*)a.k + t * a.k_pitch + kv * a.dim;
-            T turned[MOST_DIM];
-            prepare(a, t, k, (const T*)a.k_weight, turned);
-            keep(a, turned, slot, kv, 0);
+            T rotated[MOST_DIM];
+            prepare(a, t, k, (const T*)a.k_weight, rotated);
+            keep(a, rotated, slot, kv, 0);
         } else if (slot >= 0) {
             int64_t kv = h - a.heads - a.kv_heads;
             const T* v = (const T*)a.v + t * a.v_pitch + kv * a.dim;

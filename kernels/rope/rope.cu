@@ -1,15 +1,15 @@
-// Queries and keys get their head's norm (NORM) and are turned; keys and values go to their slots of the paged cache.
+// Queries and keys get their head's norm (NORM) and are rotated; keys and values go to their slots of the paged cache.
 // A warp does PER heads of a token: Q_HEADS query heads, then KV_HEADS key heads, then as many value heads.
 //
-// DIM: elements of a head, the first TURNED of them in pairs: (2i, 2i + 1) where INTERLEAVED, else (i, i + TURNED / 2).
-// V: elements at a time, a divisor of DIM and of TURNED / 2. C: the cache's element type, or where FP8 its codes' stead:
+// DIM: elements of a head, the first ROTATED of them in pairs: (2i, 2i + 1) where INTERLEAVED, else (i, i + ROTATED / 2).
+// V: elements at a time, a divisor of DIM and of ROTATED / 2. C: the cache's element type, or where FP8 its codes' stead:
 // they are e4m3, in blocks of SIZE tokens, with `scales` [blocks, KV_HEADS, 2, SIZE]. Rows of q, k and v are q_row, k_row
 // and v_row apart.
 #include "fp8_cache.cuh"
 
-constexpr int HALF = TURNED / 2;
+constexpr int HALF = ROTATED / 2;
 constexpr int PAIRS = (HALF / V + 31) / 32;           // vectors of a lane in each half
-constexpr int REST = ((DIM - TURNED) / V + 31) / 32;  // and behind them
+constexpr int REST = ((DIM - ROTATED) / V + 31) / 32;  // and behind them
 typedef Vec<T, V> Vector;
 typedef Vec<C, V> Stored;
 
@@ -40,7 +40,7 @@ __device__ inline Head load(const T* from, int lane) {
     }
 #pragma unroll
     for (int i = 0; i < REST; i++) {
-        int at = TURNED + (lane + i * 32) * V;
+        int at = ROTATED + (lane + i * 32) * V;
         if (at < DIM) h.rest[i] = *(const Vector*)(from + at);
     }
     return h;
@@ -75,7 +75,7 @@ template <class E> __device__ inline void store(E* to, const Head& h, int lane) 
     }
 #pragma unroll
     for (int i = 0; i < REST; i++) {
-        int at = TURNED + (lane + i * 32) * V;
+        int at = ROTATED + (lane + i * 32) * V;
         if (at < DIM) put(to + at, h.rest[i]);
     }
 }
@@ -92,7 +92,7 @@ __device__ inline void scaled(Vector& p, float scale, const Vector& w) {
     for (int j = 0; j < V; j++) p.x[j] = from_float<T>(to_float(p.x[j]) * scale * to_float(w.x[j]));
 }
 
-// Rounded to T before it is turned, as it is where the norm is an operation of its own.
+// Rounded to T before it is rotated, as it is where the norm is an operation of its own.
 __device__ inline void normalise(Head& h, const T* weight, float eps, int lane) {
     float sum = 0;
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ inline void normalise(Head& h, const T* weight, float eps, int lane) 
         if ((lane + i * 32) * V < HALF) sum += squares(h.first[i]) + squares(h.second[i]);
 #pragma unroll
     for (int i = 0; i < REST; i++)
-        if (TURNED + (lane + i * 32) * V < DIM) sum += squares(h.rest[i]);
+        if (ROTATED + (lane + i * 32) * V < DIM) sum += squares(h.rest[i]);
     float scale = rsqrtf(warp_sum(sum) / DIM + eps);
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
@@ -112,7 +112,7 @@ __device__ inline void normalise(Head& h, const T* weight, float eps, int lane) 
     }
 #pragma unroll
     for (int i = 0; i < REST; i++) {
-        int at = TURNED + (lane + i * 32) * V;
+        int at = ROTATED + (lane + i * 32) * V;
         if (at < DIM) scaled(h.rest[i], scale, *(const Vector*)(weight + at));
     }
 }
@@ -138,7 +138,7 @@ __device__ inline void quantise(e4m3* to, unsigned char* scale, Head& h, int lan
         if ((lane + i * 32) * V < HALF) most = fmaxf(most, fmaxf(largest(h.first[i]), largest(h.second[i])));
 #pragma unroll
     for (int i = 0; i < REST; i++)
-        if (TURNED + (lane + i * 32) * V < DIM) most = fmaxf(most, largest(h.rest[i]));
+        if (ROTATED + (lane + i * 32) * V < DIM) most = fmaxf(most, largest(h.rest[i]));
     const int exponent = scale_exponent(warp_max(most));
     const float by = inverse_scale(exponent);
 #pragma unroll
@@ -146,12 +146,12 @@ __device__ inline void quantise(e4m3* to, unsigned char* scale, Head& h, int lan
         if ((lane + i * 32) * V < HALF) times(h.first[i], by), times(h.second[i], by);
 #pragma unroll
     for (int i = 0; i < REST; i++)
-        if (TURNED + (lane + i * 32) * V < DIM) times(h.rest[i], by);
+        if (ROTATED + (lane + i * 32) * V < DIM) times(h.rest[i], by);
     store(to, h, lane);
     if (lane == 0) *scale = exponent;
 }
 
-// What a lane needs of its token's cos and sin [TURNED]: both halves are alike, the first half of sin is negated.
+// What a lane needs of its token's cos and sin [ROTATED]: both halves are alike, the first half of sin is negated.
 struct Angles {
     float cos[PAIRS][V], sin[PAIRS][V];
 };
@@ -168,7 +168,7 @@ __device__ inline Angles angles(const float* cos, const float* sin, int lane) {
     return y;
 }
 
-__device__ inline void turn(Head& h, const Angles& by, int lane) {
+__device__ inline void rotate(Head& h, const Angles& by, int lane) {
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
         if ((lane + i * 32) * V >= HALF) break;
@@ -190,7 +190,7 @@ rope_and_store_kv(T* q, const T* k, const T* v, int q_row, int k_row, int v_row,
     int unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     int t = unit / UNITS;
     if (t >= tokens) return;
-    Angles by = angles(cos + (long long)t * TURNED, sin + (long long)t * TURNED, lane);
+    Angles by = angles(cos + (long long)t * ROTATED, sin + (long long)t * ROTATED, lane);
     long long slot = slots[t];  // negative: a row that only fills a captured batch up
 #pragma unroll
     for (int i = 0; i < PER; i++) {
@@ -199,7 +199,7 @@ rope_and_store_kv(T* q, const T* k, const T* v, int q_row, int k_row, int v_row,
             T* at = q + (long long)t * q_row + head * DIM;
             Head h = load(at, lane);
             if (NORM) normalise(h, q_weight, eps, lane);
-            turn(h, by, lane);
+            rotate(h, by, lane);
             store(at, h, lane);
         } else if (head < HEADS && slot >= 0) {
             bool key = head < Q_HEADS + KV_HEADS;
@@ -207,7 +207,7 @@ rope_and_store_kv(T* q, const T* k, const T* v, int q_row, int k_row, int v_row,
             Head h = load(key ? k + (long long)t * k_row + head * DIM : v + (long long)t * v_row + head * DIM, lane);
             if (key) {
                 if (NORM) normalise(h, k_weight, eps, lane);
-                turn(h, by, lane);
+                rotate(h, by, lane);
             }
             const long long to = (slot * KV_HEADS + head) * DIM;
             if (FP8) {

@@ -187,7 +187,7 @@ def rope_and_store_kv_cuda(
     vector = min(jit.vector(x, dim, rotated // 2, *rows, most=2 * x.element_size()) for x in (q, k, v))
     per = 1 if tokens < ENOUGH else 8
     kernel = jit.kernel(
-        "rope", "rope_and_store_kv", q.dtype, C=keys.dtype if scales is None else q.dtype, DIM=dim, TURNED=rotated,
+        "rope", "rope_and_store_kv", q.dtype, C=keys.dtype if scales is None else q.dtype, DIM=dim, ROTATED=rotated,
         V=vector, Q_HEADS=heads, KV_HEADS=kv_heads, NORM=int(norms is not None), PER=per, SIZE=keys.shape[1],
         FP8=int(scales is not None), INTERLEAVED=int(cos_sin.interleaved),
     )  # fmt: skip

@@ -167,7 +167,7 @@ def configure(options: BatchOptions, place: mpi_env.RankPlace | None) -> BatchCo
     end, left = end_time(options.deadline, os.environ, time.time())
     terminal = place is None and os.isatty(2)
     return BatchConfig(
-        front=ServerConfig("", "", -1),
+        server=ServerConfig("", "", -1),
         input=source,
         output=output,
         errors=errors,
@@ -250,7 +250,7 @@ def _is_done(config: BatchConfig) -> bool:
 def start(config: BatchConfig, settings: ServerConfig) -> subprocess.Popen[bytes]:
     """The jobs process, with our standard input if it is to read that."""
     settings = msgspec.structs.replace(settings, queue_size=1 << 30)
-    config = msgspec.structs.replace(config, front=settings)
+    config = msgspec.structs.replace(config, server=settings)
     given = {VARIABLE: msgspec.json.encode(config).decode()}
     # Until the process can hear it; the supervisor repeats it, and the ranks hold it back.
     old = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -264,7 +264,7 @@ def run(config: BatchConfig, options: Options) -> int:
     """Not under MPI: supervise."""
     directory = server_process.job_directory()
     try:
-        link = os.path.join(directory, "lead")
+        link = os.path.join(directory, "link")
         plan = supervisor.launch_spec(options, link)
         child = start(config, server_process.config(options, link, None, []))
         return Supervisor(plan, child, options.restarts).run()

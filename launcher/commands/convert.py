@@ -31,18 +31,20 @@ USAGE_TEXT = """phalanx convert SRC DST --to FORMAT [options]: quantise a model 
   phalanx convert Qwen/Qwen3-8B qwen3-8b-int4 --to gptq
   phalanx convert DIR DIR-int8 --to gptq --bits 8 --calibration text.txt
 
-q4km and the others that begin with q, f16, bf16 and f32 make a GGUF file, with tokenizer and chat template in it; DST
-is its name. gptq, awq and marlin are three layouts of what GPTQ rounds: each matrix so that the layer's outputs over a
-calibration text change least. A line for each layer tells the error of its outputs, the last one the perplexity before
-and after. fp8 stores e4m3 in blocks of 128 x 128. Of these four, embeddings, norms and the head stay as they are. It
-runs on one GPU where there is one, else on all cores.
+q4km and the others that begin with q or iq, f16, bf16 and f32 make a GGUF file, with tokenizer and chat template in it;
+DST is its name. gptq, awq and marlin are three layouts of what GPTQ rounds: each matrix so that the layer's outputs
+over a calibration text change least. A line for each layer tells the error of its outputs, the last one the perplexity
+before and after. fp8 stores e4m3 in blocks of 128 x 128. Of these four, embeddings, norms and the head stay as they
+are. It runs on one GPU where there is one, else on all cores.
 """
 _GROUP = "Convert"
 PROGRAM = ("-m", "phalanx.rank.model.convert")
 CALIBRATED = "gptq", "awq", "marlin"
 IN_FILES = (  # of GGUF
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", *mixes.MIXES, "f32", "f16", "bf16",
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "iq4_nl", "iq4_xs", *mixes.MIXES, "f32",
+    "f16", "bf16",
 )  # fmt: skip
+_SPELLINGS = ISQ_SPELLINGS | {name.upper(): name for name in ("iq4_nl", "iq4_xs")}
 HELD_OUT = 8  # windows of the text that only the perplexity is measured on
 
 
@@ -57,7 +59,7 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     to: Annotated[
         str,
-        flag("--to", "--method", group=_GROUP, choices=(*CALIBRATED, "fp8", *IN_FILES), spellings=ISQ_SPELLINGS,
+        flag("--to", "--method", group=_GROUP, choices=(*CALIBRATED, "fp8", *IN_FILES), spellings=_SPELLINGS,
              help="the format of the result"),
     ] = "gptq"  # fmt: skip
     bits: Annotated[int, flag("--bits", group=_GROUP, metavar="N", low=4, high=8, help="of gptq's codes, 4 or 8")] = 4

@@ -74,7 +74,7 @@ def serve(options: Options, models: models_file.Models | None = None) -> int:
     directory = ""
     try:
         directory = server_process.job_directory()
-        link = os.path.join(directory, "lead")
+        link = os.path.join(directory, "link")
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
         start = supervisor.launch_spec(options, link, columns)
         _announce(options, listener.url)

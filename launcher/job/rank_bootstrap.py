@@ -202,7 +202,7 @@ def _start_server(options: Options, jobs: Jobs | None, models: Models | None) ->
     if jobs is None:
         listener, options = server_process.open_for_clients(options)
     directory = server_process.job_directory()
-    link = os.path.join(directory, "lead")
+    link = os.path.join(directory, "link")
     settings = server_process.config(options, link, listener, binding.allowed(), models)
     child = server_process.start(settings, os.environ) if jobs is None else jobs(settings)
     hold_drain()

@@ -26,12 +26,7 @@ _HEAD = """\
 #SBATCH --output=phalanx-%j.log
 """
 
-_SERVE = """\
-# On the login node `phalanx chat` finds this server, also through its job's number: phalanx chat --job NUMBER.
-# Two minutes before the time is over this script, B, gets SIGUSR1.
-#SBATCH --signal=B:USR1@120
-{key}
-# SIGUSR1 drains: open requests are finished, new ones refused. srun passes it on to the ranks.
+_RUN = """\
 trap 'asked=1; kill -USR1 $job' USR1
 # With Open MPI; MPICH wants pmi2. `srun --mpi=list` shows what this Slurm has.
 srun --mpi=pmix {command} &
@@ -40,30 +35,30 @@ wait $job
 code=$?
 # `wait` also returns when the signal comes; then it waits for the end.
 while [ -n "$asked" ]; do asked=; wait $job; code=$?; done
-exit $code  # docs/exit-codes.md
 """
 
-_BATCH = """\
+_SERVE = f"""\
+# On the login node `phalanx chat` finds this server, also through its job's number: phalanx chat --job NUMBER.
+# Two minutes before the time is over this script, B, gets SIGUSR1.
+#SBATCH --signal=B:USR1@120
+{{key}}
+# SIGUSR1 drains: open requests are finished, new ones refused. srun passes it on to the ranks.
+{_RUN}exit $code  # docs/exit-codes.md
+"""
+
+_BATCH = f"""\
 #SBATCH --open-mode=append
 #SBATCH --requeue
 # Five minutes before the time is over (Slurm may be a minute early) this script, B, gets SIGUSR1.
 #SBATCH --signal=B:USR1@300
 
 # SIGUSR1 stops the intake: what is under way is finished and written down. srun passes it on to the ranks.
-trap 'asked=1; kill -USR1 $job' USR1
-# With Open MPI; MPICH wants pmi2. `srun --mpi=list` shows what this Slurm has.
-srun --mpi=pmix {command} &
-job=$!
-wait $job
-code=$?
-# `wait` also returns when the signal comes; then it waits for the end.
-while [ -n "$asked" ]; do asked=; wait $job; code=$?; done
-
+{_RUN}
 # The journal beside the output remembers what is done: the same script goes on there. docs/exit-codes.md has the codes.
 case $code in
     75) scontrol requeue "$SLURM_JOB_ID" ;;                 # unfinished: the time was over
     70 | 71 | 137)                                          # a rank failed: not again and again
-        if [ "${{SLURM_RESTART_COUNT:-0}}" -lt 20 ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
+        if [ "${{{{SLURM_RESTART_COUNT:-0}}}}" -lt 20 ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
 esac
 exit $code
 """

@@ -12,7 +12,7 @@ from .types import BY_NAME
 
 MIXES = {"q3km": "Q3_K", "q4km": "Q4_K", "q5km": "Q5_K"}  # what most tensors have
 # Of rows that are no whole super-blocks.
-SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 WIDE = "F32", "F16", "BF16", "Q8_0"  # which the output has, too
 VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
 

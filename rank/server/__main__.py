@@ -164,7 +164,7 @@ class Server:
             self._stop(errors.OK)
 
     def _lost(self) -> None:
-        """The lead's connection ended."""
+        """The scheduler's connection ended."""
         if self.link.draining:
             self._stop(errors.OK)
         elif not self.config.restarts_expected:

@@ -58,7 +58,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     record_conversation: bool = False  # of requests with a conversation_id that do not say
     ui_server: bool = False  # serve the page of http/ui at /
     file_store: str = ""  # directory of /v1/files and /v1/batches; "": there are none
-    restarts_expected: bool = False  # a new lead may come after one is lost: stay and answer 503 meanwhile
+    restarts_expected: bool = False  # a new scheduler may come after one is lost: stay and answer 503 meanwhile
     sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
     generation_config: str = "auto"  # "auto": the model directory's file; "none": ignore it; else a file's path
     chat_template: str = ""  # path of a template that replaces the model's

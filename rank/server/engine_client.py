@@ -21,10 +21,10 @@ RETRY_AFTER = 5  # seconds; loading a model takes longer, but asking is cheap
 
 
 class Stream:
-    """What the lead sends for the sequences of one submit.
+    """What the scheduler sends for the sequences of one submit.
 
     Iterating yields lists of deltas: all that came since the last look, so a reader that was held up catches up in
-    one round. It ends when every sequence has finished, and raises ApiError when the lead is lost.
+    one round. It ends when every sequence has finished, and raises ApiError when the scheduler is lost.
     """
 
     __slots__ = ("open", "_link", "_pending", "_waiter", "_error")
@@ -80,11 +80,11 @@ class Stream:
 
 
 class EngineClient:
-    """Listens for rank 0's lead and speaks the frames of rank/protocol.py with it.
+    """Listens for rank 0's scheduler and speaks the frames of rank/protocol.py with it.
 
-    Everything here runs on one asyncio loop. The states: "loading" (no lead yet, or its weights are not loaded),
-    "ready", "unloaded" (no model is loaded), "draining", "restarting" (the lead is gone and another is expected) and
-    "failed" (gone for good).
+    Everything here runs on one asyncio loop. The states: "loading" (no scheduler yet, or its weights are not loaded),
+    "ready", "unloaded" (no model is loaded), "draining", "restarting" (the scheduler is gone, and another is expected)
+    and "failed" (gone for good).
     """
 
     def __init__(self, path: str, restarts_expected: bool = False):
@@ -102,9 +102,9 @@ class EngineClient:
         self.on_draining: Callable[[], None] = self.drain  # the ranks were asked to; whoever is here says when
         self._ready_event = asyncio.Event()
         self._streams: dict[str, Stream] = {}
-        self._vocabulary: protocol.Vocabulary | None = None  # the one that the lead knows
+        self._vocabulary: protocol.Vocabulary | None = None  # the one that the scheduler knows
         self._busy_at = 0.0  # on the loop's clock: when something was last running, or could not run
-        self._lead: _EngineProtocol | None = None
+        self._scheduler: _EngineProtocol | None = None
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
@@ -125,18 +125,18 @@ class EngineClient:
         self._server = await loop.create_unix_server(lambda: _EngineProtocol(self), sock=sock)
 
     def close(self) -> None:
-        """Stop listening, drop the lead and fail what is open."""
+        """Stop listening, drop the scheduler and fail what is open."""
         if self._server is not None:
             self._server.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
             self._server = None
-        if self._lead is not None:
-            self._lead.transport.close()
+        if self._scheduler is not None:
+            self._scheduler.transport.close()
         self.fail_all(STOPPING)
 
     async def wait_ready(self) -> protocol.Ready:
-        """Wait for the lead's Ready."""
+        """Wait for the scheduler's Ready."""
         while self.ready is None:
             if self.state == "failed":
                 raise self.unavailable()
@@ -155,11 +155,11 @@ class EngineClient:
         return now - self._busy_at
 
     def submit(self, requests: list[protocol.Request], vocabulary: protocol.Vocabulary | None = None) -> Stream:
-        """Send requests to the lead. vocabulary: of those that have a grammar.
+        """Send requests to the scheduler. vocabulary: of those that have a grammar.
 
         Raises ApiError 503 where there is none that takes them.
         """
-        if self.state != "ready" or self._lead is None:
+        if self.state != "ready" or self._scheduler is None:
             raise self.unavailable()
         stream = Stream(self, [request.id for request in requests])
         for request in requests:
@@ -169,42 +169,42 @@ class EngineClient:
         if vocabulary is not None and vocabulary is not self._vocabulary:
             self._vocabulary = vocabulary
             frames.insert(0, protocol.frame(vocabulary))
-        self._lead.transport.write(b"".join(frames))
+        self._scheduler.transport.write(b"".join(frames))
         return stream
 
     def abort(self, ids: list[str]) -> None:
         """Free these sequences on the ranks; unknown and finished ones are left out."""
         known = [id for id in ids if self._streams.pop(id, None) is not None]
-        if known and self._lead is not None:
-            self._lead.transport.write(protocol.frame(protocol.Abort(known)))
+        if known and self._scheduler is not None:
+            self._scheduler.transport.write(protocol.frame(protocol.Abort(known)))
 
     async def switch(self, model: int, options: str) -> str:
         """Have the ranks serve another model; "" for `options`: none. Call it when nothing is open.
 
         Returns why it could not be loaded, where it could not. Raises ApiError where the job has ended.
         """
-        if self._lead is None or self.draining:
+        if self._scheduler is None or self.draining:
             raise self.unavailable()
         self.state, self.ready, self.switch_error = "loading", None, ""
         self.progress = protocol.Progress("switching models", 0, 0)
         self._ready_event.clear()
-        self._vocabulary = None  # the lead forgets it with the model
-        self._lead.transport.write(protocol.frame(protocol.Switch(model, options)))
+        self._vocabulary = None  # the scheduler forgets it with the model
+        self._scheduler.transport.write(protocol.frame(protocol.Switch(model, options)))
         await self._ready_event.wait()
         if self.state not in ("ready", "unloaded"):
             raise self.unavailable()
         return self.switch_error
 
     def drain(self, code: int = errors.OK) -> None:
-        """Take no new request; the lead finishes the open ones, and the ranks end with `code`."""
+        """Take no new request; the scheduler finishes the open ones, and the ranks end with `code`."""
         if self.draining:
             return
         self.draining = True
         self._drain = protocol.Drain(code)
         if self.state in ("loading", "ready", "unloaded"):
             self.state = "draining"
-        if self._lead is not None:
-            self._lead.transport.write(protocol.frame(self._drain))
+        if self._scheduler is not None:
+            self._scheduler.transport.write(protocol.frame(self._drain))
 
     def unavailable(self) -> ApiError:
         """Why no request is taken now."""
@@ -242,26 +242,26 @@ class EngineClient:
 
     # Called by _LeadProtocol.
 
-    def connected(self, lead: _EngineProtocol) -> None:
-        if self._lead is not None:
+    def connected(self, scheduler: _EngineProtocol) -> None:
+        if self._scheduler is not None:
             if not self.restarts_expected:
                 log.warning("refused a second connection on %s: rank 0 is connected already", self.path)
-                lead.transport.abort()
+                scheduler.transport.abort()
                 return
-            # A restarted lead may be accepted before the end of the old one's connection is read.
-            old, self._lead = self._lead, None
+            # A restarted scheduler may be accepted before the end of the old one's connection is read.
+            old, self._scheduler = self._scheduler, None
             old.transport.abort()
             self.lost()
-        self._lead = lead
+        self._scheduler = scheduler
         self.fatal = None
         self.state = "draining" if self.draining else "loading"
         self.progress = protocol.Progress("starting", 0, 0)
         if self.draining:
-            lead.transport.write(protocol.frame(self._drain))
+            scheduler.transport.write(protocol.frame(self._drain))
 
-    def disconnected(self, lead: _EngineProtocol) -> None:
-        if lead is self._lead:
-            self._lead = None
+    def disconnected(self, scheduler: _EngineProtocol) -> None:
+        if scheduler is self._scheduler:
+            self._scheduler = None
             self.lost()
 
     def lost(self) -> None:
@@ -313,7 +313,7 @@ class EngineClient:
 
 
 class _EngineProtocol(asyncio.Protocol):
-    """One connection of a lead."""
+    """One connection of a scheduler."""
 
     transport: asyncio.Transport
 

@@ -217,7 +217,7 @@ class Hosts:
 
     @property
     def near(self) -> Host:
-        """Where mpirun is started, and rank 0 with the front."""
+        """Where mpirun is started, and rank 0 with the server."""
         return self.all[0]
 
     @property

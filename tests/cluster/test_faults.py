@@ -19,7 +19,7 @@ TIMEOUT = 10  # also what ranks that import torch side by side may take to meet
 PATIENT = ("--device", "cpu", "--mem", "64")
 ARGUMENTS = (*PATIENT, "--timeout", str(TIMEOUT))
 MPIRUN_PATIENCE = 15  # seconds that a mpirun which waits for a lost node is given by rank 0's host
-RANK = r"-m phalanx\.rank"  # and the front
+RANK = r"-m phalanx\.rank"  # and the server
 
 
 @pytest.fixture(scope="module")

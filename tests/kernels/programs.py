@@ -3,7 +3,7 @@
 import torch
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.collective import allreduce
-from phalanx.kernels.moe import expert_gemm, moe, quantized_cuda, router
+from phalanx.kernels.moe import expert_gemm, host_exchange, moe, quantized_cuda, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import (
@@ -22,6 +22,9 @@ LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0,
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, CAPPED=1, SINKS=1, FP8=0)
 GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, CAPPED=1, SINKS=0, FP8=0)
 GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED=0, SINKS=1, FP8=0)
+ROTARY = dict(DIM=128, ROTATED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8, INTERLEAVED=0, SIZE=16, FP8=0)
+ROTARY_FP8 = ROTARY | dict(DIM=64, ROTATED=32, Q_HEADS=4, KV_HEADS=2, INTERLEAVED=1, FP8=1)
+ROTARY_ODD = dict(DIM=10, ROTATED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1, INTERLEAVED=1, SIZE=5, FP8=0)
 LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS))
 
 
@@ -74,57 +77,9 @@ PROGRAMS = [
     ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
     ("activation", dict(T=torch.float32, V=1, ACT=2)),
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
-    (
-        "rope",
-        dict(
-            T=torch.bfloat16,
-            C=torch.bfloat16,
-            DIM=128,
-            TURNED=128,
-            V=2,
-            Q_HEADS=32,
-            KV_HEADS=8,
-            NORM=1,
-            PER=8,
-            INTERLEAVED=0,
-            SIZE=16,
-            FP8=0,
-        ),
-    ),
-    (
-        "rope",
-        dict(
-            T=torch.float16,
-            C=torch.float16,
-            DIM=64,
-            TURNED=32,
-            V=2,
-            Q_HEADS=4,
-            KV_HEADS=2,
-            NORM=1,
-            PER=8,
-            INTERLEAVED=1,
-            SIZE=16,
-            FP8=1,
-        ),
-    ),
-    (
-        "rope",
-        dict(
-            T=torch.float32,
-            C=torch.bfloat16,
-            DIM=10,
-            TURNED=6,
-            V=1,
-            Q_HEADS=3,
-            KV_HEADS=1,
-            NORM=0,
-            PER=1,
-            INTERLEAVED=1,
-            SIZE=5,
-            FP8=0,
-        ),
-    ),
+    ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, **ROTARY)),
+    ("rope", dict(T=torch.float16, C=torch.float16, **ROTARY_FP8)),
+    ("rope", dict(T=torch.float32, C=torch.bfloat16, **ROTARY_ODD)),
     ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0, BIAS=0)),
     ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8, ACT=0, BIAS=1)),
     ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0, BIAS=0)),
@@ -209,9 +164,9 @@ PROGRAMS = [
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(4, 4096, 28672, "gelu", False))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
-    ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3)),
-    ("prefill", dict(T=torch.float16, **OTHER, TILE=128, STAGES=6)),
-    ("prefill", dict(T=torch.bfloat16, **GEMMA, TILE=64, STAGES=2)),
+    ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3, HELD=8)),
+    ("prefill", dict(T=torch.float16, **OTHER, TILE=128, STAGES=6, HELD=4)),
+    ("prefill", dict(T=torch.bfloat16, **GEMMA, TILE=80, STAGES=2, HELD=2)),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),
     ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), TURN=1, NORM=1)),
     ("decode", dict(T=torch.bfloat16, **LLAMA_FP8, **room(LLAMA_FP8), TURN=1, NORM=0)),
@@ -219,7 +174,7 @@ PROGRAMS = [
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
     ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
-    ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6)),
+    ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6, HELD=4)),
     ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), TURN=1, NORM=0)),
     ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **room(GPT_OSS_FP8), TURN=1, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
@@ -234,6 +189,8 @@ PROGRAMS = [
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(64)))),
+    ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(True, True))),
+    ("host_exchange", dict(T=torch.float32, **host_exchange.sizes())),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

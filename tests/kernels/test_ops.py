@@ -1,6 +1,7 @@
 """The small operations, on odd sizes, strided inputs and empty batches."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -185,3 +186,38 @@ def test_linear_plain_and_packed(rows, outputs, inputs, monkeypatch):
 def test_only_f32_is_packed():
     weight = torch.randn(1024, 512, dtype=torch.bfloat16)
     assert pack(weight) is weight
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+def test_a_list_is_computed_apart(monkeypatch, threads):
+    """While the caller does something else; and by the caller where the threads are busy."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    gates = torch.randn(40, 192)
+    want, outs = gated_activation(gates, "silu"), [torch.empty(40, 96) for _ in range(4)]
+    act = ops.typed("activation", "gated_silu", torch.float32)
+    calls = [(act.address, ops.pack((gates, out, 40, 96))) for out in outs]
+    first, others = ops.call_array(calls[:3]), ops.call_array(calls[3:])
+    for alone in (0, 1, 3):
+        for _ in range(50):
+            for out in outs:
+                out.zero_()
+            begun, busy = ops.Begun(first, 3, alone), ops.Begun(others, 1)
+            busy.end()
+            begun.end()
+            assert all(torch.equal(out, want) for out in outs)
+
+
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+def test_threads_may_stay_awake(monkeypatch):
+    """For lists with little between them; what they compute is the same."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = torch.randn(64, 64)
+    want = linear(x, x)
+    ops.stay_awake(2e-3)
+    try:
+        for pause in (0, 1e-3, 1e-2):
+            time.sleep(pause)  # up to 10 ms: less and more than the 2 ms that they stay awake
+            assert torch.equal(linear(x, x), want)
+    finally:
+        ops.stay_awake(3e-5)

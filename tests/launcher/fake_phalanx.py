@@ -1,4 +1,4 @@
-"""The `phalanx` command with fake ranks and a fake front; as `fake_phalanx.py member`, the small per-rank process.
+"""The `phalanx` command with fake ranks and a fake server; as `fake_phalanx.py member`, the small per-rank process.
 
 PEER_PATIENCE stands in for the supervisor's. Restarts do not wait.
 """
@@ -11,7 +11,7 @@ from phalanx.launcher import cli
 from phalanx.launcher.job import rank_bootstrap, server_process, supervisor
 
 HERE = Path(__file__).resolve().parent
-server_process.SERVER = [str(HERE / "fake_front.py")]
+server_process.SERVER = [str(HERE / "fake_server.py")]
 rank_bootstrap.RANK = [str(HERE / "fake_rank.py")]
 supervisor.BOOTSTRAP = [__file__, "member"]
 supervisor.RESTART_DELAY = 0.1

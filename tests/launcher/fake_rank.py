@@ -2,7 +2,7 @@
 
 FAKE is a list of `what@rank`, separated by spaces, without `@rank` for all: `exit:CODE`, `kill` (itself), `deaf` (to
 TERM and USR1), `child` (leave a grandchild in a session of its own), `once:…` (only in the first start), `silent`
-(never connect). A rank that is told nothing else connects to the front, if it is rank 0, and ends on USR1 with 0.
+(never connect). A rank that is told nothing else connects to the server, if it is rank 0, and ends on USR1 with 0.
 """
 
 import os

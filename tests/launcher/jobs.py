@@ -56,13 +56,13 @@ class Launched:
 
     def pids(self) -> list[int]:
         names = [path.name for path in self.place.iterdir() if path.name.startswith("rank-")]
-        return [int(line) for name in (*names, "front", "child") for line in self.read(name)]
+        return [int(line) for name in (*names, "server", "child") for line in self.read(name)]
 
     def rank(self, rank: int) -> int:
         return int(self.read(f"rank-{rank}")[-1])
 
-    def front(self) -> int:
-        return int(self.read("front")[-1])
+    def server(self) -> int:
+        return int(self.read("server")[-1])
 
     def until(self, condition, seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
@@ -72,7 +72,7 @@ class Launched:
 
     def up(self, ranks: int) -> Launched:
         """Until so many ranks are up and connected, and what they say of it has come through mpirun."""
-        self.until(lambda: len(self.read("up")) >= ranks and self.read("front-log"))
+        self.until(lambda: len(self.read("up")) >= ranks and self.read("server-log"))
         self.until(lambda: self.output.count(" is up") > ranks)
         return self
 

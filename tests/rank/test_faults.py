@@ -209,7 +209,7 @@ def test_the_job_is_ready_when_every_step_thread_is(checkpoint, monkeypatch, ran
 
 
 def test_what_fits_in_the_cache_and_what_does_not(checkpoint):
-    """The log says what fits. The front checks lengths; a faulty one must not stop the job."""
+    """The log says what fits. The server checks lengths; a faulty one must not stop the job."""
     with Engine(checkpoint, 2, mem=2, max_model_len=100) as engine:
         assert not wait(lambda: f"KV cache: {engine.ready.kv_tokens} tokens in" not in engine.log(), 5)
         assert "2 MiB a rank (--mem 2)" in engine.log()
@@ -255,13 +255,13 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
     assert f"phalanx: --log: {tmp_path}/phalanx-rank-0.log cannot be written (Is a directory)" in done.stderr
 
 
-def test_a_front_that_is_not_there():
-    done = alone(server_socket="/nowhere/lead")
+def test_a_server_that_is_not_there():
+    done = alone(server_socket="/nowhere/link")
     assert done.returncode == 70
-    assert "phalanx: the server process cannot be reached at /nowhere/lead: " in done.stderr
+    assert "phalanx: the server process cannot be reached at /nowhere/link: " in done.stderr
 
 
-def test_a_front_that_goes_away_ends_the_job(checkpoint):
+def test_a_server_that_goes_away_ends_the_job(checkpoint):
     with Engine(checkpoint, 2) as engine:
         engine.socket.close()
         assert engine.process.wait(10) == 70

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from phalanx import errors
+from phalanx.rank import protocol
 
 from ..engine import Engine, greedy
 from .model.test_architectures import MODELS, write
@@ -67,6 +68,38 @@ def test_ranks(checkpoint, expected, tp, pp, ep):
     got, log, stats = answers(checkpoint, tp * pp, tp=tp, pp=pp, ep=ep, num_experts_offload_per_rank=3)
     assert got == expected() and "in host memory" in log
     assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """With blocks of 128 KiB, of which few fit into the smallest cache."""
+    sizes = dict(head_dim=64, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=4)
+    return write(tmp_path_factory.mktemp("wide"), **MODELS["qwen3_moe"] | sizes)
+
+
+@pytest.mark.parametrize("tp, pp, ep", [(1, 1, 1), pytest.param(2, 2, 2, marks=pytest.mark.long)])
+def test_preemption_aborts_and_prefix_hits(wide, tp, pp, ep):
+    """In a cache that is too small, while the resident sets follow what is chosen: tokens as with room for all."""
+    sizes = dict(max_model_len=112, max_num_seqs=8, max_num_batched_tokens=64)
+    prompts = [[random.Random(100 + i).randrange(3, 512) for _ in range(60)] for i in range(8)]
+    with Engine(wide, **sizes) as engine:
+        outputs = engine.generate({str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(prompts)})
+        want = {name: one.tokens for name, one in outputs.items()}
+    ranks = dict(ranks=tp * pp, tp=tp, pp=pp, ep=ep)
+    with Engine(wide, **ranks, mem=1, num_experts_offload_per_rank=3, **sizes) as engine:
+        for turn in range(2):
+            sent = {f"{turn}-{i}": (prompt, greedy(COUNT)) for i, prompt in enumerate(prompts)}
+            gone = protocol.Request("gone", protocol.pack_u32(prompts[0][::-1]), greedy(48))
+            engine.send(gone, *(protocol.Request(n, protocol.pack_u32(p), s) for n, (p, s) in sent.items()))
+            engine.send(protocol.Abort(["gone"]))
+            outputs = engine.collect(sent)
+            assert {name[2:]: one.tokens for name, one in outputs.items()} == want
+        again = engine.generate({name: (prompts[7], greedy(COUNT)) for name in ("first", "again")})
+        assert again["first"].tokens == again["again"].tokens == want["7"]
+        stats = engine.rest()
+        assert stats.preemptions > 0 and stats.cached_tokens > 0 and stats.experts_loaded > 0
+        assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
+        assert engine.drain() == 0
 
 
 def test_replicas_of_a_node_have_the_experts_once(checkpoint, expected):

@@ -312,7 +312,7 @@ def test_degrees(size, tp, pp, dp, want):
 def test_experts_are_shared_out_within_a_tensor_group():
     assert degrees(8, 4, 0, 2, ep=2) == degrees(8, 4, 0, 2, ep=0) == (4, 1, 2)
     for ep in (3, 8):
-        with pytest.raises(ValueError, match=f"--ep {ep} does not divide --tp 4: .* several copies"):
+        with pytest.raises(ValueError, match=f"--ep {ep} does not divide --tp 4: .* several replicas"):
             degrees(8, 4, 0, 2, ep=ep)
 
 
@@ -323,7 +323,7 @@ def test_experts_are_shared_out_within_a_tensor_group():
         (6, 0, 4, 0, "--pp 4 does not divide the 6 ranks"),
         (6, 0, 0, 4, "--dp 4 does not divide the 6 ranks"),
         (6, 2, 2, 0, "--tp 2 times --pp 2 is 4, but there are 6 ranks"),
-        (8, 2, 2, 0, "--tp 2 times --pp 2 is 4, but there are 8 ranks; --dp 2 serves as many copies"),
+        (8, 2, 2, 0, "--tp 2 times --pp 2 is 4, but there are 8 ranks; --dp 2 serves as many replicas"),
         (8, 2, 1, 2, "--tp 2 times --pp 1 times --dp 2 is 4, but there are 8 ranks"),
         (6, 2, 0, 2, "--tp 2 times --dp 2 is 4, but there are 6 ranks"),
     ],

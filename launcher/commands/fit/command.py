@@ -90,7 +90,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0  # fmt: skip
     tp: Annotated[int, flag("--tp", group=_GROUP, metavar="N", low=0, help="only this tensor degree")] = 0
     pp: Annotated[int, flag("--pp", group=_GROUP, metavar="N", low=0, help="only this many stages")] = 0
-    dp: Annotated[int, flag("--dp", group=_GROUP, metavar="N", low=0, help="only this many copies")] = 0
+    dp: Annotated[int, flag("--dp", group=_GROUP, metavar="N", low=0, help="only this many replicas")] = 0
     ep: Annotated[
         int, flag("--ep", group=_GROUP, metavar="N", low=0, help="only this expert degree; 1: each expert is split")
     ] = 0

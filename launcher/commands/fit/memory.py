@@ -19,7 +19,7 @@ PER_LOGIT = 51  # bytes of the sampler's sort, probabilities and noise; 1601 MiB
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How ranks share the model: dp copies of pp stages of tp ranks; experts shared out over ep of them."""
+    """How ranks share the model: dp replicas of pp stages of tp ranks; experts shared out over ep of them."""
 
     tp: int
     pp: int = 1
@@ -81,7 +81,7 @@ class MemoryFit:
 
     stages: tuple[Stage, ...]
     runtime: float
-    kv_room: int  # tokens that fit, in one copy of the model
+    kv_room: int  # tokens that fit, in one replica
     kv_tokens: int  # that a run takes: no more than its sequences can use
     kv_bytes: int  # of these and of states, on the rank with the most layers
     spare: float  # bytes left for activations on the fullest rank

@@ -113,7 +113,7 @@ def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> s
 
 def _lacking(layout: Layout) -> str:
     """What Phalanx does not do yet."""
-    return "ep over several copies is not served yet" if layout.ep > layout.tp else ""
+    return "ep over several replicas is not served yet" if layout.ep > layout.tp else ""
 
 
 def best(figures: list[LayoutEstimate]) -> LayoutEstimate | None:

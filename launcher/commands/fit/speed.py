@@ -22,7 +22,12 @@ GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reac
 SMALL_OPS = 5  # kernels of a layer beside its GEMMs: two norms, rope, attention, activation
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
 HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured
-HOST_FLOPS = 2e11  # of one rank's share of the host's cores, in f32; assumed
+# Of experts in host memory, one rank with an H200 and 16 cores with AMX (2026-11-25): the CPU reads them at 72 to
+# 86 GB/s where each has one token, and computes 1.0 to 1.2 TFLOP/s where each has 64; copies run at 42 to 47 GB/s.
+RANK_HOST = 80e9
+RANK_FLOPS = 1.1e12
+EXPERT_COPIES = 45e9
+EXCHANGE = 30e-6  # seconds of a layer that the GPU and the host take to tell each other; estimated
 HOP = 20e-6  # seconds of a message between nodes
 
 
@@ -70,7 +75,7 @@ class StepModel:
         self.shape, self.layout, self.device, self.links = shape, layout, device, links
         self.width = WIDTHS[asked.dtype]
         self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
-        self.host = HOST / max(1, ranks_here)
+        self.host = min(RANK_HOST, HOST / max(1, ranks_here))
         self.offload = 0 if device.cpu else asked.cpu_offload
 
     def step(self, stage: StageShape, tokens: int, context: float, sampled: int) -> float:
@@ -107,6 +112,7 @@ class StepModel:
             total += 2 * self.links.scatter + moved / self.layout.tp / self.links.expert
         if experts:
             total += 4 * self.device.small  # choosing, sorting, gathering, adding up
+            total += EXCHANGE if self.layout.offload else 0.0
         return total
 
     def _gemm(self, one: Weights, tokens: int) -> float:
@@ -114,16 +120,16 @@ class StepModel:
             return self._roof(one.bytes, 2.0 * one.elements * tokens) + self.device.ramp
         ep, all_experts = self.layout.ep, self.shape.experts
         chosen = max(1, self.shape.chosen)
-        rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all copies that the expert group spans
+        rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all replicas that the expert group spans
         visited = one.copies * (1 - (1 - chosen / all_experts) ** rows)  # of a rank's experts, on average
         spread = math.sqrt(2 * math.log(ep) * visited * (1 - visited / one.copies))  # all wait for the busiest rank
         touched = (one.host if self.layout.offload else one.bytes) * min(one.copies, visited + spread)
         work = 2.0 * one.elements * rows * chosen / ep
         if not self.layout.offload:
             return self._roof(touched, work / GROUPED) + self.device.ramp
-        # The host computes few rows where its memory is; many rows are worth moving the weights to the device.
-        moved = touched / PCIE
-        return min(touched / self.host + work / HOST_FLOPS, max(moved, work / self.flops)) + self.device.ramp
+        # Of few rows the host computes some experts where they lie while others are copied; of many all are copied.
+        both = max(touched / (self.host + EXPERT_COPIES), work / RANK_FLOPS)
+        return min(both, max(touched / EXPERT_COPIES, work / self.flops)) + self.device.ramp
 
     def _roof(self, read: float, work: float) -> float:
         memory, arithmetic = read / self.device.bandwidth, work / self.flops

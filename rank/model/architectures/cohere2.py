@@ -3,22 +3,18 @@ layers with a window and interleaved rope to one of full attention without posit
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.rope.rope import CosSin
 from .. import base
-from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from ..layers.mlp import GatedMLP
 from ..layers.norm import AddLayerNorm, LayerNorm
-from ..layers.residual import Normed, ResidualStream
 from ..layers.rope import NONE, Parameters
-from . import llama, ministral
+from . import llama, ministral, phi
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +45,7 @@ class Layer(base.Layer):
         self.self_attn = llama.Attention(args, mesh, index, local)
         self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, act=args.hidden_act)
 
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        stream.add(self.self_attn(h, cos_sin, batch) + self.mlp(h))
+    forward = phi.Layer.forward
 
 
 class Decoder(base.Decoder):

@@ -4,6 +4,7 @@ layers that predict further tokens."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ....kernels.moe.router import RouterParams
 from ..layers.rope import Parameters
@@ -25,18 +26,17 @@ class Args(deepseek_v2.Args):
 
     @property
     def router(self) -> RouterParams:
-        return RouterParams(
-            self.num_experts_per_tok,
-            "sigmoid",
-            corrected=True,
-            normalise=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-        )
+        return router(self)
 
     def rope(self, index: int) -> Parameters:
         return self.rope_parameters | {"interleaved": self.rope_interleave}
+
+
+def router(args: Any) -> RouterParams:
+    return RouterParams(
+        args.num_experts_per_tok, "sigmoid", corrected=True, normalise=args.norm_topk_prob,
+        scale=args.routed_scaling_factor, groups=args.n_group, top_groups=args.topk_group,
+    )  # fmt: skip
 
 
 class Model(deepseek_v2.Model):

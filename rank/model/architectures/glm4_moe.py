@@ -9,7 +9,7 @@ from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from .. import base
 from ..layers.moe import SharedMoE
-from . import llama, qwen3
+from . import deepseek_v3, llama, qwen3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,7 @@ class Args(llama.Args):
 
     @property
     def router(self) -> RouterParams:
-        return RouterParams(
-            self.num_experts_per_tok,
-            "sigmoid",
-            corrected=True,
-            normalise=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-        )
+        return deepseek_v3.router(self)
 
 
 class Layer(llama.Layer):

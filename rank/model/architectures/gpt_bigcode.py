@@ -5,7 +5,6 @@ GPT-2 with multi-query attention (Shazeer 2019, arXiv 1911.02150): learned posit
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch import Tensor
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams
-from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
 from ..layers.embedding import PositionEmbedding
 from ..layers.mlp import MLP
 from ..layers.norm import AddLayerNorm, LayerNorm
-from ..layers.residual import Normed, ResidualStream
 from ..layers.rope import NONE, Parameters
 from . import llama
 
@@ -77,11 +74,7 @@ class Layer(base.Layer):
         self.post_attention_layernorm = AddLayerNorm(size, eps)
         self.mlp = MLP(size, args.n_inner or 4 * size, mesh, bias=True, act=args.hidden_act)
 
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        stream.add(self.self_attn(h, cos_sin, batch))
-        yield (h := self.post_attention_layernorm(stream))
-        stream.add(self.mlp(h))
+    forward = llama.Layer.forward
 
 
 class Decoder(base.Decoder):

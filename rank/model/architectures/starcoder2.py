@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 from ....comm.mesh import Mesh
-from ....kernels.rope.rope import CosSin
 from .. import base
-from ..batch import Batch
 from ..layers.mlp import MLP
 from ..layers.norm import AddLayerNorm, LayerNorm
-from ..layers.residual import Normed, ResidualStream
 from . import llama, mistral
 
 
@@ -40,11 +36,7 @@ class Layer(base.Layer):
         self.post_attention_layernorm = AddLayerNorm(args.hidden_size, args.norm_epsilon)
         self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.use_bias, args.hidden_act)
 
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        stream.add(self.self_attn(h, cos_sin, batch))
-        yield (h := self.post_attention_layernorm(stream))
-        stream.add(self.mlp(h))
+    forward = llama.Layer.forward
 
 
 class Decoder(base.Decoder):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....errors import MODEL, FatalError
 from ....kernels import quantized
-from ....kernels.quantized import q8_0, super_blocks
+from ....kernels.quantized import iq4_nl, q8_0, super_blocks
 from ...gguf import architectures as gguf_architectures
 from ...gguf import mixes
 from ...gguf.architectures import _common
@@ -37,6 +37,7 @@ TARGETS = {
     "f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32),
     "q4_0": ("Q4_0", 2), "q4_1": ("Q4_1", 3), "q8_0": ("Q8_0", 7), "q5_0": ("Q5_0", 8), "q5_1": ("Q5_1", 9),
     "q2k": ("Q2_K", 21), "q3k": ("Q3_K", 11), "q4k": ("Q4_K", 14), "q5k": ("Q5_K", 16), "q6k": ("Q6_K", 18),
+    "iq4_nl": ("IQ4_NL", 25), "iq4_xs": ("IQ4_XS", 30),
     "q3km": ("q3km", 12), "q4km": ("q4km", 15), "q5km": ("q5km", 17),
 }  # fmt: skip
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -269,6 +270,8 @@ def _encode(weight: Tensor, type: str) -> Tensor:
     rows = weight.flatten(0, -2)
     if type == "Q8_0":
         blocks = q8_0.to_blocks(q8_0.encode(rows))
+    elif type == "IQ4_NL":
+        blocks = iq4_nl.to_blocks(rows)
     else:
         codec = importlib.import_module(f"{quantized.__name__}.{type.lower()}")
         (blocks,) = super_blocks.encode(codec.FORM, codec.encode_groups, rows)

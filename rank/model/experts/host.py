@@ -18,10 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.graph_pieces import on_host
+from ....kernels import jit
+from ....kernels.cpp import ops
+from ....kernels.graph_pieces import after_launch, on_host
+from ....kernels.moe import host_exchange
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
+from ....kernels.moe.host_exchange import Exchange
 from ....kernels.moe.host_experts import Experts, HostPairs, computes, host_biases
 from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
+from . import few_tokens
+from .few_tokens import FEW, FewTokens
 from .host_buffers import KEPT, Buffer, HostStack, HostView, SharedBuffers
 from .residents import Residents
 from .streamer import Streamer
@@ -74,6 +80,9 @@ class HostExperts:
         self._slot = torch.from_numpy(self._numbers(self.set.slot_of, self.set.slots)).to(self.device)
         self._in_slot = torch.arange(self.set.slots, device=self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self._fewer: FewTokens | None = None
+        self._begun: ops.Begun | None = None  # what the CPU computes of a step of few tokens
+        self._operations: bool | None = None
         self._coming: tuple[int, int, torch.cuda.Event] | None = None  # an expert, its slot, and when it is there
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
             for mine, theirs in zip(slots.tensors, buffer.tensors, strict=True):
@@ -89,6 +98,14 @@ class HostExperts:
         assert self.shared.buffers is not None
         if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.held.total:
             view = pending.view = self.shared.buffers.view(x, ids)
+            pending.few = self._few(x, ids, weights)
+            if pending.few is not None:
+                exchange = self.shared.buffers.exchange
+                assert exchange is not None
+                numbers = few_tokens.send(x, ids, weights, self._slot, view, exchange)
+                if self.set.slots:
+                    pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
+                return pending
             view.send(x, ids, weights)
             if self.set.slots:
                 on_host(view.sent, len(x))
@@ -108,6 +125,8 @@ class HostExperts:
             for part in self._streamed(*pending.parts, missing, keep=False):
                 made = part if made is None else made.add_(part)
             return torch.zeros_like(x) if made is None else made
+        if pending.few is not None:
+            return self._of_few(pending, view)
         on_host(functools.partial(self._from_host, view), len(x))
         return view.out.to(x.dtype) if pending.made is None else pending.made.add_(view.out)
 
@@ -115,9 +134,58 @@ class HostExperts:
         self, x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, numbers: Tensor, of: Tensor
     ) -> Tensor:
         """numbers: of each of the router's experts, its index in `stack`, or len(stack). of: each index's expert."""
+        return self._on_numbers(x, numbers[ids.long()], weights, stack, of)
+
+    def _on_numbers(self, x: Tensor, numbers: Tensor, weights: Tensor, stack: Experts, of: Tensor) -> Tensor:
+        """numbers [T, k] int32: each pair's index in `stack`, or what is past its end."""
         biases = Biases(*(None if one is None else one.index_select(0, of) for one in self.biases))
         held = Held(0, stack.size, self.held.total + 1)
-        return fused_experts(Inputs(x, numbers[ids.long()], weights, *stack, self.act, biases, held))
+        return fused_experts(Inputs(x, numbers, weights, *stack, self.act, biases, held))
+
+    # -- of few tokens beside a GPU
+
+    def _few(self, x: Tensor, ids: Tensor, weights: Tensor) -> FewTokens | None:
+        """Who computes such a step, where it can be."""
+        buffers = self.shared.buffers
+        if buffers is None or buffers.exchange is None or len(x) > FEW or self.shared.way == RESIDENT:
+            return None
+        if self._fewer is None:
+            copies = self.shared.way != CPU
+            self._fewer = FewTokens(self.layer, self.shared.streamer, self.held.first, copies)
+        if self.shared.way == STREAM and self._fewer.capacity < min(ids.numel(), self.held.size):
+            return None
+        rows = x.shape[1] * x.element_size() % 16 == 0 and x.shape[1] % 4 == 0
+        plain = rows and jit.plain(x, ids, weights) and self._computes(x.dtype)
+        return self._fewer if plain else None
+
+    def _of_few(self, pending: Pending, view: HostView) -> Tensor:
+        few, exchange = pending.few, self.shared.buffers.exchange if self.shared.buffers else None
+        assert few is not None and exchange is not None
+        on_host(functools.partial(self._decide, few, view, exchange), len(pending))
+        copied = few.copied(exchange, *pending.parts, self._on_numbers)
+        y = host_exchange.collect(pending.made, copied, view.made, pending.x, exchange)
+        after_launch(functools.partial(self._give, view, exchange), len(pending))
+        return y
+
+    def _decide(self, few: FewTokens, view: HostView, exchange: Exchange, tokens: int) -> None:
+        view.arrived(exchange)
+        ids = view.ids[:tokens]
+        choice = self._choose(ids, few.limit(ids.numel()))
+        few.ask(exchange, choice)
+        self._begun = self._begin(view, tokens) if choice.found[1] else None
+
+    def _give(self, view: HostView, exchange: Exchange, tokens: int) -> None:
+        """The CPU's part, which the GPU waits for: nothing here may wait for the GPU."""
+        try:
+            if self._begun is not None:
+                self._begun.end()
+            else:
+                view.made[:tokens].zero_()
+            exchange.give()
+        except BaseException:
+            exchange.give_up()
+            raise
+        self._move()
 
     def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray, keep: bool) -> Iterator[Tensor]:
         """What each buffer of copied experts makes, [T, H]. keep: those experts become resident."""
@@ -161,18 +229,28 @@ class HostExperts:
 
     def _by_cpu(self, view: HostView, tokens: int) -> Tensor:
         """What the CPU makes of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
-        made, at = view.made[:tokens], self._choice.on_cpu
-
-        def pairs() -> HostPairs:
-            x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
-            return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
-
-        if tokens <= KEPT and computes(view.x, self.layer.stack):
-            view.work.run(self.layer, at, pairs, self.host_biases, made)
+        made = view.made[:tokens]
+        if tokens <= KEPT and self._computes(view.x.dtype):
+            self._begin(view, tokens).end()
             return made
-        fresh = pairs()
-        fresh.add(self.layer.stack, at, int(self._choice.found[3]))
+        fresh = self._pairs(view, tokens)
+        fresh.add(self.layer.stack, self._choice.on_cpu, int(self._choice.found[3]))
         return fresh.sum(made)
+
+    def _pairs(self, view: HostView, tokens: int) -> HostPairs:
+        x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
+        return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
+
+    def _begin(self, view: HostView, tokens: int) -> ops.Begun:
+        """The same of few tokens, which other threads compute."""
+        pairs = functools.partial(self._pairs, view, tokens)
+        return view.work.begin(self.layer, self._choice.on_cpu, pairs, self.host_biases, view.made[:tokens])
+
+    def _computes(self, dtype: torch.dtype) -> bool:
+        """Whether there are operations for x of the model's dtype."""
+        if self._operations is None:
+            self._operations = computes(torch.empty(0, dtype=dtype), self.layer.stack)
+        return self._operations
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """All of a step where the device is the CPU. The three ways differ in where the weights are read."""
@@ -193,9 +271,9 @@ class HostExperts:
 
     # -- decisions
 
-    def _choose(self, ids: Tensor) -> Choice:
-        """How the experts that these tokens have chosen are served."""
-        self._choice.choose(ids, self.set.slot_of, self.set.scores)
+    def _choose(self, ids: Tensor, limit: int = 1 << 30) -> Choice:
+        """How the experts that these tokens have chosen are served. limit: copies at most, where costs decide."""
+        self._choice.choose(ids, self.set.slot_of, self.set.scores, limit)
         self._count(*self._choice.found[:3].tolist())
         return self._choice
 
@@ -262,6 +340,7 @@ class Pending:
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor):
         self.x, self.ids, self.weights = x, ids, weights
         self.view: HostView | None = None
+        self.few: FewTokens | None = None
         self.made: Tensor | None = None  # by resident experts
 
     def __len__(self) -> int:

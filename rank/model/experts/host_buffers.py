@@ -11,11 +11,15 @@ from torch import Tensor
 
 from ....kernels import host_memory
 from ....kernels.cpp import ops
+from ....kernels.moe import host_exchange
+from ....kernels.moe.host_exchange import Exchange
 from ....kernels.moe.host_experts import Experts, HostPairs
 from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_form
 
 KEPT = 16  # tokens of steps whose operations are kept
+FEW = 4  # tokens whose rows one thread brings together sooner than all begin to
+PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
 
 
 class Kept(NamedTuple):
@@ -32,7 +36,9 @@ class HostWork:
         self._pairs: dict[Hashable, HostPairs] = {}  # which one layer after the other fills
         self._kept: dict[Hashable, Kept] = {}
 
-    def run(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> None:
+    def begin(
+        self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor
+    ) -> ops.Begun:
         """`HostPairs.all_calls` of one layer, always the same for as many tokens. pairs: makes them."""
         key = id(layer), len(out)
         if key not in self._kept:
@@ -44,7 +50,8 @@ class HostWork:
             packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
             self._kept[key] = Kept(packed, calls)
         kept = self._kept[key]
-        ops.run_calls(kept.packed, len(kept.calls), torch.get_num_threads())
+        alone = PLACED if len(out) <= FEW else 0
+        return ops.Begun(kept.packed, len(kept.calls), alone)
 
 
 class HostView:
@@ -73,6 +80,10 @@ class HostView:
             self._sent.record()
         self._sent.synchronize()
 
+    def arrived(self, exchange: Exchange) -> None:
+        """Until what kernels send is here."""
+        exchange.wait()
+
 
 class SharedBuffers:
     """Of one rank with a GPU."""
@@ -80,6 +91,7 @@ class SharedBuffers:
     def __init__(self) -> None:
         self._views: dict[int, HostView] = {}
         self._rows = 0
+        self.exchange: Exchange | None = None  # where the device can
 
     def view(self, x: Tensor, ids: Tensor) -> HostView:
         """For as many tokens as these."""
@@ -103,6 +115,8 @@ class SharedBuffers:
         # Rows of captured steps that are padding are never filled: zeros do no harm.
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         self._whole = host, there, made, out, HostWork()
+        if self.exchange is None and host_exchange.supports(x.device):
+            self.exchange = Exchange(x.device)
 
 
 class HostStack:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ....comm.base import HostComm
 from ....kernels import host_memory
+from ....kernels.cpp import ops
 from ....kernels.moe.host_choice import TIMED_ROWS, Costs
 from ....kernels.moe.host_experts import Experts, HostPairs, computes
 from ....kernels.moe.moe import UNBIASED, Biases, Held, Matrices, plain
@@ -29,6 +30,7 @@ from .streamer import BUFFER, BUFFERS, Streamer
 
 CHOSEN = 8  # experts of a token that is timed
 ROUNDS = 5
+BETWEEN = 3e-4  # seconds that a GPU takes at most between one layer's experts and the next one's, with few tokens
 SPARED = 0.15  # of a GPU's free memory that is left for the cache and steps, where experts overflow to the host
 
 log = logging.getLogger(__name__)
@@ -144,6 +146,8 @@ class Offload:
         self.slot_bytes = sum(one.there.nbytes(1) for one in stacks)
         self._count()
         streamer = Streamer(stacks, self.device)
+        if cuda:
+            ops.stay_awake(BETWEEN)
         costs: dict[Hashable, Costs] = {}
         for layer, stack in zip(self.layers, stacks, strict=True):
             costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
@@ -225,7 +229,7 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
         at[chosen] = chosen
         started = time.perf_counter()
         if kept:
-            work.run(stack, at, fresh, UNBIASED, out)
+            work.begin(stack, at, fresh, UNBIASED, out).end()
         else:
             pairs = fresh()
             pairs.add(stack.stack, at, ids.numel())

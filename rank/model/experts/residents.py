@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-MARGIN = 1.25  # as much higher an expert's score must be than that of the resident one that it replaces
-LEAST = 0.5  # and so much
+# By how much an expert's score must be above that of the resident one that it replaces: NOISE standard deviations of
+# the difference, where both are chosen by chance, and LEAST. With less, chance alone exchanges experts in every layer,
+# and each exchange is a copy. Drawn by a Zipf law of exponent 0.8, half of 128 resident, 8 chosen: 78 % are resident
+# after 400 steps (79 % at best), and a layer exchanges one in some 100 steps (2026-11-25).
+NOISE = 1.5
+LEAST = 0.5
 
 
 class Residents:
@@ -25,7 +31,8 @@ class Residents:
         outside = np.where(self.slot_of < 0, self.scores, -1.0)
         expert, held = int(outside.argmax()), self.scores[self.expert_in]
         slot = int(held.argmin())
-        return (expert, slot) if outside[expert] > MARGIN * held[slot] + LEAST else None
+        above = outside[expert] - held[slot]
+        return (expert, slot) if above > NOISE * math.sqrt(outside[expert] + held[slot]) + LEAST else None
 
     def least(self, spared: np.ndarray) -> int:
         """The slot of the expert with the lowest score that is not spared; -1: all are. spared: [experts] bool."""

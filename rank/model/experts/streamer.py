@@ -59,6 +59,7 @@ class Streamer:
         self._moves: dict[Hashable, list[Moves | None]] = {}
         self._streams = _Streams(device) if device.type == "cuda" else None
         self._turn = 0
+        self._lent = False  # whether what was launched in the step's own stream uses the first buffer
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +86,27 @@ class Streamer:
                 yield some, stage.ready
                 (self._streams.raw_read if layer.same else self._streams.ready_read)[turn].record()
 
+    def lend(self, layer: HostStack) -> Stage:
+        """The first buffer, for what is launched in the step's own stream."""
+        return self._stage(layer, 0)
+
+    def lent(self) -> None:
+        """Something that uses the first buffer was launched there."""
+        self._lent = True
+
+    def makes_over(self, layer: HostStack) -> bool:
+        """Whether `make_over` takes its experts."""
+        return layer.same or all(moves is not None for moves in self._moves_of(layer))
+
+    def make_over(self, layer: HostStack, most: int, count: Tensor) -> None:
+        """The first of the first buffer, as many as count [1] says and `most` at most, in the current stream."""
+        if layer.same:
+            return
+        stage = self._stage(layer, 0)
+        for part, to, moves in zip(stage.raw.parts, stage.ready.parts, self._moves_of(layer), strict=True):
+            assert moves is not None, "`makes_over` was not asked"
+            moved_nibbles.move(moves, part.tensors[0][:most], to.tensors[0][:most], count)
+
     def replace(self, slots: Buffer, slot: int, layer: HostStack, expert: int) -> torch.cuda.Event | None:
         """Copy an expert into a slot that nothing launched later reads. When it is there; None: it is."""
         to = [[x[slot : slot + 1] for x in some] for some in _tensors(slots)]
@@ -110,6 +132,10 @@ class Streamer:
     def _launch(self, streams: _Streams, stage: Stage, turn: int, layer: HostStack, experts: np.ndarray) -> None:
         """Have the stage filled, and the current stream wait until it is."""
         copying, making, step = streams.copying, streams.making, torch.cuda.current_stream()
+        if self._lent:
+            copying.wait_stream(step)
+            making.wait_stream(step)
+            self._lent = False
         copying.wait_event(streams.raw_read[turn])
         with torch.cuda.stream(copying):
             _copy(stage.raw, layer, experts)
@@ -138,16 +164,19 @@ class Streamer:
         """The first experts of `raw` as kernels read them: into the first of `to`, each matrix's tensors."""
         if layer.same:
             return
-        if layer.form not in self._moves:
-            self._moves[layer.form] = [_moves(one, self.device) for one in layer.first]
         step = max(1, gpu_form.CHUNK // layer.here.nbytes(1))
-        for part, target, moves in zip(raw.parts, to, self._moves[layer.form], strict=True):
+        for part, target, moves in zip(raw.parts, to, self._moves_of(layer), strict=True):
             if moves is not None:
                 moved_nibbles.move(moves, part.tensors[0][:count], target[0][:count])
                 continue
             for first in range(0, count, step):
                 some = slice(first, min(first + step, count))
                 _put([x[some] for x in target], _made_over(part, [x[some] for x in part.tensors]))
+
+    def _moves_of(self, layer: HostStack) -> list[Moves | None]:
+        if layer.form not in self._moves:
+            self._moves[layer.form] = [_moves(one, self.device) for one in layer.first]
+        return self._moves[layer.form]
 
 
 def _tensors(buffer: Buffer) -> list[list[Tensor]]:

@@ -24,10 +24,10 @@ def main() -> int:
     except ValueError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return errors.USAGE
-    if not prepare(config.front):
+    if not prepare(config.server):
         return errors.ERROR
     try:
-        journal = Journal(config.journal, config.input, setup(config.front), config.overwrite)
+        journal = Journal(config.journal, config.input, setup(config.server), config.overwrite)
     except errors.FatalError as stop:
         print(f"phalanx: {stop}", file=sys.stderr)
         return stop.code
@@ -36,8 +36,8 @@ def main() -> int:
 
 async def run(config: BatchConfig, journal: Journal) -> int:
     """Listen for rank 0, and do the job."""
-    link = EngineClient(config.front.link, config.front.restarts_expected)
-    sessions = TextEngine(link, config.front)
+    link = EngineClient(config.server.link, config.server.restarts_expected)
+    sessions = TextEngine(link, config.server)
     batch = BatchRun(config, journal, link, sessions)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, batch.stop, "asked to by a signal")
@@ -48,7 +48,7 @@ async def run(config: BatchConfig, journal: Journal) -> int:
     await batch.leave(code)
     link.close()
     with contextlib.suppress(OSError):  # the job's directory, when nobody is left to remove it
-        os.rmdir(os.path.dirname(config.front.link))
+        os.rmdir(os.path.dirname(config.server.link))
     return code
 
 

@@ -14,7 +14,7 @@ VARIABLE = "PHALANX_BATCH"
 class BatchConfig(msgspec.Struct, forbid_unknown_fields=True):
     """Fixed for the life of the process. All paths are absolute."""
 
-    front: ServerConfig
+    server: ServerConfig
     input: str  # a file, a directory of .jsonl files, or "-"
     output: str
     errors: str

@@ -171,7 +171,7 @@ class BatchRun:
             await self.sessions.load()
         except Exception as error:  # whatever a damaged file makes the libraries raise
             raise errors.FatalError(
-                f"the tokenizer in {self.config.front.model_dir} cannot be read: {error}", errors.MODEL
+                f"the tokenizer in {self.config.server.model_dir} cannot be read: {error}", errors.MODEL
             ) from None
         with contextlib.suppress(ApiError):  # `_lost` has the word
             self._world = await self.link.wait_ready()

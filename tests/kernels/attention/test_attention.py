@@ -162,13 +162,13 @@ def test_which_prompts_suit_cudnn():
     rows = make_rows([4096], [4096], 16, 300)
     q, keys = (torch.empty(*shape, 2, 64, dtype=torch.bfloat16, device="meta") for shape in ((4096,), (300, 16)))
 
-    def suits(rows=rows, **params):
+    def supports(rows=rows, **params):
         return cudnn.supports(Part(q, keys, keys, rows, AttentionParams(0.1, **params), 0, len(rows.kv_lens), q))
 
-    assert suits() and not suits(window=100) and not suits(softcap=50.0) and not suits(sinks=q[0, :, 0])
-    assert not suits(make_rows([4096], [4097], 16, 300)), "a chunk"
+    assert supports() and not supports(window=100) and not supports(softcap=50.0) and not supports(sinks=q[0, :, 0])
+    assert not supports(make_rows([4096], [4097], 16, 300)), "a chunk"
     mixed = make_rows([2048, 2, 9, 2100, 3000, 5, 2047], [2048, 2, 9, 2100, 3000, 5, 2047], 16, 900)
-    assert suits(mixed)
+    assert supports(mixed)
     found = cudnn.plan(Part(q, keys, keys, mixed, AttentionParams(0.1), 0, 7, q))
     assert found == [(True, 0, 1), (False, 1, 3), (True, 3, 4), (True, 4, 5), (False, 5, 7)]
 
@@ -233,7 +233,7 @@ def test_write_and_attend(query_lens, kv_lens):
     rows = make_rows(query_lens, kv_lens, 4, 20)
     cache = make_caches(rows, 4, 20, 2, 8, torch.float32)
     q, k, v = torch.randn(sum(query_lens), 8, 8).split([4, 2, 2], 1)
-    turn = CosSin(*torch.rand(2, len(q), 1, 8))
+    cos_sin = CosSin(*torch.rand(2, len(q), 1, 8))
     norms = QKNorm(*torch.rand(2, 8), 1e-6)
     rows.slots = torch.cat(
         [
@@ -243,9 +243,9 @@ def test_write_and_attend(query_lens, kv_lens):
         ]
     )
     theirs = [c.clone() for c in cache]
-    turned = rope_and_store_kv(q.clone(), k.clone(), v, turn, norms, (theirs[0], theirs[1]), rows.slots)
-    want = paged_attention(turned, theirs[0], theirs[1], rows, AttentionParams(0.3))
-    assert torch.equal(store_and_attend(q, k, v, turn, norms, cache, rows, AttentionParams(0.3)), want)
+    rotated = rope_and_store_kv(q.clone(), k.clone(), v, cos_sin, norms, (theirs[0], theirs[1]), rows.slots)
+    want = paged_attention(rotated, theirs[0], theirs[1], rows, AttentionParams(0.3))
+    assert torch.equal(store_and_attend(q, k, v, cos_sin, norms, cache, rows, AttentionParams(0.3)), want)
     for mine, other in zip(cache, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
 
@@ -256,15 +256,15 @@ def test_which_steps_suit_one_kernel():
     q, k, v = torch.zeros(3, 9, 8)[:, :8].split([4, 2, 2], 1)
     keys = torch.zeros(8, 4, 2, 8)
 
-    def suits(q=q, k=k, turn=whole, keys=keys, rows=rows):
-        return attention.supports_one_kernel(q, k, v, turn, (keys, keys), rows)
+    def supports(q=q, k=k, cos_sin=whole, keys=keys, rows=rows):
+        return attention.supports_one_kernel(q, k, v, cos_sin, (keys, keys), rows)
 
-    assert suits()
-    assert not suits(turn=part), "some dimensions are not turned"
-    assert not suits(keys=keys.bfloat16()) and not suits(k=torch.zeros(3, 8, 2).mT)
-    assert not suits(q=torch.zeros(3, 8, 8)[:, ::2])
-    assert not suits(rows=make_rows([1, 1, 2], [3, 4, 5], 4, 8))
-    assert not suits(q=q[:0], rows=make_rows([], [], 4, 8))
+    assert supports()
+    assert not supports(cos_sin=part), "some dimensions are not rotated"
+    assert not supports(keys=keys.bfloat16()) and not supports(k=torch.zeros(3, 8, 2).mT)
+    assert not supports(q=torch.zeros(3, 8, 8)[:, ::2])
+    assert not supports(rows=make_rows([1, 1, 2], [3, 4, 5], 4, 8))
+    assert not supports(q=q[:0], rows=make_rows([], [], 4, 8))
 
 
 @pytest.mark.long

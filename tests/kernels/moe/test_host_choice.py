@@ -7,12 +7,12 @@ from phalanx.kernels.moe import host_choice
 from phalanx.kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
 
 
-def made(compiled, monkeypatch, ids, slot_of, scores, costs, way, first=0):
+def made(compiled, monkeypatch, ids, slot_of, scores, costs, way, first=0, limit=1 << 30):
     with monkeypatch.context() as patch:
         if not compiled:
             patch.setattr(host_choice.ops, "available", lambda: False)
         choice = Choice(len(slot_of), first, costs, way)
-        choice.choose(ids, slot_of, scores)
+        choice.choose(ids, slot_of, scores, limit)
     return choice
 
 
@@ -25,14 +25,16 @@ def test_both_agree(monkeypatch, way):
         slot_of = np.where(draw.random(experts) < 0.4, 1, -1)
         costs, scores = Costs(tuple(np.sort(draw.random(4))), draw.random()), draw.random(experts)
         both = []
+        limit = int(draw.integers(0, 9))
         for compiled in (True, False):
             mine = scores.copy()
-            one = made(compiled, monkeypatch, ids, slot_of, mine, costs, way, first=turn % 5)
+            one = made(compiled, monkeypatch, ids, slot_of, mine, costs, way, turn % 5, limit)
             both.append((one.counts, one.cpu, one.copied, one.found, mine))
         for a, b in zip(*both, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
         counts, cpu, copied, found, _ = both[0]
         assert set(copied) | set(np.flatnonzero(cpu >= 0)) == set(np.flatnonzero((counts > 0) & (slot_of < 0)))
+        assert way != CHEAPEST or len(copied) <= limit
         assert found[3] == counts[cpu >= 0].sum() and found[:3].sum() == (counts > 0).sum()
 
 

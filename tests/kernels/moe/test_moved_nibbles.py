@@ -66,8 +66,8 @@ def test_forms(codec):
     assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("size, made, arch", checked([(2368, 2432), (544, 544)], TRITON))
-def test_kernel_compiles(size, made, arch, monkeypatch):
+@pytest.mark.parametrize("size, made, some, arch", checked([(2368, 2432, False), (544, 544, True)], TRITON))
+def test_kernel_compiles(size, made, some, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.moe import moved_nibbles_triton
 
@@ -75,7 +75,8 @@ def test_kernel_compiles(size, made, arch, monkeypatch):
     launches = Recorder()
     with monkeypatch.context() as patch:
         patch.setattr(moved_nibbles_triton, "move_kernel", launches)
-        moved_nibbles_triton.move(moves, *(torch.empty(5, n, dtype=torch.uint8) for n in (size, made)))
+        parts = torch.zeros(1, dtype=torch.int32) if some else None
+        moved_nibbles_triton.move(moves, *(torch.empty(5, n, dtype=torch.uint8) for n in (size, made)), parts)
     compile_launch(moved_nibbles_triton.move_kernel, *launches.found[0], arch)
 
 
@@ -94,7 +95,11 @@ for units, size, made in ((1, 7, 9), (19, 300, 1100), (8, 40, 40)):
     given = torch.randint(0, 256, (units, size), dtype=torch.uint8)
     out = torch.empty(units, made, dtype=torch.uint8)
     moved_nibbles_triton.move(moves, given, out)
-    assert torch.equal(out.flatten(), moved_nibbles.move_reference(moves, given))
+    want = moved_nibbles.move_reference(moves, given)
+    assert torch.equal(out.flatten(), want)
+    some = torch.zeros_like(out)
+    moved_nibbles_triton.move(moves, given, some, torch.tensor([units // 2], dtype=torch.int32))
+    assert torch.equal(some[: units // 2], out[: units // 2]) and not some[units // 2 :].any()
 """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)

@@ -12,15 +12,15 @@ require_gpu()
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize(
-    "dim, turned", [(128, 128), (64, 64), (80, 80), (96, 96), (112, 112), (256, 256), (80, 32), (10, 6)]
+    "dim, rotated", [(128, 128), (64, 64), (80, 80), (96, 96), (112, 112), (256, 256), (80, 32), (10, 6)]
 )
 @pytest.mark.parametrize("tokens, heads, kv_heads", [(0, 2, 1), (1, 4, 4), (37, 8, 2), (5, 16, 1), (300, 5, 3)])
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_write(dim, turned, tokens, heads, kv_heads, with_norms, interleaved, dtype, bound):
-    angles = torch.rand(tokens, 1, turned // 2, device="cuda") * 6
+def test_rope_write(dim, rotated, tokens, heads, kv_heads, with_norms, interleaved, dtype, bound):
+    angles = torch.rand(tokens, 1, rotated // 2, device="cuda") * 6
     cos, sin = angles.cos(), angles.sin()
-    turn = rope.CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), interleaved)
+    cos_sin = rope.CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), interleaved)
     y = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
     weights = torch.randn(2, dim, device="cuda").to(dtype)
     norms = rope.QKNorm(weights[0], weights[1], 1e-6) if with_norms else None
@@ -30,14 +30,14 @@ def test_rope_write(dim, turned, tokens, heads, kv_heads, with_norms, interleave
     for call in (rope.rope_and_store_kv_cuda, rope.rope_and_store_kv_reference):
         q, k, v = y.clone().view(tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
         cache = torch.full((2, blocks, block_size, kv_heads, dim), NAN, device="cuda", dtype=dtype)
-        found.append((call(q, k, v, turn, norms, (cache[0], cache[1]), slots), cache))
+        found.append((call(q, k, v, cos_sin, norms, (cache[0], cache[1]), slots), cache))
     near(found[0][0], found[1][0], bound)
     torch.testing.assert_close(found[0][1], found[1][1], atol=bound, rtol=bound, equal_nan=True)
 
 
 def test_negative_slots_are_not_written():
-    turn = rope.CosSin(torch.ones(3, 1, 8, device="cuda"), torch.zeros(3, 1, 8, device="cuda"))
+    cos_sin = rope.CosSin(torch.ones(3, 1, 8, device="cuda"), torch.zeros(3, 1, 8, device="cuda"))
     q, k, v = torch.randn(3, 3, 8, device="cuda").split(1, 1)
     cache = torch.full((2, 2, 4, 1, 8), NAN, device="cuda")
-    rope.rope_and_store_kv(q, k, v, turn, None, (cache[0], cache[1]), torch.tensor([-1, 5, -1], device="cuda"))
+    rope.rope_and_store_kv(q, k, v, cos_sin, None, (cache[0], cache[1]), torch.tensor([-1, 5, -1], device="cuda"))
     assert cache.isnan().sum() == 2 * 7 * 8 and torch.equal(cache[1, 1, 1], v[1])

@@ -244,12 +244,12 @@ STOPPED_TWICE = """
 import os, subprocess, sys, threading, time, signal
 from phalanx.launcher.job import supervisor as supervise
 from phalanx.launcher.commands import batch
-front = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: os._exit({})); print(flush=True)"
-front = front.format(sys.argv[1]) + "; time.sleep(20)"
-front = subprocess.Popen([sys.executable, "-c", front], stdout=subprocess.PIPE, stderr=2)
-front.stdout.readline()
+server = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: os._exit({})); print(flush=True)"
+server = server.format(sys.argv[1]) + "; time.sleep(20)"
+server = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, stderr=2)
+server.stdout.readline()
 ranks = [sys.executable, "-c", "import time; time.sleep(20)"]
-job = batch.Supervisor(supervise.LaunchSpec(ranks, dict(os.environ), False), front)
+job = batch.Supervisor(supervise.LaunchSpec(ranks, dict(os.environ), False), server)
 job._send_drain = lambda: os.kill(os.getpid(), signal.SIGTERM)  # the second, when the first has been heard
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 sys.exit(job.run())

@@ -114,7 +114,7 @@ def test_other_starts_are_no_lonely_srun(environ):
     mpi_env.refuse_lonely_srun(environ)
 
 
-def test_the_front_gets_no_mpi_variable():
+def test_the_server_gets_no_mpi_variable():
     kept = {"PATH": "p", "SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "2", "HOME": "h", "OMP_NUM_THREADS": "1"}
     assert mpi_env.without_mpi({**kept, **OPENMPI, **MPICH, **STEP, "OPAL_PREFIX": "x", "PRTE_MCA_a": "b"}) == kept
 

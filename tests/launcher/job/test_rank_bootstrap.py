@@ -1,4 +1,4 @@
-"""Under a user's own mpirun: rank 0 starts the front, errors are said once, and nothing outlives the job."""
+"""Under a user's own mpirun: rank 0 starts the server, errors are said once, and nothing outlives the job."""
 
 import json
 import os
@@ -25,14 +25,14 @@ def program():
     return mpirun.find(os.environ).mpirun
 
 
-def test_rank_0_starts_the_front_and_usr1_drains(tmp_path, program):
+def test_rank_0_starts_the_server_and_usr1_drains(tmp_path, program):
     with under_mpirun(tmp_path, program, 2) as job:
         job.up(2)
-        environ = json.loads((tmp_path / "front-environ").read_text())
+        environ = json.loads((tmp_path / "server-environ").read_text())
         assert environ["session"] is True and environ["stdin"] == "/dev/null"
         assert not [name for name in environ if name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
-        assert parent_of(job.front()) == job.rank(0)
-        assert "the front is up" in job.output and job.output.count("rank 0 of 2 is up") == 1
+        assert parent_of(job.server()) == job.rank(0)
+        assert "the server is up" in job.output and job.output.count("rank 0 of 2 is up") == 1
         job.process.send_signal(signal.SIGUSR1)
         assert job.end() == 0
         job.until(job.no_directory, 3)
@@ -98,16 +98,16 @@ def test_killed_rank(tmp_path, program, rank):
         job.until(job.no_directory, 5)
 
 
-def test_killed_front(tmp_path, program):
+def test_killed_server(tmp_path, program):
     with under_mpirun(tmp_path, program, 2) as job:
-        os.kill(job.up(2).front(), signal.SIGKILL)
+        os.kill(job.up(2).server(), signal.SIGKILL)
         assert job.end() == 70
 
 
-def test_a_front_that_hangs_does_not_hold_mpirun_up(tmp_path, program):
+def test_a_server_that_hangs_does_not_hold_mpirun_up(tmp_path, program):
     with under_mpirun(tmp_path, program, 2, FAKE="deaf") as job:
         job.up(2)
-        os.kill(job.front(), signal.SIGSTOP)
+        os.kill(job.server(), signal.SIGSTOP)
         started = time.monotonic()
         os.kill(job.rank(1), signal.SIGKILL)
         assert job.process.wait(10) == 137
@@ -255,8 +255,8 @@ def test_a_rank_without_a_gpu(monkeypatch, options, local_rank, message):
     assert (str(stop.value), stop.value.code) == (message, 2)
 
 
-def test_a_front_that_does_not_start(monkeypatch):
+def test_a_server_that_does_not_start(monkeypatch):
     monkeypatch.setattr(rank_bootstrap, "SERVER_PATIENCE", 0.05)
     with pytest.raises(FatalError) as stop:
-        rank_bootstrap._await_socket("/nowhere/lead")
+        rank_bootstrap._await_socket("/nowhere/link")
     assert (str(stop.value), stop.value.code) == ("the server process did not start within 0.05 s", 70)

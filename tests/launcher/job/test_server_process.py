@@ -17,7 +17,7 @@ from ...certificates import make_certificate
 
 @pytest.fixture
 def listen():
-    """front.listen whose sockets are closed again."""
+    """server.listen whose sockets are closed again."""
     opened = []
 
     def bound(host, port=0):

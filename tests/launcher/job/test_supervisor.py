@@ -25,7 +25,7 @@ def test_the_first_signal_drains(tmp_path, ranks, number):
         job.up(ranks).process.send_signal(number)
         assert job.end() == 0
         assert sorted(job.read("usr1")) == [str(rank) for rank in range(ranks)]
-        assert job.read("front-log")[:3] == ["connected", "usr1", "lost"]
+        assert job.read("server-log")[:3] == ["connected", "usr1", "lost"]
         again = "Ctrl-C again" if number == signal.SIGINT else "SIGTERM"
         assert f"phalanx: draining: open requests are finished, new ones refused; {again} stops at once" in job.output
         assert job.no_directory()
@@ -43,13 +43,13 @@ def hushed(job) -> bool:
     return len(environs) == 4 and not [one for one in environs if "hush-hush" in one]
 
 
-def test_a_key_in_a_file_is_for_the_front_alone(tmp_path):
+def test_a_key_in_a_file_is_for_the_server_alone(tmp_path):
     (tmp_path / "key").write_text("hush-hush\n")
     with serve(tmp_path, "--np", "2", "--api-key-file", str(tmp_path / "key")) as job:
         assert hushed(job.up(2))
 
 
-def test_a_key_in_a_variable_is_for_the_front_alone(two):
+def test_a_key_in_a_variable_is_for_the_server_alone(two):
     assert hushed(two)
 
 
@@ -70,7 +70,7 @@ def test_a_drain_is_asked_for_once(tmp_path, ranks):
         job.until(lambda: len(job.read("heard")) == ranks)
         time.sleep(1.5)  # who repeats a drain does so every second (DRAIN_REPEAT)
         assert len(job.read("heard")) == ranks
-        assert job.read("front-log").count("usr1") == 1
+        assert job.read("server-log").count("usr1") == 1
         job.process.send_signal(signal.SIGTERM)
         assert job.end() == 130
 
@@ -88,14 +88,14 @@ def test_the_second_signal_stops(tmp_path, ranks):
 
 
 def test_a_signal_while_loading_ends_at_once(tmp_path):
-    with serve(tmp_path, "--np", "2", FAKE="deaf", FAKE_FRONT="loading") as job:
+    with serve(tmp_path, "--np", "2", FAKE="deaf", FAKE_SERVER="loading") as job:
         job.up(2).process.send_signal(signal.SIGTERM)
         assert job.end() == 0
         assert "phalanx: ending: no request was accepted yet" in job.output
 
 
 @pytest.mark.parametrize(
-    ("front", "host"),
+    ("server", "host"),
     [
         ("", "127.0.0.1"),
         ("", "0.0.0.0"),
@@ -107,13 +107,13 @@ def test_a_signal_while_loading_ends_at_once(tmp_path):
         pytest.param("rude", "0.0.0.0", marks=pytest.mark.long),
     ],
 )
-def test_a_proxy_has_no_say_in_it(tmp_path, front, host):
-    """Whether requests may be open is asked of the front itself, and where it does not tell, they may be."""
+def test_a_proxy_has_no_say_in_it(tmp_path, server, host):
+    """Whether requests may be open is asked of the server itself, and where it does not tell, they may be."""
     proxy = {"http_proxy": "http://127.0.0.1:1", "HTTP_PROXY": "http://127.0.0.1:1", "no_proxy": ""}
-    with serve(tmp_path, "--h", host, FAKE_FRONT=front, **proxy) as job:
+    with serve(tmp_path, "--h", host, FAKE_SERVER=server, **proxy) as job:
         job.up(1).process.send_signal(signal.SIGINT)
         assert job.end() == 0
-        expected = "ending: no request was accepted yet" if front == "loading" else "draining: open requests are"
+        expected = "ending: no request was accepted yet" if server == "loading" else "draining: open requests are"
         assert f"phalanx: {expected}" in job.output
 
 
@@ -167,23 +167,23 @@ def test_killed_supervisor(tmp_path, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_front(tmp_path, ranks):
+def test_killed_server(tmp_path, ranks):
     with serve(tmp_path, "--np", str(ranks)) as job:
-        os.kill(job.up(ranks).front(), signal.SIGKILL)
+        os.kill(job.up(ranks).server(), signal.SIGKILL)
         assert job.end() == 70
         assert "phalanx: the server process was killed by signal 9" in job.output
 
 
-def test_killed_front_and_ranks_that_do_not_notice(tmp_path):
+def test_killed_server_and_ranks_that_do_not_notice(tmp_path):
     with serve(tmp_path, "--np", "2", FAKE="deaf", PEER_PATIENCE="1") as job:
-        os.kill(job.up(2).front(), signal.SIGKILL)
+        os.kill(job.up(2).server(), signal.SIGKILL)
         assert job.end() == 70
 
 
-def test_a_front_that_cannot_read_the_model(tmp_path):
-    with serve(tmp_path, "--np", "2", FAKE="silent", FAKE_FRONT="exit:3") as job:
+def test_a_server_that_cannot_read_the_model(tmp_path):
+    with serve(tmp_path, "--np", "2", FAKE="silent", FAKE_SERVER="exit:3") as job:
         assert job.end(40) == 3
-        assert "the front does not like this model" in job.output
+        assert "the server does not like this model" in job.output
 
 
 def test_grandchildren_are_cleared(tmp_path):
@@ -206,8 +206,8 @@ def test_the_shell_of_srun(tmp_path, argv):
 def test_restarts(tmp_path):
     with serve(tmp_path, "--np", "2", "--restarts", "2", FAKE="once:exit:70@1") as job:
         job.until(lambda: len(job.read("rank-0")) == 2 and len(job.read("up")) == 4)
-        job.until(lambda: job.read("front-log") == ["connected", "lost", "connected"])
-        assert len(job.read("front")) == 1, "the front stays"
+        job.until(lambda: job.read("server-log") == ["connected", "lost", "connected"])
+        assert len(job.read("server")) == 1, "the server stays"
         assert "phalanx: starting the ranks again (1 restarts left)" in job.output
         job.process.send_signal(signal.SIGTERM)
         assert job.end() == 0
@@ -237,13 +237,13 @@ def test_a_taken_port(tmp_path):
             assert second.no_directory()
 
 
-def test_the_front_is_alone(two):
+def test_the_server_is_alone(two):
     """A session of its own, no stdin, nothing of MPI in its environment, and the key."""
-    environ = json.loads((two.place / "front-environ").read_text())
+    environ = json.loads((two.place / "server-environ").read_text())
     assert environ["session"] is True and environ["stdin"] == "/dev/null"
     ours = [name for name in environ if name.startswith(("OMPI_", "PMIX_", "PRTE_", "PHALANX_"))]
     assert ours == ["PHALANX_API_KEY"]
-    assert "the front is up" in two.output and "rank 1 of 2 is up" in two.output
+    assert "the server is up" in two.output and "rank 1 of 2 is up" in two.output
 
 
 def test_two_ranks_share_the_cores(two):
@@ -274,17 +274,17 @@ BOTH_ENDS = """
 import os, subprocess, sys, time
 from phalanx.launcher.job import supervisor as supervise
 code = "import os, sys, time; time.sleep({}); {}"
-front, ranks = sys.argv[1:]
-front = subprocess.Popen([sys.executable, "-c", code.format(front, "sys.exit(70)")], stdout=subprocess.PIPE)
+server, ranks = sys.argv[1:]
+server = subprocess.Popen([sys.executable, "-c", code.format(server, "sys.exit(70)")], stdout=subprocess.PIPE)
 ranks = [sys.executable, "-c", code.format(ranks, "os.kill(os.getpid(), 9)")]
-job = supervise.Supervisor(supervise.LaunchSpec(ranks, dict(os.environ), False), front)
+job = supervise.Supervisor(supervise.LaunchSpec(ranks, dict(os.environ), False), server)
 select = job._selector.select
 job._selector.select = lambda timeout=None: time.sleep(0.5) or select(timeout)
 sys.exit(job.run())
 """
 
 
-@pytest.mark.parametrize("seconds", [("0", "0.2"), ("0.2", "0")], ids=["front-first", "ranks-first"])
+@pytest.mark.parametrize("seconds", [("0", "0.2"), ("0.2", "0")], ids=["server-first", "ranks-first"])
 def test_both_ends_seen_at_once(seconds):
     """The ranks' code counts."""
     done = subprocess.run([sys.executable, "-c", BOTH_ENDS, *seconds], capture_output=True, text=True, timeout=30)

@@ -26,7 +26,7 @@ def stop(path):
 
 
 def test_needs_no_torch():
-    """The launcher and the lead read it before, or without, paying for the import."""
+    """The launcher and rank 0 read it before, or without, paying for the import."""
     code = "import sys, phalanx.rank.model.config; assert not {'torch', 'safetensors'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 

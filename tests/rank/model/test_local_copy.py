@@ -51,7 +51,7 @@ def test_what_ranks_read_is_copied_once(source, scratch, monkeypatch):
     calls = []
     target, copied = make_local_copy(source, scratch, lambda done, total: calls.append((done, total)))
     assert target.parent == scratch and target.name.startswith("model-") and target.stat().st_mode & 0o777 == 0o700
-    assert set(contents(target)) == FILES  # the tokenizer is the front's, which reads the original
+    assert set(contents(target)) == FILES  # the tokenizer is the server's, which reads the original
     assert all((source / name).read_bytes() == data for name, data in contents(target).items())
     assert copied == sum((source / name).stat().st_size for name in FILES) and calls[-1] == (copied, copied)
     monkeypatch.setattr(module, "_Copy", None)

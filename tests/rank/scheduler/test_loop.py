@@ -12,7 +12,7 @@ from .toy import Engine, alone, request
 
 
 class Link:
-    """The front's end as a script: what each look brings, and what was said."""
+    """The server's end as a script: what each look brings, and what was said."""
 
     signalled = False
 
@@ -66,7 +66,7 @@ class Looks(list):
 
 
 class CountingLink(Link):
-    """Notes how many of the pool's blocks have been looked at whenever the front is listened to."""
+    """Notes how many of the pool's blocks have been looked at whenever the server is listened to."""
 
     def __init__(self, blocks, *script):
         super().__init__(*script)

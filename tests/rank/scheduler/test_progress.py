@@ -25,7 +25,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", monotonic)
 
 
-def test_the_front_is_told_and_the_log_every_few_seconds(clock, caplog):
+def test_the_server_is_told_and_the_log_every_few_seconds(clock, caplog):
     sent = []
     told = Progress("loading weights", sent.append, 0)
     with caplog.at_level(logging.INFO, "phalanx"):

@@ -14,32 +14,32 @@ from .toy import request
 
 @pytest.fixture
 def ends(tmp_path):
-    """The lead's end and the front's, connected."""
+    """The scheduler's end and the server's, connected."""
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(1)
         link = ServerLink(path)
-        front, _ = listener.accept()
-    front.settimeout(10)
-    yield link, front
-    front.close()
+        server, _ = listener.accept()
+    server.settimeout(10)
+    yield link, server
+    server.close()
 
 
-def read(front, kind, count):
+def read(server, kind, count):
     frames, found = protocol.Frames(kind), []
     while len(found) < count:
-        found += frames.feed(front.recv(1 << 16))
+        found += frames.feed(server.recv(1 << 16))
     return found
 
 
 def test_requests_arrive_however_the_bytes_are_cut(ends):
-    link, front = ends
+    link, server = ends
     sent = [request("a", [1, 2], 5), protocol.Abort(["a", "b"]), protocol.Drain()]
     wire = b"".join(protocol.frame(m) for m in sent)
     got = []
     for i in range(0, len(wire), 7):
-        front.sendall(wire[i : i + 7])
+        server.sendall(wire[i : i + 7])
         got += link.receive(1)
     assert got == sent
 
@@ -51,8 +51,8 @@ def test_nothing_to_read_returns_at_once_or_after_the_time_given(ends):
     assert time.monotonic() - start < 1
 
 
-def test_a_front_that_does_not_read_holds_nobody_up(ends):
-    link, front = ends
+def test_a_server_that_does_not_read_holds_nobody_up(ends):
+    link, server = ends
     big = protocol.Deltas([protocol.Delta("a", tokens=list(range(1000)))] * 100)
     start = time.monotonic()
     for _ in range(50):
@@ -61,7 +61,7 @@ def test_a_front_that_does_not_read_holds_nobody_up(ends):
     got = []
 
     def reader():
-        got.extend(read(front, protocol.ToServer, 50))
+        got.extend(read(server, protocol.ToServer, 50))
 
     thread = threading.Thread(target=reader)
     thread.start()
@@ -71,8 +71,8 @@ def test_a_front_that_does_not_read_holds_nobody_up(ends):
 
 
 def test_an_end_of_file_is_the_end_of_the_job(ends):
-    link, front = ends
-    front.close()
+    link, server = ends
+    server.close()
     with pytest.raises(
         errors.FatalError, match="the server process has gone, so nobody is left to answer to"
     ) as caught:
@@ -80,16 +80,16 @@ def test_an_end_of_file_is_the_end_of_the_job(ends):
     assert caught.value.code == errors.RANK_FAILED
 
 
-def test_a_front_that_is_not_there(tmp_path):
+def test_a_server_that_is_not_there(tmp_path):
     with pytest.raises(errors.FatalError, match="the server process cannot be reached at .*/none: "):
         ServerLink(str(tmp_path / "none"))
 
 
 def test_last_words_follow_what_was_sent_before(ends):
-    link, front = ends
+    link, server = ends
     link.send(protocol.Deltas([protocol.Delta("a", tokens=[1])]))
     link.fail("rank 1 on two has died", 137)
-    assert read(front, protocol.ToServer, 2) == [
+    assert read(server, protocol.ToServer, 2) == [
         protocol.Deltas([protocol.Delta("a", tokens=[1])]),
         protocol.Fatal("rank 1 on two has died", 137),
     ]
@@ -109,15 +109,15 @@ def test_a_signal_ends_a_wait_without_end(ends):
 
 
 def test_what_is_no_message_is_refused(ends):
-    link, front = ends
-    front.sendall((protocol.MAX_FRAME + 1).to_bytes(4, "little") + b"x")
+    link, server = ends
+    server.sendall((protocol.MAX_FRAME + 1).to_bytes(4, "little") + b"x")
     with pytest.raises(ValueError, match=f"at most {protocol.MAX_FRAME} are allowed"):
         link.receive(1)
 
 
 def test_last_words_can_be_said_from_a_signal_handler_in_the_middle_of_a_send(ends):
     """As SIGTERM's does: the thread that it interrupts may hold the lock."""
-    link, front = ends
+    link, server = ends
     with link._lock:
         link.fail("the job was stopped", 130)
-    assert read(front, protocol.ToServer, 1) == [protocol.Fatal("the job was stopped", 130)]
+    assert read(server, protocol.ToServer, 1) == [protocol.Fatal("the job was stopped", 130)]

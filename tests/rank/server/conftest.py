@@ -1,4 +1,4 @@
-"""A front in a thread, with a lead that answers known tokens, and a model directory with a small tokenizer."""
+"""A server in a thread, with a scheduler that answers known tokens, and a model directory with a small tokenizer."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ def tokenizer(model_dir):
     return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
 
-class FakeLead:
+class FakeScheduler:
     """Rank 0's end of the socket. Answers every request with the tokens of `answer`."""
 
     def __init__(self, path, encode, end_token):
@@ -192,20 +192,20 @@ def scored(request):
     ]
 
 
-class Front:
-    """The front's server in a thread. `call` runs a coroutine or function on its loop."""
+class LiveServer:
+    """A server in a thread. `call` runs a coroutine or function on its loop."""
 
-    def __init__(self, tmp_path, model_dir, tokenizer, connect, lead, sock=None, **options):
+    def __init__(self, tmp_path, model_dir, tokenizer, connect, scheduler, sock=None, **options):
         self.sock = sock or socket.create_server(("127.0.0.1", 0))
         self.port = self.sock.getsockname()[1]
-        self.config = ServerConfig(model_dir=str(model_dir), link=str(tmp_path / "lead"), listen_fd=-1, **options)
+        self.config = ServerConfig(model_dir=str(model_dir), link=str(tmp_path / "link"), listen_fd=-1, **options)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
-        self.lead = FakeLead(self.config.link, encode, tokenizer.token_to_id("<|end|>"))
-        for name, value in lead.items():
-            setattr(self.lead, name, value)
+        self.scheduler = FakeScheduler(self.config.link, encode, tokenizer.token_to_id("<|end|>"))
+        for name, value in scheduler.items():
+            setattr(self.scheduler, name, value)
         self.call(self._start(connect))
 
     async def _start(self, connect):
@@ -218,7 +218,7 @@ class Front:
         self.state.tools.start()
         await self.sessions.load()
         if connect:
-            await self.lead.connect()
+            await self.scheduler.connect()
             await self.link.wait_ready()
 
     def call(self, what, *args):
@@ -252,6 +252,12 @@ class Front:
             data = json.loads(data)
         return SimpleNamespace(status=response.status, headers=response.headers, body=data)
 
+    @property
+    def asked(self):
+        """The prompt of the last request."""
+        tokens = memoryview(self.scheduler.requests[-1].tokens).cast("I").tolist()
+        return self.sessions.text.tokenizer.decode(tokens)
+
     def post(self, path, **body):
         return self.request("POST", f"/v1/{path}", body)
 
@@ -265,8 +271,8 @@ class Front:
         async def stop():
             self.link.close()
             await self.state.tools.close()
-            if self.lead.writer is not None:
-                self.lead.close()
+            if self.scheduler.writer is not None:
+                self.scheduler.close()
             self.server.stop()
             await self.server.close_all_connections()
             self.sessions.close()
@@ -284,27 +290,49 @@ def parse_events(data):
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-@pytest.fixture
-def make_front(tmp_path, model_dir, tokenizer):
-    fronts = []
+@pytest.fixture(scope="module")
+def make_server(tmp_path_factory, model_dir, tokenizer):
+    """Makes a server for all tests of a module."""
+    servers = []
 
-    def make(connect=True, model=None, lead=None, **options):
-        options.setdefault("served_model_name", "tiny,other")
-        fronts.append(Front(tmp_path, model or model_dir, tokenizer, connect, lead or {}, **options))
-        return fronts[-1]
+    def make(scheduler=None, **options):
+        options.setdefault("served_model_name", "tiny")
+        servers.append(
+            LiveServer(tmp_path_factory.mktemp("server"), model_dir, tokenizer, True, scheduler or {}, **options)
+        )
+        return servers[-1]
 
     yield make
-    for front in fronts:
-        front.stop()
+    for fresh in servers:
+        fresh.stop()
+
+
+@pytest.fixture(scope="module")
+def server(make_server):
+    return make_server()
 
 
 @pytest.fixture
-def front(make_front):
-    return make_front()
+def make_fresh(tmp_path, model_dir, tokenizer):
+    servers = []
+
+    def make(connect=True, model=None, scheduler=None, **options):
+        options.setdefault("served_model_name", "tiny,other")
+        servers.append(LiveServer(tmp_path, model or model_dir, tokenizer, connect, scheduler or {}, **options))
+        return servers[-1]
+
+    yield make
+    for fresh in servers:
+        fresh.stop()
 
 
 @pytest.fixture
-def client(front):
+def fresh(make_fresh):
+    return make_fresh()
+
+
+@pytest.fixture
+def client(fresh):
     import openai
 
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{front.port}/v1", api_key="EMPTY", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{fresh.port}/v1", api_key="EMPTY", max_retries=0, timeout=20)

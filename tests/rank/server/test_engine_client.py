@@ -13,7 +13,7 @@ from phalanx.rank.server.engine_client import EngineClient
 pytestmark = pytest.mark.timeout(20)
 
 
-class Lead:
+class Scheduler:
     """Rank 0's end, its messages sent by hand."""
 
     def __init__(self, path):
@@ -47,11 +47,11 @@ def request(id):
 
 def run(tmp_path, test, **options):
     async def main():
-        link = EngineClient(str(tmp_path / "lead"), **options)
+        link = EngineClient(str(tmp_path / "link"), **options)
         await link.listen()
         try:
-            async with asyncio.timeout(10), Lead(link.path) as lead:
-                await test(link, lead)
+            async with asyncio.timeout(10), Scheduler(link.path) as scheduler:
+                await test(link, scheduler)
         finally:
             link.close()
 
@@ -59,16 +59,16 @@ def run(tmp_path, test, **options):
 
 
 def test_only_this_user_may_connect(tmp_path):
-    async def test(link, lead):
+    async def test(link, scheduler):
         assert stat.S_IMODE(os.stat(link.path).st_mode) == 0o600
 
     run(tmp_path, test)
-    assert not os.path.exists(tmp_path / "lead")
+    assert not os.path.exists(tmp_path / "link")
 
 
 def test_another_user_is_refused(tmp_path, monkeypatch, caplog):
-    async def test(link, lead):
-        assert await lead.reader.read(1) == b"" and link.state == "loading"
+    async def test(link, scheduler):
+        assert await scheduler.reader.read(1) == b"" and link.state == "loading"
 
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     run(tmp_path, test)
@@ -76,12 +76,12 @@ def test_another_user_is_refused(tmp_path, monkeypatch, caplog):
 
 
 def test_unread_deltas_come_together(tmp_path):
-    async def test(link, lead):
-        lead.send(READY)
+    async def test(link, scheduler):
+        scheduler.send(READY)
         assert await link.wait_ready() == READY
         stream = link.submit([request("a"), request("b")])
-        assert [message.id for message in await lead.receive()] == ["a", "b"]
-        lead.send(
+        assert [message.id for message in await scheduler.receive()] == ["a", "b"]
+        scheduler.send(
             protocol.Deltas([protocol.Delta("a", [1])]),
             protocol.Deltas([protocol.Delta("a", [2]), protocol.Delta("b", [3])]),
             protocol.Deltas([protocol.Delta("zzz", [9])], protocol.Stats(running=2)),
@@ -89,7 +89,8 @@ def test_unread_deltas_come_together(tmp_path):
         while link.stats.running != 2:
             await asyncio.sleep(0.01)
         assert [(delta.id, delta.tokens) for delta in await anext(stream)] == [("a", [1]), ("a", [2]), ("b", [3])]
-        lead.send(protocol.Deltas([protocol.Delta("a", [4], finish="stop"), protocol.Delta("b", [5], finish="length")]))
+        last = [protocol.Delta("a", [4], finish="stop"), protocol.Delta("b", [5], finish="length")]
+        scheduler.send(protocol.Deltas(last))
         assert len(await anext(stream)) == 2 and link.open_sequences == 0
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
@@ -98,19 +99,19 @@ def test_unread_deltas_come_together(tmp_path):
 
 
 def test_abort(tmp_path):
-    async def test(link, lead):
-        lead.send(READY)
+    async def test(link, scheduler):
+        scheduler.send(READY)
         await link.wait_ready()
         stream = link.submit([request("a"), request("b")])
-        await lead.receive()
+        await scheduler.receive()
         stream.abort(["a", "unknown"])
-        assert await lead.receive() == [protocol.Abort(["a"])]
-        lead.send(protocol.Deltas([protocol.Delta("a", [1]), protocol.Delta("b", [2])]))  # a's was on its way
+        assert await scheduler.receive() == [protocol.Abort(["a"])]
+        scheduler.send(protocol.Deltas([protocol.Delta("a", [1]), protocol.Delta("b", [2])]))  # a's was on its way
         assert [delta.id for delta in await anext(stream)] == ["b"]
         waiting = asyncio.ensure_future(anext(stream, None))
         await asyncio.sleep(0)
         stream.abort()
-        assert await lead.receive() == [protocol.Abort(["b"])]
+        assert await scheduler.receive() == [protocol.Abort(["b"])]
         assert await waiting is None and link.open_sequences == 0
         stream.abort()
 
@@ -118,14 +119,14 @@ def test_abort(tmp_path):
 
 
 def test_a_lost_lead_fails_what_is_open(tmp_path):
-    async def test(link, lead):
+    async def test(link, scheduler):
         lost = []
         link.on_lost = lambda: lost.append(link.state)
-        lead.send(READY)
+        scheduler.send(READY)
         await link.wait_ready()
         stream = link.submit([request("a")])
-        lead.send(protocol.Deltas([protocol.Delta("a", [1])]))
-        lead.writer.close()
+        scheduler.send(protocol.Deltas([protocol.Delta("a", [1])]))
+        scheduler.writer.close()
         while not lost:
             await asyncio.sleep(0.01)
         assert [delta.tokens for delta in await anext(stream)] == [[1]]  # what came is not lost
@@ -141,11 +142,11 @@ def test_a_lost_lead_fails_what_is_open(tmp_path):
 
 
 def test_wait_ready_ends_when_the_job_fails_while_loading(tmp_path):
-    async def test(link, lead):
+    async def test(link, scheduler):
         waiting = asyncio.ensure_future(link.wait_ready())
-        lead.send(protocol.Fatal("no such file: model.safetensors", 3))
+        scheduler.send(protocol.Fatal("no such file: model.safetensors", 3))
         await asyncio.sleep(0.05)  # longer than a read takes, so that the end is not read together with the word
-        lead.writer.close()
+        scheduler.writer.close()
         with pytest.raises(ApiError, match="the job ended: no such file: model.safetensors"):
             await waiting
         assert link.fatal.code == 3
@@ -153,16 +154,16 @@ def test_wait_ready_ends_when_the_job_fails_while_loading(tmp_path):
     run(tmp_path, test)
 
 
-@pytest.mark.parametrize("by_front", [True, False])
-def test_drain(tmp_path, by_front):
-    async def test(link, lead):
-        lead.send(READY)
+@pytest.mark.parametrize("by_server", [True, False])
+def test_drain(tmp_path, by_server):
+    async def test(link, scheduler):
+        scheduler.send(READY)
         await link.wait_ready()
-        if by_front:
+        if by_server:
             link.drain()
-            assert await lead.receive() == [protocol.Drain()]
+            assert await scheduler.receive() == [protocol.Drain()]
         else:
-            lead.send(protocol.Draining())
+            scheduler.send(protocol.Draining())
             while link.state != "draining":
                 await asyncio.sleep(0.01)
         with pytest.raises(ApiError, match="shutting down"):
@@ -173,21 +174,21 @@ def test_drain(tmp_path, by_front):
 
 def test_drain_before_a_lead_is_there_reaches_it(tmp_path):
     async def main():
-        link = EngineClient(str(tmp_path / "lead"))
+        link = EngineClient(str(tmp_path / "link"))
         await link.listen()
         link.drain()
-        async with asyncio.timeout(10), Lead(link.path) as lead:
-            assert await lead.receive() == [protocol.Drain()]
+        async with asyncio.timeout(10), Scheduler(link.path) as scheduler:
+            assert await scheduler.receive() == [protocol.Drain()]
         link.close()
 
     asyncio.run(main())
 
 
 def test_a_second_lead_is_refused(tmp_path, caplog):
-    async def test(link, lead):
-        lead.send(READY)
+    async def test(link, scheduler):
+        scheduler.send(READY)
         await link.wait_ready()
-        async with Lead(link.path) as other:
+        async with Scheduler(link.path) as other:
             assert await other.reader.read(1) == b""
         assert link.state == "ready"
 
@@ -195,10 +196,10 @@ def test_a_second_lead_is_refused(tmp_path, caplog):
     assert "rank 0 is connected already" in caplog.text
 
 
-def test_noise_is_no_lead(tmp_path, caplog):
-    async def test(link, lead):
-        lead.writer.write(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        assert await lead.reader.read(1) == b""
+def test_noise_is_no_scheduler(tmp_path, caplog):
+    async def test(link, scheduler):
+        scheduler.writer.write(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        assert await scheduler.reader.read(1) == b""
         while link.state != "failed":
             await asyncio.sleep(0.01)
 
@@ -216,9 +217,9 @@ def test_a_path_that_is_too_long(tmp_path):
 
 def test_a_stale_socket_is_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(tmp_path / "lead"))
+        sock.bind(str(tmp_path / "link"))
 
-    async def test(link, lead):
+    async def test(link, scheduler):
         assert link.state == "loading"
 
     run(tmp_path, test)

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.timeout(40)
 
 
 class Process:
-    """A front process and, in the test, the lead's socket."""
+    """A server process and, in the test, the scheduler's socket."""
 
     def __init__(self, tmp_path, model_dir, sock=None, **options):
         self.sock = sock or socket.create_server(("127.0.0.1", 0))
-        self.link = str(tmp_path / "lead")
+        self.link = str(tmp_path / "link")
         config = {"model_dir": str(model_dir), "link": self.link, "listen_fd": self.sock.fileno(), **options}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "phalanx.rank.server"],
@@ -38,7 +38,7 @@ class Process:
             pass_fds=[self.sock.fileno()],
             env={**os.environ, "PHALANX_SERVER": json.dumps(config)},
         )
-        self.lead = None
+        self.scheduler = None
 
     @property
     def port(self):
@@ -46,13 +46,13 @@ class Process:
 
     def connect(self):
         until = time.monotonic() + 10
-        while self.lead is None:
-            lead = socket.socket(socket.AF_UNIX)
+        while self.scheduler is None:
+            scheduler = socket.socket(socket.AF_UNIX)
             try:
-                lead.connect(self.link)
-                self.lead = lead
+                scheduler.connect(self.link)
+                self.scheduler = scheduler
             except OSError:
-                lead.close()
+                scheduler.close()
                 assert time.monotonic() < until and self.process.poll() is None, self.process.stdout.read()
                 time.sleep(0.02)
 
@@ -64,12 +64,12 @@ class Process:
         return self.process.stdout.readline(), self.process.stdout.readline()
 
     def send(self, message):
-        self.lead.sendall(protocol.frame(message))
+        self.scheduler.sendall(protocol.frame(message))
 
     def receive(self):
         frames, messages = protocol.Frames(protocol.ToScheduler), []
         while not messages:
-            messages = frames.feed(self.lead.recv(1 << 16))
+            messages = frames.feed(self.scheduler.recv(1 << 16))
         return messages[0]
 
     def health(self):
@@ -80,8 +80,8 @@ class Process:
             return error.code, json.loads(error.read())
 
     def end(self):
-        if self.lead is not None:
-            self.lead.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
         self.sock.close()
         self.process.kill()
         self.process.wait()
@@ -102,38 +102,38 @@ def start(tmp_path, model_dir):
 
 
 def test_loading_then_ready_then_drain(start):
-    front = start(served_model_name="tiny")
-    front.connect()
-    front.send(protocol.Progress("weights", 3, 10))
-    status, body = front.health()
+    fresh = start(served_model_name="tiny")
+    fresh.connect()
+    fresh.send(protocol.Progress("weights", 3, 10))
+    status, body = fresh.health()
     assert (status, body["status"]) == (503, "loading")
-    assert front.ready() == (
-        f"Phalanx is ready: http://127.0.0.1:{front.port}/v1 (model tiny). Try:\n",
-        f"  curl http://127.0.0.1:{front.port}/v1/chat/completions -H 'Content-Type: application/json' "
+    assert fresh.ready() == (
+        f"Phalanx is ready: http://127.0.0.1:{fresh.port}/v1 (model tiny). Try:\n",
+        f"  curl http://127.0.0.1:{fresh.port}/v1/chat/completions -H 'Content-Type: application/json' "
         '-d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'\n',
     )
-    assert front.health()[0] == 200
-    front.process.send_signal(signal.SIGUSR1)
-    assert isinstance(front.receive(), protocol.Drain)
-    status, body = front.health()
+    assert fresh.health()[0] == 200
+    fresh.process.send_signal(signal.SIGUSR1)
+    assert isinstance(fresh.receive(), protocol.Drain)
+    status, body = fresh.health()
     assert (status, body["status"]) == (503, "draining")
-    front.lead.close()
-    assert front.process.wait(5) == errors.OK
+    fresh.scheduler.close()
+    assert fresh.process.wait(5) == errors.OK
 
 
 @pytest.mark.parametrize("how, code", [("term", errors.OK), ("eof", errors.RANK_FAILED), ("fatal", errors.MEMORY)])
 def test_ends_within_two_seconds(start, how, code):
-    front = start()
-    front.ready()
+    fresh = start()
+    fresh.ready()
     began = time.monotonic()
     if how == "term":
-        front.process.terminate()
+        fresh.process.terminate()
     elif how == "eof":
-        front.lead.close()
+        fresh.scheduler.close()
     else:
-        front.send(protocol.Fatal("not enough memory", errors.MEMORY))
-        front.lead.close()
-    assert front.process.wait(5) == code
+        fresh.send(protocol.Fatal("not enough memory", errors.MEMORY))
+        fresh.scheduler.close()
+    assert fresh.process.wait(5) == code
     assert time.monotonic() - began < 2
 
 
@@ -150,67 +150,67 @@ def test_environment_is_needed():
 
 def test_model_without_tokenizer(start, tmp_path):
     (tmp_path / "empty").mkdir()
-    front = start(model=tmp_path / "empty")
-    assert front.process.wait(10) == errors.MODEL
-    assert "has no tokenizer.json, tekken.json or tokenizer.model" in front.process.stdout.read()
+    fresh = start(model=tmp_path / "empty")
+    assert fresh.process.wait(10) == errors.MODEL
+    assert "has no tokenizer.json, tekken.json or tokenizer.model" in fresh.process.stdout.read()
 
 
 def test_open_streams_get_an_error_when_the_process_is_stopped(start):
-    front = start()
-    front.ready()
-    with socket.create_connection(("127.0.0.1", front.port), timeout=10) as client:
+    fresh = start()
+    fresh.ready()
+    with socket.create_connection(("127.0.0.1", fresh.port), timeout=10) as client:
         body = b'{"prompt": "x", "stream": true}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         client.sendall(head + body)
-        request = front.receive()
-        front.send(protocol.Deltas([protocol.Delta(request.id, [70])]))
+        request = fresh.receive()
+        fresh.send(protocol.Deltas([protocol.Delta(request.id, [70])]))
         answer = client.recv(1 << 16)
-        front.process.terminate()
+        fresh.process.terminate()
         while part := client.recv(1 << 16):
             answer += part
     assert b'data: {"error":{"message":"the server is stopping"' in answer and b"[DONE]" not in answer
-    assert front.process.wait(5) == errors.OK
+    assert fresh.process.wait(5) == errors.OK
 
 
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_request_that_is_not_whole_when_the_process_ends_gets_503(start, drained):
-    front = start()
-    front.ready()
-    with socket.create_connection(("127.0.0.1", front.port), timeout=10) as client:
+    fresh = start()
+    fresh.ready()
+    with socket.create_connection(("127.0.0.1", fresh.port), timeout=10) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        assert front.health()[0] == 200  # so it was read
+        assert fresh.health()[0] == 200  # so it was read
         if drained:
-            front.process.send_signal(signal.SIGUSR1)
-            assert isinstance(front.receive(), protocol.Drain)
-            front.lead.close()
+            fresh.process.send_signal(signal.SIGUSR1)
+            assert isinstance(fresh.receive(), protocol.Drain)
+            fresh.scheduler.close()
         else:
-            front.process.terminate()
+            fresh.process.terminate()
         answer = b""
         while part := client.recv(1 << 16):
             answer += part
     assert answer.startswith(b"HTTP/1.1 503 ") and b'"service_unavailable_error"' in answer
-    assert front.process.wait(5) == errors.OK
+    assert fresh.process.wait(5) == errors.OK
 
 
 def test_stays_while_restarts_are_expected(start):
-    front = start(restarts_expected=True)
-    front.ready()
-    front.lead.close()
-    front.lead = None
-    front.connect()
-    front.send(protocol.Progress("weights", 1, 2))
+    fresh = start(restarts_expected=True)
+    fresh.ready()
+    fresh.scheduler.close()
+    fresh.scheduler = None
+    fresh.connect()
+    fresh.send(protocol.Progress("weights", 1, 2))
     until = time.monotonic() + 5
-    while front.health()[1].get("progress") != {"phase": "weights", "done": 1, "total": 2}:
+    while fresh.health()[1].get("progress") != {"phase": "weights", "done": 1, "total": 2}:
         assert time.monotonic() < until
         time.sleep(0.02)
-    front.process.terminate()
-    assert front.process.wait(5) == errors.OK
+    fresh.process.terminate()
+    assert fresh.process.wait(5) == errors.OK
 
 
 def test_ends_with_its_parent(tmp_path, model_dir):
     """However the parent ends: here by SIGKILL."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        config = {"model_dir": str(model_dir), "link": str(tmp_path / "lead"), "listen_fd": sock.fileno()}
+        config = {"model_dir": str(model_dir), "link": str(tmp_path / "link"), "listen_fd": sock.fileno()}
         parent = subprocess.Popen(
             [
                 sys.executable,
@@ -243,8 +243,8 @@ def test_cores_that_are_not_there(start):
 
 
 def test_wrong_parent(start):
-    front = start(parent_pid=1)
-    assert front.process.wait(10) == errors.ERROR
+    fresh = start(parent_pid=1)
+    assert fresh.process.wait(10) == errors.ERROR
 
 
 @pytest.mark.parametrize(
@@ -281,61 +281,61 @@ def test_ready_line_of_a_unix_socket(tmp_path):
 def test_its_job_file_is_there_while_it_runs(start, tmp_path):
     path = tmp_path / "state" / "jobs" / "here-1.json"
     end = time.time() + 3600
-    front = start(
+    fresh = start(
         registry_file=str(path), url="http://node7:2000/v1", api_keys=["k", "other"], batch_job="991", end_time=end
     )
-    front.connect()
+    fresh.connect()
     until = time.monotonic() + 10
-    while not path.exists():  # written when the lead can connect
+    while not path.exists():  # written when the scheduler can connect
         assert time.monotonic() < until
         time.sleep(0.02)
     (job,) = server_registry.running(path.parent, socket.gethostname()).values()
     assert (job.url, job.host, job.model) == ("http://node7:2000", socket.gethostname(), "tiny")
-    assert (job.pid, job.key, job.batch, job.end) == (front.process.pid, "k", "991", end)
+    assert (job.pid, job.key, job.batch, job.end) == (fresh.process.pid, "k", "991", end)
     assert abs(job.since - time.time()) < 60
-    front.process.terminate()
-    assert front.process.wait(5) == errors.OK
+    fresh.process.terminate()
+    assert fresh.process.wait(5) == errors.OK
     assert not list(path.parent.iterdir())
 
 
 def test_a_server_without_a_place_for_its_job_file(start, tmp_path):
     (tmp_path / "file").write_text("")
-    front = start(registry_file=str(tmp_path / "file" / "jobs" / "x.json"))
-    assert front.process.stdout.readline() == (
+    fresh = start(registry_file=str(tmp_path / "file" / "jobs" / "x.json"))
+    assert fresh.process.stdout.readline() == (
         f"no job file, so `phalanx chat` needs --url: {tmp_path}/file/jobs/x.json: Not a directory\n"
     )
-    front.ready()
-    assert front.health()[0] == 200
+    fresh.ready()
+    assert fresh.health()[0] == 200
 
 
 def test_idle_exit(start):
     """Loading and running requests are no idle time, looks at /health are."""
-    front = start(idle_exit=0.025)  # 1.5 s
-    front.connect()
+    fresh = start(idle_exit=0.025)  # 1.5 s
+    fresh.connect()
     time.sleep(2)  # longer than --idle-exit: loading is no idle time
-    front.ready()
-    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as client:
+    fresh.ready()
+    with socket.create_connection(("127.0.0.1", fresh.port), timeout=20) as client:
         body = b'{"prompt": "x", "max_tokens": 2}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         client.sendall(head + body)
-        request = front.receive()
+        request = fresh.receive()
         assert isinstance(request, protocol.Request)
         time.sleep(2.5)  # longer than --idle-exit: a running request is none
-        assert front.health()[1]["status"] == "ready"
+        assert fresh.health()[1]["status"] == "ready"
         ended = time.monotonic()
-        front.send(protocol.Deltas([protocol.Delta(request.id, [70, 70], finish="length")]))
+        fresh.send(protocol.Deltas([protocol.Delta(request.id, [70, 70], finish="length")]))
         assert b"200 OK" in client.recv(1 << 16)
-    front.lead.settimeout(0.1)
+    fresh.scheduler.settimeout(0.1)
     drained = False
     while not drained:
-        front.health()
+        fresh.health()
         try:
-            drained = isinstance(front.receive(), protocol.Drain)
+            drained = isinstance(fresh.receive(), protocol.Drain)
         except TimeoutError:
             assert time.monotonic() < ended + 10
     assert time.monotonic() - ended > 0.4  # since the last look at the running request
-    assert front.process.stdout.readline() == (
+    assert fresh.process.stdout.readline() == (
         "no request for 0.025 minutes (--idle-exit): the job ends and gives its allocation back\n"
     )
-    front.lead.close()
-    assert front.process.wait(5) == errors.OK
+    fresh.scheduler.close()
+    assert fresh.process.wait(5) == errors.OK

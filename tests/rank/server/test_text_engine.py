@@ -21,11 +21,11 @@ from .conftest import make_model
 pytestmark = pytest.mark.timeout(20)
 
 
-def test_without_http(front):
+def test_without_http(fresh):
     """What LLM.generate does: requests made of fields, all awaited together."""
 
     async def generate():
-        sessions = front.sessions
+        sessions = fresh.sessions
         requests = [convert({"prompt": prompt, "seed": 1}, CompletionRequest) for prompt in ("hello", [1, 2, 3])]
         replies = [
             TextRenderer(await sessions.generate(one, completion_generation), one, sessions.text.tokenizer)
@@ -33,45 +33,45 @@ def test_without_http(front):
         ]
         return await asyncio.gather(*(reply.collect() for reply in replies))
 
-    assert [answer["choices"][0]["text"] for answer in front.call(generate())] == ["hello world"] * 2
+    assert [answer["choices"][0]["text"] for answer in fresh.call(generate())] == ["hello world"] * 2
 
 
-def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(front):
-    front.lead.per_delta = 100  # all in one
-    front.lead.answer = "hello world, how are you?"
+def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(fresh):
+    fresh.scheduler.per_delta = 100  # all in one
+    fresh.scheduler.answer = "hello world, how are you?"
 
     async def generate():
-        session = await front.sessions.generate(
+        session = await fresh.sessions.generate(
             convert({"prompt": "x", "stop": "wor", "logprobs": 0}, CompletionRequest), completion_generation
         )
         updates = [update async for batch in session for update in batch]
         return session, updates
 
-    session, (update,) = front.call(generate())
+    session, (update,) = fresh.call(generate())
     assert update.events == [Text("hello ")] and update.finish == "stop"
     assert len(update.tokens) == len(update.logprobs) == session.completion_tokens
-    assert session.completion_tokens < len(front.lead.encode(front.lead.answer))
-    assert front.lead.aborted == []  # it had ended by itself
+    assert session.completion_tokens < len(fresh.scheduler.encode(fresh.scheduler.answer))
+    assert fresh.scheduler.aborted == []  # it had ended by itself
 
 
-def test_the_engine_s_error_ends_all_choices(front):
-    front.lead.error = (500, "out of blocks")
+def test_the_engine_s_error_ends_all_choices(fresh):
+    fresh.scheduler.error = (500, "out of blocks")
 
     async def generate():
-        session = await front.sessions.generate(
+        session = await fresh.sessions.generate(
             convert({"prompt": "x", "n": 2}, CompletionRequest), completion_generation
         )
         async for _ in session:
             pass
 
     with pytest.raises(ApiError, match="out of blocks"):
-        front.call(generate())
-    assert front.link.open_sequences == 0
+        fresh.call(generate())
+    assert fresh.link.open_sequences == 0
 
 
 def test_not_ready(tmp_path, model_dir):
     async def main():
-        link = EngineClient(str(tmp_path / "lead"))
+        link = EngineClient(str(tmp_path / "link"))
         sessions = TextEngine(link, ServerConfig(model_dir=str(model_dir), link=link.path, listen_fd=-1))
         with pytest.raises(ApiError, match="still loading"):
             await sessions.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
@@ -83,9 +83,9 @@ def test_not_ready(tmp_path, model_dir):
     asyncio.run(main())
 
 
-def test_a_special_token_as_stop_string_is_matched_by_its_id(front):
-    front.post("completions", prompt="x", stop=["<|turn|>", "<think>"], ignore_eos=True, max_tokens=2)
-    assert front.lead.requests[0].sampling.stop_token_ids == (front.sessions.text.tokenizer.token_id("<|turn|>"),)
+def test_a_special_token_as_stop_string_is_matched_by_its_id(fresh):
+    fresh.post("completions", prompt="x", stop=["<|turn|>", "<think>"], ignore_eos=True, max_tokens=2)
+    assert fresh.scheduler.requests[0].sampling.stop_token_ids == (fresh.sessions.text.tokenizer.token_id("<|turn|>"),)
 
 
 def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
@@ -93,7 +93,7 @@ def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
 
     def loaded(**options):
         config = ServerConfig(str(model_dir), "", -1, chat_template=str(tmp_path / "template"), **options)
-        sessions = TextEngine(EngineClient(str(tmp_path / "lead")), config)
+        sessions = TextEngine(EngineClient(str(tmp_path / "link")), config)
         asyncio.run(sessions.load())
         sessions.close()
         return sessions.text
@@ -111,17 +111,17 @@ def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
 def test_the_template_of_a_family(tmp_path, caplog):
     model = make_model(tmp_path / "base", template=None)
     (model / "config.json").write_text('{"model_type": "olmo2"}')
-    sessions = TextEngine(EngineClient(str(tmp_path / "lead")), ServerConfig(str(model), "", -1))
+    sessions = TextEngine(EngineClient(str(tmp_path / "link")), ServerConfig(str(model), "", -1))
     asyncio.run(sessions.load())
     sessions.close()
     (message,) = caplog.messages
     assert "no chat template" in message and "OLMo" in message and "--chat-template" in message
 
 
-def test_an_error_without_words(front):
-    front.lead.error = (0, "")
+def test_an_error_without_words(fresh):
+    fresh.scheduler.error = (0, "")
     for path, body in (("completions", {"prompt": "x"}), ("embeddings", {"input": "x"})):
-        answer = front.post(path, **body)
+        answer = fresh.post(path, **body)
         assert (answer.status, answer.body["error"]["message"]) == (500, "the engine failed on this request")
 
 

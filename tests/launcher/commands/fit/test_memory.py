@@ -282,7 +282,7 @@ def test_experts_of_several_copies_are_not_shared_out_yet(shape):
     within, over = (
         plan.estimate(model, one, cluster(), ASKED) for one in (Layout(2, dp=4, ep=2), Layout(2, dp=4, ep=8))
     )
-    assert within.unserved == "" and over.unserved == "ep over several copies is not served yet"
+    assert within.unserved == "" and over.unserved == "ep over several replicas is not served yet"
     assert within.room.activations > plan.estimate(model, Layout(2, dp=4), cluster(), ASKED).room.activations
 
 

@@ -140,7 +140,7 @@ def test_the_resident_set_keeps_what_is_chosen_often_and_lately():
     residents = Residents(experts=6, slots=2)
     assert residents.exchange() is None
     counts = np.array([3, 0, 0, 0, 9, 0])
-    for _ in range(3):
+    for _ in range(4):
         observe(residents, counts)
     assert residents.exchange() == (4, 1)
     assert residents.leave(1) == 1
@@ -150,6 +150,25 @@ def test_the_resident_set_keeps_what_is_chosen_often_and_lately():
     for _ in range(200):
         observe(residents, np.array([1, 0, 1, 0, 0, 0]))
     assert residents.exchange() == (2, 1)
+
+
+@pytest.mark.parametrize("exponent, least, most", [(0.0, 0.45, 80), (0.8, 0.75, 80)])
+def test_the_resident_set_follows_popularity_and_not_chance(exponent, least, most):
+    """Half of 128 experts, 8 of which each step draws by a Zipf law: how many of steps 400 to 800 are resident, and how
+    many exchanges 800 steps make."""
+    draw, exchanged, found = np.random.default_rng(0), 0, []
+    order, likely = draw.permutation(128), -exponent * np.log(np.arange(1, 129))
+    residents = Residents(experts=128, slots=64)
+    for step in range(800):
+        chosen = order[np.argsort(likely + draw.gumbel(size=128))[-8:]]
+        found.append(np.mean(residents.slot_of[chosen] >= 0))
+        observe(residents, np.isin(np.arange(128), chosen))
+        if step % host.TURN == 0 and (wanted := residents.exchange()):
+            expert, slot = wanted
+            residents.leave(slot)
+            residents.enter(expert, slot)
+            exchanged += 1
+    assert np.mean(found[400:]) > least and exchanged < most
 
 
 @pytest.mark.parametrize("share, some", [(2.0, False), (0.9, True), (0.01, True)])

@@ -5,7 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.graph_pieces import Pieces
 from phalanx.kernels.quantized import pieces_cuda
-from phalanx.rank.model.experts import streamer
+from phalanx.rank.model.experts import few_tokens, streamer
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 from phalanx.rank.model.load import load
@@ -77,7 +77,9 @@ def test_captured(checkpoint, room, most):
         torch.cuda.synchronize()
         pieces = Pieces(torch.cuda.graph_pool_handle())
         y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
-        assert len(pieces) == (3 if layer.host.set.slots else 2)
+        few = layer.host._few(x, ids, weights) is not None
+        assert few == (most <= few_tokens.FEW and room.way != "resident")
+        assert len(pieces) == (3 if layer.host.set.slots and not few else 2)
         for turn in range(40):
             given = tokens(plain, most, turn % 5)
             for static, new in zip((x, ids, weights), given, strict=True):

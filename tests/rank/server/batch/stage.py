@@ -1,4 +1,4 @@
-"""A batch job on one loop with a lead that answers known tokens: started as often as a test wants."""
+"""A batch job on one loop with a scheduler that answers known tokens: started as often as a test wants."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from phalanx.rank.server.config import ServerConfig
 from phalanx.rank.server.engine_client import EngineClient
 from phalanx.rank.server.text_engine import TextEngine
 
-from ..conftest import FakeLead
+from ..conftest import FakeScheduler
 
 
 class Stage:
@@ -22,9 +22,9 @@ class Stage:
         self.model_dir = model_dir
         self.end_token = tokenizer.token_to_id("<|end|>")
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        self.lead_has = {}  # attributes of every lead
-        self.asked = []  # seeds of all requests that any lead has had: the tests' names for them
-        self.lead = self.batch = self.link = None
+        self.scheduler_has = {}  # attributes of every scheduler
+        self.asked = []  # seeds of all requests that any scheduler has had: the tests' names for them
+        self.scheduler = self.batch = self.link = None
 
     def input(self, count, *more, **body):
         lines = [
@@ -39,7 +39,7 @@ class Stage:
         return asyncio.run(self._start(during, connect, restarts, options))
 
     async def _start(self, during, connect, restarts, options):
-        front = ServerConfig(str(self.model_dir), str(self.place / "lead"), -1, restarts_expected=restarts,
+        server = ServerConfig(str(self.model_dir), str(self.place / "link"), -1, restarts_expected=restarts,
                             served_model_name="tiny", queue_size=1 << 30)  # fmt: skip
         given = {
             "input": str(self.place / "in.jsonl"),
@@ -49,13 +49,13 @@ class Stage:
         }
         if "seconds" in options:
             options |= {"end_time": time.time() + options.pop("seconds"), "reserve": 0.1}
-        config = BatchConfig(front, **given | options)
+        config = BatchConfig(server, **given | options)
         journal = Journal(config.journal, config.input, {"the model": "tiny"}, config.overwrite)
-        self.link = EngineClient(front.link, restarts)
-        sessions = TextEngine(self.link, front)
+        self.link = EngineClient(server.link, restarts)
+        sessions = TextEngine(self.link, server)
         self.batch = BatchRun(config, journal, self.link, sessions)
         await self.link.listen()
-        self.lead = None
+        self.scheduler = None
         if connect:
             await self.connect()
         beside = asyncio.ensure_future(during(self)) if during else None
@@ -67,21 +67,21 @@ class Stage:
                 await self.batch.leave(code)
         finally:
             self.link.close()
-            if self.lead is not None:
-                self.asked += [request.sampling.seed for request in self.lead.requests]
-                self.lead.close()
+            if self.scheduler is not None:
+                self.asked += [request.sampling.seed for request in self.scheduler.requests]
+                self.scheduler.close()
             sessions.close()
             journal.close()
         return code
 
     async def connect(self):
-        if self.lead is not None:
-            self.asked += [request.sampling.seed for request in self.lead.requests]
-            self.lead.close()
-        self.lead = FakeLead(self.link.path, self.encode, self.end_token)
-        for name, value in self.lead_has.items():
-            setattr(self.lead, name, value)
-        await self.lead.connect()
+        if self.scheduler is not None:
+            self.asked += [request.sampling.seed for request in self.scheduler.requests]
+            self.scheduler.close()
+        self.scheduler = FakeScheduler(self.link.path, self.encode, self.end_token)
+        for name, value in self.scheduler_has.items():
+            setattr(self.scheduler, name, value)
+        await self.scheduler.connect()
 
     async def until(self, condition, seconds=5):
         deadline = time.monotonic() + seconds

@@ -28,7 +28,7 @@ def test_failures_can_fail_the_job(stage, capsys):
 
 def test_the_engine_fails_on_a_request(stage):
     stage.input(2)
-    stage.lead_has = {"error": (500, "the cache is on fire")}
+    stage.scheduler_has = {"error": (500, "the cache is on fire")}
     assert stage.start() == 0
     assert [one["error"]["message"] for one in stage.read("errors.jsonl")] == ["the cache is on fire"] * 2
     assert stage.read() == []
@@ -53,16 +53,16 @@ def test_an_error_of_ours_is_one_requests_error(stage, monkeypatch):
 
 def test_ranks_that_come_back_are_asked_again(stage, capsys):
     stage.input(30)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
 
     async def restart(stage):
         for _ in range(2):
-            await stage.until(lambda: len(stage.lead.requests) == 8)
-            stage.lead.close()
+            await stage.until(lambda: len(stage.scheduler.requests) == 8)
+            stage.scheduler.close()
             await stage.until(lambda: stage.link.state == "restarting")
             await asyncio.sleep(0.05)  # while nobody is connected nothing may be sent, or fail
             await stage.connect()
-        stage.lead.hold = False
+        stage.scheduler.hold = False
 
     assert stage.start(restart, restarts=True) == 0
     assert "the ranks ended; 8 requests are asked again when they are back" in capsys.readouterr().err

@@ -12,14 +12,14 @@ from .test_run import NAMES, interrupt
 
 def test_a_full_disk_under_the_journal(stage, capsys):
     stage.input(30)
-    stage.lead_has = {"most": 5}
+    stage.scheduler_has = {"most": 5}
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def fill(stage):
         await stage.until(lambda: stage.batch.counts.done == 5)
         size = os.path.getsize(stage.place / "out.jsonl.journal")
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 700, old[1]))
-        stage.lead.most = 30
+        stage.scheduler.most = 30
 
     try:
         assert stage.start(fill, summary="") == 1
@@ -27,7 +27,7 @@ def test_a_full_disk_under_the_journal(stage, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     err = capsys.readouterr().err
     assert "out.jsonl.journal: File too large; what was finished before is in it, and the same command goes on" in err
-    stage.lead_has = {}
+    stage.scheduler_has = {}
     assert stage.start() == 0
     assert sorted(stage.ids()) == sorted(NAMES)
     assert 0 < stage.summary["run"]["requests"] <= 25
@@ -38,7 +38,7 @@ def test_a_full_disk_under_the_output(stage, capsys):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def fill(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 30)
+        await stage.until(lambda: len(stage.scheduler.requests) == 30)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, old[1]))
 
     # What is in the journal already stays there; the last lines and the output find no room.
@@ -60,7 +60,7 @@ def test_a_summary_that_cannot_be_written(stage, capsys):
 
 def test_an_input_that_has_grown(stage):
     interrupt(stage)
-    stage.lead_has = {}
+    stage.scheduler_has = {}
     path = stage.place / "in.jsonl"
     text = path.read_text()
     path.write_text(text + json.dumps({"custom_id": "new", "url": "/v1/completions", "body": {"prompt": "x"}}) + "\n")
@@ -73,7 +73,7 @@ def test_a_request_that_changed(stage, capsys, monkeypatch):
     interrupt(stage)
     path = stage.place / "in.jsonl"
     path.write_text(path.read_text().replace("hello 3", "HELLO 3"))
-    stage.lead_has = {}
+    stage.scheduler_has = {}
     assert stage.start() == 2
     assert 'the input changed since the journal was begun: line 4 is not the request "r3"' in capsys.readouterr().err
     assert stage.start(overwrite=True) == 0
@@ -87,7 +87,7 @@ def test_requests_that_are_no_longer_wanted_are_left_out(stage, capsys, monkeypa
     path = stage.place / "in.jsonl"
     kept = [line for line in path.read_text().splitlines() if '"r2"' not in line]
     path.write_text("\n".join(kept) + "\n" * 500)
-    stage.lead_has = {}
+    stage.scheduler_has = {}
     assert stage.start() == 0
     assert "1 finished requests are not in the input any more; they are left out" in capsys.readouterr().err
     assert sorted(stage.ids()) == sorted(set(NAMES) - {"r2"})
@@ -99,7 +99,7 @@ def test_a_torn_and_a_damaged_line_are_told(stage, capsys):
     data = path.read_bytes()
     first = re.search(rb'"r\d"', data).group()  # answers come in any order: the last line is the one that is torn
     path.write_bytes(data.replace(first, first.replace(b"r", b"x"))[:-7])
-    stage.lead_has = {}
+    stage.scheduler_has = {}
     assert stage.start() == 0
     err = capsys.readouterr().err
     assert "going on after 6 finished requests" in err

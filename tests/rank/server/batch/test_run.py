@@ -1,4 +1,4 @@
-"""A batch job's life with a fake lead: all answered once, whatever happens in between."""
+"""A batch job's life with a fake scheduler: all answered once, whatever happens in between."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ NAMES = [f"r{i}" for i in range(30)]
 def interrupt(stage, requests=30, begun=8):
     """The code of a job of so many requests that is stopped when as many are under way."""
     stage.input(requests)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
 
     async def stop(stage):
-        await stage.until(lambda: len(stage.lead.requests) == begun)
+        await stage.until(lambda: len(stage.scheduler.requests) == begun)
         stage.batch.stop("asked to by a signal")
-        stage.lead.hold = False
+        stage.scheduler.hold = False
 
     return stage.start(stop)
 
@@ -53,27 +53,27 @@ def test_every_request_is_answered(stage, capsys):
 def test_the_ranks_are_asked_to_end(stage):
     stage.input(1)
     stage.start(supervised=True)
-    assert stage.lead.drained and stage.link._drain == protocol.Drain(0)
+    assert stage.scheduler.drained and stage.link._drain == protocol.Drain(0)
 
 
 def test_order_on_request(stage):
     stage.input(30)
-    stage.lead_has = {"pause": 0.001}
+    stage.scheduler_has = {"pause": 0.001}
     assert stage.start(ordered=True) == 0
     assert stage.ids() == NAMES
 
 
 @pytest.mark.parametrize(("body", "requests"), [({}, 8), ({"n": 2}, 8), ({"n": 3}, 6)])
 def test_what_is_under_way_is_bounded(stage, body, requests):
-    """Twice as many sequences as the lead runs, however many there are."""
+    """Twice as many sequences as the scheduler runs, however many there are."""
     stage.input(30, **body)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
 
     async def look(stage):
-        await stage.until(lambda: len(stage.lead.requests) >= requests)
+        await stage.until(lambda: len(stage.scheduler.requests) >= requests)
         await asyncio.sleep(0.1)  # 0.1 s are enough to begin all 30, if nothing held it back
-        assert len(stage.lead.requests) == requests
-        stage.lead.hold = False
+        assert len(stage.scheduler.requests) == requests
+        stage.scheduler.hold = False
 
     assert stage.start(look) == 0
     assert len(stage.ids()) == 30
@@ -81,14 +81,14 @@ def test_what_is_under_way_is_bounded(stage, body, requests):
 
 def test_a_stop_finishes_what_is_under_way_and_the_next_start_goes_on(stage, capsys):
     stage.input(30)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
 
     async def stop(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 8)
+        await stage.until(lambda: len(stage.scheduler.requests) == 8)
         stage.batch.stop("asked to by a signal")
         stage.batch.stop("asked to by a signal")  # it is repeated
         await asyncio.sleep(0.05)  # 0.05 s are enough to begin another request, which none may
-        stage.lead.hold = False
+        stage.scheduler.hold = False
 
     assert stage.start(stop) == UNFINISHED == 75
     err = capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_a_stop_finishes_what_is_under_way_and_the_next_start_goes_on(stage, cap
     assert stage.link._drain == protocol.Drain(75)  # without a supervisor the ranks end with the code
     assert stage.left() == ["out.jsonl.journal"]
     assert (stage.summary["state"], stage.summary["exit_code"], stage.summary["output"]) == ("unfinished", 75, "")
-    stage.lead_has = {}
+    stage.scheduler_has = {}
     assert stage.start() == 0
     err = capsys.readouterr().err
     assert "going on after 8 finished requests in" in err
@@ -125,13 +125,13 @@ def test_a_stop_while_the_model_loads(stage):
 
 def test_the_ranks_hear_the_signal(stage):
     stage.input(30)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
 
     async def stop(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 8)
-        stage.lead.send(protocol.Draining())
+        await stage.until(lambda: len(stage.scheduler.requests) == 8)
+        stage.scheduler.send(protocol.Draining())
         await stage.until(lambda: stage.batch.reason)
-        stage.lead.hold = False
+        stage.scheduler.hold = False
 
     assert stage.start(stop) == 75
     assert len(stage.asked) == 8
@@ -139,28 +139,28 @@ def test_the_ranks_hear_the_signal(stage):
 
 def test_the_ranks_die(stage, capsys):
     stage.input(30)
-    stage.lead_has = {"most": 10}
+    stage.scheduler_has = {"most": 10}
 
     async def die(stage):
         await stage.until(lambda: stage.batch.counts.done == 10)
-        stage.lead.send(protocol.Fatal("rank 1 on two has died", 137))
+        stage.scheduler.send(protocol.Fatal("rank 1 on two has died", 137))
         await asyncio.sleep(0.01)  # longer than a read takes, so that the end is not read together with the word
-        stage.lead.close()
+        stage.scheduler.close()
 
     assert stage.start(die) == 137
     assert "phalanx: stopped: rank 1 on two has died" in capsys.readouterr().err
-    stage.lead_has = {}
+    stage.scheduler_has = {}
     assert stage.start() == 0
     assert sorted(stage.ids()) == sorted(NAMES)
 
 
 def test_ranks_that_end_without_a_word(stage, capsys):
     stage.input(3)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
 
     async def die(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 3)
-        stage.lead.close()
+        await stage.until(lambda: len(stage.scheduler.requests) == 3)
+        stage.scheduler.close()
 
     assert stage.start(die) == 70
     assert "phalanx: stopped: the ranks are gone" in capsys.readouterr().err
@@ -168,11 +168,11 @@ def test_ranks_that_end_without_a_word(stage, capsys):
 
 def test_a_stop_while_the_ranks_are_away(stage):
     stage.input(30)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
 
     async def stop(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 8)
-        stage.lead.close()
+        await stage.until(lambda: len(stage.scheduler.requests) == 8)
+        stage.scheduler.close()
         await stage.until(lambda: stage.link.state == "restarting")
         stage.batch.stop("asked to by a signal")
 
@@ -187,15 +187,15 @@ def test_a_stop_while_the_ranks_are_away(stage):
 def test_ranks_that_go_away_during_a_stop(stage, capsys, word, code, end):
     """No restart follows."""
     stage.input(30)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
 
     async def stop(stage):
-        await stage.until(lambda: len(stage.lead.requests) == 8)
+        await stage.until(lambda: len(stage.scheduler.requests) == 8)
         stage.batch.stop("asked to by a signal")
         if word is not None:
-            stage.lead.send(word)
+            stage.scheduler.send(word)
             await asyncio.sleep(0.01)  # longer than a read takes, so that the end is not read together with the word
-        stage.lead.close()
+        stage.scheduler.close()
 
     assert stage.start(stop, restarts=True) == code
     assert stage.summary["reason"] == end.partition(": ")[2]
@@ -204,7 +204,7 @@ def test_ranks_that_go_away_during_a_stop(stage, capsys, word, code, end):
 
 def test_a_stop_at_once_keeps_what_is_finished(stage, capsys):
     stage.input(30)
-    stage.lead_has = {"most": 10}
+    stage.scheduler_has = {"most": 10}
 
     async def stop(stage):
         await stage.until(lambda: stage.batch.counts.done == 10)
@@ -213,7 +213,7 @@ def test_a_stop_at_once_keeps_what_is_finished(stage, capsys):
     assert stage.start(stop, supervised=True) == 130
     assert "phalanx: stopped: stopped by a signal" in capsys.readouterr().err
     assert stage.summary["run"]["requests"] == 10
-    stage.lead_has = {}
+    stage.scheduler_has = {}
     assert stage.start() == 0
     assert stage.summary["run"]["requests"] == 20 and sorted(stage.ids()) == sorted(NAMES)
 
@@ -222,13 +222,13 @@ def test_the_time_is_over(stage, capsys):
     """What does not end in time is given up and done by the next start."""
     stage.input(30)
 
-    stage.lead_has = {"most": 10}
+    stage.scheduler_has = {"most": 10}
     assert stage.start(seconds=2, supervised=True) == 75
     found = re.search(
         r"phalanx: unfinished: the time is over; (\d+) requests under way were given up", capsys.readouterr().err
     )
-    assert found and int(found[1]) == len(stage.lead.aborted) == 8 and stage.summary["run"]["requests"] == 10
-    stage.lead_has = {}
+    assert found and int(found[1]) == len(stage.scheduler.aborted) == 8 and stage.summary["run"]["requests"] == 10
+    stage.scheduler_has = {}
     assert stage.start() == 0
     assert sorted(stage.ids()) == sorted(NAMES)
 
@@ -251,19 +251,19 @@ def test_no_more_is_begun_than_fits(stage, capsys, monkeypatch):
     for module in (deadline, run, session):
         monkeypatch.setattr(module, "time", clock)
     stage.input(2000)
-    stage.lead_has = {"most": 0}
+    stage.scheduler_has = {"most": 0}
 
     async def answer(stage):
         while True:
-            await stage.until(lambda: stage.batch.reason or len(stage.lead.requests) == stage.lead.most + 8)
+            await stage.until(lambda: stage.batch.reason or len(stage.scheduler.requests) == stage.scheduler.most + 8)
             if stage.batch.reason:
                 return
             clock.now += 100
-            stage.lead.most += 8
+            stage.scheduler.most += 8
 
     assert stage.start(answer, seconds=1000) == 75
     assert "stopping, the time that is left is too short for another request: " in capsys.readouterr().err
-    assert stage.lead.aborted == []
+    assert stage.scheduler.aborted == []
     assert clock.now == 900
     assert stage.summary["run"]["requests"] == len(stage.asked) == 9 * 8
 
@@ -271,7 +271,7 @@ def test_no_more_is_begun_than_fits(stage, capsys, monkeypatch):
 @pytest.mark.parametrize("connect", [True, False])
 def test_a_time_in_which_nothing_can_be_done_is_no_reason_to_start_again(stage, capsys, connect):
     stage.input(3)
-    stage.lead_has = {"hold": True}
+    stage.scheduler_has = {"hold": True}
     assert stage.start(seconds=0.4, connect=connect, supervised=True) == 1
     assert "the time was over before one request was finished: more time is needed" in capsys.readouterr().err
 
@@ -289,7 +289,7 @@ def test_a_tokenizer_that_cannot_be_read(stage, tmp_path):
 def test_plain_lines_of_progress(stage, capsys, monkeypatch):
     monkeypatch.setattr(run, "LOOK_EVERY", 0.05)
     stage.input(30)
-    stage.lead_has = {"pause": 0.2}
+    stage.scheduler_has = {"pause": 0.2}
     assert stage.start(interval=0.3, supervised=True) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if " of 30 requests, " in line]
     assert len(lines) >= 2

@@ -86,9 +86,9 @@ def test_no_weights(tmp_path, model):
 @pytest.fixture
 def config(model, tmp_path):
     (tmp_path / "in.jsonl").write_text("{}\n")
-    front = ServerConfig(str(model), str(tmp_path / "lead"), -1, served_model_name="model")
+    server = ServerConfig(str(model), str(tmp_path / "link"), -1, served_model_name="model")
     place = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl", "errors.jsonl")]
-    return BatchConfig(front, *place)
+    return BatchConfig(server, *place)
 
 
 def start(config):
@@ -100,7 +100,7 @@ def start(config):
 
 
 def test_a_journal_of_other_weights_is_refused(config, model):
-    Journal(config.journal, config.input, setup(config.front)).close()
+    Journal(config.journal, config.input, setup(config.server)).close()
     shutil.rmtree(model)
     make_checkpoint(model, num_hidden_layers=2, shards=2, tokenizer=False, seed=1)
     code, words = start(config)
@@ -109,7 +109,7 @@ def test_a_journal_of_other_weights_is_refused(config, model):
 
 
 def test_weights_that_cannot_be_read_are_told_of_as_such(config, model):
-    Journal(config.journal, config.input, setup(config.front)).close()
+    Journal(config.journal, config.input, setup(config.server)).close()
     (model / "model-00002-of-00002.safetensors").write_bytes(b"cut off")
     code, words = start(config)
     assert code == MODEL

@@ -7,8 +7,6 @@ import msgspec
 import pytest
 from phalanx.rank.server.http.routes import routes
 
-from ..conftest import Front
-
 pytestmark = pytest.mark.timeout(60)
 WORDS = (
     "",
@@ -44,12 +42,8 @@ GOOD = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    front = Front(
-        tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, response_store=4, queue_size=1 << 20
-    )
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server(response_store=4, queue_size=1 << 20)
 
 
 def value(draw, depth=0):

@@ -11,7 +11,7 @@ from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.batch import idle, stored_run
 from phalanx.rank.server.http import upload
 
-from ..conftest import Front
+from ..conftest import LiveServer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -19,42 +19,42 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture
 def make_server(tmp_path, model_dir, tokenizer):
     """Servers with the same directory, one after the other; they are stopped at the end."""
-    fronts = []
+    servers = []
 
     def make(connect=True, **options):
-        lead = options.pop("lead", {})
-        place = tmp_path / f"front{len(fronts)}"
+        scheduler = options.pop("scheduler", {})
+        place = tmp_path / f"fresh{len(servers)}"
         place.mkdir()
         options = {"served_model_name": "tiny", "file_store": str(tmp_path / "store"), **options}
-        fronts.append(Front(place, model_dir, tokenizer, connect, lead, **options))
-        front = fronts[-1]
-        front.call(front.state.batches.start)
-        return front
+        servers.append(LiveServer(place, model_dir, tokenizer, connect, scheduler, **options))
+        fresh = servers[-1]
+        fresh.call(fresh.state.batches.start)
+        return fresh
 
     yield make
-    for front in fronts:
-        leave(front)
+    for fresh in servers:
+        leave(fresh)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, model_dir, tokenizer):
-    place = tmp_path_factory.mktemp("front")
-    front = Front(place, model_dir, tokenizer, True, {}, served_model_name="tiny", file_store=str(place / "store"))
-    front.call(front.state.batches.start)
-    yield front
-    leave(front)
+    place = tmp_path_factory.mktemp("fresh")
+    fresh = LiveServer(place, model_dir, tokenizer, True, {}, served_model_name="tiny", file_store=str(place / "store"))
+    fresh.call(fresh.state.batches.start)
+    yield fresh
+    leave(fresh)
 
 
-def leave(front):
+def leave(fresh):
     """As a server that is stopped: what it has begun stays on the disk."""
-    if front.state.batches is not None:
-        front.call(front.state.batches.close)
-        front.state.batches = None
-        front.stop()
+    if fresh.state.batches is not None:
+        fresh.call(fresh.state.batches.close)
+        fresh.state.batches = None
+        fresh.stop()
 
 
-def client_of(front, key="x"):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{front.port}/v1", api_key=key, max_retries=0)
+def client_of(fresh, key="x"):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{fresh.port}/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_batch(server, client):
     file = client.files.retrieve(done.output_file_id)
     assert (file.purpose, file.filename) == ("batch_output", "in_output.jsonl")
     assert not list(server.state.batches.files.batches.glob("*.journal"))
-    assert server.lead.requests[-1].priority == stored_run.LAST
+    assert server.scheduler.requests[-1].priority == stored_run.LAST
     with pytest.raises(openai.BadRequestError, match="completed: there is nothing to cancel"):
         client.batches.cancel(batch.id)
     used = server.request("GET", "/v1/usage").body
@@ -245,15 +245,15 @@ def test_a_full_store(server, client, monkeypatch):
     assert error.value.status_code == 507
 
 
-def test_off_unless_a_directory_is_named(front):
+def test_off_unless_a_directory_is_named(fresh):
     for method, path in (("GET", "files"), ("POST", "files"), ("GET", "batches/x"), ("GET", "files/x/content")):
-        answer = front.request(method, f"/v1/{path}", b"" if method == "POST" else None)
+        answer = fresh.request(method, f"/v1/{path}", b"" if method == "POST" else None)
         assert answer.status == 404 and "--file-store DIR" in answer.body["error"]["message"]
 
 
 def test_keys_see_their_own(make_server):
-    front = make_server(api_keys=["one", "two"])
-    with client_of(front, "one") as one, client_of(front, "two") as two:
+    fresh = make_server(api_keys=["one", "two"])
+    with client_of(fresh, "one") as one, client_of(fresh, "two") as two:
         batch = begin(one, line("a"))
         assert not two.files.list().data and not two.batches.list().data
         for call in (two.files.retrieve, two.files.content, two.files.delete):
@@ -262,16 +262,16 @@ def test_keys_see_their_own(make_server):
         with pytest.raises(openai.NotFoundError):
             two.batches.retrieve(batch.id)
         assert until(one, batch, "completed").output_file_id
-    with client_of(front, "three") as nobody, pytest.raises(openai.AuthenticationError):
+    with client_of(fresh, "three") as nobody, pytest.raises(openai.AuthenticationError):
         put(nobody, line("a"))
 
 
 def test_cancelled_while_it_runs(make_server):
-    front = make_server(lead={"most": 1})
-    with client_of(front) as client:
+    fresh = make_server(scheduler={"most": 1})
+    with client_of(fresh) as client:
         batch = begin(client, *[line(f"r{i}") for i in range(8)])
         batch = until(client, batch, "in_progress")
-        front.wait(lambda: len(front.lead.requests) > 1)
+        fresh.wait(lambda: len(fresh.scheduler.requests) > 1)
         with pytest.raises(openai.BadRequestError, match="is the input of"):
             client.files.delete(batch.input_file_id)
         waiting = begin(client, line("z"))
@@ -282,39 +282,39 @@ def test_cancelled_while_it_runs(make_server):
         answers = read(client, done.output_file_id) if done.output_file_id else []
         assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
         assert sorted(one["custom_id"] for one in errors + answers) == [f"r{i}" for i in range(8)]
-        front.wait(lambda: front.link.open_sequences <= 1)
-        front.lead.most = 1 << 30
+        fresh.wait(lambda: fresh.link.open_sequences <= 1)
+        fresh.scheduler.most = 1 << 30
         assert until(client, waiting, "completed")
 
 
 def test_expired(make_server):
-    front = make_server(lead={"hold": True})
-    with client_of(front) as client:
+    fresh = make_server(scheduler={"hold": True})
+    with client_of(fresh) as client:
         batch = begin(client, line("a"), line("b"))
         until(client, batch, "in_progress")
-        front.wait(lambda: front.lead.requests)
-        stored, run = front.state.batches._now
-        front.call(run.stop)  # as its timer does
+        fresh.wait(lambda: fresh.scheduler.requests)
+        stored, run = fresh.state.batches._now
+        fresh.call(run.stop)  # as its timer does
         done = until(client, batch, "expired")
         assert done.expired_at and done.request_counts.failed == 2
         assert {one["error"]["code"] for one in read(client, done.error_file_id)} == {"batch_expired"}
 
 
 def test_another_server_goes_on_where_one_was_stopped(make_server):
-    front = make_server(lead={"most": 2})
-    with client_of(front) as client:
+    fresh = make_server(scheduler={"most": 2})
+    with client_of(fresh) as client:
         batch = begin(client, *[line(f"r{i}") for i in range(6)])
         deadline = time.monotonic() + 20
         while client.batches.retrieve(batch.id).request_counts.completed < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    leave(front)
+    leave(fresh)
     again = make_server()
     with client_of(again) as client:
         done = until(client, batch, "completed", "failed")
         assert done.status == "completed" and done.request_counts.completed == 6
         assert [one["custom_id"] for one in read(client, done.output_file_id)] == [f"r{i}" for i in range(6)]
-    assert len(again.lead.requests) == 4
+    assert len(again.scheduler.requests) == 4
 
 
 def test_a_server_that_ends_while_it_writes_the_files(make_server, monkeypatch):
@@ -323,38 +323,38 @@ def test_a_server_that_ends_while_it_writes_the_files(make_server, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(stored_run.StoredRun, "finish", interrupted)
-        front = make_server()
-        with client_of(front) as client:
+        fresh = make_server()
+        with client_of(fresh) as client:
             batch = begin(client, line("a"), line("b"))
             until(client, batch, "finalizing")
-        leave(front)
+        leave(fresh)
     again = make_server()
     with client_of(again) as client:
         done = until(client, batch, "completed", "expired", "failed")
         assert done.status == "completed" and done.request_counts.completed == 2
-    assert not again.lead.requests
+    assert not again.scheduler.requests
 
 
 def test_a_batch_whose_files_find_no_room_leaves_no_journal(make_server, monkeypatch):
     def full(*_):
         raise ApiError(507, "no room")
 
-    front = make_server()
-    with client_of(front) as client:
+    fresh = make_server()
+    with client_of(fresh) as client:
         file = put(client, line("a"))
-        monkeypatch.setattr(front.state.batches.files, "new", full)
+        monkeypatch.setattr(fresh.state.batches.files, "new", full)
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
         done = until(client, batch, "completed", "failed")
         assert done.status == "failed" and done.errors.data[0].message == "no room"
-        front.wait(lambda: not list(front.state.batches.files.batches.glob("*.journal")))
+        fresh.wait(lambda: not list(fresh.state.batches.files.batches.glob("*.journal")))
 
 
 def test_another_model_does_not_go_on(make_server):
-    front = make_server(lead={"hold": True})
-    with client_of(front) as client:
+    fresh = make_server(scheduler={"hold": True})
+    with client_of(fresh) as client:
         batch = begin(client, line("a"))
         until(client, batch, "in_progress")
-    leave(front)
+    leave(fresh)
     again = make_server(served_model_name="other")
     with client_of(again) as client:
         done = until(client, batch, "completed", "failed")
@@ -364,12 +364,12 @@ def test_another_model_does_not_go_on(make_server):
 
 def test_live_requests_go_first(make_server, monkeypatch):
     monkeypatch.setattr(idle, "LOOK_EVERY", 0.01)
-    front = make_server(lead={"hold": True})  # of four places three are for batches
-    with client_of(front) as client:
+    fresh = make_server(scheduler={"hold": True})  # of four places three are for batches
+    with client_of(fresh) as client:
         begin(client, *[line(f"r{i}") for i in range(8)])
-        front.wait(lambda: len(front.lead.requests) == 3)
+        fresh.wait(lambda: len(fresh.scheduler.requests) == 3)
         time.sleep(0.1)  # a fourth would have come: it is looked for every 10 ms
-        assert len(front.lead.requests) == 3
+        assert len(fresh.scheduler.requests) == 3
 
 
 def test_no_directory(tmp_path, model_dir, tokenizer, make_server):

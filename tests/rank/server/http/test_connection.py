@@ -12,37 +12,37 @@ pytestmark = pytest.mark.timeout(30)
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b'{"prompt": "x'
 
 
-def connect(front):
-    return contextlib.closing(socket.create_connection(("127.0.0.1", front.port), timeout=20))
+def connect(fresh):
+    return contextlib.closing(socket.create_connection(("127.0.0.1", fresh.port), timeout=20))
 
 
 @pytest.mark.parametrize("path", [b"completions", b"chat/completions", b"embeddings"])
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(front, path, reset):
-    with connect(front) as sock:
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(fresh, path, reset):
+    with connect(fresh) as sock:
         sock.sendall(HALF.replace(b"completions", path))
-        front.wait(lambda: [handler._body for handler in front.state.active])
-        (handler,) = front.state.active
+        fresh.wait(lambda: [handler._body for handler in fresh.state.active])
+        (handler,) = fresh.state.active
         if reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    front.wait(lambda: not front.state.active)
+    fresh.wait(lambda: not fresh.state.active)
     assert handler._body == []
-    assert front.lead.requests == []
+    assert fresh.scheduler.requests == []
 
 
-def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(make_front, monkeypatch):
+def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(make_fresh, monkeypatch):
     monkeypatch.setattr(app, "BODY_TIMEOUT", 0.2)
-    front = make_front()
-    with connect(front) as sock:
+    fresh = make_fresh()
+    with connect(fresh) as sock:
         sock.sendall(HALF)
-        front.wait(lambda: front.state.active)
+        fresh.wait(lambda: fresh.state.active)
         assert sock.recv(1 << 16) == b""
-    front.wait(lambda: not front.state.active)
+    fresh.wait(lambda: not fresh.state.active)
 
 
-def answers(front, data):
+def answers(fresh, data):
     """What comes back until the server hangs up: status, headers, body."""
-    with connect(front) as sock:
+    with connect(fresh) as sock:
         sock.sendall(data)
         answer = b""
         while part := sock.recv(1 << 20):
@@ -81,17 +81,17 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     ],
     ids=lambda value: value[-40:] if isinstance(value, bytes) else None,
 )
-def test_what_is_no_http_is_told_so(front, data, status, word):
-    got, error = answers(front, data)
+def test_what_is_no_http_is_told_so(fresh, data, status, word):
+    got, error = answers(fresh, data)
     assert got == status
     assert error["type"] == "invalid_request_error" and word in error["message"]
-    front.wait(lambda: not front.state.active)
-    assert front.post("completions", prompt="x").status == 200
+    fresh.wait(lambda: not fresh.state.active)
+    assert fresh.post("completions", prompt="x").status == 200
 
 
-def test_after_a_good_request(front):
+def test_after_a_good_request(fresh):
     """On a connection that was kept open."""
-    with connect(front) as sock:
+    with connect(fresh) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nnonsense\r\n\r\n")
         answer = b""
         while part := sock.recv(1 << 20):
@@ -99,7 +99,7 @@ def test_after_a_good_request(front):
     assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1 400 ") == 1
 
 
-def test_a_length_of_thousands_of_digits(front):
-    with socket.create_connection(("127.0.0.1", front.port)) as sock:
+def test_a_length_of_thousands_of_digits(fresh):
+    with socket.create_connection(("127.0.0.1", fresh.port)) as sock:
         sock.sendall(POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413")

@@ -13,26 +13,22 @@ from phalanx.rank.server.recorded_chat import RecordedChat
 from phalanx.rank.server.schema import ChatRequest
 from phalanx.rank.server.text.events import Text
 
-from ..conftest import Front
-
 pytestmark = pytest.mark.timeout(60)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, conversation_store=4)
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server(conversation_store=4)
 
 
 @pytest.fixture(autouse=True)
-def lead(server, monkeypatch):
+def scheduler(server, monkeypatch):
     for name, value in {"answer": "hello world", "hold": False, "error": None}.items():
-        monkeypatch.setattr(server.lead, name, value)
+        monkeypatch.setattr(server.scheduler, name, value)
     server.state.conversations._kept.clear()
-    return server.lead
+    return server.scheduler
 
 
 def said(text, role="user"):
@@ -45,15 +41,15 @@ def chat(server, *messages, **more):
 
 
 def prompt(server):
-    tokens = memoryview(server.lead.requests[-1].tokens).cast("I").tolist()
+    tokens = memoryview(server.scheduler.requests[-1].tokens).cast("I").tolist()
     return server.sessions.text.tokenizer.decode(tokens)
 
 
-def test_only_new_messages_are_sent(server, lead):
+def test_only_new_messages_are_sent(server, scheduler):
     first = chat(server, said("be brief", "system"), said("hello"))
     id = first.body["conversation_id"]
     assert id.startswith("conv_")
-    lead.answer = "fine"
+    scheduler.answer = "fine"
     second = chat(server, said("how are you?"), conversation_id=id)
     assert second.body["conversation_id"] == id and second.body["choices"][0]["message"]["content"] == "fine"
     assert prompt(server) == (
@@ -73,8 +69,8 @@ def test_a_stream_and_whole_answers_share_one(server):
     assert prompt(server).count("<|turn|>") == 4 and "hello world" in prompt(server)
 
 
-def test_a_tool_s_call_and_its_result(server, lead):
-    lead.answer = f"<think>\nI look.\n</think>\n\n{CALL}"
+def test_a_tool_s_call_and_its_result(server, scheduler):
+    scheduler.answer = f"<think>\nI look.\n</think>\n\n{CALL}"
     call = chat(server, said("weather?"), conversation_id="a", tools=[TOOL]).body["choices"][0]["message"]
     (made,) = call["tool_calls"]
     chat(server, {"role": "tool", "tool_call_id": made["id"], "content": "rain"}, conversation_id="a")
@@ -84,8 +80,8 @@ def test_a_tool_s_call_and_its_result(server, lead):
     assert kept["messages"][1]["tool_calls"] == [made] and "I look." in kept["messages"][1]["reasoning_content"]
 
 
-def test_a_custom_tool_s_call_keeps_its_shape(server, lead):
-    lead.answer = CALL.replace("get_weather", "sql").replace('"city": "Paris"', '"input": "5"')
+def test_a_custom_tool_s_call_keeps_its_shape(server, scheduler):
+    scheduler.answer = CALL.replace("get_weather", "sql").replace('"city": "Paris"', '"input": "5"')
     first = chat(server, said("hi"), tools=[{"type": "custom", "custom": {"name": "sql"}}])
     id, called = (first.body[name] for name in ("conversation_id", "choices"))
     kept = server.request("GET", f"/v1/conversations/{id}").body["messages"][1]["tool_calls"]
@@ -102,15 +98,15 @@ def test_nothing_is_recorded_unless_asked(server):
     assert not server.state.conversations._kept
 
 
-def test_the_option_records_what_names_a_conversation(make_front):
-    front = make_front(record_conversation=True)
-    chat(front, said("hello"), conversation_id="mine", record_conversation=None)
-    chat(front, said("again"), conversation_id="mine", record_conversation=None)
-    assert prompt(front).count("<|turn|>") == 4
-    chat(front, said("hello"), record_conversation=None)
-    chat(front, said("hello"), conversation_id="mine", record_conversation=False)
-    assert prompt(front).count("<|turn|>") == 2 and len(front.state.conversations._kept) == 1
-    assert chat(front, said("hello"), conversation_id="mine", n=2, record_conversation=None).status == 400
+def test_the_option_records_what_names_a_conversation(make_fresh):
+    fresh = make_fresh(record_conversation=True)
+    chat(fresh, said("hello"), conversation_id="mine", record_conversation=None)
+    chat(fresh, said("again"), conversation_id="mine", record_conversation=None)
+    assert prompt(fresh).count("<|turn|>") == 4
+    chat(fresh, said("hello"), record_conversation=None)
+    chat(fresh, said("hello"), conversation_id="mine", record_conversation=False)
+    assert prompt(fresh).count("<|turn|>") == 2 and len(fresh.state.conversations._kept) == 1
+    assert chat(fresh, said("hello"), conversation_id="mine", n=2, record_conversation=None).status == 400
 
 
 def test_it_is_forgotten(server):
@@ -123,43 +119,43 @@ def test_it_is_forgotten(server):
     assert server.request("DELETE", f"/v1/conversations/{id}").status == 404
 
 
-def test_one_key_never_reads_another_s(make_front):
-    front = make_front(api_keys=["a", "b"])
+def test_one_key_never_reads_another_s(make_fresh):
+    fresh = make_fresh(api_keys=["a", "b"])
 
     def ask(key, method="POST", path="chat/completions", **body):
         body = {"messages": [said(f"I am {key}")], "record_conversation": True, **body} if method == "POST" else None
-        return front.request(method, f"/v1/{path}", body, {"Authorization": f"Bearer {key}"})
+        return fresh.request(method, f"/v1/{path}", body, {"Authorization": f"Bearer {key}"})
 
     id = ask("a").body["conversation_id"]
     assert ask("b", conversation_id=id).status == 404
     for key in "aabb":
         assert ask(key, conversation_id="same").status == 200
-        assert ("I am a" in prompt(front), "I am b" in prompt(front)) == (key == "a", key == "b")
+        assert ("I am a" in prompt(fresh), "I am b" in prompt(fresh)) == (key == "a", key == "b")
     for method in ("GET", "DELETE"):
         assert ask("b", method, f"conversations/{id}").status == 404
     assert ask("a", "GET", f"conversations/{id}").status == 200
 
 
-def test_an_answer_that_breaks_off_leaves_it_as_it_was(server, lead):
+def test_an_answer_that_breaks_off_leaves_it_as_it_was(server, scheduler):
     chat(server, said("hello"), conversation_id="a")
-    lead.error = (500, "the engine stumbled")
+    scheduler.error = (500, "the engine stumbled")
     assert chat(server, said("lost"), conversation_id="a").status == 500
     assert chat(server, said("x " * 3000), conversation_id="a").status == 400  # longer than the context
-    lead.error = None
+    scheduler.error = None
     assert chat(server, said("again"), conversation_id="a").status == 200
     assert "lost" not in prompt(server) and prompt(server).count("<|turn|>") == 4
 
 
-def test_one_answer_at_a_time(server, lead):
-    lead.hold = True
+def test_one_answer_at_a_time(server, scheduler):
+    scheduler.hold = True
     answers = []
     thread = threading.Thread(target=lambda: answers.append(chat(server, said("hello"), conversation_id="a")))
-    count = len(lead.requests)
+    count = len(scheduler.requests)
     thread.start()
-    server.wait(lambda: len(lead.requests) > count)
+    server.wait(lambda: len(scheduler.requests) > count)
     busy = chat(server, said("again"), conversation_id="a")
     assert busy.status == 409 and busy.body["error"]["code"] == "conversation_busy"
-    lead.hold = False
+    scheduler.hold = False
     thread.join(20)
     assert answers[0].status == 200 and chat(server, said("again"), conversation_id="a").status == 200
 
@@ -192,11 +188,11 @@ def test_what_is_refused(server, more, field):
     assert answer.status == 400 and answer.body["error"]["param"] == field
 
 
-def test_where_none_is_kept(make_front):
-    front = make_front(conversation_store=0)
-    answer = chat(front, said("hello"))
+def test_where_none_is_kept(make_fresh):
+    fresh = make_fresh(conversation_store=0)
+    answer = chat(fresh, said("hello"))
     assert answer.status == 400 and "--conversation-store" in answer.body["error"]["message"]
-    assert chat(front, said("hello"), conversation_id="a", record_conversation=None).status == 200
+    assert chat(fresh, said("hello"), conversation_id="a", record_conversation=None).status == 200
 
 
 def record(store, id, text="hello"):

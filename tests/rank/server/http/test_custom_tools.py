@@ -5,8 +5,6 @@ import json
 import openai
 import pytest
 
-from ..conftest import Front
-
 pytestmark = pytest.mark.timeout(30)
 SQL = {"type": "custom", "custom": {"name": "sql", "description": "Runs SQL."}}
 DIGITS = {"syntax": "regex", "definition": "[0-9]+|none"}
@@ -17,22 +15,15 @@ INPUT = 'SELECT "a";\n'
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {"per_delta": 3, "answer": CALL})
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server({"per_delta": 3, "answer": CALL})
 
 
 @pytest.fixture
 def client(server):
-    server.lead.requests.clear()
+    server.scheduler.requests.clear()
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0) as client:
         yield client
-
-
-def asked(server):
-    request = server.lead.requests[-1]
-    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
 
 
 def chat(client, **more):
@@ -44,14 +35,14 @@ def test_a_chat(server, client):
     (call,) = answer.choices[0].message.tool_calls
     assert (call.type, call.custom.name, call.custom.input) == ("custom", "sql", INPUT) and call.id
     assert answer.choices[0].finish_reason == "tool_calls"
-    assert '"name": "sql"' in asked(server) and '"input": {"type": "string"' in asked(server)
+    assert '"name": "sql"' in server.asked and '"input": {"type": "string"' in server.asked
     history = [
         {"role": "user", "content": "hi"},
         answer.choices[0].message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "1 row"},
     ]
     assert client.chat.completions.create(model="m", messages=history, tools=[SQL]).choices
-    assert "1 row" in asked(server)
+    assert "1 row" in server.asked
 
 
 def test_a_chat_streamed(server):
@@ -89,32 +80,32 @@ def test_a_response(client, server):
         {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "1 row"},
     ]
     assert client.responses.create(model="m", input=history, tools=[tool]).status == "completed"
-    assert "1 row" in asked(server)
+    assert "1 row" in server.asked
 
 
 def test_tool_choice(client, server):
     named = {"type": "custom", "custom": {"name": "sql"}}
     chat(client, tools=[SQL, FUNCTION], tool_choice=named)
-    assert "sql" in server.lead.requests[-1].grammar and '\\"f\\"' not in server.lead.requests[-1].grammar
+    assert "sql" in server.scheduler.requests[-1].grammar and '\\"f\\"' not in server.scheduler.requests[-1].grammar
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
     chat(client, tools=[SQL, FUNCTION], tool_choice=allowed)
-    assert "sql" in server.lead.requests[-1].grammar and '"name": "f"' not in asked(server)
+    assert "sql" in server.scheduler.requests[-1].grammar and '"name": "f"' not in server.asked
     flat = [{"type": "custom", "name": "sql"}, {"type": "function", "name": "f"}]
     for choice in (flat[0], {"type": "allowed_tools", "mode": "required", "tools": flat[:1]}):
         client.responses.create(model="m", input="hi", tools=flat, tool_choice=choice)
-        assert "sql" in server.lead.requests[-1].grammar and '\\"f\\"' not in server.lead.requests[-1].grammar
+        assert "sql" in server.scheduler.requests[-1].grammar and '\\"f\\"' not in server.scheduler.requests[-1].grammar
 
 
 def test_a_grammar(client, server):
     tool = {"type": "custom", "custom": {"name": "sql", "format": {"type": "grammar", "grammar": DIGITS}}}
     chat(client, tools=[tool])
-    parts = json.loads(server.lead.requests[-1].grammar)["grammars"]
+    parts = json.loads(server.scheduler.requests[-1].grammar)["grammars"]
     assert parts[-1]["json_schema"]["properties"]["input"]["pattern"] == "^([0-9]+|none)$"
-    assert "a text by this regex grammar" in asked(server)
+    assert "a text by this regex grammar" in server.asked
     client.responses.create(
         model="m", input="hi", tools=[{"type": "custom", "name": "sql", "format": {"type": "grammar", **DIGITS}}]
     )
-    assert json.loads(server.lead.requests[-1].grammar)["grammars"] == parts
+    assert json.loads(server.scheduler.requests[-1].grammar)["grammars"] == parts
 
 
 REFUSED = [

@@ -11,15 +11,6 @@ USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    from ..conftest import Front
-
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
-    yield front
-    front.stop()
-
-
 CHAT = [
     ({}, "messages", "messages is missing"),
     ({"messages": []}, "messages", "messages is an empty list: give at least one message"),
@@ -264,68 +255,68 @@ def test_internal_error(server, monkeypatch):
 
 
 def test_error_of_the_engine(server):
-    server.lead.error = (507, "no room for this prompt")
+    server.scheduler.error = (507, "no room for this prompt")
     try:
         check(server.post("completions", prompt="x"), 507, None, "no room for this prompt")
         check(server.post("completions", prompt="x", stream=True), 507, None, "no room for this prompt")
     finally:
-        server.lead.error = None
+        server.scheduler.error = None
 
 
-def test_without_template(make_front, tmp_path):
+def test_without_template(make_fresh, tmp_path):
     from ..conftest import make_model
 
-    front = make_front(model=make_model(tmp_path / "base", template=None))
+    fresh = make_fresh(model=make_model(tmp_path / "base", template=None))
     check(
-        front.post("chat/completions", messages="x"),
+        fresh.post("chat/completions", messages="x"),
         400,
         "messages",
         "this model has no chat template: use /v1/completions, or start the server with one",
     )
-    assert front.post("completions", prompt="x").status == 200
+    assert fresh.post("completions", prompt="x").status == 200
 
 
-def test_without_tools(make_front, tmp_path):
+def test_without_tools(make_fresh, tmp_path):
     from ..conftest import make_model
 
-    front = make_front(model=make_model(tmp_path / "plain", template="{{ messages[0].content }}"))
+    fresh = make_fresh(model=make_model(tmp_path / "plain", template="{{ messages[0].content }}"))
     check(
-        front.post("chat/completions", messages="x", tools=[TOOL]),
+        fresh.post("chat/completions", messages="x", tools=[TOOL]),
         400,
         "tools",
         "this model's chat template does not take tools: leave them out",
     )
 
 
-def test_api_key(make_front):
-    front = make_front(api_keys=["secret", "clé"])
+def test_api_key(make_fresh):
+    fresh = make_fresh(api_keys=["secret", "clé"])
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-        answer = front.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
+        answer = fresh.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
         check(answer, 401, None, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', "invalid_api_key")
     for key in ("secret", "clé".encode()):
         headers = {"Authorization": b"Bearer " + key if isinstance(key, bytes) else f"Bearer {key}"}
-        assert front.request("POST", "/v1/completions", '{"prompt": "x"}', headers).status == 200
-    assert front.request("GET", "/health").status == 200
-    assert front.request("GET", "/v1/models").status == 401
+        assert fresh.request("POST", "/v1/completions", '{"prompt": "x"}', headers).status == 200
+    assert fresh.request("GET", "/health").status == 200
+    assert fresh.request("GET", "/v1/models").status == 401
 
 
-def test_strict(make_front):
-    front = make_front(strict=True)
+def test_strict(make_fresh):
+    fresh = make_fresh(strict=True)
     check(
-        front.post("completions", prompt="x", model="llama7b"),
+        fresh.post("completions", prompt="x", model="llama7b"),
         404,
         "model",
         "the model 'llama7b' does not exist; this server has tiny, other",
         "model_not_found",
     )
-    assert front.post("completions", prompt="x", model="other").body["model"] == "tiny"
+    assert fresh.post("completions", prompt="x", model="other").body["model"] == "tiny"
     check(
-        front.post("completions", prompt="x", no_such_field=5),
+        fresh.post("completions", prompt="x", no_such_field=5),
         400,
         "no_such_field",
         "no_such_field is no field of this endpoint, and this server refuses such (--strict): leave it out",
     )
-    assert front.post("completions", prompt="x").status == 200
+    assert fresh.post("completions", prompt="x").status == 200
 
 
 def test_arguments_that_are_nested_too_deeply(server):

@@ -8,7 +8,7 @@ import pytest
 from phalanx.rank import protocol
 
 from ...mcp_servers import STDIO, free_port, written
-from ..conftest import Front, parse_events
+from ..conftest import parse_events
 
 pytestmark = pytest.mark.timeout(30)
 MCP = {"type": "mcp", "server_label": "local", "require_approval": "never"}
@@ -23,16 +23,13 @@ ADD = calls("local_add", a=2, b=3)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    directory = tmp_path_factory.mktemp("front")
+def server(tmp_path_factory, make_server):
     dead = {"url": f"http://127.0.0.1:{free_port()}/mcp"}
-    config = written(directory, {"mcpServers": {"local": STDIO, "dead": dead}})
+    config = written(tmp_path_factory.mktemp("tools"), {"mcpServers": {"local": STDIO, "dead": dead}})
     ready = protocol.Ready(max_model_len=8192, vocab_size=400, kv_tokens=8192, block_size=16, max_num_seqs=4, ranks=1)
-    lead = {"per_delta": 3, "ready": ready}
-    front = Front(directory, model_dir, tokenizer, True, lead, served_model_name="tiny", mcp_config=config)
-    front.call(front.state.tools.settled(30))
-    yield front
-    front.stop()
+    fresh = make_server({"per_delta": 3, "ready": ready}, mcp_config=config)
+    fresh.call(fresh.state.tools.settled(30))
+    return fresh
 
 
 @pytest.fixture
@@ -43,7 +40,7 @@ def says(server, monkeypatch):
         left = list(texts)
         tokenizer = server.sessions.text.tokenizer
         following = lambda _: tokenizer.encode(left.pop(0) if left[1:] else left[0], False)  # noqa: E731
-        monkeypatch.setattr(server.lead, "encode", following)
+        monkeypatch.setattr(server.scheduler, "encode", following)
 
     return say
 
@@ -55,7 +52,7 @@ def responses(server):
 
 
 def asked(server, back=1):
-    request = server.lead.requests[-back]
+    request = server.scheduler.requests[-back]
     return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
 
 
@@ -94,7 +91,7 @@ def test_calls_are_made_and_the_model_goes_on(server, responses, says):
     assert json.loads(call.arguments) == {"a": 2, "b": 3} and call.status == "completed"
     assert (last.content[0].text, response.status) == ("It is 5.", "completed")
     assert "<|turn|>tool\n5<|end|>" in asked(server)
-    first, second = (len(server.lead.requests[-n].tokens) // 4 for n in (2, 1))
+    first, second = (len(server.scheduler.requests[-n].tokens) // 4 for n in (2, 1))
     assert response.usage.input_tokens == first + second
     says("Yes.")
     responses.create(model="m", input="sure?", tools=[MCP], previous_response_id=response.id)
@@ -175,7 +172,7 @@ def test_a_forced_call_is_forced_once(server, responses, says):
     says(ADD, "It is 5.")
     response = responses.create(model="m", input="hi", tools=[MCP], tool_choice="required")
     assert [one.type for one in response.output] == ["mcp_list_tools", "mcp_call", "message"]
-    forced, free = (server.lead.requests[-n].grammar for n in (2, 1))
+    forced, free = (server.scheduler.requests[-n].grammar for n in (2, 1))
     assert forced and not free
     dead = {**MCP, "server_label": "dead"}
     assert responses.create(model="m", input="hi", tools=[dead], tool_choice="required").output_text == "It is 5."
@@ -233,10 +230,10 @@ def test_a_word_on_no_request(server):
 )
 def test_a_call_that_is_required_is_enforced_in_the_first_round(server, responses, says, choice):
     says(ADD, "five")
-    before = len(server.lead.requests)
+    before = len(server.scheduler.requests)
     response = responses.create(model="m", input="2 + 3?", tools=[MCP], tool_choice=choice)
     assert response.output_text == "five"
-    first, second = server.lead.requests[before:]
+    first, second = server.scheduler.requests[before:]
     assert "local_add" in first.grammar and second.grammar == ""
     assert ("local_slow" in first.grammar) is (not isinstance(choice, dict) or "name" not in choice)
 
@@ -251,7 +248,7 @@ def test_a_server_s_tool_that_is_not_there_cannot_be_chosen(server):
 
 def test_a_client_that_leaves_during_a_call(server, says):
     says(calls("local_slow", seconds=20), "never asked")
-    requests, before = len(server.lead.requests), server.state.used[0].requests
+    requests, before = len(server.scheduler.requests), server.state.used[0].requests
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     body = {"input": "hi", "tools": [MCP], "stream": True}
     connection.request("POST", "/v1/responses", json.dumps(body), {"Content-Type": "application/json"})
@@ -261,7 +258,7 @@ def test_a_client_that_leaves_during_a_call(server, says):
     connection.close()
     answer.close()
     server.wait(lambda: server.state.used[0].requests > before)
-    assert len(server.lead.requests) == requests + 1
+    assert len(server.scheduler.requests) == requests + 1
 
 
 def test_a_function_by_a_tool_s_name(server):

@@ -7,7 +7,7 @@ import pytest
 from phalanx.rank.server.anthropic_format import MessageRenderer
 from phalanx.rank.server.api_error import ApiError
 
-from ..conftest import Front, parse_events
+from ..conftest import parse_events
 
 pytestmark = pytest.mark.timeout(30)
 TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}
@@ -16,11 +16,8 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    options = {"served_model_name": "tiny", "api_keys": ["secret"]}
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {"per_delta": 3}, **options)
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server({"per_delta": 3}, api_keys=["secret"])
 
 
 @pytest.fixture
@@ -31,13 +28,7 @@ def client(server):
 
 @pytest.fixture
 def says(server, monkeypatch):
-    return lambda text: monkeypatch.setattr(server.lead, "answer", text)
-
-
-def asked(server):
-    """The prompt of the last request."""
-    request = server.lead.requests[-1]
-    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
+    return lambda text: monkeypatch.setattr(server.scheduler, "answer", text)
 
 
 def test_a_text(server, client, says):
@@ -53,9 +44,9 @@ def test_a_text(server, client, says):
     count = client.messages.count_tokens(model="claude", messages=USER, system="be brief").input_tokens
     usage = message.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == count and usage.cache_read_input_tokens == 3
-    assert usage.output_tokens == len(server.lead.encode("hello world"))
-    assert asked(server) == "<|turn|>system\nbe brief<|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n"
-    assert server.lead.requests[-1].sampling.top_k == 5
+    assert usage.output_tokens == len(server.scheduler.encode("hello world"))
+    assert server.asked == "<|turn|>system\nbe brief<|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n"
+    assert server.scheduler.requests[-1].sampling.top_k == 5
 
 
 def test_why_it_stopped(client, says):
@@ -70,7 +61,7 @@ def test_a_limit_beyond_the_context(server, client, says):
     says("hello")
     message = client.messages.create(model="m", max_tokens=20_000, messages=USER)
     assert message.stop_reason == "end_turn"
-    sampling, prompt = server.lead.requests[-1].sampling, len(server.lead.requests[-1].tokens) // 4
+    sampling, prompt = server.scheduler.requests[-1].sampling, len(server.scheduler.requests[-1].tokens) // 4
     assert sampling.max_tokens == 512 - prompt
     says("hello " * 600)
     message = client.messages.create(model="m", max_tokens=20_000, messages=USER)
@@ -161,13 +152,13 @@ def test_history_with_calls_and_results(server, client, says):
     system = [{"type": "text", "text": "s1"}, {"type": "text", "text": "s2"}]
     client.messages.create(model="m", max_tokens=50, messages=history, system=system)
     turns = ["system\ns1\ns2", "user\nweather?", "assistant\nI look.", "tool\nrain", "tool\nError: gone", "user\nso?"]
-    assert asked(server) == "".join(f"<|turn|>{turn}<|end|>\n" for turn in turns) + "<|turn|>assistant\n"
+    assert server.asked == "".join(f"<|turn|>{turn}<|end|>\n" for turn in turns) + "<|turn|>assistant\n"
 
 
 def test_a_last_message_of_the_assistant_goes_on(server, client, says):
     says("world")
     client.messages.create(model="m", max_tokens=50, messages=[*USER, {"role": "assistant", "content": "hello "}])
-    assert asked(server).endswith("<|turn|>assistant\nhello ")
+    assert server.asked.endswith("<|turn|>assistant\nhello ")
 
 
 def test_keys_in_both_headers(server, client):
@@ -227,7 +218,7 @@ def test_a_prompt_that_is_too_long(server, client):
     """Agents look for these words, and shorten the conversation then."""
     head = "<|turn|>user\n"
     exact = [{"role": "user", "content": "word " * 250}]
-    count = len(server.lead.encode(f"{head}{exact[0]['content']}<|end|>\n<|turn|>assistant\n"))
+    count = len(server.scheduler.encode(f"{head}{exact[0]['content']}<|end|>\n<|turn|>assistant\n"))
     assert 512 <= count < 1000
     for messages, tokens in ((exact, str(count)), ([{"role": "user", "content": "word " * 3000}], r"\d{3,}")):
         with pytest.raises(anthropic.BadRequestError) as error:

@@ -12,7 +12,7 @@ from phalanx.rank.server.http import page
 
 from .... import browser
 from ...mcp_servers import STDIO, free_port, written
-from ..conftest import Front
+from ..conftest import LiveServer
 
 pytestmark = pytest.mark.timeout(120)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -48,18 +48,15 @@ $$\\sum_{k=1}^{n} k = \\frac{n(n+1)}{2}$$
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    place, options = tmp_path_factory.mktemp("front"), {"served_model_name": "tiny,other", "ui_server": True}
-    front = Front(place, model_dir, tokenizer, True, {"per_delta": 3}, **options)
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server({"per_delta": 3}, served_model_name="tiny,other", ui_server=True)
 
 
 @pytest.fixture
 def says(server, monkeypatch):
     def says(text, **more):
         for name, value in {"answer": text, "pause": 0.0, "per_delta": 3, **more}.items():
-            monkeypatch.setattr(server.lead, name, value)
+            monkeypatch.setattr(server.scheduler, name, value)
 
     return says
 
@@ -92,18 +89,18 @@ def test_files_stay_small():
     assert all(content.count(b"\n") < 400 for content, _ in page.files().values())
 
 
-def test_off_unless_asked_for_and_no_other_file(server, make_front):
-    front = make_front()
+def test_off_unless_asked_for_and_no_other_file(server, make_fresh):
+    fresh = make_fresh()
     for path in ("/", "/ui/app.js"):
-        answer = front.request("GET", path)
+        answer = fresh.request("GET", path)
         assert answer.status == 404 and "--ui-server" in answer.body["error"]["message"]
     for path in ("/ui/..%2Fpage.py", "/ui/none.js"):
         assert server.request("GET", path).status == 404
 
 
-def test_reached_without_a_key_which_its_requests_need(make_front):
-    front = make_front(ui_server=True, api_keys=["secret"])
-    assert front.request("GET", "/").status == 200 and front.request("GET", "/v1/models").status == 401
+def test_reached_without_a_key_which_its_requests_need(make_fresh):
+    fresh = make_fresh(ui_server=True, api_keys=["secret"])
+    assert fresh.request("GET", "/").status == 200 and fresh.request("GET", "/v1/models").status == 401
 
 
 # In a browser.
@@ -145,11 +142,6 @@ def finished(window, count):
     )
     window.wait(script, count)
     return window.texts(".assistant .body")
-
-
-def asked(server):
-    request = server.lead.requests[-1]
-    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
 
 
 def browsed(test):
@@ -197,7 +189,7 @@ def test_stop_go_on_and_again(window, server, says):
     window.click(".do-goOn")
     window.wait("return document.querySelector('.assistant .body').innerText.includes('and the rest')")
     (longer,) = finished(window, 1)
-    assert longer.startswith(text.strip()) and asked(server).rstrip().endswith(text.strip())
+    assert longer.startswith(text.strip()) and server.asked.rstrip().endswith(text.strip())
     says("another answer")
     window.click(".do-again")
     window.wait("return document.querySelector('.branches')")
@@ -217,7 +209,7 @@ def test_an_edit_makes_a_branch_and_both_are_kept(window, server, says):
     window.type("textarea.edit", browser.KEYS["enter"])
     window.wait("return document.querySelector('.user .branches')")
     assert "good morning" in finished(window, 1)[0] and window.texts(".user .plain") == ["good morning?"]
-    assert "how are you" not in asked(server)
+    assert "how are you" not in server.asked
     window.open(f"http://127.0.0.1:{server.port}/")
     window.click(".item .open")
     assert window.texts(".user .branches") == ["2 / 2"]
@@ -238,14 +230,14 @@ def test_a_tool_call_and_its_result(window, server, says):
     finished(window, 1)
     assert window.texts(".reasoning .title") == ["Thoughts"] and "get_weather" in window.texts(".call .title")[0]
     assert "waits for a result" in window.texts(".call .mark")[0]
-    assert asked(server).startswith("<|turn|>tools") and "be brief" in asked(server)
-    assert server.lead.requests[-1].sampling.temperature == 0.5
+    assert server.asked.startswith("<|turn|>tools") and "be brief" in server.asked
+    assert server.scheduler.requests[-1].sampling.temperature == 0.5
     says("it rains in Paris")
     window.click(".call summary")
     window.type(".result textarea", '{"sky": "rain"}')
     window.click(".result .primary")
     window.wait("return document.querySelectorAll('.assistant').length === 2")
-    assert "it rains in Paris" in finished(window, 2)[1] and '"sky": "rain"' in asked(server)
+    assert "it rains in Paris" in finished(window, 2)[1] and '"sky": "rain"' in server.asked
 
 
 @browsed
@@ -317,24 +309,24 @@ def test_a_dropped_file_goes_along(window, server, says):
     window.wait("return document.querySelector('#files .file')")
     send(window, "what is in it?")
     finished(window, 1)
-    assert "notes.txt" in asked(server) and "secret words" in asked(server)
+    assert "notes.txt" in server.asked and "secret words" in server.asked
     assert "notes.txt" in window.texts(".user .file")[0]
 
 
 @browsed
 def test_errors_are_told(window, server, says, monkeypatch):
     says("x")
-    monkeypatch.setattr(server.lead, "error", (500, "the engine stumbled"))
+    monkeypatch.setattr(server.scheduler, "error", (500, "the engine stumbled"))
     send(window, "hi")
     window.wait("return document.querySelector('.error')")
     assert "the engine stumbled" in window.texts(".error")[0]
 
 
 @browsed
-def test_the_key_is_asked_for(chromium, make_front):
-    front = make_front(ui_server=True, api_keys=["secret"])
+def test_the_key_is_asked_for(chromium, make_fresh):
+    fresh = make_fresh(ui_server=True, api_keys=["secret"])
     chromium.size(1280, 860)
-    chromium.open(f"http://127.0.0.1:{front.port}/")
+    chromium.open(f"http://127.0.0.1:{fresh.port}/")
     chromium.wait("return document.querySelector('#key[open]')")
     chromium.type("#key-input", "secret")
     chromium.click("#key .primary")
@@ -359,24 +351,24 @@ def test_tool_servers_are_switched(chromium, tmp_path, model_dir, tokenizer):
     dead = {"url": f"http://127.0.0.1:{free_port()}/mcp"}
     config = written(tmp_path, {"mcpServers": {"local": STDIO, "dead": dead}})
     ready = protocol.Ready(max_model_len=8192, vocab_size=400, kv_tokens=8192, block_size=16, max_num_seqs=4, ranks=1)
-    lead = {"per_delta": 3, "ready": ready}
-    front = Front(tmp_path, model_dir, tokenizer, True, lead, ui_server=True, mcp_config=config)
+    scheduler = {"per_delta": 3, "ready": ready}
+    fresh = LiveServer(tmp_path, model_dir, tokenizer, True, scheduler, ui_server=True, mcp_config=config)
     try:
-        front.call(front.state.tools.settled(30))
+        fresh.call(fresh.state.tools.settled(30))
         call = '<tool_call>\n{"name": "local_add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
         left = [call, "it is 5", "no tools"]
-        front.lead.encode = lambda _: front.sessions.text.tokenizer.encode(left.pop(0), False)
+        fresh.scheduler.encode = lambda _: fresh.sessions.text.tokenizer.encode(left.pop(0), False)
         chromium.size(1280, 860)
-        chromium.open(f"http://127.0.0.1:{front.port}/")
+        chromium.open(f"http://127.0.0.1:{fresh.port}/")
         chromium.js("localStorage.clear(); sessionStorage.clear(); indexedDB.deleteDatabase('phalanx')")
-        chromium.open(f"http://127.0.0.1:{front.port}/")
+        chromium.open(f"http://127.0.0.1:{fresh.port}/")
         chromium.wait("return document.querySelectorAll('#tool-servers .chip').length === 2")
         assert chromium.texts("#tool-servers .chip:disabled") == ["🔧 dead"]
         send(chromium, "add")
-        assert "it is 5" in finished(chromium, 1)[0] and "local_add" in asked(front)
+        assert "it is 5" in finished(chromium, 1)[0] and "local_add" in fresh.asked
         assert "add" in chromium.texts(".call .title")[0]
         chromium.click("#tool-servers .chip.on")
         send(chromium, "again")
-        assert "no tools" in finished(chromium, 2)[1] and "<|turn|>tools" not in asked(front)
+        assert "no tools" in finished(chromium, 2)[1] and "<|turn|>tools" not in fresh.asked
     finally:
-        front.stop()
+        fresh.stop()

@@ -9,8 +9,6 @@ import openai.types.responses
 import pytest
 from pydantic import TypeAdapter
 
-from ..conftest import Front
-
 pytestmark = pytest.mark.timeout(30)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}}
@@ -31,11 +29,8 @@ KINDS = {  # chunks of completions have no model of their own
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    lead = {"per_delta": 3, "answer": f"<think>\nhm\n</think>\n\nOne\n{CALL}\ntwo"}
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, lead, served_model_name="tiny")
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server({"per_delta": 3, "answer": f"<think>\nhm\n</think>\n\nOne\n{CALL}\ntwo"})
 
 
 def check(kind, value):

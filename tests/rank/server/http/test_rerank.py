@@ -7,22 +7,15 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server.http.rerank import RerankRequest
 
-from ..conftest import Front, make_model
+from ..conftest import make_model
 
 pytestmark = pytest.mark.timeout(30)
 DOCUMENTS = ["a", "hello world, how are you? I am fine.", "the quick brown fox"]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
-    yield front
-    front.stop()
-
-
 def cosine(server, a, b):
-    """Of what FakeLead answers: [tokens, 3, 0, 4]."""
-    a, b = ([len(server.lead.encode(text)), 3.0, 0.0, 4.0] for text in (a, b))
+    """Of what FakeScheduler answers: [tokens, 3, 0, 4]."""
+    a, b = ([len(server.scheduler.encode(text)), 3.0, 0.0, 4.0] for text in (a, b))
     return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
 
 
@@ -58,7 +51,7 @@ def test_the_texts_are_listed_as_often_for_many_documents(server, monkeypatch):
 
 
 @pytest.fixture
-def reranker(make_front, tmp_path):
+def reranker(make_fresh, tmp_path):
     """A model with tokens for yes and no."""
     model = make_model(tmp_path / "Some-Reranker")
     data = json.loads((model / "tokenizer.json").read_text())
@@ -66,9 +59,9 @@ def reranker(make_front, tmp_path):
     token = {**data["added_tokens"][0], "special": False}
     data["added_tokens"] += [{**token, "id": size + i, "content": word} for i, word in enumerate(("yes", "no"))]
     (model / "tokenizer.json").write_text(json.dumps(data))
-    front = make_front(model=model)
-    front.ids = {word: size + i for i, word in enumerate(("yes", "no"))}
-    return front
+    fresh = make_fresh(model=model)
+    fresh.ids = {word: size + i for i, word in enumerate(("yes", "no"))}
+    return fresh
 
 
 def test_a_reranker_is_asked(reranker, monkeypatch):
@@ -78,16 +71,16 @@ def test_a_reranker_is_asked(reranker, monkeypatch):
     monkeypatch.setattr(protocol, "TokenLogprob", lambda token, value, top: original(7, -9.0, next(tops)))
     answer = reranker.post("rerank", query="q <|end|>", documents=["a", "b", "c"], instruction="be strict").body
     assert {one["index"]: one["relevance_score"] for one in answer["results"]} == pytest.approx({0: 0.75, 1: 0, 2: 0})
-    (first, *_) = reranker.lead.requests
+    (first, *_) = reranker.scheduler.requests
     prompt = reranker.sessions.text.tokenizer.decode(memoryview(first.tokens).cast("I").tolist())
     assert "<Instruct>: be strict\n<Query>: q <|end|>\n<Document>: a" in prompt and prompt.endswith("</think>\n\n")
     assert reranker.sessions.text.tokenizer.added["<|end|>"] not in memoryview(first.tokens).cast("I").tolist()
     assert (first.sampling.max_tokens, first.sampling.logprobs) == (1, 20)
 
 
-def test_a_reranker_without_the_words(make_front, tmp_path):
-    front = make_front(model=make_model(tmp_path / "reranker"))
-    answer = front.post("rerank", query="q", documents=["a"])
+def test_a_reranker_without_the_words(make_fresh, tmp_path):
+    fresh = make_fresh(model=make_model(tmp_path / "reranker"))
+    answer = fresh.post("rerank", query="q", documents=["a"])
     assert answer.status == 400 and "no tokens for yes and no" in answer.body["error"]["message"]
 
 

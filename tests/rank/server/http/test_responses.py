@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from ..conftest import Front, parse_events
+from ..conftest import parse_events
 
 pytestmark = pytest.mark.timeout(30)
 TOOL = {"type": "function", "name": "get_weather", "description": "d", "parameters": {"type": "object"}}
@@ -13,11 +13,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    options = {"served_model_name": "tiny", "response_store": 4}
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {"per_delta": 3}, **options)
-    yield front
-    front.stop()
+def server(make_server):
+    return make_server({"per_delta": 3}, response_store=4)
 
 
 @pytest.fixture
@@ -29,14 +26,8 @@ def responses(server):
 @pytest.fixture
 def says(server, monkeypatch):
     return lambda text, **more: [
-        monkeypatch.setattr(server.lead, name, value) for name, value in {"answer": text, **more}.items()
+        monkeypatch.setattr(server.scheduler, name, value) for name, value in {"answer": text, **more}.items()
     ]
-
-
-def asked(server):
-    """The prompt of the last request."""
-    request = server.lead.requests[-1]
-    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
 
 
 def turns(*texts):
@@ -52,14 +43,14 @@ def test_a_text(server, responses, says):
     usage = response.usage
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (3, 0)
-    assert asked(server) == turns("system\nbe brief", "user\nhi")
+    assert server.asked == turns("system\nbe brief", "user\nhi")
 
 
 def test_sampling_as_in_chats(server, responses, says):
     says("one two")
     more = {"top_k": 3, "min_p": 0.1, "seed": 7, "stop": "two", "presence_penalty": 0.5, "logit_bias": {"3": 1}}
     response = responses.create(model="m", input="hi", temperature=0.3, top_p=0.9, extra_body=more)
-    sampling = server.lead.requests[-1].sampling
+    sampling = server.scheduler.requests[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.9, 3, 0.1)
     assert (sampling.seed, sampling.presence_penalty, sampling.logit_bias) == (7, 0.5, {3: 1.0})
     assert response.output_text == "one "
@@ -124,7 +115,7 @@ def test_history_as_agents_send_it(server, responses, says):
     include = ["reasoning.encrypted_content"]
     response = responses.create(model="m", input=items, store=False, include=include, tools=[TOOL], tool_choice="none")
     assert response.store is False
-    assert asked(server) == turns("system\ns", "user\nweather?", "assistant\nI look.", "tool\nrain", "user\nso?")
+    assert server.asked == turns("system\ns", "user\nweather?", "assistant\nI look.", "tool\nrain", "user\nso?")
     with pytest.raises(openai.NotFoundError, match="there is no response"):
         responses.retrieve(response.id)
 
@@ -151,14 +142,14 @@ def test_a_request_as_codex_sends_it(server, says):
     }
     answer = server.request("POST", "/v1/responses", body, {"session_id": "1", "originator": "codex_cli_rs"})
     assert answer.status == 200 and b"event: response.completed" in answer.body
-    assert asked(server).endswith("user\n<environment_context/><|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n")
+    assert server.asked.endswith("user\n<environment_context/><|end|>\n<|turn|>user\nhi<|end|>\n<|turn|>assistant\n")
 
 
 def test_allowed_tools(server, responses, says):
     says("x")
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}
     responses.create(model="m", input="hi", tools=[TOOL, {**TOOL, "name": "other"}], tool_choice=choice)
-    assert "get_weather" in asked(server) and "other" not in asked(server)
+    assert "get_weather" in server.asked and "other" not in server.asked
 
 
 def test_going_on_and_forgetting(server, responses, says):
@@ -166,7 +157,7 @@ def test_going_on_and_forgetting(server, responses, says):
     first = responses.create(model="m", input="a", instructions="not inherited")
     says("two")
     second = responses.create(model="m", input="b", previous_response_id=first.id)
-    assert asked(server) == turns("user\na", "assistant\none", "user\nb")
+    assert server.asked == turns("user\na", "assistant\none", "user\nb")
     assert responses.retrieve(second.id).output_text == "two" and second.previous_response_id == first.id
     listed = responses.input_items.list(second.id, limit=2)
     assert [item.content[0].text for item in listed.data] == ["b", "one"] and listed.has_more
@@ -208,9 +199,9 @@ def test_a_stream_in_the_background(responses, says):
 def test_cancelling(server, responses, says):
     says("x", hold=True)
     response = responses.create(model="m", input="hi", background=True)
-    server.wait(lambda: server.lead.requests and server.link.open_sequences == 1)
+    server.wait(lambda: server.scheduler.requests and server.link.open_sequences == 1)
     assert responses.cancel(response.id).status == "cancelled"
-    assert server.link.open_sequences == 0 and server.lead.requests[-1].id in server.lead.aborted
+    assert server.link.open_sequences == 0 and server.scheduler.requests[-1].id in server.scheduler.aborted
     other = responses.create(model="m", input="hi", background=True)
     responses.delete(other.id)
     server.wait(lambda: server.link.open_sequences == 0)
@@ -238,13 +229,13 @@ def test_failures(server, responses, says):
     assert events[-1].type == "response.failed" and events[-1].response.error.message == "the cache is on fire"
 
 
-def test_a_server_that_keeps_none(make_front):
-    front = make_front(response_store=0)
-    assert front.post("responses", input="hi").body["store"] is False
+def test_a_server_that_keeps_none(make_fresh):
+    fresh = make_fresh(response_store=0)
+    assert fresh.post("responses", input="hi").body["store"] is False
     for name in ("store", "background"):
-        answer = front.post("responses", input="hi", **{name: True})
+        answer = fresh.post("responses", input="hi", **{name: True})
         assert answer.status == 400 and "start it with --response-store" in answer.body["error"]["message"]
-    answer = front.request("GET", "/v1/responses/resp_1")
+    answer = fresh.request("GET", "/v1/responses/resp_1")
     assert answer.status == 404 and "none is kept" in answer.body["error"]["message"]
 
 
@@ -303,17 +294,17 @@ def test_refusals(server, body, param, words):
     assert words in answer.body["error"]["message"]
 
 
-def test_each_key_has_its_own(make_front):
-    front = make_front(response_store=4, api_keys=["a", "b"])
+def test_each_key_has_its_own(make_fresh):
+    fresh = make_fresh(response_store=4, api_keys=["a", "b"])
     first, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
-    id = front.request("POST", "/v1/responses", {"input": "hi"}, first).body["id"]
+    id = fresh.request("POST", "/v1/responses", {"input": "hi"}, first).body["id"]
     one = f"/v1/responses/{id}"
     asked = [("GET", one), ("GET", f"{one}/input_items"), ("POST", f"{one}/cancel"), ("DELETE", one)]
-    answers = [front.request(method, path, headers=second) for method, path in asked]
-    answers.append(front.request("POST", "/v1/responses", {"input": "so?", "previous_response_id": id}, second))
+    answers = [fresh.request(method, path, headers=second) for method, path in asked]
+    answers.append(fresh.request("POST", "/v1/responses", {"input": "so?", "previous_response_id": id}, second))
     assert [answer.status for answer in answers] == [404] * 5
     assert all(f"there is no response '{id}' here" in answer.body["error"]["message"] for answer in answers)
-    assert front.request("GET", one, headers=first).status == 200
+    assert fresh.request("GET", one, headers=first).status == 200
 
 
 def test_what_came_before_counts(server, monkeypatch):

@@ -12,22 +12,13 @@ pytestmark = pytest.mark.timeout(30)
 HELLO = {"messages": "hi", "max_tokens": 3}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    from ..conftest import Front
-
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
-    yield front
-    front.stop()
-
-
-def test_probes(server, make_front):
+def test_probes(server, make_fresh):
     assert server.request("GET", "/ready").body["status"] == "ready"
     assert server.request("GET", "/ping").status == 200 and server.request("GET", "/ping").body == b""
     assert server.request("HEAD", "/health").status == 200
     assert server.request("GET", "/load").body == {"server_load": 0}
     assert re.fullmatch(r"[\d.]+|unknown", server.request("GET", "/version").body["version"])
-    loading = make_front(connect=False)
+    loading = make_fresh(connect=False)
     assert loading.request("GET", "/ping").status == 503
     assert loading.request("GET", "/ready").headers["Retry-After"]
 
@@ -101,7 +92,7 @@ def test_the_fingerprint_is_the_server_s(server):
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_reasoning_under_both_names_or_not_at_all(server, monkeypatch, shown):
-    monkeypatch.setattr(server.lead, "answer", "<think>\nhm\n</think>\n\nyes")
+    monkeypatch.setattr(server.scheduler, "answer", "<think>\nhm\n</think>\n\nyes")
     body = {"messages": "hi", "include_reasoning": shown}
     message = server.post("chat/completions", **body).body["choices"][0]["message"]
     assert message["content"] == "yes" and ("reasoning" in message) == shown
@@ -116,7 +107,7 @@ def test_fields_that_change_nothing(server):
     body = {"metadata": {"a": "b"}, "store": True, "user": "me", "service_tier": "auto", "stop": {"Single": "zz"}}
     assert server.post("chat/completions", **HELLO, **body).status == 200
     server.post("chat/completions", **HELLO, priority=-3)
-    assert server.lead.requests[-1].priority == -3
+    assert server.scheduler.requests[-1].priority == -3
 
 
 def test_metrics_under_vllm_s_names(server):

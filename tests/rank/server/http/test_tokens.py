@@ -6,15 +6,6 @@ from phalanx.rank.server.http.tokens import TokenizeRequest
 pytestmark = pytest.mark.timeout(30)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_dir, tokenizer):
-    from ..conftest import Front
-
-    front = Front(tmp_path_factory.mktemp("front"), model_dir, tokenizer, True, {}, served_model_name="tiny")
-    yield front
-    front.stop()
-
-
 def post(server, path, **body):
     answer = server.request("POST", path, body)
     return answer.body if answer.status == 200 else (answer.status, answer.body["error"]["message"])

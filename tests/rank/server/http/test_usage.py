@@ -8,43 +8,43 @@ import pytest
 pytestmark = pytest.mark.timeout(30)
 
 
-def used(front, key):
+def used(fresh, key):
     headers = {"Authorization": f"Bearer {key}"}
-    answer = front.request("GET", "/v1/usage", None, headers)
-    assert answer.status == 200 and answer.body["since"] == front.state.started
+    answer = fresh.request("GET", "/v1/usage", None, headers)
+    assert answer.status == 200 and answer.body["since"] == fresh.state.started
     return tuple(answer.body[name] for name in ("requests", "prompt_tokens", "completion_tokens", "total_tokens"))
 
 
-def test_each_key_has_its_own(make_front):
-    front = make_front(api_keys=["a", "b"], key_names={"b": "ben"})
+def test_each_key_has_its_own(make_fresh):
+    fresh = make_fresh(api_keys=["a", "b"], key_names={"b": "ben"})
 
     def post(key, path, **body):
-        return front.request("POST", f"/v1/{path}", body, {"X-Api-Key": key}).body
+        return fresh.request("POST", f"/v1/{path}", body, {"X-Api-Key": key}).body
 
-    assert used(front, "a") == used(front, "b") == (0, 0, 0, 0)
+    assert used(fresh, "a") == used(fresh, "b") == (0, 0, 0, 0)
     chat = post("a", "chat/completions", messages="hi")["usage"]
     vectors = post("a", "embeddings", input=["hello", "x"])["usage"]["prompt_tokens"]
     prompt, completion = chat["prompt_tokens"] + vectors, chat["completion_tokens"]
-    assert used(front, "a") == (2, prompt, completion, prompt + completion)
-    assert post("b", "chat/completions", messages=5)["error"] and used(front, "b") == (0, 0, 0, 0)
+    assert used(fresh, "a") == (2, prompt, completion, prompt + completion)
+    assert post("b", "chat/completions", messages=5)["error"] and used(fresh, "b") == (0, 0, 0, 0)
     post("b", "responses", input="hi", background=True)
-    front.wait(lambda: front.state.used[1].requests == 1)
-    names = [front.request("GET", "/v1/usage", None, {"X-Api-Key": key}).body["name"] for key in "ab"]
+    fresh.wait(lambda: fresh.state.used[1].requests == 1)
+    names = [fresh.request("GET", "/v1/usage", None, {"X-Api-Key": key}).body["name"] for key in "ab"]
     assert names == [None, "ben"]
-    assert used(front, "b")[1] > 0 and front.request("GET", "/v1/usage").status == 401
+    assert used(fresh, "b")[1] > 0 and fresh.request("GET", "/v1/usage").status == 401
 
 
-def test_without_keys_everybody_counts(front):
-    front.events("completions", prompt="x")
-    assert front.request("GET", "/v1/usage").body["requests"] == 1
+def test_without_keys_everybody_counts(fresh):
+    fresh.events("completions", prompt="x")
+    assert fresh.request("GET", "/v1/usage").body["requests"] == 1
 
 
-def test_open_requests_of_a_key_are_limited(make_front):
-    front = make_front(api_keys=["a", "b"], requests_per_key=2, lead={"pause": 0.2})
+def test_open_requests_of_a_key_are_limited(make_fresh):
+    fresh = make_fresh(api_keys=["a", "b"], requests_per_key=2, scheduler={"pause": 0.2})
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 200})
 
     def ask(key):
-        connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", fresh.port, timeout=20)
         connection.request("POST", "/v1/completions", body, {"X-Api-Key": key})
         return connection, connection.getresponse()
 
@@ -57,11 +57,11 @@ def test_open_requests_of_a_key_are_limited(make_front):
     )
     running[0][0].sock.close()  # the client leaves
     running[0][1].close()
-    front.wait(lambda: front.state.used[0].open == 1)
+    fresh.wait(lambda: fresh.state.used[0].open == 1)
     running.append(ask("a"))
     assert running[-1][1].status == 200
     for one, answer in (*running, (connection, None)):
         if answer is not None:
             answer.close()
         one.close()
-    front.wait(lambda: [used.open for used in front.state.used] == [0, 0])
+    fresh.wait(lambda: [used.open for used in fresh.state.used] == [0, 0])

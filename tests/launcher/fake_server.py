@@ -1,6 +1,6 @@
-"""Stands for `python -m phalanx.rank.server`: answers /health, hears rank 0 come and go; FAKE_FRONT=exit:3 ends it.
+"""Stands for `python -m phalanx.rank.server`: answers /health, hears rank 0 come and go; FAKE_SERVER=exit:3 ends it.
 
-With FAKE_FRONT=hangs it does not answer, with rude it answers what is no HTTP.
+With FAKE_SERVER=hangs it does not answer, with rude it answers what is no HTTP.
 """
 
 import json
@@ -15,24 +15,24 @@ from phalanx.rank.server.config import take
 
 config = take()
 place = os.environ["FAKE_DIR"]
-with open(f"{place}/front", "a") as file:
+with open(f"{place}/server", "a") as file:
     file.write(f"{os.getpid()}\n")
-with open(f"{place}/front-environ", "w") as file:
+with open(f"{place}/server-environ", "w") as file:
     json.dump({**os.environ, "session": os.getsid(0) == os.getpid(), "stdin": os.readlink("/proc/self/fd/0")}, file)
-how = os.environ.get("FAKE_FRONT", "")
+how = os.environ.get("FAKE_SERVER", "")
 if how.startswith("exit:"):
-    print("the front does not like this model", flush=True)
+    print("the server does not like this model", flush=True)
     sys.exit(int(how[5:]))
 
 
 def note(text):
-    with open(f"{place}/front-log", "a") as file:
+    with open(f"{place}/server-log", "a") as file:
         file.write(text + "\n")
 
 
 def end(*_):
     note("term")
-    print("the front says goodbye", flush=True)
+    print("the server says goodbye", flush=True)
     os._exit(0)
 
 
@@ -44,11 +44,11 @@ if os.getppid() != config.parent_pid:
 signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGUSR1, lambda *_: note("usr1"))
 http = socket.socket(fileno=config.listen_fd)
-lead = socket.socket(socket.AF_UNIX)
-lead.bind(config.link)
-lead.listen()
-print("the front is up", file=sys.stderr, flush=True)
-watched = [http, lead]
+link = socket.socket(socket.AF_UNIX)
+link.bind(config.link)
+link.listen()
+print("the server is up", file=sys.stderr, flush=True)
+watched = [http, link]
 ready = not how.startswith("loading")
 while True:
     for sock in select.select(watched, [], [])[0]:
@@ -67,8 +67,8 @@ while True:
             head = f"HTTP/1.0 {200 if ready else 503} x\r\nContent-Length: {len(body)}\r\n\r\n"
             client.sendall(head.encode() + body)
             client.close()
-        elif sock is lead:
-            watched.append(lead.accept()[0])
+        elif sock is link:
+            watched.append(link.accept()[0])
             note("connected")
         elif not sock.recv(4096):
             watched.remove(sock)
