@@ -125,11 +125,6 @@ __device__ inline unsigned load_shared4(unsigned from) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(from) : "memory");
     return y;
 }
-__device__ inline float2 load_shared_floats(unsigned from) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
-    return x;
-}
 
 // A barrier of so many threads, all of each warp; number 0 is __syncthreads().
 template <int THREADS> __device__ inline void block_sync(int number) {

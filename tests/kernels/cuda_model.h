@@ -248,9 +248,6 @@ static unsigned load_shared4(unsigned from) {
     memcpy(&y, model::at(from, 4), 4);
     return y;
 }
-static float2 load_shared_floats(unsigned from) {
-    return {__uint_as_float(load_shared4(from)), __uint_as_float(load_shared4(from + 4))};
-}
 template <int THREADS> static void block_sync(int number) { model::meet(number, THREADS); }
 static void __syncthreads() { model::meet(0, model::threads.x); }
 static void __syncwarp() {
@@ -300,23 +297,6 @@ template <class E> static void mma(float (&c)[4], const unsigned (&a)[4], unsign
         }
         c[i] = (float)sum;
     }
-}
-static float __shfl_sync(unsigned, float x, int from) {
-    unsigned mine;
-    memcpy(&mine, &x, 4);
-    memcpy(&x, model::together(&mine, 1)[from], 4);
-    return x;
-}
-static unsigned transpose_8x8(unsigned x) {
-    auto slots = model::together(&x, 1);
-    const int lane = model::lane(), half = lane / 4 % 2;
-    const unsigned first = slots[lane % 4 * 8 + lane / 8][0], second = slots[lane % 4 * 8 + 4 + lane / 8][0];
-    return (first >> 16 * half & 0xffff) | (second >> 16 * half & 0xffff) << 16;
-}
-static void swap_lanes(unsigned& a, unsigned& b, int bit) {
-    const bool upper = model::lane() & bit;
-    const unsigned mine = upper ? a : b;
-    (upper ? a : b) = model::together(&mine, 1)[model::lane() ^ bit][0];
 }
 static void exchange_quads(unsigned (&x)[4]) {
     auto slots = model::together(x, 4);

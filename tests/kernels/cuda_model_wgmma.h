@@ -66,3 +66,22 @@ template <int N> static void wgmma_e4m3(float (&c)[N], unsigned long long a, uns
         }
     });
 }
+
+// What a warp's lanes hand to each other.
+static float __shfl_sync(unsigned, float x, int from) {
+    unsigned mine;
+    memcpy(&mine, &x, 4);
+    memcpy(&x, model::together(&mine, 1)[from], 4);
+    return x;
+}
+static unsigned transpose_8x8(unsigned x) {
+    auto slots = model::together(&x, 1);
+    const int lane = model::lane(), half = lane / 4 % 2;
+    const unsigned first = slots[lane % 4 * 8 + lane / 8][0], second = slots[lane % 4 * 8 + 4 + lane / 8][0];
+    return (first >> 16 * half & 0xffff) | (second >> 16 * half & 0xffff) << 16;
+}
+static void swap_lanes(unsigned& a, unsigned& b, int bit) {
+    const bool upper = model::lane() & bit;
+    const unsigned mine = upper ? a : b;
+    (upper ? a : b) = model::together(&mine, 1)[model::lane() ^ bit][0];
+}
