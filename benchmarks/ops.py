@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -369,10 +368,7 @@ def main() -> None:
         gated_gemms(table, asked.shapes)
         if asked.shapes == "8b":
             attentions(table)
-    if asked.json:
-        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
-        with open(asked.json, "a") as file:
-            file.writelines(json.dumps(about | line) + "\n" for line in table.lines)
+    table.append(asked.json)
 
 
 if __name__ == "__main__":

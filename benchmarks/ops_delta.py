@@ -10,7 +10,6 @@ chunk, and of the chunk's inverse. As in ops.py, calls rotate over inputs that d
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,10 +77,7 @@ def main() -> None:
         for counts in PROMPTS:
             parts = (f"{counts.count(n)} x {n}" for n in sorted(set(counts)))
             step(table, sizes, "prompt " + " and ".join(parts), counts)
-    if asked.json:
-        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__, sizes=sizes)
-        with open(asked.json, "a") as file:
-            file.writelines(json.dumps(about | line) + "\n" for line in table.lines)
+    table.append(asked.json, sizes=sizes)
 
 
 if __name__ == "__main__":

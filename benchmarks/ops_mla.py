@@ -10,7 +10,6 @@ rotate over copies of the cache that do not fit in the GPU's cache together.
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 
 import torch
@@ -98,10 +97,7 @@ def main() -> None:
             decode(table, asked.heads, batch, length)
         for batch, count, before in PROMPTS:
             prompt(table, asked.heads, batch, count, before)
-    if asked.json:
-        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__, heads=asked.heads)
-        with open(asked.json, "a") as file:
-            file.writelines(json.dumps(about | line) + "\n" for line in table.lines)
+    table.append(asked.json, heads=asked.heads)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -142,17 +141,18 @@ def tune(layers: Layers, rows: int) -> None:
             continue
         groups = [moe.group(one.ids, layers.shape.experts, height) for one in calls]
         hs = [torch.randn(one.pairs, one.w2.shape[2], device="cuda").bfloat16() for one in calls]
+        ys = [one.x.new_empty(one.pairs, one.x.shape[1]) for one in calls]
         ups: list[tuple[float, tuple[int, ...]]] = []
         downs: list[tuple[float, tuple[int, ...]]] = []
         for cut in (one for one in cuts() if one.rows == height):
             both = cut._replace(outputs=cut.outputs // 2)
             up: list[Call] = [
-                partial(moe_triton.expert_up, *one[:3], moe.plain(one.w13, one.x.dtype), g, silu, both)
-                for one, g in zip(calls, groups, strict=True)
+                partial(moe_triton.expert_up, *one[:3], moe.plain(one.w13, one.x.dtype), g, silu, both, None, h)
+                for one, g, h in zip(calls, groups, hs, strict=True)
             ]
             down: list[Call] = [
-                partial(moe_triton.expert_down, h, moe.plain(one.w2, h.dtype), g, cut)
-                for h, g, one in zip(hs, groups, calls, strict=True)
+                partial(moe_triton.expert_down, h, moe.plain(one.w2, h.dtype), g, cut, one.weights, None, y)
+                for h, g, one, y in zip(hs, groups, calls, ys, strict=True)
             ]
             for found, one, way in ((ups, up, both), (downs, down, cut)):
                 try:
@@ -181,10 +181,7 @@ def main() -> None:
             else:
                 router(table, layers, rows)
                 experts(table, layers, rows)
-    if asked.json:
-        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
-        with open(asked.json, "a") as file:
-            file.writelines(json.dumps(about | line) + "\n" for line in table.lines)
+    table.append(asked.json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,13 @@ class Table:
                 times[name] = repr(error)[:60]
         self.lines.append(dict(what="op", op=op, limit_us=round(limit, 2), **times))
         print(f"{op:34} limit {limit:8.1f}   " + "   ".join(f"{k} {v}" for k, v in times.items()), flush=True)
+
+    def append(self, path: str | None, **about: Any) -> None:
+        """Append raw lines to a file, if one is given, each with what they are about."""
+        if path:
+            about |= dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
+            with open(path, "a") as file:
+                file.writelines(json.dumps(about | line) + "\n" for line in self.lines)
 
 
 def randn(*shape: int) -> Tensor:

@@ -35,6 +35,7 @@ from phalanx.kernels.quantized import (
     q8_0_cuda,
     super_blocks,
     super_blocks_cuda,
+    wgmma_cuts,
 )
 from phalanx.kernels.quantized.pieces_cuda import Layout, Packed
 from torch import Tensor
@@ -143,8 +144,8 @@ def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_w
 
 
 def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
-    taken = device_caps(torch.device("cuda")).hopper and rows in pieces_cuda.WGMMA_ROWS
-    return list(pieces_cuda.wgmma_configs(rows, inputs, layout, bool(gate))) if taken else []
+    taken = device_caps(torch.device("cuda")).hopper and rows in wgmma_cuts.ROWS
+    return list(wgmma_cuts.configs(rows, inputs, layout, bool(gate))) if taken else []
 
 
 def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Layout) -> None:

@@ -25,3 +25,8 @@ def device_caps(device: torch.device) -> DeviceCaps:
     arch = f"sm_{found.major}{found.minor}" + "a" * hopper
     room = found.shared_memory_per_multiprocessor >= 2 * (SHARED + 1024)
     return DeviceCaps(found.multi_processor_count, arch, has_pdl, has_pdl and room, hopper)
+
+
+def overlaps(x: torch.Tensor) -> bool:
+    """Whether Triton's kernels of x may start before their predecessors have ended."""
+    return x.is_cuda and device_caps(x.device).has_pdl and x.element_size() == 2

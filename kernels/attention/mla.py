@@ -66,6 +66,27 @@ def rope_and_store_latents_reference(
     cache.view(-1, cache.shape[2]).index_copy_(0, slots, kept.to(cache.dtype))
 
 
+def store_and_attend(
+    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, up: Tensor, rows: AttentionMetadata,
+    params: AttentionParams, scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """rope_and_store_latents and then latent_attention of the same tokens; rows say their slots. Decoding sequences
+    alone take fewer kernels on GPUs."""
+    if len(q) == 0:
+        return q.new_empty(0, q.shape[1] * (up.shape[1] - q.shape[2] + cache.shape[2] - up.shape[2]))
+    if not q.is_cuda or len(q) != rows.num_decodes:
+        rope_and_store_latents(q, latents, norm, cos_sin, cache, rows.slots, scales)
+        return latent_attention(q, cache, up, rows, params, scales)
+    from . import mla_store_triton, mla_triton
+
+    (tokens, heads, _), latent = q.shape, up.shape[2]
+    queries, mixed = q.new_empty(tokens, heads, cache.shape[2]), q.new_empty(tokens, heads, latent)
+    mla_store_triton.absorb_and_store_latents(q, latents, norm, cos_sin, cache, rows.slots, up, queries, scales)
+    keys = cache[:, :, None]
+    attend(Part(queries, keys, keys[..., :latent], rows, params, 0, tokens, mixed, scales))
+    return mla_triton.values(mixed, up, q.shape[2] - (cache.shape[2] - latent)).flatten(1)
+
+
 def latent_attention(
     q: Tensor, cache: Tensor, up: Tensor, rows: AttentionMetadata, params: AttentionParams,
     scales: Tensor | None = None,

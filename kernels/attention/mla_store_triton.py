@@ -1,4 +1,7 @@
-"""Stores the latents of multi-head latent attention on GPUs, in Triton (mla.py); imported on GPUs alone."""
+"""Stores the latents of multi-head latent attention on GPUs, in Triton (mla.py); imported on GPUs alone.
+
+Of decoding sequences one kernel also multiplies queries with the keys' weights: nobody reads them otherwise.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..device import overlaps
 from ..rope.fp8_triton import exponent_of, narrow
 from ..rope.rope import CosSin
 
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
     from .mla import LatentNorm
 
 STORE_HEADS = 8  # query heads that one program rotates
+COLUMNS = 128  # of a head's latent query that one program makes
+FEW = 64  # tokens: of as many, programs have 16
 
 
 def rope_and_store_latents(
@@ -38,11 +45,34 @@ def rope_and_store_latents(
     )  # fmt: skip
 
 
+def absorb_and_store_latents(
+    q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor, up: Tensor,
+    queries: Tensor, scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """rope_and_store_latents, but that q stays as it is, and queries [T, heads, latent + rope] become what attends to
+    latents: q's first part times the keys' weights of up [heads, nope + value, latent], and its rotated rest."""
+    tokens, heads, width = q.shape
+    latent, rope = len(norm.weight), cos_sin.cos.shape[-1]
+    assert q.stride()[1:] == (width, 1) and latents.stride(1) == 1 and cache.is_contiguous()
+    assert up.is_contiguous() and queries.is_contiguous()
+    rows = 16 if tokens <= FEW else 32
+    columns = min(COLUMNS if q.element_size() == 2 else COLUMNS // 4, max(16, triton.next_power_of_2(latent)))
+    blocks, overlap = triton.cdiv(latent, columns), overlaps(q)
+    programs, turned = heads * blocks * triton.cdiv(tokens, rows), triton.next_power_of_2(triton.cdiv(rows, blocks))
+    absorb_kernel[(programs + tokens,)](
+        q, latents, norm.weight, cos_sin.cos, cos_sin.sin, cache if scales is None else cache.view(torch.uint8),
+        slots if scales is None else scales, slots, up, queries, norm.eps, q.stride(0), latents.stride(0), tokens,
+        programs, heads, width, up.shape[1], latent, rope, triton.next_power_of_2(latent),
+        triton.next_power_of_2(rope // 2), max(16, triton.next_power_of_2(width - rope)), rows, turned, columns,
+        cos_sin.interleaved, cache.shape[1], int(scales is not None),
+        "tf32" if q.element_size() == 2 else "ieee", overlap, num_warps=4, launch_pdl=overlap,
+    )  # fmt: skip
+
+
 @triton.jit
-def _rotate(
-    x, to, scale, rows, mask, cos, sin, pairs, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr
-):
-    """Vectors of ROPE elements at x + rows, rotated, to `to` + rows; computed in f32. sin: its first half negated.
+def _rotate(x, to, scale, mask, cos, sin, pairs, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
+    """Vectors of ROPE elements at x, rotated by those at cos and sin, to `to`; computed in f32. All four point to
+    [vectors, 1]. sin: its first half negated.
 
     FP8: `to` gets codes, of one vector, and `scale` theirs.
     """
@@ -50,11 +80,11 @@ def _rotate(
     first = 2 * pairs if INTERLEAVED else pairs
     second = first + 1 if INTERLEAVED else pairs + HALF
     real = pairs < HALF
-    c = tl.load(cos + pairs, mask=real, other=0.0)[None, :]
-    s = tl.load(sin + HALF + pairs, mask=real, other=0.0)[None, :]
     mask = mask[:, None] & real[None, :]
-    a = tl.load(x + rows[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x + rows[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + pairs[None, :], mask=mask, other=0.0)
+    s = tl.load(sin + HALF + pairs[None, :], mask=mask, other=0.0)
+    a = tl.load(x + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + second[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.debug_barrier()  # `to` may be x: all is read before any of it is written
     ya, yb = (a * c - b * s).to(x.dtype.element_ty), (b * c + a * s).to(x.dtype.element_ty)
     if FP8:
@@ -62,8 +92,36 @@ def _rotate(
         exponent = exponent_of(tl.maximum(tl.max(tl.abs(ya)), tl.max(tl.abs(yb))))
         tl.store(scale, exponent.to(tl.uint8))
         ya, yb = narrow(ya, exponent), narrow(yb, exponent)
-    tl.store(to + rows[:, None] + first[None, :], ya.to(to.dtype.element_ty), mask=mask)
-    tl.store(to + rows[:, None] + second[None, :], yb.to(to.dtype.element_ty), mask=mask)
+    tl.store(to + first[None, :], ya.to(to.dtype.element_ty), mask=mask)
+    tl.store(to + second[None, :], yb.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_latent(
+    x, weight, cos, sin, cache, scales, slot, eps, pairs,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """One token's latent and the key behind it, at x, to this slot."""
+    if slot >= 0:
+        dims = tl.arange(0, LATENT_PADDED)
+        y = tl.load(x + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
+        w = tl.load(weight + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
+        y = (y * tl.rsqrt(tl.sum(y * y) / LATENT + eps) * w).to(x.dtype.element_ty)
+        to = cache + slot * (LATENT + ROPE)
+        scale = scales + slot // BLOCK * 2 * BLOCK + slot % BLOCK
+        if FP8:
+            y = y.to(tl.float32)
+            exponent = exponent_of(tl.max(tl.abs(y)))
+            tl.store(scale, exponent.to(tl.uint8))
+            y = narrow(y, exponent)
+        tl.store(to + dims, y.to(cache.dtype.element_ty), mask=dims < LATENT)
+        one = tl.zeros([1], tl.int64)
+        at = one[:, None]
+        _rotate(
+            x + LATENT + at, to + LATENT + at, scale + BLOCK, one == 0, cos + at, sin + at, pairs, ROPE, INTERLEAVED,
+            FP8,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -78,27 +136,60 @@ def store_kernel(
     cos += token * ROPE
     sin += token * ROPE
     if part == 0:
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            dims = tl.arange(0, LATENT_PADDED)
-            x = tl.load(latents + token * latents_row + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
-            w = tl.load(weight + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
-            y = x * tl.rsqrt(tl.sum(x * x) / LATENT + eps) * w
-            to = cache + slot * (LATENT + ROPE)
-            y = y.to(latents.dtype.element_ty)
-            scale = scales + slot // BLOCK * 2 * BLOCK + slot % BLOCK
-            if FP8:
-                y = y.to(tl.float32)
-                exponent = exponent_of(tl.max(tl.abs(y)))
-                tl.store(scale, exponent.to(tl.uint8))
-                y = narrow(y, exponent)
-            tl.store(to + dims, y.to(cache.dtype.element_ty), mask=dims < LATENT)
-            one = tl.zeros([1], tl.int64)
-            _rotate(
-                latents + token * latents_row + LATENT, to + LATENT, scale + BLOCK, one, one == 0, cos, sin, pairs,
-                ROPE, INTERLEAVED, FP8,
-            )  # fmt: skip
+        _store_latent(
+            latents + token * latents_row, weight, cos, sin, cache, scales, tl.load(slots + token), eps, pairs,
+            LATENT, ROPE, LATENT_PADDED, INTERLEAVED, BLOCK, FP8,
+        )  # fmt: skip
     else:
-        heads = (part - 1) * EACH + tl.arange(0, EACH)
-        x = q + token * q_row + WIDTH - ROPE
-        _rotate(x, x, scales, heads * WIDTH, heads < HEADS, cos, sin, pairs, ROPE, INTERLEAVED, False)
+        heads = ((part - 1) * EACH + tl.arange(0, EACH))[:, None]
+        x = q + token * q_row + WIDTH - ROPE + heads * WIDTH
+        same = heads * 0
+        _rotate(x, x, scales, tl.ravel(heads) < HEADS, cos + same, sin + same, pairs, ROPE, INTERLEAVED, False)
+
+
+@triton.jit(do_not_specialize=["tokens", "programs"])
+def absorb_kernel(
+    q, latents, weight, cos, sin, cache, scales, slots, up, queries, eps, q_row, latents_row, tokens, programs,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, UP: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    LATENT_PADDED: tl.constexpr, PAIRS: tl.constexpr, NOPE_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    TURNED: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The first programs make COLUMNS of one head's latent queries of ROWS tokens, and rotate the rest of TURNED of
+    them. The last `tokens` programs store one token's latent each."""
+    NOPE: tl.constexpr = WIDTH - ROPE
+    BLOCKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
+    pid, pairs = tl.program_id(0), tl.arange(0, PAIRS)
+    if pid >= programs:
+        if OVERLAP:
+            gdc_wait()
+            gdc_launch_dependents()
+        token = (pid - programs).to(tl.int64)
+        _store_latent(
+            latents + token * latents_row, weight, cos + token * ROPE, sin + token * ROPE, cache, scales,
+            tl.load(slots + token), eps, pairs, LATENT, ROPE, LATENT_PADDED, INTERLEAVED, BLOCK, FP8,
+        )  # fmt: skip
+    else:
+        head, block, tile = pid // BLOCKS % HEADS, pid % BLOCKS, pid // (BLOCKS * HEADS)
+        dims, columns = tl.arange(0, NOPE_PADDED), block * COLUMNS + tl.arange(0, COLUMNS)
+        from_up = up + head.to(tl.int64) * UP * LATENT + dims[:, None] * LATENT + columns[None, :]
+        w = tl.load(from_up, mask=(dims < NOPE)[:, None] & (columns < LATENT)[None, :], other=0.0)
+        if OVERLAP:  # weights are older than any kernel
+            gdc_wait()
+            gdc_launch_dependents()
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        there = rows < tokens
+        from_q = q + rows[:, None] * q_row + head * WIDTH
+        to = queries + (rows[:, None] * HEADS + head) * (LATENT + ROPE)
+        x = tl.load(from_q + dims[None, :], mask=there[:, None] & (dims < NOPE)[None, :], other=0.0)
+        y = tl.dot(x, w, input_precision=PRECISION)
+        mask = there[:, None] & (columns < LATENT)[None, :]
+        tl.store(to + columns[None, :], y.to(queries.dtype.element_ty), mask=mask)
+        some = block * TURNED + tl.arange(0, TURNED)
+        mine = tile * ROWS + some.to(tl.int64)
+        at = mine[:, None] * ROPE
+        x = q + mine[:, None] * q_row + head * WIDTH + NOPE
+        to = queries + (mine[:, None] * HEADS + head) * (LATENT + ROPE) + LATENT
+        _rotate(
+            x, to, scales, (some < ROWS) & (mine < tokens), cos + at, sin + at, pairs, ROPE, INTERLEAVED, False,
+        )  # fmt: skip

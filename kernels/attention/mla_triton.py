@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..device import device_caps
+from ..device import device_caps, overlaps
 from ..rope.fp8_cache import E4M3
 from ..rope.fp8_triton import scales_at, widen
 from .attention_tma import LOG2_E
@@ -23,10 +24,14 @@ from .backend import AttentionParams, Part
 if TYPE_CHECKING:
     from .mla import Context
 
-PROGRAMS = 2  # of a decode step, wanted for each multiprocessor
+# Most of a decode step for each multiprocessor, which has one at a time: more would wait to find nothing to do.
+PROGRAMS = 3
 MOST_KV_SPLITS = 64
-SPLIT = 256  # tokens: about what is worth a program of its own
+SPLIT = 256  # tokens: about what is worth a program of its own, where all multiprocessors have one
 GROUP = 16  # most query heads of a program
+COLUMNS = 128  # of a head's latent outputs that one program adds up
+COMBINED_HEADS_FROM = 64  # sequences: of as many a program adds up several heads
+VALUES = 32  # of a head that one program makes
 
 
 @triton.jit
@@ -76,28 +81,32 @@ def _latent_tiles(
 
 
 @triton.jit
-def _splits(length, most, SPLIT: tl.constexpr, TILE: tl.constexpr):
-    """How many parts a sequence is cut in, and the tokens of each."""
-    count = tl.minimum(tl.maximum((length + SPLIT // 2) // SPLIT, 1), most)
+def _splits(length, most, fill, SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """How many parts a sequence is cut in, and the tokens of each. fill: parts that find a multiprocessor idle."""
+    count = tl.maximum((length + SPLIT // 2) // SPLIT, tl.minimum(tl.cdiv(length, TILE), fill))
+    count = tl.minimum(tl.maximum(count, 1), most)
     each = tl.maximum(tl.cdiv(tl.cdiv(length, count), TILE), 1) * TILE
     return tl.maximum(tl.cdiv(length, each), 1), each
 
 
-@triton.jit(do_not_specialize=["table_row", "most"])  # they differ from step to step
+@triton.jit(do_not_specialize=["table_row", "most", "fill"])  # they differ from step to step
 def decode_kernel(
-    q, cache, scales, tables, lengths, out, parts, sums, scale, q_row, table_row, most,
+    q, cache, scales, tables, lengths, out, parts, sums, scale, q_row, table_row, most, fill,
     HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
     LATENT_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for HEADS_EACH query heads, in ROWS rows.
 
     A sequence of one part is written to `out` [B, HEADS, LATENT]. Of several parts each goes to `parts`
     [B, HEADS, most, LATENT] f32, and the log2 of its sum to `sums` [B, HEADS, most].
     """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     b, group, split = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.program_id(2)
     length = tl.load(lengths + b)
-    count, each = _splits(length, most, SPLIT, TILE)
+    count, each = _splits(length, most, fill, SPLIT, TILE)
     if split >= count:
         return
     rows, dims, turned = tl.arange(0, ROWS), tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED)
@@ -121,26 +130,65 @@ def decode_kernel(
         tl.store(sums + row * most + split, total, mask=(rows < HEADS_EACH) & (heads < HEADS))
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["most", "fill"])
 def combine_kernel(
-    parts, sums, lengths, out, most,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
+    parts, sums, lengths, out, most, fill,
+    HEADS: tl.constexpr, EACH: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MOST: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence of several parts: `out` [B, HEADS, LATENT] from its parts, weighted by their sums."""
-    row = tl.program_id(0).to(tl.int64)
-    count, _ = _splits(tl.load(lengths + row // HEADS), most, SPLIT, TILE)
+    """COLUMNS elements of EACH heads of a sequence of several parts: `out` [B, HEADS, LATENT] from its parts, weighted
+    by their sums."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    b = tl.program_id(1).to(tl.int64)
+    count, _ = _splits(tl.load(lengths + b), most, fill, SPLIT, TILE)
     if count == 1:
         return
-    dims, splits = tl.arange(0, LATENT_PADDED), tl.arange(0, MOST)
-    every = tl.load(sums + row * most + splits, mask=splits < count, other=float("-inf"))
-    top = tl.max(every, 0)
-    total = tl.sum(tl.exp2(every - top), 0)
-    acc = tl.zeros([LATENT_PADDED], tl.float32)
-    for i in range(0, count):
-        weight = tl.exp2(tl.load(sums + row * most + i) - top)
-        acc += weight * tl.load(parts + (row * most + i) * LATENT + dims, mask=dims < LATENT, other=0.0)
-    tl.store(out + row * LATENT + dims, (acc / total).to(out.dtype.element_ty), mask=dims < LATENT)
+    heads, columns = tl.program_id(2) * EACH + tl.arange(0, EACH), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    splits, at_once = tl.arange(0, MOST), tl.arange(0, AT_ONCE)
+    mine, inside = heads < HEADS, columns < LATENT
+    rows = b * HEADS + heads
+    at = rows[:, None] * most + splits[None, :]
+    every = tl.load(sums + at, mask=mine[:, None] & (splits < count)[None, :], other=float("-inf"))
+    top = tl.where(mine, tl.max(every, 1), 0.0)
+    total = tl.sum(tl.exp2(every - top[:, None]), 1)
+    acc = tl.zeros([EACH, COLUMNS], tl.float32)
+    for first in range(0, count, AT_ONCE):
+        some = first + at_once
+        there, part = mine[:, None] & (some < count)[None, :], rows[:, None] * most + some[None, :]
+        weight = tl.exp2(tl.load(sums + part, mask=there, other=float("-inf")) - top[:, None])
+        x = tl.load(
+            parts + part[:, :, None] * LATENT + columns[None, None, :],
+            mask=there[:, :, None] & inside[None, None, :], other=0.0,
+        )  # fmt: skip
+        acc += tl.sum(weight[:, :, None] * x, 1)
+    y = acc / tl.where(mine, total, 1.0)[:, None]
+    to = out + rows[:, None] * LATENT + columns[None, :]
+    tl.store(to, y.to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def values_kernel(
+    mixed, up, out, tokens,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS values of one head of ROWS tokens: out [tokens, HEADS, VALUE] = mixed [tokens, HEADS, LATENT] times the
+    last VALUE rows of the head's matrix of up [HEADS, NOPE + VALUE, LATENT]."""
+    head, columns = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    dims = tl.arange(0, LATENT_PADDED)
+    from_up = up + (head.to(tl.int64) * (NOPE + VALUE) + NOPE) * LATENT + columns[:, None] * LATENT + dims[None, :]
+    w = tl.load(from_up, mask=(columns < VALUE)[:, None] & (dims < LATENT)[None, :], other=0.0)
+    if OVERLAP:  # weights are older than any kernel
+        gdc_wait()
+        gdc_launch_dependents()
+    rows = (tl.program_id(2) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    there = (rows < tokens)[:, None]
+    at = rows[:, None] * HEADS + head
+    x = tl.load(mixed + at * LATENT + dims[None, :], mask=there & (dims < LATENT)[None, :], other=0.0)
+    y = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+    tl.store(out + at * VALUE + columns[None, :], y.to(out.dtype.element_ty), mask=there & (columns < VALUE)[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "table_row"])
@@ -246,7 +294,7 @@ def run(part: Part, plan: int) -> None:
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
     """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
     splits = 1
-    while splits < MOST_KV_SPLITS and programs * splits < PROGRAMS * num_sms and longest > splits * SPLIT:
+    while splits < MOST_KV_SPLITS and 2 * programs * splits <= PROGRAMS * num_sms and longest > splits * SPLIT:
         splits *= 2
     return splits
 
@@ -267,28 +315,46 @@ def _precision(x: Tensor) -> str:
 
 def decode(
     q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int,
-    scales: Tensor | None = None, tile: int = 0, split: int = SPLIT,
+    scales: Tensor | None = None, tile: int = 0, split: int = SPLIT, fill: int = 0, stages: int = 2,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences, of up to `most` parts: q [n, heads, latent + rope], out [n, heads,
-    latent], contiguous. A sequence of length 0 gives zeros."""
+    latent], contiguous. A sequence of length 0 gives zeros. fill: parts of a sequence that find a multiprocessor idle;
+    asked of the device unless given."""
     n, heads, width = q.shape
-    tile, padded = tile or (64 if _roomy(q) else 16), triton.next_power_of_2(latent)
+    tile, groups, overlap = tile or (64 if _roomy(q) else 16), triton.cdiv(heads, GROUP), overlaps(q)
+    fill = fill or (device_caps(q.device).num_sms // (n * groups) if q.is_cuda else 1)
     parts = sums = out
     if most > 1:
         parts = torch.empty(n, heads, most, latent, dtype=torch.float32, device=q.device)
         sums = torch.empty(n, heads, most, dtype=torch.float32, device=q.device)
-    decode_kernel[triton.cdiv(heads, GROUP), n, most](
+    decode_kernel[groups, n, most](
         q, _bytes(cache), lengths if scales is None else scales, tables, lengths, out, parts, sums, scale * LOG2_E,
-        q.stride(0), tables.stride(0), most,
-        heads, GROUP, latent, width - latent, GROUP, max(16, padded),
+        q.stride(0), tables.stride(0), most, fill,
+        heads, GROUP, latent, width - latent, GROUP, max(16, triton.next_power_of_2(latent)),
         max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, split, int(scales is not None),
-        _precision(q),
-        num_warps=8 if _roomy(q) else 4, num_stages=2,
+        _precision(q), overlap, num_warps=8 if _roomy(q) else 4, num_stages=stages, launch_pdl=overlap,
     )  # fmt: skip
     if most > 1:
-        combine_kernel[(n * heads,)](
-            parts, sums, lengths, out, most, heads, latent, padded, MOST_KV_SPLITS, split, tile, num_warps=4
-        )
+        each = 1 if n < COMBINED_HEADS_FROM else GROUP
+        columns = min(COLUMNS, triton.next_power_of_2(latent))
+        combine_kernel[triton.cdiv(latent, columns), n, triton.cdiv(heads, each)](
+            parts, sums, lengths, out, most, fill, heads, each, latent, columns, GROUP // each, MOST_KV_SPLITS, split,
+            tile, overlap, num_warps=4, launch_pdl=overlap,
+        )  # fmt: skip
+
+
+def values(mixed: Tensor, up: Tensor, nope: int) -> Tensor:
+    """[T, heads, value]: mixed [T, heads, latent] times the values' weights of up [heads, nope + value, latent]."""
+    (tokens, heads, latent), value, overlap = mixed.shape, up.shape[1] - nope, overlaps(mixed)
+    assert mixed.is_contiguous() and up.is_contiguous()
+    out = mixed.new_empty(tokens, heads, value)
+    rows = min(max(16, triton.next_power_of_2(tokens)), 64 if _roomy(mixed) else 16)
+    columns = min(VALUES, max(16, triton.next_power_of_2(value)))
+    values_kernel[triton.cdiv(value, columns), heads, triton.cdiv(tokens, rows)](
+        mixed, up, out, tokens, heads, nope, value, latent, max(16, triton.next_power_of_2(latent)), rows, columns,
+        _precision(mixed), overlap, num_warps=4 if rows < 64 else 8, launch_pdl=overlap,
+    )  # fmt: skip
+    return out
 
 
 def prefill(

@@ -134,12 +134,13 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
 
 
 class Begun:
-    """A list that other threads compute while the caller does something else: all of torch's but one, which it has."""
+    """A list that other threads compute while the caller does something else: fewer than torch's by the caller and,
+    where there are some, one more. A core stays free so for what else the process does, as these look for work."""
 
     def __init__(self, calls: ctypes.Array[_Call], count: int, alone: int = 0):
         """alone: how many of the first ones the caller computes at once, as they are short."""
         begin, self._end = _apart_calls()
-        self._pool = _pool(max(1, torch.get_num_threads() - 1), True)
+        self._pool = _pool(_others(), True)
         self._calls = calls
         self._runs = bool(begin(self._pool, calls, count, alone))
 
@@ -157,9 +158,15 @@ def stay_awake(seconds: float) -> None:
     threads = torch.get_num_threads()
     look = libraries()["pool"].pool_look
     look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_int64], None
-    for pool in (_pool(threads), _pool(max(1, threads - 1), True)):
+    for pool in (_pool(threads), _pool(_others(), True)):
         if pool is not None:
             look(pool, int(seconds * 1e9))
+
+
+def _others() -> int:
+    """Threads of lists that are computed apart."""
+    threads = torch.get_num_threads()
+    return max(1, threads - (2 if threads > 4 else 1))
 
 
 @functools.cache

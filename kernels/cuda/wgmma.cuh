@@ -14,6 +14,11 @@ __device__ inline unsigned long long plain_descriptor(unsigned start, int leadin
     return (unsigned long long)(stride >> 4) << 32 | (unsigned long long)(leading >> 4) << 16 | (start & 0x3ffff) >> 4;
 }
 
+// The same, of an operand that begins so many bytes later.
+__device__ inline unsigned long long descriptor_at(unsigned long long descriptor, int bytes) {
+    return (descriptor & ~0ull << 32) | (unsigned)descriptor + (bytes >> 4);
+}
+
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until at most N of the groups of matmuls are under way.

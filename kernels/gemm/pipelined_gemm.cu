@@ -172,7 +172,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
         fence_mbarrier_init();
     }
     __syncthreads();
-    if (thread == THREADS) {
+    if (warp == THREADS / 32 && elected()) {
         auto ask = [&](int n) {  // for W's part of the n-th chunk
             int stage = n % STAGES, tile = blockIdx.x / SPLIT + n / CHUNKS * gridDim.x;
             const int at = first_input + n % CHUNKS * KC;

@@ -14,9 +14,16 @@ if TYPE_CHECKING:
     from .moe import Groups
 
 ROWS = 8  # pairs of an item
-# Per expert. Of 4, Triton's tiles take 2 % less of a step of Qwen3-30B-A3B, of 16 they take 9 % less (H200,
-# 2026-11-25).
+# Pairs per expert (H200, 2026-11-25). Of 4, Triton's tiles take 2 % less of a step of Qwen3-30B-A3B, whose experts
+# have 5 million weights, but 6 % more of a layer of Mixtral-8x7B (686 against 645 us), whose have 176 million. More
+# pairs of experts as large were not measured.
 MOST_PAIRS = 3
+MOST_PAIRS_OF_LARGE = 4
+LARGE = 64 << 20  # weights of an expert
+# Of a block, if all experts have pairs: of as many the first GEMM has items of 128 outputs. Of 16 tokens they take 1 %
+# less of a layer of DeepSeek-V2-Lite and of Qwen3-30B-A3B than those of 64, and as much of Mixtral-8x7B (H200,
+# 2026-11-25).
+ITEMS = 4
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 12
 
@@ -33,6 +40,17 @@ def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
     sizes = hidden % 64 == 0 and inner % 64 == 0
     same = x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype
     return same and sizes and jit.plain(x, w13, w2) and device_caps(x.device).has_tma
+
+
+def most_pairs(w2: Tensor) -> int:
+    """Per expert, of which these kernels are the fastest. w2 [E, H, I]: beside w13, which is twice as large."""
+    return MOST_PAIRS_OF_LARGE if 3 * w2.shape[1] * w2.shape[2] >= LARGE else MOST_PAIRS
+
+
+def item_outputs(w2: Tensor, blocks: int) -> tuple[int, int]:
+    """Of an item of both GEMMs, which so many blocks share out."""
+    experts, hidden, inner = w2.shape
+    return 128 if experts * inner // 64 >= ITEMS * blocks else 64, 64 if hidden % 128 else 128
 
 
 def expert_up(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import ACTIVATIONS
+from ..device import device_caps
 from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
@@ -130,7 +131,7 @@ def expert_terms(given: Inputs) -> Tensor:
         return apart(grouped(given), ids, held)
     if given.pairs <= min(GEMV_PAIRS, given.experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
         return expert_gemv(given).unsqueeze(1)
-    if given.pairs <= expert_gemm.MOST_PAIRS * given.experts and expert_gemm.supports(x, w13, w2):
+    if given.pairs <= expert_gemm.most_pairs(w2) * given.experts and expert_gemm.supports(x, w13, w2):
         return apart(pipelined(given), ids, held)
     return apart(grouped(given), ids, held)
 
@@ -249,7 +250,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS}
+    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE}
     return [1, min(GEMV_PAIRS, experts // GEMV_SHARE) // k + 1] + [most * experts // k + 1 for most in sorted(borders)]
 
 
@@ -298,7 +299,7 @@ def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     outputs: of an item of both GEMMs; chosen unless given."""
     x, ids, weights, w13, w2, act, _, held = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
-    outputs = outputs or (64, 64 if x.shape[1] % 128 else 128)
+    outputs = outputs or expert_gemm.item_outputs(w2, device_caps(x.device).num_sms)
     groups = group(ids, len(w13), expert_gemm.ROWS, held)
     h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0]))
     return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))

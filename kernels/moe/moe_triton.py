@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..device import device_caps
+from ..device import overlaps
 from ..quantized.floats import Floats
 from ..quantized.floats_triton import stored, weight_tile
 
@@ -159,7 +159,7 @@ def expert_up(
 ) -> None:
     """Fill h [pairs, I], in the order of the groups: the pairs' weights * act(gate) * up. bias [E, 2 I]: added
     before."""
-    hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, _overlaps(x)
+    hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, overlaps(x)
     codes, scales, kind, unit = stored(w13)
     grid = (len(groups.tile_expert) * triton.cdiv(inner, cut.outputs),)
     expert_up_kernel[grid](
@@ -180,7 +180,7 @@ def expert_down(
 ) -> None:
     """Fill y [pairs, H], in the pairs' own order, of what `expert_up` makes. bias [E, H]: added, times the pairs'
     weights."""
-    (hidden, inner), overlap = w2.shape[1:], _overlaps(h)
+    (hidden, inner), overlap = w2.shape[1:], overlaps(h)
     codes, scales, kind, unit = stored(w2)
     grid = (len(groups.tile_expert) * triton.cdiv(hidden, cut.outputs),)
     expert_down_kernel[grid](
@@ -193,7 +193,7 @@ def expert_down(
 def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:
     """[T, H]: the sums of k rows each of pairs [T * k, H], whose experts are ids [T, k]. held: those whose rows count;
     None: all."""
-    (tokens, top), hidden, overlap = ids.shape, pairs.shape[1], _overlaps(pairs)
+    (tokens, top), hidden, overlap = ids.shape, pairs.shape[1], overlaps(pairs)
     first, experts = (held.start, len(held)) if held else (0, 0)
     y = pairs.new_empty(tokens, hidden)
     columns = min(COLUMNS, triton.next_power_of_2(hidden))
@@ -206,8 +206,3 @@ def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:
 
 def _precision(x: Tensor) -> str:
     return "tf32" if x.element_size() == 2 else "ieee"
-
-
-def _overlaps(x: Tensor) -> bool:
-    """Whether kernels may start before their predecessors have ended."""
-    return x.is_cuda and device_caps(x.device).has_pdl and x.element_size() == 2

@@ -19,7 +19,8 @@ ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
 ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
-WARPS = 8
+WARPS = 8  # of a block
+TILE_WARPS = 16  # of one of TILE tokens: each asks at once for all that it needs of 2048 inputs
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
 
@@ -114,12 +115,18 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
         kernel = jit.kernel("route", "choose", x.dtype, **sizes(1, experts, hidden, params, bias is not None))
         kernel((-(-rows // WARPS), 1, 1), WARPS * 32, logits, of_bias, ids, weights, rows, float(params.scale))
         return ids, weights
-    together = next(n for n in (1, 2, 4, TILE) if rows <= n or n == TILE)
-    kernel = jit.kernel("route", "route", x.dtype, **sizes(together, experts, hidden, params, bias is not None))
+    together, grid = blocks(rows, experts)
+    found = sizes(together, experts, hidden, params, bias is not None)
+    kernel = jit.kernel("route", "route", x.dtype, **found)
     arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
-    grid = -(-experts // (16 if together == TILE else WARPS)), -(-rows // together), 1
-    kernel(grid, WARPS * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
+    kernel(grid, found["WARPS"] * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
     return ids, weights
+
+
+def blocks(rows: int, experts: int) -> tuple[int, tuple[int, int, int]]:
+    """Tokens of a block of `route`, and the grid; with no tokens the grid is empty."""
+    together = next(n for n in (1, 2, 4, TILE) if rows <= n or n == TILE)
+    return together, (-(-experts // (16 if together == TILE else WARPS)), -(-rows // together), 1)
 
 
 def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: bool) -> dict[str, int]:
@@ -132,7 +139,7 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         SCORING=SCORINGS.index(params.scoring),
         NORMALISE=int(params.normalise),
         BIAS=int(bias),
-        WARPS=WARPS,
+        WARPS=TILE_WARPS if together == TILE else WARPS,
         GROUPS=params.groups,
         TOP_GROUPS=params.top_groups,
         GROUP_TOP=params.group_top,

@@ -16,7 +16,7 @@ HEADER = "int4"
 def layout(scaled: int, zeros: bool) -> Layout:
     """scaled: inputs with one scale, 32 or 64. zeros: whether zero points are stored."""
     size = 512 + INPUTS // scaled * (32 + 16 * zeros)
-    return Layout(HEADER, INPUTS, size, widening=0.43, sizes=(("SCALED", scaled), ("ZEROS", int(zeros))))
+    return Layout(HEADER, INPUTS, size, widening=0.48, sizes=(("SCALED", scaled), ("ZEROS", int(zeros))))
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = False) -> Packed:

@@ -16,6 +16,8 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import ACTIVATIONS, gated_activation
 from ..device import DeviceCaps, device_caps
+from . import wgmma_cuts
+from .wgmma_cuts import WgmmaConfig, WgmmaParts, wgmma_stages
 
 STRIP = 16  # outputs of a piece
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
@@ -30,11 +32,6 @@ WARPS = 12  # of a block that multiply, at most, where there are several to a st
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 LEAST_STAGES, MOST_STAGES = 4, 16
 RUN = 4  # pieces that a warp of dequantize.cu takes
-WGMMA_ROWS = range(33, 257)  # that quantized_wgmma.cu takes, on Hopper
-WGMMA_TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
-WGMMA_LENGTHS = (128, 64)
-LEAST_WGMMA_STAGES = 3
-CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
 
 
 class Layout(NamedTuple):
@@ -80,21 +77,7 @@ class TileConfig(NamedTuple):
     inputs: int  # of a chunk
 
 
-class WgmmaConfig(NamedTuple):
-    """How quantized_wgmma.cu cuts a GEMM."""
-
-    outputs: int  # of a tile
-    rows: int  # of a tile, at most
-    inputs: int  # of a chunk
-    split: int  # blocks of a cluster that share a tile, each a part of its inputs
-    share: int = 1  # blocks of a cluster that have tiles of the same rows, and x together
-
-    def blocks(self, rows: int, outputs: int) -> int:
-        tiles = -(-outputs // (self.outputs * self.share)) * self.share
-        return tiles * -(-rows // self.rows) * self.split
-
-
-Way = GemvConfig | TileConfig | WgmmaConfig
+Way = GemvConfig | TileConfig | WgmmaConfig | WgmmaParts
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
@@ -117,6 +100,8 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
         y = gemv(x, packed, way, fused, bias)
     elif isinstance(way, WgmmaConfig):
         y = wgmma(x, packed, way, fused, bias)
+    elif isinstance(way, WgmmaParts):
+        y = wgmma_parts(x, packed, way, fused, bias)
     else:
         y = gemm(x, packed, way, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
@@ -142,8 +127,10 @@ def variants(
         way, fused = _plan(n, packed, gate, found)
         if isinstance(way, GemvConfig):
             yield jit.variant("quantized_gemv", dtype, **_gemv_sizes(n, packed.inputs, way, fused, bias, packed.layout))
-        elif isinstance(way, WgmmaConfig):
-            yield jit.variant("quantized_wgmma", dtype, **_wgmma_sizes(packed.inputs, way, fused, bias, packed.layout))
+        elif isinstance(way, WgmmaConfig | WgmmaParts):
+            for cut in (way,) if isinstance(way, WgmmaConfig) else (way.first, way.rest):
+                sizes = _wgmma_sizes(packed.inputs, cut, fused, bias, packed.layout)
+                yield jit.variant("quantized_wgmma", dtype, **sizes)
         elif way:
             yield jit.variant("quantized_gemm", dtype, **_gemm_sizes(n, packed.inputs, way, fused, bias, packed.layout))
 
@@ -161,9 +148,8 @@ def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Way 
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> Way | None:
     """The fastest way for these sizes; None: weights are dequantised first."""
-    if found.hopper and rows in WGMMA_ROWS and inputs % max(WGMMA_LENGTHS[-1], layout.inputs) == 0:
-        time = functools.partial(_wgmma_time, rows, outputs, inputs, layout, num_sms=found.num_sms)
-        return min(wgmma_configs(rows, inputs, layout, gated), key=time)
+    if found.hopper and rows in wgmma_cuts.ROWS and inputs % max(wgmma_cuts.LENGTHS[-1], layout.inputs) == 0:
+        return wgmma_cuts.choose(rows, outputs, inputs, layout, gated, found.num_sms)
     if not 0 < rows <= MOST_ROWS:
         return None
     strips = -(-outputs // STRIP)
@@ -196,44 +182,6 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
                 yield cut
 
 
-def _wgmma_time(rows: int, outputs: int, inputs: int, layout: Layout, cut: WgmmaConfig, num_sms: int) -> float:
-    """Cycles on an H200, roughly: of the waves of blocks, each as long as its chunks.
-
-    Fitted to 544 times of int4 and q8_0 with 64 and 256 rows of the linears of an 8B Llama (benchmarks/quantized.py
-    --ways, H200, 2026-11-25): what it chooses takes 1 % longer than the fastest.
-    """
-    row_tiles, cluster = -(-rows // cut.rows), cut.split * cut.share
-    # An H200 takes 28 clusters of four blocks, but not 32, as one lies within a part of the GPU (2026-11-23).
-    at_once = num_sms // cluster * cluster if cluster < 4 else num_sms * 7 // 32 * 4
-    weights = cut.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
-
-    def wave(count: int) -> float:
-        multiplied, widened = cut.outputs * cut.rows / 173, cut.outputs * layout.widening
-        second_level = (weights + cut.rows * 32 / cut.share) * max(count / 12600, 1 / 190)
-        memory = weights * count / row_tiles / 4850
-        # They overlap, but none of them wholly.
-        step = sum(part**1.75 for part in (multiplied, widened, second_level, memory)) ** (1 / 1.75)
-        exchange = 230 + cut.outputs * cut.rows / 4.8 if cut.split > 1 else 0
-        return inputs / cut.split * (step / 16 + 280 / cut.inputs) + exchange + 5900
-
-    whole, rest = divmod(cut.blocks(rows, outputs), at_once)
-    return whole * wave(at_once) + (wave(rest) if rest else 0)
-
-
-def wgmma_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[WgmmaConfig]:
-    """All that `wgmma` takes for these sizes."""
-    for outputs, height in WGMMA_TILES:
-        if height >= 2 * rows:
-            continue
-        for split, share in CLUSTERS:
-            for length in WGMMA_LENGTHS:
-                cut = WgmmaConfig(outputs, height, length, split, share)
-                even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
-                whole = inputs % (length * split) == length % layout.inputs == 0
-                if even and whole and wgmma_stages(cut, layout)[0] >= LEAST_WGMMA_STAGES:
-                    yield cut
-
-
 def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """Of up to MOST_GEMV_ROWS rows; a gate takes two strips."""
     rows, inputs = x.shape
@@ -261,20 +209,36 @@ def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tenso
     return y
 
 
-def wgmma(x: Tensor, packed: Packed, cut: WgmmaConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """Of any number of rows, on Hopper."""
+def wgmma(
+    x: Tensor,
+    packed: Packed,
+    cut: WgmmaConfig,
+    gate: str = "",
+    bias: Tensor | None = None,
+    y: Tensor | None = None,
+    part: tuple[int, int] | None = None,
+) -> Tensor:
+    """Of any number of rows, on Hopper. part: y's columns from a multiple of 16 on; the others stay as they are."""
     (rows, inputs), outputs = x.shape, packed.outputs
     width = outputs // 2 if gate else outputs
-    y = x.new_empty(rows, width)
+    y = x.new_empty(rows, width) if y is None else y
+    begin, end = part or (0, width)
     _, shared = wgmma_stages(cut, packed.layout)
     sizes = _wgmma_sizes(inputs, cut, gate, bias is not None, packed.layout)
     kernel = jit.kernel("quantized_wgmma", "quantized_wgmma", x.dtype, shared, **sizes)
     height = -(-rows // -(-rows // cut.rows))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, height, inputs)
-    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height
-    blocks, cluster = cut.blocks(rows, outputs), cut.split * cut.share
+    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height, begin
+    blocks, cluster = cut.blocks(rows, (end - begin) * (outputs // width)), cut.split * cut.share
     kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
     return y
+
+
+def wgmma_parts(x: Tensor, packed: Packed, way: WgmmaParts, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """As `wgmma`, y's columns in two parts."""
+    width = packed.outputs // 2 if gate else packed.outputs
+    y = wgmma(x, packed, way.first, gate, bias, x.new_empty(len(x), width), (0, way.columns))
+    return wgmma(x, packed, way.rest, gate, bias, y, (way.columns, width))
 
 
 def gemv_shared(rows: int, inputs: int, strips: int) -> int:
@@ -290,15 +254,6 @@ def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
     stage = -(-stage // 1024) * 1024
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
-
-
-def wgmma_stages(cut: WgmmaConfig, layout: Layout) -> tuple[int, int]:
-    """As `stages`, as quantized_wgmma.cu lays it out: sums take the place of chunks."""
-    sums = cut.rows * (cut.outputs + 4) * 4
-    stage = cut.rows * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
-    stage = -(-stage // 1024) * 1024
-    count = min((SHARED - 1024) // stage, MOST_STAGES)
-    return count, 1024 + max(count * stage, sums)
 
 
 def _dequantize_sizes(inputs: int, layout: Layout) -> dict[str, jit.Size]:

@@ -11,7 +11,7 @@ from .pieces_cuda import Layout, Packed
 
 PIECE = 544  # bytes of a piece
 SIGN = 128  # stored inverted, so that codes are numbers from 0 on
-LAYOUT = Layout("q8_0", GROUP, PIECE, widening=0.56)
+LAYOUT = Layout("q8_0", GROUP, PIECE, widening=0.62)
 
 
 def pack(codes: Tensor, scales: Tensor) -> Packed:

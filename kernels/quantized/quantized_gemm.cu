@@ -123,7 +123,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
     }
     __syncthreads();
     if (thread >= THREADS) {
-        if (thread == THREADS) produce(&of_x, weight, ring, full, empty, mine * CHUNKS, strips, rows);
+        if (elected()) produce(&of_x, weight, ring, full, empty, mine * CHUNKS, strips, rows);
         return;
     }
     grid_wait();

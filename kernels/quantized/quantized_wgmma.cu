@@ -98,10 +98,13 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
 #pragma unroll 1
     for (int n = 0; n < CHUNKS; n++) {
         const unsigned stage = ring + n % STAGES * STAGE;
+        const unsigned long long of_x = smem_descriptor(stage, 16);
+        auto fetch = [&](int p) { return shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane); };
         mbarrier_wait(full + n % STAGES, n / STAGES);
+        Piece next = fetch(0);
 #pragma unroll
         for (int p = 0; p < OF_CHUNK; p++) {
-            const Piece piece = shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane);
+            const Piece piece = next;
 #pragma unroll
             for (int h = 0; h < SPAN / 32; h++) {
                 const int k = p * (SPAN / 32) + h;  // of the chunk's parts of 32 inputs
@@ -110,10 +113,11 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < 2; s++) {
-                    const unsigned x = stage + k / 2 * ROWS * 128 + k % 2 * 64 + s * 32;
-                    wgmma<false>(T(), sum, a[k % 2][s], smem_descriptor(x, 16), n > 0 || k > 0 || s > 0);
+                    const int at = k / 2 * ROWS * 128 + k % 2 * 64 + s * 32;
+                    wgmma<false>(T(), sum, a[k % 2][s], descriptor_at(of_x, at), n > 0 || k > 0 || s > 0);
                 }
                 wgmma_commit();
+                if (h == SPAN / 32 - 1 && p + 1 < OF_CHUNK) next = fetch(p + 1);
                 wgmma_wait<1>();
                 if (k > 0) continue;
                 // What was loaded of the chunk before has been multiplied, so that it has been read.
@@ -133,7 +137,7 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* weight, const T* bias, T* y, int rows,
-                int outputs, int height) {
+                int outputs, int height, int begin) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
@@ -142,7 +146,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs;
     const int columns = (width + OUTS * SHARE - 1) / (OUTS * SHARE);
-    const Tile tile(blockIdx.x / (SPLIT * SHARE), (rows + height - 1) / height, columns, height);
+    const Tile tile(blockIdx.x / (SPLIT * SHARE), (rows + height - 1) / height, columns, height, begin);
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
@@ -156,7 +160,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
         __syncthreads();
     if (thread >= THREADS) {
         set_registers<TO_COPY>(false);
-        if (thread == THREADS) produce(&of_x, weight, ring, full, empty, tile, (width + 15) / 16, height);
+        if (warp == THREADS / 32 && elected()) produce(&of_x, weight, ring, full, empty, tile, (width + 15) / 16, height);
     } else {
         set_registers<REGISTERS>(true);
         grid_wait();

@@ -10,7 +10,7 @@ from .super_blocks_form import Form
 
 INPUTS = 64  # of a piece
 HEADER = "super_blocks"
-WIDENING = 0.56  # as Layout has it, by the number of instructions
+WIDENING = 0.66  # as Layout has it, by the number of instructions
 
 
 def takes(inputs: int, form: Form) -> bool:

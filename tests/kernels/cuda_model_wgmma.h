@@ -4,6 +4,9 @@ static unsigned long long smem_descriptor(unsigned start, int) {
     if (start % 1024 / 128 || start % 32) model::fail("an operand does not begin in the first row of a swizzled box");
     return start;
 }
+static unsigned long long descriptor_at(unsigned long long descriptor, int bytes) {
+    return smem_descriptor((unsigned)descriptor + bytes, 16);
+}
 static void wgmma_fence() {}
 static void wgmma_commit() { model::now->gemms.emplace_back(); }
 template <int N> static void wgmma_wait() {

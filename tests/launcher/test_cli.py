@@ -11,7 +11,7 @@ from phalanx.launcher.job import rank_bootstrap, supervisor
 from phalanx.launcher.options import help, option_sources
 from phalanx.rank.options import JOB_ENV, Options, specs
 from phalanx.rank.server import config as server_config
-from phalanx.rank.server.batch import config as jobs_config
+from phalanx.rank.server.batch import config as batch_config
 
 
 def phalanx(*argv, **more):
@@ -106,7 +106,7 @@ def test_show_config_tells_what_is_in_force(capsys, monkeypatch):
 
 
 def test_the_programs_own_variables_are_no_stray_options():
-    own = (JOB_ENV, server_config.VARIABLE, jobs_config.VARIABLE, supervisor.REQUEST_ENV, rank_bootstrap.PARENT_ENV)
+    own = (JOB_ENV, server_config.VARIABLE, batch_config.VARIABLE, supervisor.REQUEST_ENV, rank_bootstrap.PARENT_ENV)
     assert len(set(own)) == len(own) and set(own) <= set(option_sources.INTERNAL)
     assert option_sources.read(Options, [], dict.fromkeys(own, "x")).notes == []
     # Nor is one of them ever proposed.

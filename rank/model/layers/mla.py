@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....kernels.attention.attention import AttentionParams
-from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_store_latents
+from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_store_latents, store_and_attend
 from ....kernels.rope.rope import CosSin
 from ..batch import Batch
 from ..cache_spec import PagedLatent
@@ -150,15 +150,16 @@ class LatentAttention(nn.Module):
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
         q, latents = self._project(h)
         cache, *scales = batch.caches[self.local]
-        norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS)
+        norm, up = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS), self.kv_b_proj.plain
+        if batch.sampled is None or self.local < len(batch.caches) - 1:
+            made = store_and_attend(q, latents, norm, cos_sin, cache, up, batch, self.params, *scales)
+            return self.o_proj(made)
         rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
-        rows = batch
-        if batch.sampled is not None and self.local == len(batch.caches) - 1:
-            h.keep(batch.sample_at)
-            q, rows = q[batch.sample_at], batch.sampled
+        h.keep(batch.sample_at)
+        q = q[batch.sample_at]
         if len(q) == 0:
             return self.o_proj(q.new_empty(0, self.o_proj.inputs.width))
-        return self.o_proj(latent_attention(q, cache, self.kv_b_proj.plain, rows, self.params, *scales))
+        return self.o_proj(latent_attention(q, cache, up, batch.sampled, self.params, *scales))
 
     def _project(self, h: Normed) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, nope + rope] of this rank's heads, latents [T, latent + rope]."""

@@ -64,11 +64,11 @@ def write(journal: Journal, seen: set[int], output: str, errors: str, ordered: b
         with contextlib.ExitStack() as stack:
             # Left in the opposite order: the output appears last, and with it all is there.
             files: dict[str, Any] = {ANSWERED: stack.enter_context(atomically(output))}
-            strangers = 0
+            orphans = 0
             for kind, line in _in_order(journal) if ordered else _as_written(journal):
                 key = int(kind[1:], 16)
                 if key not in seen:
-                    strangers += 1
+                    orphans += 1
                     continue
                 seen.remove(key)
                 if kind[0] == FAILED and FAILED not in files:
@@ -78,7 +78,7 @@ def write(journal: Journal, seen: set[int], output: str, errors: str, ordered: b
                 raise FatalError(
                     f"journal {journal.path} lost {len(seen)} requests; the same command does them again", ERROR
                 )
-        return strangers
+        return orphans
     except OSError as error:
         raise FatalError(
             f"-o {output}: {error.strerror}; every answer is in {journal.path}, and the same command goes on there "

@@ -168,22 +168,22 @@ class Endpoint(BodyHandler):
                 await self.flush()
         self.finish()
 
-    async def _generate(self, reply: Renderer, call: Call, began: float) -> None:
-        self.session = reply.session
+    async def _generate(self, renderer: Renderer, call: Call, began: float) -> None:
+        self.session = renderer.session
         self.session.start = began
         try:
             if self.gone:  # while the prompt was tokenised
                 return
             if call.request.stream:
-                await self._stream(Events(reply.stream(), reply.error))
+                await self._stream(Events(renderer.stream(), renderer.error))
             else:
-                answer = await reply.collect()
+                answer = await renderer.collect()
                 if not self.gone:
                     self.reply(answer)
         except tornado.iostream.StreamClosedError:
             self.gone = True
         finally:
-            reply.close()
+            renderer.close()
             self.state.metrics.session(self.session, self.gone)
             call.count(self.session.prompt_tokens, self.session.completion_tokens)
 

@@ -113,6 +113,43 @@ def check_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: floa
     torch.testing.assert_close(got, want, atol=bound, rtol=bound, equal_nan=True)
 
 
+def check_absorb(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
+    """Queries, and what is stored, as by the references; and the values of what attention makes."""
+    from phalanx.kernels.attention import mla_store_triton, mla_triton
+
+    heads, nope, rope, value, latent, _ = sizes
+    for n in (1, 5, 70):
+        wide = torch.randn(n, heads * (nope + rope) + latent + rope).to(dtype)
+        q, latents = wide.split([heads * (nope + rope), latent + rope], 1)
+        q = q.view(n, heads, -1)
+        angles = torch.rand(n, 1, rope // 2) * 6
+        turn = CosSin(*(torch.cat(x, -1) for x in ((angles.cos(),) * 2, (-angles.sin(), angles.sin()))), interleaved)
+        up = (torch.randn(heads, nope + value, latent) * latent**-0.5).to(dtype)
+        norm, slots = mla.LatentNorm(torch.randn(latent).to(dtype), 1e-6), torch.randperm(4 * n)[:n]
+        want, got = (torch.full((n, 4, latent + rope), NAN, dtype=dtype) for _ in range(2))
+        got, mixed = got.to(device), torch.randn(n, heads, latent).to(dtype)
+        queries = torch.full((n, heads, latent + rope), NAN, dtype=dtype, device=device)
+        there = wide.to(device)
+        of_q, of_latents = there.split([heads * (nope + rope), latent + rope], 1)
+        mla_store_triton.absorb_and_store_latents(
+            of_q.view(n, heads, -1),
+            of_latents,
+            mla.LatentNorm(norm.weight.to(device), 1e-6),
+            CosSin(turn.cos.to(device), turn.sin.to(device), interleaved),
+            got,
+            slots.to(device),
+            up.to(device),
+            queries,
+        )
+        mla.rope_and_store_latents_reference(q, latents, norm, turn, want, slots)
+        absorbed = torch.einsum("thd,hdl->thl", q[..., :nope].float(), up[:, :nope].float()).to(dtype)
+        torch.testing.assert_close(got.cpu(), want, atol=bound, rtol=bound, equal_nan=True)
+        torch.testing.assert_close(queries.cpu(), torch.cat((absorbed, q[..., nope:]), 2), atol=bound, rtol=bound)
+        made = torch.einsum("thl,hvl->thv", mixed.float(), up[:, nope:].float()).to(dtype)
+        found = mla_triton.values(mixed.to(device), up.to(device), nope)
+        torch.testing.assert_close(found.cpu(), made, atol=bound, rtol=bound)
+
+
 def check_decode(
     sizes: Sizes, lengths: list[int], most: int, dtype: torch.dtype, bound: float, device: str = "cpu",
     fp8: bool = False,
@@ -132,7 +169,7 @@ def check_decode(
     want[keep] = found.view(-1, *want.shape[1:])
     out = torch.full(want.shape, NAN, dtype=dtype, device=device)
     rows = to(rows, device)
-    options = dict(tile=16, split=32) if device == "cpu" else {}
+    options = dict(tile=16, split=32, fill=1 + most % 3) if device == "cpu" else {}
     mla_triton.decode(
         q.to(device),
         cache.to(device),
@@ -226,6 +263,7 @@ def main() -> None:
     for i, sizes in enumerate(SIZES):
         dtype, bound = [(torch.float32, 3e-6), (torch.float16, 3e-3)][i % 2]
         check_store(sizes, bool(i % 2), dtype, bound)
+        check_absorb(sizes, bool(i % 2), dtype, bound)
         for most, lengths in zip((1, 1, 4), LENGTHS, strict=True):
             check_decode(sizes, lengths, most, dtype, bound)
         check_prompts(sizes, STEPS[i % 2], dtype, bound)

@@ -31,6 +31,13 @@ def test_store(sizes, dtype, bound):
 
 @pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK, DEEPSEEK._replace(heads=128)])
 @pytest.mark.parametrize("dtype, bound", KINDS)
+def test_absorb(sizes, dtype, bound):
+    for interleaved in (False, True):
+        latents.check_absorb(sizes, interleaved, dtype, bound, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK, DEEPSEEK._replace(heads=128)])
+@pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("most", [1, 4, 64])
 def test_decode(sizes, dtype, bound, most):
     for lengths in (*LENGTHS, [5000, 0, 257, 1]):

@@ -39,7 +39,7 @@ def test_experts_compile(dtype, experts, k, hidden, inner, act, most, unit, arch
     pytest.importorskip("triton")
     from phalanx.kernels.moe import moe_triton
 
-    monkeypatch.setattr(moe_triton, "_overlaps", lambda _: arch >= 90 and dtype != torch.float32)
+    monkeypatch.setattr(moe_triton, "overlaps", lambda _: arch >= 90 and dtype != torch.float32)
     tiles = moe.TILINGS[most] if most else moe.F32_TILING
     ids = torch.arange(k, dtype=torch.int32)[None]
     x, weights = torch.zeros(1, hidden, dtype=dtype), torch.ones(1, k)

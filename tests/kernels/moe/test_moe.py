@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.moe import dequantized, moe
+from phalanx.kernels.moe import dequantized, expert_gemm, moe
 
 from ..interpreter import interpret
 from .cases import CASES, Sizes, biases, make, near, share_of, shares
@@ -93,6 +93,21 @@ def test_every_tiling_is_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
         used = {moe.tiling(n * k, experts, torch.bfloat16) for n in moe.tiling_rows(experts, k)}
         assert used == set(moe.TILINGS.values())
+
+
+@pytest.mark.parametrize(
+    "experts, hidden, inner, most, outputs",
+    [
+        (64, 2048, 1408, 3, (128, 128)),  # DeepSeek-V2-Lite
+        (128, 2048, 768, 3, (128, 128)),  # Qwen3-30B-A3B
+        (8, 4096, 14336, 4, (128, 128)),  # Mixtral-8x7B
+        (16, 2048, 768, 3, (64, 128)),  # few experts of a rank
+        (32, 2880, 2880, 3, (128, 64)),
+    ],
+)
+def test_items_of_few_pairs(experts, hidden, inner, most, outputs):
+    w2 = torch.empty(experts, hidden, inner, device="meta", dtype=torch.bfloat16)
+    assert (expert_gemm.most_pairs(w2), expert_gemm.item_outputs(w2, 132)) == (most, outputs)
 
 
 @pytest.mark.parametrize("elements, parts", [(1, 7), (600, 4), (10**6, 1)])

@@ -113,3 +113,12 @@ def test_what_a_warp_chooses(experts, params, tmp_path):
     want_ids, want = route_reference(logits[good], eye, bias, params)
     assert torch.equal(ids[good], want_ids)
     torch.testing.assert_close(weights[good], want)
+
+
+def test_blocks_of_a_router():
+    """Each token and expert has one; a step with no tokens launches none."""
+    assert router.blocks(0, 128) == (1, (16, 0, 1))
+    assert router.blocks(1, 60) == (1, (8, 1, 1))
+    assert router.blocks(3, 128) == (4, (16, 1, 1))
+    assert router.blocks(64, 60) == (8, (4, 8, 1))
+    assert router.blocks(65, 257) == (8, (17, 9, 1))

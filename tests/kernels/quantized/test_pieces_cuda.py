@@ -13,8 +13,9 @@ from phalanx.kernels.quantized import (
     q8_0_cuda,
     super_blocks,
     super_blocks_cuda,
+    wgmma_cuts,
 )
-from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig
+from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig, WgmmaParts
 
 from .. import cuda_model
 from ..cuda_model import Box
@@ -85,6 +86,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=2))
     monkeypatch.setattr(pieces_cuda, "MOST_STAGES", 3)
+    monkeypatch.setattr(wgmma_cuts, "MOST_STAGES", 3)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty", lambda *a, dtype, device: torch.zeros(*a, dtype=dtype).fill_(float("nan")))
@@ -189,6 +191,7 @@ def test_gated_gemm(rows, outputs, inputs, cut, form, launched):
     "rows, outputs, inputs, gated, cut, dtype, form",
     [
         (33, 150, 512, "", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q8_0"),
+        (33, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "q8_0"),
         (131, 288, 256, "silu", WgmmaConfig(192, 128, 64, 1), torch.float16, "q8_0"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "int4 32 zeros"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.float16, "int4 128"),
@@ -205,6 +208,23 @@ def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
     # In bf16 the scales are rounded, too.
     near(pieces_cuda.wgmma(x, packed, cut, gated, bias), gate(want, dtype) if gated else want, 6e-3)
     assert launched == ["quantized_wgmma"]
+
+
+@pytest.mark.parametrize("gated", ["", "silu"])
+def test_wgmma_in_two_parts(gated, launched):
+    (packed, weight), (x, bias) = make(544, 256), inputs_of(40, 544, 256, torch.bfloat16)
+    want = x.double() @ weight.bfloat16().double().T + bias.double()
+    way = WgmmaParts(WgmmaConfig(128, 64, 64, 1), 128, WgmmaConfig(192, 64, 64, 1))
+    got = pieces_cuda.wgmma_parts(x, packed, way, gated, bias)
+    near(got, gate(want, x.dtype) if gated else want, 6e-3)
+    assert launched == ["quantized_wgmma"] * 2
+
+
+def test_two_parts_are_chosen_where_waves_are_far_from_whole():
+    """Of 256 rows, 224 tiles on 132 multiprocessors."""
+    way = pieces_cuda.choose(256, 28672, 4096, q8_0_cuda.LAYOUT, True, H200)
+    assert way == WgmmaParts(WgmmaConfig(128, 256, 64, 1), 132 * 64, WgmmaConfig(192, 128, 128, 1))
+    assert isinstance(pieces_cuda.choose(256, 4096, 14336, q8_0_cuda.LAYOUT, False, H200), WgmmaConfig)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])

@@ -15,8 +15,9 @@ from phalanx.kernels.quantized import (
     q8_0_cuda,
     super_blocks,
     super_blocks_cuda,
+    wgmma_cuts,
 )
-from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed, WgmmaConfig
+from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed, WgmmaConfig, WgmmaParts
 from torch.nn.functional import gelu, silu
 
 from ...devices import needs_hopper, needs_tma, require_gpu
@@ -85,7 +86,7 @@ def gate(y, dtype, act="silu"):
 
 def bound(x, packed, act):
     way, _ = pieces_cuda._plan(len(x), packed, act, device_caps(x.device))
-    rounded = isinstance(way, WgmmaConfig)
+    rounded = isinstance(way, WgmmaConfig | WgmmaParts)
     return (ROUNDED if rounded else PLAIN) if not act else ROUNDED_GATED if rounded else EXACT_GATED
 
 
@@ -187,7 +188,7 @@ def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype, form):
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
-    cuts = list(pieces_cuda.wgmma_configs(rows, inputs, packed.layout, bool(gated)))
+    cuts = list(wgmma_cuts.configs(rows, inputs, packed.layout, bool(gated)))
     sizes = [pieces_cuda._wgmma_sizes(inputs, cut, gated, True, packed.layout) for cut in cuts]
     jit.compile_ahead([jit.variant("quantized_wgmma", dtype, **one) for one in sizes], x.device)
     for cut in cuts:

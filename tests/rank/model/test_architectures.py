@@ -1,5 +1,6 @@
 """Every architecture: f32 logits equal transformers' within 1e-4, however the model is cut; greedy tokens are equal."""
 
+import functools
 import json
 
 import pytest
@@ -239,14 +240,7 @@ def write(directory, **options):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """name -> its checkpoint, made once."""
-    found = {}
-
-    def make(name):
-        if name not in found:
-            found[name] = write(tmp_path_factory.mktemp(name.replace(" ", "-")), **MODELS[name])
-        return found[name]
-
-    return make
+    return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **MODELS[name]))
 
 
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (3, 1), (1, 2)])

@@ -1,5 +1,6 @@
 """Models with gated delta nets: states of chunks and of mixed batches, what is left out, and what is refused."""
 
+import functools
 import json
 
 import pytest
@@ -17,14 +18,7 @@ from .test_architectures import COMMON, TOLERANCE, write
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """name -> its checkpoint, made once."""
-    found = {}
-
-    def make(name):
-        if name not in found:
-            found[name] = write(tmp_path_factory.mktemp(name.replace(" ", "-")), **HYBRIDS[name])
-        return found[name]
-
-    return make
+    return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **HYBRIDS[name]))
 
 
 @pytest.mark.parametrize("name, tp, pp, ep", [("qwen3_next", 1, 1, 1), ("qwen3_next mixed", 2, 2, 2)])

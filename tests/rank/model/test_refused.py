@@ -1,5 +1,6 @@
 """Models that an architecture does not take: what a user is told, in the names that the model's files have."""
 
+import functools
 import json
 
 import pytest
@@ -56,14 +57,7 @@ MISSING = [
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """name -> its checkpoint, made once."""
-    found = {}
-
-    def make(name):
-        if name not in found:
-            found[name] = write(tmp_path_factory.mktemp("model"), **MODELS[name])
-        return found[name]
-
-    return make
+    return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **MODELS[name]))
 
 
 def copy(path, to, change, rewrite=lambda tensors: None):

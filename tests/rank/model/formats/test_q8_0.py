@@ -1,5 +1,6 @@
 """Models quantised to Q8_0 while they are loaded: the logits of the dequantised weights, however the model is cut."""
 
+import functools
 import weakref
 
 import pytest
@@ -40,14 +41,11 @@ MODELS = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """name -> a checkpoint, and transformers' model of its weights as gguf-py's Q8_0 has them."""
-    found = {}
 
+    @functools.cache
     def make(name):
-        if name not in found:
-            folder = tmp_path_factory.mktemp(name)
-            write(folder / "plain", **COMMON | MODELS[name])
-            found[name] = folder / "plain", Reference(folder / "plain", "q8_0").model
-        return found[name]
+        path = write(tmp_path_factory.mktemp(name) / "plain", **COMMON | MODELS[name])
+        return path, Reference(path, "q8_0").model
 
     return make
 

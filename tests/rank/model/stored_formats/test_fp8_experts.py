@@ -1,5 +1,7 @@
 """Experts in FP8, each in tensors of its own: logits of the dequantised weights, however the model is cut."""
 
+import functools
+
 import pytest
 import torch
 from phalanx.comm import mesh, threads
@@ -27,15 +29,13 @@ PLAIN = "mlp.gate.", "moe.gate.", "shared_expert_gate", "self_attn.v_proj"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    found = {}
-
+    @functools.cache
     def make(name):
-        if name not in found:
-            (pack, settings), options = CASES[name]
-            settings = settings | {"modules_to_not_convert": ["gate", "shared_expert_gate", "model.layers.*.v_proj"]}
-            folder = found[name] = tmp_path_factory.mktemp("fp8")
-            packers.quantise(write(folder / "source", **options), folder, pack, settings, PLAIN)
-        return found[name] / "quantised", found[name] / "plain"
+        (pack, settings), options = CASES[name]
+        settings = settings | {"modules_to_not_convert": ["gate", "shared_expert_gate", "model.layers.*.v_proj"]}
+        folder = tmp_path_factory.mktemp("fp8")
+        packers.quantise(write(folder / "source", **options), folder, pack, settings, PLAIN)
+        return folder / "quantised", folder / "plain"
 
     return make
 

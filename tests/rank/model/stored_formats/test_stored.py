@@ -1,5 +1,6 @@
 """Quantised checkpoints by independent packers: logits of the dequantised weights, however the model is cut."""
 
+import functools
 import json
 import shutil
 
@@ -103,14 +104,13 @@ CASES = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """name → the folder of a quantised checkpoint and of a plain one with the dequantised weights."""
-    found = {}
 
+    @functools.cache
     def make(name):
-        if name not in found:
-            (pack, settings), options = CASES[name]
-            folder = found[name] = tmp_path_factory.mktemp("stored")
-            packers.quantise(write(folder / "source", **COMMON | options), folder, pack, settings)
-        return found[name] / "quantised", found[name] / "plain"
+        (pack, settings), options = CASES[name]
+        folder = tmp_path_factory.mktemp("stored")
+        packers.quantise(write(folder / "source", **COMMON | options), folder, pack, settings)
+        return folder / "quantised", folder / "plain"
 
     return make
 
