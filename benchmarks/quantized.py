@@ -202,6 +202,12 @@ def bench(
     return lines
 
 
+def keep(path: str, lines: list[dict[str, Any]]) -> None:
+    about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
+    with open(path, "a") as file:
+        file.writelines(json.dumps(about | line) + "\n" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", choices=FORMATS, default="q8_0")
@@ -227,16 +233,15 @@ def main() -> None:
     with torch.no_grad():
         for name, (outputs, inputs, gate) in zip(NAMES, shapes, strict=True):
             if name in asked.only:
-                lines += bench(asked.format, name, outputs, inputs, gate, asked.rows, asked.ways)
+                found = bench(asked.format, name, outputs, inputs, gate, asked.rows, asked.ways)
+                lines += found
+                if asked.json:
+                    keep(asked.json, found)
     for n in asked.rows:
         here = [(line, 1 if line["op"] == "head" else LAYERS) for line in lines if line["rows"] == n]
         sums = {key: sum(line[key] * count for line, count in here) / 1e3 for key in ("limit_us", "bf16", asked.format)}
         mine = f"{asked.format} {sums[asked.format]:.2f}"
         print(f"{n:4} rows, linears, ms: limit {sums['limit_us']:.2f}, bf16 {sums['bf16']:.2f}, {mine}")
-    if asked.json:
-        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
-        with open(asked.json, "a") as file:
-            file.writelines(json.dumps(about | line) + "\n" for line in lines)
 
 
 if __name__ == "__main__":
