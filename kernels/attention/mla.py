@@ -100,7 +100,7 @@ def latent_attention(
     n, latent = rows.num_decodes, up.shape[2]
     nope = q.shape[2] - (cache.shape[2] - latent)
     out = q.new_empty(*q.shape[:2], up.shape[1] - nope)
-    expanded = n < len(rows.query_lens) and expands(rows, nope, cache.shape[2] - nope - latent, up)
+    expanded = n < len(rows.query_lens) and expands(rows, cache.shape[2] - nope - latent, up)
     absorbed = n if expanded else len(q)
     if absorbed:
         stops = [n] if expanded else [n, len(rows.query_lens)]
@@ -111,7 +111,7 @@ def latent_attention(
     return out.flatten(1)
 
 
-def expands(rows: AttentionMetadata, nope: int, rope: int, up: Tensor) -> bool:
+def expands(rows: AttentionMetadata, rope: int, up: Tensor) -> bool:
     """Whether the step's prompts take fewer multiply-adds, of each head, with expanded keys and values."""
     heads_size, latent = up.shape[1:]
     lens = list(zip(rows.query_lens, rows.kv_lens, strict=True))[rows.num_decodes :]

@@ -66,7 +66,7 @@ def read(options: type[T], argv: Sequence[str], environ: Mapping[str, str], stri
     options win anyway, and rank 0 is the one that complains.
     """
     table = specs(options)
-    line = _Line(table, strict)
+    line = _Line(table)
     line.read(argv)
     if line.help:
         return ParsedOptions(options(), {}, line.notes, help=True)
@@ -91,12 +91,11 @@ def read(options: type[T], argv: Sequence[str], environ: Mapping[str, str], stri
 class _Line:
     """Reads a command line; what it found is in its attributes."""
 
-    def __init__(self, table: dict[str, Spec], strict: bool):
+    def __init__(self, table: dict[str, Spec]):
         self._on = {one: spec for spec in table.values() for one in spec.flag.flags}
         self._off = {one: spec for spec in table.values() for one in spec.flag.off}
         self._short = {one: spec for spec in table.values() for one in spec.flag.short}
         self._places = [spec for spec in table.values() if spec.flag.positional]
-        self._strict = strict
         self.found: dict[str, tuple[_Origin, object]] = {}
         self.notes: list[str] = []
         self.help = self.show_config = False

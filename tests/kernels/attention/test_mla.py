@@ -71,7 +71,7 @@ def test_what_takes_fewer_multiply_adds():
     up = torch.empty(16, 256, 512, device="meta")
 
     def expands(query_lens, kv_lens):
-        return mla.expands(make_rows(query_lens, kv_lens, 16, 2000), 128, 64, up)
+        return mla.expands(make_rows(query_lens, kv_lens, 16, 2000), 64, up)
 
     assert expands([400], [400]) and expands([1, 1, 500, 300], [9, 9, 20000, 300]) and expands([2], [2])
     assert not expands([100], [20000]) and not expands([1, 4, 4], [5000, 4000, 4])
