@@ -4,7 +4,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import e4m3_cuda, e4m3_wgmma, e4m3_wide, floats
+from phalanx.kernels.quantized import e4m3_cuda, e4m3_wgmma, e4m3_wide, floats, pieces_cuda
 from phalanx.kernels.quantized.e4m3_wgmma import Cut
 from torch.nn.functional import silu
 
@@ -82,6 +82,15 @@ def test_cuts():
     }
     assert Cut(128, 128, 1).blocks(8191, 4096) == 32 * 64
     assert Cut(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4
+
+
+def test_pieces_of_128_inputs_go_by_tensor_cores_from_one_row_on():
+    layout, ampere = e4m3_wide.LAYOUT, DeviceCaps(108, "sm_80", *[False] * 3)
+    for rows in (1, 16):
+        assert pieces_cuda.choose(rows, 6144, 4096, layout, False, HOPPER) == pieces_cuda.TileConfig(48, 512)
+        assert pieces_cuda.choose(rows, 28672, 4096, layout, True, HOPPER).inputs >= 256
+        assert pieces_cuda.choose(rows, 4096, 14336, layout, False, HOPPER) == pieces_cuda.TileConfig(32, 512)
+    assert isinstance(pieces_cuda.choose(1, 6144, 4096, layout, False, ampere), pieces_cuda.GemvConfig)
 
 
 @pytest.fixture

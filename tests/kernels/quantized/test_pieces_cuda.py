@@ -275,12 +275,3 @@ def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
         assert (64 in supported) is (found.has_tma and inputs % 64 == 0)
         assert ({65, 256} <= set(supported)) is (found.hopper and inputs % 64 == 0)
         assert 257 not in supported
-
-
-def test_pieces_of_128_inputs_go_by_tensor_cores_from_one_row_on():
-    layout, ampere = e4m3_wide.LAYOUT, DeviceCaps(108, "sm_80", *[False] * 3)
-    for rows in (1, 16):
-        assert pieces_cuda.choose(rows, 6144, 4096, layout, False, H200) == TileConfig(48, 512)
-        assert pieces_cuda.choose(rows, 28672, 4096, layout, True, H200).inputs >= 256
-        assert pieces_cuda.choose(rows, 4096, 14336, layout, False, H200) == TileConfig(32, 512)
-    assert isinstance(pieces_cuda.choose(1, 6144, 4096, layout, False, ampere), GemvConfig)
