@@ -148,18 +148,20 @@ def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
     """All cores of a NUMA node. Ranks that compute on GPUs may share them."""
     here = cpu_list(_read(SYS / f"devices/system/node/node{node}/cpulist")) if node >= 0 else []
     mine = sorted(set(here) & set(cpus))
-    threads = _threads(place, cpus)
     if not mine:
         why = "means that none is known" if node < 0 else "has no core that this job may use"
-        return Share((), threads, f"not bound: NUMA node {node} ({source}) {why}")
+        return _unbound(place, cpus, f"NUMA node {node} ({source}) {why}")
+    threads = max(1, len(by_core(cpus)) // place.local_size)
     return Share(
         tuple(mine), min(threads, len(by_core(mine))), f"cpus {cpu_words(mine)} of NUMA node {node} ({source})", node
     )
 
 
-def _threads(place: RankPlace, cpus: list[int]) -> int:
-    """Torch's threads for a rank that computes on a GPU."""
-    return max(1, len(by_core(cpus)) // place.local_size)
+def _unbound(place: RankPlace, cpus: list[int], why: str) -> Share:
+    """Of a rank that computes on a GPU: it stays on the CPUs that it has, and has threads for its part of these."""
+    inherited = sorted(os.sched_getaffinity(0) & set(cpus)) or cpus
+    sharing = max(1, round(place.local_size * len(inherited) / max(len(inherited), len(cpus))))
+    return Share((), max(1, len(by_core(inherited)) // sharing), f"not bound: {why}")
 
 
 def choose(place: RankPlace, gpu: int, environ: Mapping[str, str]) -> Share:
@@ -171,7 +173,7 @@ def choose(place: RankPlace, gpu: int, environ: Mapping[str, str]) -> Share:
     if gpu >= 0:
         address, why = visible_devices.locate(gpu, environ)
         if not address:
-            return Share((), _threads(place, cpus), f"not bound: the place of GPU {gpu} is not known: {why}")
+            return _unbound(place, cpus, f"the place of GPU {gpu} is not known: {why}")
         return on_node(numa_node(address), f"of GPU {gpu} at {address}", place, cpus)
     return share_of(place, cpus, sorted(os.sched_getaffinity(0)), quota())
 

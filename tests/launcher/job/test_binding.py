@@ -37,6 +37,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "SYS", sys_)
     monkeypatch.setattr(binding, "PROC", proc)
     monkeypatch.setattr(visible_devices, "PROC", proc)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     return sys_
 
 
@@ -90,6 +91,13 @@ def test_gpu_ranks_get_the_gpus_node(machine):
     assert unbound == Share((), 2, "not bound: NUMA node -1 (of GPU 2 at 0000:02:00.0) means that none is known")
     unknown = binding.choose(place, 7, {})
     assert (unknown.cpus, unknown.threads) == ((), 2) and "the place of GPU 7 is not known: " in unknown.words
+
+
+@pytest.mark.parametrize("inherited, ranks, threads", [((0, 1, 4, 5), 1, 2), ((0, 1, 4, 5), 2, 2), ((1,), 4, 1)])
+def test_an_unbound_gpu_rank_has_threads_for_the_cpus_that_it_stays_on(machine, monkeypatch, inherited, ranks, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(inherited))
+    share = binding.choose(RankPlace(0, ranks, 0, ranks, "mpirun"), 2, {})
+    assert (share.cpus, share.threads) == ((), threads)
 
 
 @pytest.mark.parametrize("value", ["1,0", "GPU-b,GPU-a", "GPU-b0000000-1111"])
