@@ -1,9 +1,11 @@
 """Linears of quantised weights beside those of 16 bits, and beside the least time that their bytes take.
 
     python benchmarks/quantized.py [--format int4] [--shapes 70b-tp4] [--rows 1 16 256] [--ways] [--json FILE]
+    python benchmarks/quantized.py --fit FILE
 
 Timed as benchmarks/ops.py does; the gate and up matrices with their activation. Below each number of rows stands what
-all linears of a model of 32 such layers take. --ways: also every other way to cut a GEMM, compiled beforehand.
+all linears of a model of 32 such layers take. --ways: also every other way to cut a GEMM, compiled beforehand. --fit:
+writes what FP8's GEMMs of many rows are chosen by to their source, from the lines of `--format fp8 --ways --json FILE`.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from phalanx.benchmarks import e4m3_fit
 from phalanx.benchmarks.ops_table import BANDWIDTH, BF16, FLOPS, SHAPES, copies, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.quantized import (
+    e4m3_wgmma,
+    e4m3_wide,
+    floats,
     int4_cuda,
     pieces_cuda,
     q4_k,
@@ -61,16 +67,31 @@ def random_super_blocks(outputs: int, inputs: int, form: super_blocks.Form) -> P
     return Packed(pieces, outputs, super_blocks_cuda.layout(form))
 
 
+def random_fp8(outputs: int, inputs: int) -> Packed:
+    """With a scale for each 128 inputs of an output."""
+    codes = torch.randint(0, 126, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    packed = floats.pack_linear(floats.pack(codes, torch.rand(outputs, inputs // 128, device="cuda") / 4096))
+    assert isinstance(packed, Packed)
+    return packed
+
+
 FORMATS: dict[str, Callable[[int, int], Packed]] = {
     "q8_0": random_q8_0,
     "int4": random_int4,
     "int4-zeros": partial(random_int4, zeros=True),
+    "fp8": random_fp8,
     "q4_k": partial(random_super_blocks, form=q4_k.FORM),
     "q6_k": partial(random_super_blocks, form=q6_k.FORM),
 }
 
 
+def gemvs(layout: Layout) -> list[pieces_cuda.GemvConfig]:
+    return [way._replace(ahead=way.ahead // (1 + (layout.bytes > pieces_cuda.LARGE))) for way in GEMVS]
+
+
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
+    if packed.layout == e4m3_wide.LAYOUT:
+        return floats.linear(x, packed, gate)
     if pieces_cuda.supports(x, packed):
         return pieces_cuda.linear(x, packed, gate)
     return by_bf16(x, pieces_cuda.dequantize(packed, x.dtype), gate)
@@ -83,8 +104,13 @@ def by_bf16(x: Tensor, weight: Tensor, gate: str) -> Tensor:
 def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
     """Every way to compute it: a function of x, packed and gate."""
     rows, found = len(x), dict[str, Any]()
+    eights = _e4m3_cuts(rows, packed.inputs, packed.layout, gate)
+    for eight in eights:
+        found["e{}n{}s{}x{}w{}m{}".format(*eight)] = partial(_e4m3, eight)
+    if eights:
+        return found
     if rows <= pieces_cuda.MOST_GEMV_ROWS:
-        for way in GEMVS:
+        for way in gemvs(packed.layout):
             fits = pieces_cuda.gemv_shared(rows, packed.inputs, way.strips) <= pieces_cuda.GEMV_SHARED
             if fits and (not gate or way.strips == 2):
                 found["gemv{}a{}b{}".format(*way)] = partial(_gemv, way)
@@ -108,6 +134,15 @@ def _wgmma(cut: pieces_cuda.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -
     return pieces_cuda.wgmma(x, packed, cut, gate)
 
 
+def _e4m3(cut: e4m3_wgmma.Cut, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return e4m3_wgmma.gemm(x, packed, cut, gate)
+
+
+def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.Cut]:
+    taken = device_caps(torch.device("cuda")).hopper and layout == e4m3_wide.LAYOUT and rows >= e4m3_wgmma.LEAST_ROWS
+    return list(e4m3_wgmma.cuts(rows, inputs, bool(gate), unmeasured=True)) if taken else []
+
+
 def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
     taken = device_caps(torch.device("cuda")).hopper and rows in wgmma_cuts.ROWS
     return list(wgmma_cuts.configs(rows, inputs, layout, bool(gate))) if taken else []
@@ -117,8 +152,14 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Lay
     device, wanted = torch.device("cuda"), list[jit.KernelVariant]()
     for outputs, inputs, gate in shapes:
         for n in rows:
+            eights = _e4m3_cuts(n, inputs, layout, gate)
+            for eight in eights:
+                sizes = e4m3_wgmma.sizes(inputs, eight, gate, False)
+                wanted.append(jit.variant("e4m3_wgmma", BF16, **sizes))
+            if eights:
+                continue
             if n <= pieces_cuda.MOST_GEMV_ROWS:
-                for way in GEMVS:
+                for way in gemvs(layout):
                     sizes = pieces_cuda._gemv_sizes(n, inputs, way, gate, False, layout)
                     wanted.append(jit.variant("quantized_gemv", BF16, **sizes))
             if n <= pieces_cuda.MOST_ROWS:
@@ -161,6 +202,12 @@ def bench(
     return lines
 
 
+def keep(path: str, lines: list[dict[str, Any]]) -> None:
+    about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
+    with open(path, "a") as file:
+        file.writelines(json.dumps(about | line) + "\n" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", choices=FORMATS, default="q8_0")
@@ -169,7 +216,11 @@ def main() -> None:
     parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES)
     parser.add_argument("--ways", action="store_true", help="every way to cut a GEMM")
     parser.add_argument("--json", help="append raw lines to this file")
+    parser.add_argument("--fit", metavar="FILE", help="fit the choice of FP8's cuts to these lines")
     asked = parser.parse_args()
+    if asked.fit:
+        e4m3_fit.fit(asked.fit)
+        return
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), device_caps(torch.device("cuda")))
     shapes = [
@@ -182,16 +233,15 @@ def main() -> None:
     with torch.no_grad():
         for name, (outputs, inputs, gate) in zip(NAMES, shapes, strict=True):
             if name in asked.only:
-                lines += bench(asked.format, name, outputs, inputs, gate, asked.rows, asked.ways)
+                found = bench(asked.format, name, outputs, inputs, gate, asked.rows, asked.ways)
+                lines += found
+                if asked.json:
+                    keep(asked.json, found)
     for n in asked.rows:
         here = [(line, 1 if line["op"] == "head" else LAYERS) for line in lines if line["rows"] == n]
         sums = {key: sum(line[key] * count for line, count in here) / 1e3 for key in ("limit_us", "bf16", asked.format)}
         mine = f"{asked.format} {sums[asked.format]:.2f}"
         print(f"{n:4} rows, linears, ms: limit {sums['limit_us']:.2f}, bf16 {sums['bf16']:.2f}, {mine}")
-    if asked.json:
-        about = dict(engine="phalanx", device=torch.cuda.get_device_name(), torch=torch.__version__)
-        with open(asked.json, "a") as file:
-            file.writelines(json.dumps(about | line) + "\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", t
 
 COUNTERS = 1 << 16
 COMPILERS = 8  # threads
-_TWO_BYTES, _SWIZZLE_128, _PROMOTE_128 = 1, 3, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._SWIZZLE_128B, ..._L2_128B
+_TWO_BYTES, _PROMOTE_128 = 1, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._L2_128B
+_SWIZZLES = {64: 3, 32: 2}  # CU_TENSOR_MAP_SWIZZLE_128B and _64B, by the elements of two bytes that lie together
 _CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -61,29 +62,30 @@ class TensorMap:
     """A matrix as TMA of sm_90 and later takes it: boxes of 64 elements of `height` rows, for a kernel's
     `const __grid_constant__ Map`. Rows past the end are zeros."""
 
-    def __init__(self, start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0):
+    def __init__(self, start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0, run: int = 64):
         """start: address of [rows, columns] elements of 2 bytes, `pitch` from row to row; in bytes multiples of 16.
 
-        runs: of 64 elements side by side that a box has of each row, one after the other; columns are multiples of 64.
+        runs: of `run` elements, 64 or 32, side by side that a box has of each row, one after the other; columns are
+        multiples of it. The pieces of 16 bytes of runs of 64 change places among eight, of 32 among four (swizzles).
         """
         self._room = (ctypes.c_char * 192)()  # a CUtensorMap has 128 bytes, from a multiple of 64 on
         self.address = -(-ctypes.addressof(self._room) // 64) * 64
         u32, u64 = ctypes.c_uint32, ctypes.c_uint64
         sizes, pitches, box = [columns, rows], [pitch * 2], [64, height]
         if runs:
-            sizes, pitches, box = [64, columns // 64, rows], [128, pitch * 2], [64, runs, height]
+            sizes, pitches, box = [run, columns // run, rows], [run * 2, pitch * 2], [run, runs, height]
         n = len(sizes)
         status = libcuda().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address), _TWO_BYTES, u32(n), ctypes.c_void_p(start), (u64 * n)(*sizes),
-            (u64 * (n - 1))(*pitches), (u32 * n)(*box), (u32 * n)(*[1] * n), 0, _SWIZZLE_128, _PROMOTE_128, 0,
+            (u64 * (n - 1))(*pitches), (u32 * n)(*box), (u32 * n)(*[1] * n), 0, _SWIZZLES[run], _PROMOTE_128, 0,
         )  # fmt: skip
         check(status, f"describing {rows} x {columns} elements in boxes of {height} rows")
 
 
 @functools.lru_cache(4096)
-def tensor_map(start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0) -> TensorMap:
+def tensor_map(start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0, run: int = 64) -> TensorMap:
     """The TensorMap of these; it holds for whatever lies there."""
-    return TensorMap(start, rows, columns, height, pitch, runs)
+    return TensorMap(start, rows, columns, height, pitch, runs, run)
 
 
 class Kernel:

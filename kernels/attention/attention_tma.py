@@ -21,7 +21,7 @@ DIMS = 64, 128, 256  # head sizes
 TILES = {64: 64, 128: 64, 256: 32}  # tokens, by head size: a warp to 16 of them
 SEQUENCES = 512  # at most: a block counts what is read of each
 LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
-FP8_LEAST = 128  # head size of a cache in e4m3: a run of TMA's, 128 bytes
+RUN_BYTES = 128  # of a token, that lie together in shared memory; of heads of 64 in e4m3 all 64
 FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empty on average, is fetched at a time
 # Of prefill.cu.
 ROWS = 128  # of queries that a block takes at once
@@ -116,7 +116,7 @@ def supports_decode(q: Tensor, keys: Tensor, newest: CurrentKV | None = None, sc
     are e4m3."""
     if len(q) > SEQUENCES or not _boxed(q, keys, q.dtype if scales is None else E4M3):
         return False
-    if scales is not None and (q.shape[2] < FP8_LEAST or TILES[q.shape[2]] % keys.shape[1]):
+    if scales is not None and TILES[q.shape[2]] % keys.shape[1]:
         return False
     norms = newest.norms if newest else None
     narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
@@ -169,8 +169,9 @@ def decode(
     # What a kernel of rotated tokens does not touch.
     k, v, (cos, sin, *_), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
-    runs = dim * wide // 128
-    maps = *_caches(keys, values, box, runs), *_caches(keys, values, few, runs)
+    run = min(RUN_BYTES, dim * wide)
+    shape = dim * wide // run, run // 2
+    maps = *_caches(keys, values, box, *shape), *_caches(keys, values, few, *shape)
     kernel(
         (grid, 1, 1), (tile // 16 + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values,
         sums if scales is None else scales, tables, lengths, out, parts, sums, arrived,
@@ -228,8 +229,10 @@ def prefill(
     )  # fmt: skip
 
 
-def _caches(keys: Tensor, values: Tensor, box: int, runs: int = 0) -> tuple[jit.TensorMap, jit.TensorMap]:
+def _caches(
+    keys: Tensor, values: Tensor, box: int, runs: int = 0, run: int = 64
+) -> tuple[jit.TensorMap, jit.TensorMap]:
     blocks, size, kv_heads, dim = keys.shape
     width = kv_heads * dim * keys.element_size() // 2  # maps count elements of two bytes
-    of_k, of_v = (jit.tensor_map(x.data_ptr(), blocks * size, width, box, width, runs) for x in (keys, values))
+    of_k, of_v = (jit.tensor_map(x.data_ptr(), blocks * size, width, box, width, runs, run) for x in (keys, values))
     return of_k, of_v

@@ -17,7 +17,8 @@
 #include "fp8_cache.cuh"
 
 constexpr int WARPS = TILE / 16, THREADS = WARPS * 32, ALL = THREADS + 64, HALF = DIM / 2;
-constexpr int BYTES = FP8 ? 1 : 2, RUNS = DIM * BYTES / 128;  // of an element in the cache; of 128 bytes, of a token
+constexpr int BYTES = FP8 ? 1 : 2;  // of an element in the cache
+constexpr int RUN_BYTES = DIM * BYTES < 128 ? DIM * BYTES : 128, RUNS = DIM * BYTES / RUN_BYTES;  // of a token
 constexpr int TILE_BYTES = TILE * DIM * BYTES, GROUP = HEADS / KV_HEADS;
 constexpr int SCALE_BYTES = FP8 ? 2 * TILE : 0;  // of a tile, of each box its keys' and then its values'
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
@@ -36,8 +37,9 @@ struct Step {  // pointers and sizes that the warps share
 
 #if __CUDA_ARCH__ >= 900
 // Where a token's piece of 16 bytes lies in a tile, whose runs of 128 bytes of a token stand side by side:
-// TMA's swizzle changes places of pieces by the run's number.
+// TMA's swizzle changes places of pieces by the run's number, in runs of 64 bytes by that of 128 bytes.
 __device__ inline unsigned lies(int token, int half, int piece) {
+    if (RUN_BYTES == 64) return token * 64 + (piece ^ token / 2 % 4) * 16;
     const int run = token * RUNS + half;
     return run * 128 + (piece ^ run % 8) * 16;
 }
@@ -46,7 +48,8 @@ __device__ inline unsigned lies(int token, int half, int piece) {
 #include "q_prep.cuh"
 #include "online_softmax.cuh"
 #include "fp8_operand.cuh"
-static_assert(!FP8 || (BOX == SIZE && DIM >= 128), "a box has its block's scales, and a token whole runs");
+static_assert(!FP8 || BOX == SIZE, "a box has its block's scales");
+static_assert(RUN_BYTES == 128 || (RUN_BYTES == 64 && RUNS == 1), "a run is one of two swizzles");
 static_assert(1024 + STAGES * (2 * TILE_BYTES + SCALE_BYTES) + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
               "attention_tma.py reckons with another layout of shared memory");
 

@@ -97,6 +97,14 @@ __device__ inline void mbarrier_arrive_at_if(bool arrives, Barrier* barrier, int
         : "memory");
 }
 
+__device__ inline void mbarrier_arrive_if(bool arrives, Barrier* barrier) {
+    asm volatile(
+        "{ .reg .pred arrives; setp.ne.b32 arrives, %1, 0; @arrives mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(
+            smem_address(barrier)),
+        "r"((int)arrives)
+        : "memory");
+}
+
 // 16 bytes of the shared memory of one of the cluster's blocks, from the address that they have in this one's.
 __device__ inline float4 load_from_block(unsigned at, int rank) {
     unsigned there;
@@ -109,13 +117,21 @@ __device__ inline float4 load_from_block(unsigned at, int rank) {
     return x;
 }
 
-// The box to both blocks of a cluster of two, to the same place; each one's barrier awaits its own.
-__device__ inline void tma_load_multicast(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {
+// The box to the blocks of a cluster whose bits are set, to the same place; each one's barrier awaits its own.
+__device__ inline void tma_load_multicast(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier,
+                                          int blocks = 3) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
         "[%4], %5;" ::"r"(to),
-        "l"(map), "r"(input), "r"(row), "r"(smem_address(barrier)), "h"((unsigned short)3)
+        "l"(map), "r"(input), "r"(row), "r"(smem_address(barrier)), "h"((unsigned short)blocks)
         : "memory");
+}
+
+// So many bytes as they lie, likewise.
+__device__ inline void bulk_load_multicast(unsigned to, const void* from, int bytes, Barrier* barrier, int blocks) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(smem_address(barrier)), "h"((unsigned short)blocks)
+                 : "memory");
 }
 
 // 16 bytes of shared memory.

@@ -1,4 +1,4 @@
-// Hopper's asynchronous tensor-core matmuls, whose operands lie in shared memory in boxes of 64 elements with
+// Hopper's asynchronous tensor-core matmuls, whose operands lie in shared memory, mostly in boxes of 128 bytes with
 // TMA's 128-byte swizzle (PTX ISA, Asynchronous Warpgroup Level Matrix Multiply-Accumulate). Four warps do each of
 // them.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -6,6 +6,12 @@
 // 64 elements to the next where the rows are the sum's (PTX ISA, Shared Memory Matrix Layout).
 __device__ inline unsigned long long smem_descriptor(unsigned start, int apart) {
     return 1ull << 62 | (unsigned long long)(1024 >> 4) << 32 | (unsigned long long)(apart >> 4) << 16 | (start & 0x3ffff) >> 4;
+}
+
+// The operand that begins at `start` without swizzling: tiles of 8 rows of 16 bytes, `leading` bytes from one to the next
+// along a row, and `stride` bytes from one to the next across rows.
+__device__ inline unsigned long long plain_descriptor(unsigned start, int leading, int stride) {
+    return (unsigned long long)(stride >> 4) << 32 | (unsigned long long)(leading >> 4) << 16 | (start & 0x3ffff) >> 4;
 }
 
 // The same, of an operand that begins so many bytes later.
@@ -81,6 +87,18 @@ template <int N> __device__ inline void set_registers(bool more) {
     OF_SHARED(type, name, 256, D128, "%128", "%129", "%130", SIXTY_FOUR(c, 0), SIXTY_FOUR(c, 64))
 WGMMA(bf16, "bf16")
 WGMMA(f16, "f16")
+// c [64, n] = or += a [64, 32] b [n, 32] of e4m3, both in shared memory.
+#define OF_E4M3(n, sums, a0, b0, more, ...)                                                                             \
+    __device__ inline void wgmma_e4m3(float (&c)[n / 2], unsigned long long a, unsigned long long b, bool add) {         \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, " more ", 0; wgmma.mma_async.sync.aligned.m64n" #n              \
+                     "k32.f32.e4m3.e4m3 {" sums "}, " a0 ", " b0 ", add, 1, 1; }"                                        \
+                     : __VA_ARGS__                                                                                      \
+                     : "l"(a), "l"(b), "r"((int)add));                                                                  \
+    }
+OF_E4M3(64, D32, "%32", "%33", "%34", SIXTEEN(c, 0), SIXTEEN(c, 16))
+OF_E4M3(96, D48, "%48", "%49", "%50", SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32))
+OF_E4M3(128, D64, "%64", "%65", "%66", SIXTY_FOUR(c, 0))
+#undef OF_E4M3
 #undef WGMMA
 #undef OF_SHARED
 #undef OF_REGISTERS

@@ -24,9 +24,17 @@ extern "C" __global__ void dequantize(const unsigned char* weight, T* out, int o
             weights<T>(pieces[i], 2 * p + 1, a[1]);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
+                const int output = strip * 16 + lane / 4 + h * 8;
+                if constexpr (BY_RUNS) {  // four of its inputs, and those 8 above
+                    T* const to = out + (long long)output * I + (begin + i) * SPAN + p / 2 * 64 + lane % 4 * 16 + p % 2 * 4;
+                    if (output < outputs) {
+                        *(uint2*)to = make_uint2(a[0][h], a[1][h]);
+                        *(uint2*)(to + 8) = make_uint2(a[0][2 + h], a[1][2 + h]);
+                    }
+                    continue;
+                }
                 unsigned row[4] = {a[0][h], a[0][2 + h], a[1][h], a[1][2 + h]};  // pairs of its runs of eight inputs
                 exchange_quads(row);
-                const int output = strip * 16 + lane / 4 + h * 8;
                 if (output < outputs)
                     *(uint4*)(out + (long long)output * I + (begin + i) * SPAN + p * 32 + lane % 4 * 8) =
                         make_uint4(row[0], row[1], row[2], row[3]);

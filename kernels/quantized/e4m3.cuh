@@ -6,6 +6,7 @@
 
 constexpr int PIECE = 576, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
 constexpr bool MINIMA = false;
+constexpr bool BY_RUNS = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales[2];
@@ -28,7 +29,7 @@ struct Pieces {
 };
 
 // From shared memory.
-__device__ inline Piece shared_piece(unsigned from, int lane) {
+__device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     Piece y;
     const uint4 words = load_shared16(from + lane * 16);
     y.words[0] = words.x, y.words[1] = words.y, y.words[2] = words.z, y.words[3] = words.w;
@@ -42,33 +43,4 @@ __device__ inline float2 scales(const Piece& piece, int step) {
 }
 __device__ inline float2 minima(const Piece&, int) { return {}; }
 
-// The codes of bytes 0 and 2 as 16-bit elements, exactly: exponent and mantissa are moved to where those of E lie, and
-// a power of two makes up for the other bias. Both formats have the smallest codes as they have them.
-template <class E> __device__ inline unsigned element_pair(unsigned word);
-template <> __device__ inline unsigned element_pair<f16>(unsigned word) {
-    return multiply_pairs<f16>((word & 0x00800080) << 8 | (word & 0x007f007f) << 7, 0x5c005c00);  // 2^8
-}
-template <> __device__ inline unsigned element_pair<bf16>(unsigned word) {
-    return multiply_pairs<bf16>((word & 0x00800080) << 8 | (word & 0x007f007f) << 4, 0x7b807b80);  // 2^120
-}
-
-// Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
-template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const unsigned word = piece.words[2 * step + h];
-        a[h] = element_pair<E>(word), a[2 + h] = element_pair<E>(word >> 8);
-    }
-}
-
-// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
-template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
-    const float2 by = scales(piece, step);
-    codes<E>(piece, step, a);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 code = unpack<E>(a[i]);
-        const float scale = i % 2 ? by.y : by.x;
-        a[i] = pack<E>(code.x * scale, code.y * scale);
-    }
-}
+#include "e4m3_codes.cuh"

@@ -6,13 +6,17 @@ e4m3: Micikevicius et al. 2022, arXiv 2209.05433. e2m1 with scales e8m0: OCP Mic
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import jit
 from ..activation.activation import gated_activation
-from . import e4m3_cpu, e4m3_cuda, panels, pieces_cuda, target
+from ..device import DeviceCaps
+from . import e4m3_cpu, e4m3_cuda, e4m3_wgmma, e4m3_wide, panels, pieces_cuda, target
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -60,11 +64,20 @@ def pack(codes: Tensor, scales: Tensor) -> Floats:
 
 def pack_linear(plain: Floats) -> Packed:
     """A weight [O, I] of e4m3 as `linear` likes it best on its device."""
+    return _pack(plain, e4m3_wide if e4m3_wide.takes(plain.inputs, plain.unit) else e4m3_cuda)
+
+
+def pack_experts(plain: Floats) -> Packed:
+    """A weight of e4m3 as grouped GEMMs like it best."""
+    return _pack(plain, e4m3_cuda)
+
+
+def _pack(plain: Floats, form: ModuleType) -> Packed:
     if e4m3_cpu.takes(plain.codes, plain.unit):
         return e4m3_cpu.pack(plain.codes, plain.scales)
     if target.of(plain.codes) != "cuda" or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
-    return e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // e4m3_cuda.GROUP, 1))
+    return form.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // form.GROUP, 1))
 
 
 def in_pieces(inputs: int, unit: int) -> bool:
@@ -72,10 +85,11 @@ def in_pieces(inputs: int, unit: int) -> bool:
     return inputs % e4m3_cuda.GROUP == 0 and unit % e4m3_cuda.GROUP == 0
 
 
-def kept_bits(inputs: int, unit: int, device: torch.device) -> float:
-    """What `pack_linear` keeps of a weight with its share of its scale."""
+def kept_bits(inputs: int, unit: int, device: torch.device, experts: bool = False) -> float:
+    """What `pack_linear` or `pack_experts` keeps of a weight with its share of its scale."""
     if device.type == "cuda" and in_pieces(inputs, unit):
-        return e4m3_cuda.PIECE * 8 / (16 * e4m3_cuda.GROUP)
+        form = e4m3_wide if e4m3_wide.takes(inputs, unit) and not experts else e4m3_cuda
+        return form.PIECE * 8 / (16 * form.GROUP)
     return 8 + 32 / unit
 
 
@@ -91,7 +105,8 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
         part = packed.part(first, last)
         if dtype != torch.float32:
             return pieces_cuda.dequantize(part, dtype)
-        packed, first, last = Floats(*e4m3_cuda.unpack(part)), 0, last - first
+        form = e4m3_wide if part.layout == e4m3_wide.LAYOUT else e4m3_cuda
+        packed, first, last = Floats(*form.unpack(part)), 0, last - first
     if packed.codes.is_cuda and packed.codes.dim() == 2:
         from . import floats_triton
 
@@ -118,6 +133,8 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
     if isinstance(packed, pieces_cuda.Packed):
+        if e4m3_wgmma.supports(x, packed, bias):
+            return e4m3_wgmma.linear(x, packed, gate, bias)
         if pieces_cuda.supports(x, packed, bias):
             return pieces_cuda.linear(x, packed, gate, bias)
     elif isinstance(packed, e4m3_cpu.Packed):
@@ -133,4 +150,11 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return panels.multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
 
 
-variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU, but for Triton's
+def variants(
+    rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What `linear` of so many rows, each, is compiled as on a GPU, but for Triton's."""
+    every = set(rows)
+    eight = {n for n in every if e4m3_wgmma.chosen(n, packed, found)}
+    yield from e4m3_wgmma.variants(eight, packed, dtype, gate, bias, found)
+    yield from pieces_cuda.variants(every - eight, packed, dtype, gate, bias, found)

@@ -9,6 +9,7 @@
 
 constexpr int SPAN = 64, GROUPS_OF_PIECE = SPAN / SCALED, PIECE = 512 + GROUPS_OF_PIECE * (32 + 16 * ZEROS);  // bytes
 constexpr bool MINIMA = false;
+constexpr bool BY_RUNS = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales[GROUPS_OF_PIECE], zeros[GROUPS_OF_PIECE];
@@ -41,7 +42,7 @@ struct Pieces {
 };
 
 // From shared memory.
-__device__ inline Piece shared_piece(unsigned from, int lane) {
+__device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     Piece y;
     const uint4 words = load_shared16(from + lane * 16);
     y.words[0] = words.x, y.words[1] = words.y, y.words[2] = words.z, y.words[3] = words.w;

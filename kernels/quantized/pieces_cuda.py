@@ -20,7 +20,7 @@ from . import wgmma_cuts
 from .wgmma_cuts import WgmmaConfig, WgmmaParts, wgmma_stages
 
 STRIP = 16  # outputs of a piece
-GEMV_ROWS = 4  # more are faster by quantized_gemm.cu
+GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
 GEMV_WARPS = 8
 GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
@@ -42,6 +42,8 @@ class Layout(NamedTuple):
     bytes: int  # of a piece
     widening: float  # cycles of a multiprocessor to make weights of 16 inputs of an output, roughly
     sizes: tuple[tuple[str, int], ...] = ()  # constants of the header
+    gemv_rows: int = GEMV_ROWS  # more are faster by quantized_gemm.cu
+    chunk: int = 0  # inputs of a chunk, of which fewer are slow to copy
 
 
 class Packed(NamedTuple):
@@ -146,7 +148,7 @@ def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Way 
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> Way | None:
     """The fastest way for these sizes; None: weights are dequantised first."""
-    if found.hopper and rows in wgmma_cuts.ROWS and inputs % wgmma_cuts.LENGTHS[-1] == 0:
+    if found.hopper and rows in wgmma_cuts.ROWS and inputs % max(wgmma_cuts.LENGTHS[-1], layout.inputs) == 0:
         return wgmma_cuts.choose(rows, outputs, inputs, layout, gated, found.num_sms)
     if not 0 < rows <= MOST_ROWS:
         return None
@@ -155,7 +157,7 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
     if layout.bytes > LARGE:  # a lane's registers hold half as many
         way = way._replace(ahead=way.ahead // 2)
     fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, way.strips) <= GEMV_SHARED
-    if fits and (rows <= GEMV_ROWS or not found.has_tma or inputs % LENGTHS[-1]):
+    if fits and (rows <= layout.gemv_rows or not found.has_tma or inputs % LENGTHS[-1]):
         return way
     cuts = tile_configs(rows, outputs, inputs, layout, gated) if found.has_tma else ()
     return min(cuts, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
@@ -165,7 +167,8 @@ def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig
     """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then long
     chunks up to 256 first."""
     tiles, weights = -(-outputs // cut.outputs), cut.outputs * layout.bytes / layout.inputs / 17
-    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)), -min(cut.inputs, 256)
+    slower = 1.3 if cut.inputs < layout.chunk else 1
+    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, -min(cut.inputs, 256)
 
 
 def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
@@ -175,7 +178,7 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
             continue
         for length in LENGTHS:
             cut = TileConfig(height, length)
-            if inputs % length == 0 and stages(cut, rows, layout)[0] >= LEAST_STAGES:
+            if inputs % length == length % layout.inputs == 0 and stages(cut, rows, layout)[0] >= LEAST_STAGES:
                 yield cut
 
 

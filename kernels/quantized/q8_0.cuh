@@ -9,6 +9,7 @@
 
 constexpr int PIECE = 544, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
 constexpr bool MINIMA = false;
+constexpr bool BY_RUNS = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales;
@@ -31,7 +32,7 @@ struct Pieces {
 };
 
 // From shared memory.
-__device__ inline Piece shared_piece(unsigned from, int lane) {
+__device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     Piece y;
     const uint4 words = load_shared16(from + lane * 16);
     y.words[0] = words.x, y.words[1] = words.y, y.words[2] = words.z, y.words[3] = words.w;

@@ -77,7 +77,7 @@ __device__ inline void multiply(unsigned x_from, unsigned w_from, int group, flo
             if (MINIMA) sum_up_rows(b, whole);
 #pragma unroll
             for (int m = 0; m < MT; m++) {
-                const Piece piece = shared_piece(w_from + (m * OF_CHUNK + k) * PIECE, lane);
+                const Piece piece = shared_piece(w_from + (m * OF_CHUNK + k) * PIECE, lane, p);
                 multiply_piece(piece, 2 * p, b, whole, sum[m]);
             }
         }

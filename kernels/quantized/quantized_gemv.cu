@@ -15,6 +15,21 @@ constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x: what an instru
 constexpr int SUMS = STRIPS * 128;  // of a warp
 constexpr int GROUPS = SPAN / SCALED, STEPS_OF_GROUP = SCALED / 16;  // of a piece, with one scale each; of 16 inputs
 
+// A piece's inputs of x, as the second operand: from shared memory.
+__device__ inline void load_rows(unsigned from, unsigned (&b)[SPAN / 32][4]) {
+    if constexpr (BY_RUNS) {
+#pragma unroll
+        for (int q = 0; q < SPAN / 64; q++) {
+            const uint4 low = load_shared16(from + q * 128), high = load_shared16(from + q * 128 + 16);  // of a run
+            b[2 * q][0] = low.x, b[2 * q][1] = high.x, b[2 * q][2] = low.y, b[2 * q][3] = high.y;
+            b[2 * q + 1][0] = low.z, b[2 * q + 1][1] = high.z, b[2 * q + 1][2] = low.w, b[2 * q + 1][3] = high.w;
+        }
+    } else {
+#pragma unroll
+        for (int p = 0; p < SPAN / 32; p++) ldmatrix(b[p], from + p * 64);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int outputs) {
     extern __shared__ uint4 memory[];
@@ -41,8 +56,9 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
     for (int i = threadIdx.x; i < R * I / 8; i += THREADS)
         *(uint4*)(xs + i / (I / 8) * PITCH + i % (I / 8) * 16) = ((const uint4*)x)[i];
     __syncthreads();
-    // A lane's row of x, and there its eight of the first piece's inputs. Columns past R repeat the last row.
-    unsigned x_from = smem_address(xs) + min(lane % 8, R - 1) * PITCH + warp * SPAN * 2 + lane / 8 * 16;
+    // A lane's row of x, and there its part of the first piece's inputs. Columns past R repeat the last row.
+    const int row_of_x = BY_RUNS ? lane / 4 : lane % 8, part_of_x = BY_RUNS ? lane % 4 * 32 : lane / 8 * 16;
+    unsigned x_from = smem_address(xs) + min(row_of_x, R - 1) * PITCH + warp * SPAN * 2 + part_of_x;
     const unsigned one = pack<T>(1, 1), ones[4] = {one, one, one, one};
     float sum[STRIPS][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
@@ -53,8 +69,7 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
         for (int u = 0; u < AHEAD; u++) {
             if ((STEPS % AHEAD || PIECES % WARPS) && !there(s + u)) break;
             unsigned b[SPAN / 32][4];
-#pragma unroll
-            for (int p = 0; p < SPAN / 32; p++) ldmatrix(b[p], x_from + u * WARPS * SPAN * 2 + p * 64);
+            load_rows(x_from + u * WARPS * SPAN * 2, b);
             float whole[GROUPS][4] = {};  // x itself, summed up over a group: minima are multiplied by it
             if constexpr (MINIMA) {
 #pragma unroll

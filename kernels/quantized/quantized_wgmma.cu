@@ -16,6 +16,7 @@
 #include "pairs.cuh"
 #include FORMAT
 
+constexpr int OVER = 1;  // blocks of a cluster that have W in common
 constexpr int M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;  // that multiply
 constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
 constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
@@ -29,18 +30,9 @@ static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;             // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 
 static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
+#include "wgmma_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-struct Tile {
-    int first, row, rank;  // output of y, row, part of the inputs
-
-    __device__ Tile(int row_tiles, int height, int begin) {
-        const int at = blockIdx.x / (SPLIT * SHARE);  // neighbours share W
-        first = begin + (at / row_tiles * SHARE + blockIdx.x % SHARE) * OUTS;
-        row = at % row_tiles * height, rank = blockIdx.x % SPLIT;
-    }
-};
-
 // The tile's part of W and x, chunk by chunk, by one thread.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Tile& tile, int strips, int height) {
@@ -141,57 +133,6 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
     fence_registers(sum);
 }
 
-// Four values of the sums, over the cluster's blocks.
-__device__ inline float4 total(const float* at) {
-    if constexpr (SPLIT == 1) return *(const float4*)at;
-    float4 sum = {};
-#pragma unroll
-    for (int rank = 0; rank < SPLIT; rank++) {
-        const float4 part = load_from_block(smem_address(at), rank);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    return sum;
-}
-
-// Four values of a row of y, from a column on.
-__device__ inline void store_four(const float4& sum, const float4& up, const T* bias, T* y, int column, int width) {
-    const float of_gate[] = {sum.x, sum.y, sum.z, sum.w}, of_up[] = {up.x, up.y, up.z, up.w};
-    const int count = min(width - column, 4);
-    Vec<T, 4> four;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        auto added = [&](int at) { return BIAS && j < count ? to_float(bias[at + j]) : 0; };
-        const float value = of_gate[j] + added(column);
-        four.x[j] = from_float<T>(GATED ? gated<T, ACT>(value, of_up[j] + added(width + column)) : value);
-    }
-    if (width % 4 == 0) {
-        *(Vec<T, 4>*)(y + column) = four;
-    } else {
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (j < count) y[column + j] = four.x[j];
-    }
-}
-
-// This block's outputs of the tile: of y's rows from its first on, `rows` of them.
-__device__ inline void store(const float* sums, const T* bias, T* y, const Tile& tile, int width, int rows) {
-    constexpr int MINE = OUTS / SPLIT, FOURS = MINE / 4, AT_ONCE = 4;  // fours that a thread reads before it goes on
-    for (int first = threadIdx.x; first < rows * FOURS; first += AT_ONCE * THREADS) {
-        float4 sum[AT_ONCE], up[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int i = min(first + k * THREADS, rows * FOURS - 1);
-            const float* const at = sums + i / FOURS * PITCH + tile.rank * MINE + i % FOURS * 4;
-            sum[k] = total(at), up[k] = GATED ? total(at + OUTS) : sum[k];
-        }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int i = first + k * THREADS, column = tile.first + tile.rank * MINE + i % FOURS * 4;
-            if (i < rows * FOURS && column < width)
-                store_four(sum[k], up[k], bias, y + (long long)(tile.row + i / FOURS) * width, column, width);
-        }
-    }
-}
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
@@ -204,7 +145,8 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     float* const sums = (float*)((char*)memory + (ring - smem_address(memory)));
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs;
-    const Tile tile((rows + height - 1) / height, height, begin);
+    const int columns = (width + OUTS * SHARE - 1) / (OUTS * SHARE);
+    const Tile tile(blockIdx.x / (SPLIT * SHARE), (rows + height - 1) / height, columns, height, begin);
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);

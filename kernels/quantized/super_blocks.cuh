@@ -12,6 +12,7 @@
 #include "bytes.cuh"
 
 constexpr int SPAN = 64, SCALED = GROUP, WORDS = BITS, KINDS = 1 + MINIMA;  // WORDS: of a lane's codes
+constexpr bool BY_RUNS = false;
 constexpr int SUPERS = SPAN / SUPER, NUMBERS = SPAN / GROUP * KINDS / 2;    // NUMBERS: words of them
 constexpr int FACTORS_AT = 128 * WORDS, NUMBERS_AT = FACTORS_AT + 32 * KINDS * SUPERS;
 constexpr int PIECE = NUMBERS_AT + 32 * NUMBERS;  // bytes
@@ -50,7 +51,7 @@ struct Pieces {
 };
 
 // From shared memory.
-__device__ inline Piece shared_piece(unsigned from, int lane) {
+__device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     return read_piece(lane, [&](int i) { return load_shared16(from + i); }, [&](int i) { return load_shared4(from + i); });
 }
 

@@ -101,7 +101,8 @@ def configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[Wgm
             for length in LENGTHS:
                 cut = WgmmaConfig(outputs, height, length, split, share)
                 even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
-                if even and inputs % (length * split) == 0 and wgmma_stages(cut, layout)[0] >= LEAST_STAGES:
+                whole = inputs % (length * split) == length % layout.inputs == 0
+                if even and whole and wgmma_stages(cut, layout)[0] >= LEAST_STAGES:
                     yield cut
 
 

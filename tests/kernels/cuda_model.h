@@ -30,6 +30,10 @@ struct float2 {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct Dim {
     int x, y, z;
@@ -339,6 +343,9 @@ static void mbarrier_wait(Barrier* barrier, int round) {
     model::wait_until([=] { return (barrier->phase & 1) != (round & 1); });
 }
 static bool elected() { return model::lane() == 0; }
+static void mbarrier_arrive_if(bool arrives, Barrier* barrier) {
+    if (arrives) mbarrier_arrive(barrier);
+}
 static void release_stage(Barrier* empty) {
     __syncwarp();
     if (model::lane() == 0) mbarrier_arrive(empty);
@@ -369,7 +376,10 @@ static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barr
 static int cluster_rank() { return 0; }
 static void cluster_sync() { model::fail("the model has no clusters"); }
 static void mbarrier_arrive_at_if(bool, Barrier*, int) { model::fail("the model has no clusters"); }
-static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*) { model::fail("the model has no clusters"); }
+static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*, int = 3) { model::fail("the model has no clusters"); }
+static void bulk_load_multicast(unsigned, const void*, int, Barrier*, int) {
+    model::fail("the model has no clusters");
+}
 static float4 load_from_block(unsigned, int) {
     model::fail("the model has no clusters");
     return {};

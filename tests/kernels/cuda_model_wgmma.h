@@ -41,3 +41,50 @@ static void wgmma(E, float (&c)[N], const unsigned (&a)[4], unsigned long long b
         }
     });
 }
+
+// An operand without swizzling: where it begins, and how far its tiles of 8 rows of 16 bytes are apart.
+static unsigned long long plain_descriptor(unsigned start, int leading, int stride) {
+    if (start % 16 || leading % 16 || stride % 16) model::fail("an operand is not of whole 16 bytes");
+    return start | (unsigned long long)leading << 20 | (unsigned long long)stride << 40;
+}
+static float of_e4m3(unsigned char x) {
+    const int exponent = x >> 3 & 15, fraction = x & 7;
+    const float value = (x & 127) == 127 ? NAN : exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
+    return x & 128 ? -value : value;
+}
+// c [64, 2 N] = or += a [64, 32] b [2 N, 32] of e4m3, a without swizzling and b with it.
+template <int N> static void wgmma_e4m3(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
+    float* const sums = c;
+    const int first = model::now->thread.x % 128 / 32 * 16 + model::lane() / 4, second = model::lane() % 4 * 2;
+    model::now->gemms.back().push_back([=] {
+        for (int r = 0; r < N; r++) {
+            const int row = first + r / 2 % 2 * 8, column = second + r / 4 * 8 + r % 2;
+            double sum = add ? sums[r] : 0;
+            for (int k = 0; k < 32; k++) {
+                const unsigned of_a = (a & 0xfffff) + k / 16 * (a >> 20 & 0xfffff) + row / 8 * (a >> 40) + row % 8 * 16 + k % 16;
+                const unsigned of_b = (unsigned)b + column * 128 + k;
+                sum += (double)of_e4m3(*model::at(of_a, 1)) * of_e4m3(*model::at(of_b ^ (of_b >> 7 & 7) << 4, 1));
+            }
+            sums[r] = (float)sum;
+        }
+    });
+}
+
+// What a warp's lanes hand to each other.
+static float __shfl_sync(unsigned, float x, int from) {
+    unsigned mine;
+    memcpy(&mine, &x, 4);
+    memcpy(&x, model::together(&mine, 1)[from], 4);
+    return x;
+}
+static unsigned transpose_8x8(unsigned x) {
+    auto slots = model::together(&x, 1);
+    const int lane = model::lane(), half = lane / 4 % 2;
+    const unsigned first = slots[lane % 4 * 8 + lane / 8][0], second = slots[lane % 4 * 8 + 4 + lane / 8][0];
+    return (first >> 16 * half & 0xffff) | (second >> 16 * half & 0xffff) << 16;
+}
+static void swap_lanes(unsigned& a, unsigned& b, int bit) {
+    const bool upper = model::lane() & bit;
+    const unsigned mine = upper ? a : b;
+    (upper ? a : b) = model::together(&mine, 1)[model::lane() ^ bit][0];
+}

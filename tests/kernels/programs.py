@@ -6,7 +6,16 @@ from phalanx.kernels.collective import allreduce
 from phalanx.kernels.moe import expert_gemm, host_exchange, moe, quantized_cuda, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
-from phalanx.kernels.quantized import e4m3_cuda, int4_cuda, pieces_cuda, q8_0_cuda, super_blocks, super_blocks_cuda
+from phalanx.kernels.quantized import (
+    e4m3_cuda,
+    e4m3_wgmma,
+    e4m3_wide,
+    int4_cuda,
+    pieces_cuda,
+    q8_0_cuda,
+    super_blocks,
+    super_blocks_cuda,
+)
 from phalanx.kernels.quantized.stack import Stack
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0, FP8=0)
@@ -16,7 +25,7 @@ GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, CAPPED
 ROTARY = dict(DIM=128, ROTATED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8, INTERLEAVED=0, SIZE=16, FP8=0)
 ROTARY_FP8 = ROTARY | dict(DIM=64, ROTATED=32, Q_HEADS=4, KV_HEADS=2, INTERLEAVED=1, FP8=1)
 ROTARY_ODD = dict(DIM=10, ROTATED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1, INTERLEAVED=1, SIZE=5, FP8=0)
-LLAMA_FP8, GEMMA_FP8 = LLAMA | dict(FP8=1), GEMMA | dict(FP8=1)
+LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS))
 
 
 def room(sizes):
@@ -47,6 +56,7 @@ def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT
 
 
 E4M3 = e4m3_cuda.LAYOUT
+WIDE = e4m3_wide.LAYOUT
 Q4_K = super_blocks_cuda.layout(super_blocks.Form(256, 32, 4, 0, 144))
 Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 8, 32, 210, False))
 Q4_1 = super_blocks_cuda.layout(super_blocks.Form(32, 32, 4, 0, 20))
@@ -124,6 +134,20 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, E4M3))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1), "silu", True))),
+    ("e4m3_wgmma", dict(T=torch.float16, **e4m3_wgmma.sizes(14336, e4m3_wgmma.Cut(192, 64, 4), "", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(64, 64, 2), "silu", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(256, 64, 1), "", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(192, 128, 1, 2), "", False))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 256, 1, 1, 2), "silu", True))),
+    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1, 2, 2), "silu", True))),
+    ("e4m3_wgmma", dict(T=torch.float16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 192, 1, 1, 2, 96), "", True))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 4, 2), "silu", False, WIDE))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "", True, WIDE))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256), "silu", True, WIDE))),
+    ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, WIDE))),
+    ("e4m3_rows", dict(T=torch.bfloat16, I=4096, THREADS=128)),
+    ("e4m3_rows", dict(T=torch.float16, I=14336, THREADS=448)),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, E4M3))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False, Q4_K))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "silu", True, Q6_K))),
@@ -152,6 +176,7 @@ PROGRAMS = [
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
     ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6, HELD=4)),
     ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), TURN=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **room(GPT_OSS_FP8), TURN=1, NORM=0)),
     ("decode_inputs", dict(T=torch.int64)),
     ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
     ("route", dict(T=torch.bfloat16, **router.sizes(4, 256, 7168, V3_ROUTER, True))),

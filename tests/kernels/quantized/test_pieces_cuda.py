@@ -6,6 +6,7 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.quantized import (
     e4m3_cuda,
+    e4m3_wide,
     floats,
     int4_cuda,
     pieces_cuda,
@@ -39,6 +40,9 @@ def make(outputs, inputs, form="q8_0", seed=0):
     if form == "e4m3":
         plain = floats_cases.make(outputs, inputs, 32)
         return e4m3_cuda.pack(*plain), floats.dequantize(plain).double()
+    if form == "e4m3_wide":
+        plain = floats_cases.make(outputs, inputs, 128)
+        return e4m3_wide.pack(*plain), floats.dequantize(plain).double()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form], draw)
     group = int(form.split()[1])
@@ -115,6 +119,7 @@ GEMVS = [
     (7, 40, 2368, GemvConfig(2, 4, 2), "int4 32 zeros"),
     (4, 33, 1088, GemvConfig(1, 4, 3), "int4 64 zeros"),
     (3, 33, 1056, GemvConfig(2, 4, 2), "e4m3"),
+    (7, 33, 1408, GemvConfig(1, 4, 2), "e4m3_wide"),
     (1, 48, 512, GemvConfig(1, 8, 2), "q4_k"),
     (3, 40, 1280, GemvConfig(1, 4, 2), "q6_k"),
     pytest.param(2, 33, 1088, GemvConfig(2, 2, 2), "q4_1", marks=pytest.mark.long),
@@ -148,6 +153,7 @@ TILES = [
     (8, 80, 1024, TileConfig(48, 128), "int4 128"),
     (17, 100, 384, TileConfig(64, 64), "int4 32 zeros"),
     (8, 200, 1024, TileConfig(48, 128), "e4m3"),
+    (8, 80, 1024, TileConfig(48, 256), "e4m3_wide"),
     (8, 80, 512, TileConfig(48, 128), "q4_k"),
     pytest.param(17, 100, 512, TileConfig(64, 64), "q6_k", marks=pytest.mark.long),
     pytest.param(64, 64, 512, TileConfig(32, 128), "int4 64 zeros", marks=pytest.mark.long),
@@ -189,6 +195,7 @@ def test_gated_gemm(rows, outputs, inputs, cut, form, launched):
         (131, 288, 256, "silu", WgmmaConfig(192, 128, 64, 1), torch.float16, "q8_0"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "int4 32 zeros"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.float16, "int4 128"),
+        (33, 256, 256, "silu", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "e4m3_wide"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "e4m3"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "q4_k"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q6_k"),
@@ -229,6 +236,7 @@ def test_two_parts_are_chosen_where_waves_are_far_from_whole():
         (40, 1152, "int4 32 zeros"),
         (33, 64, "int4 64"),
         (40, 1184, "e4m3"),
+        (40, 384, "e4m3_wide"),
         (40, 512, "q4_k"),
         (33, 512, "q6_k"),
         (16, 192, "q4_1"),

@@ -8,6 +8,7 @@ from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.quantized import (
     e4m3_cuda,
+    e4m3_wide,
     floats,
     int4_cuda,
     pieces_cuda,
@@ -42,6 +43,9 @@ def make(outputs, inputs, form="q8_0"):
         plain = floats_cases.make(outputs, inputs, 32)
         packed = e4m3_cuda.pack(*(one.cuda() for one in plain))
         return packed, floats.dequantize(plain).double().cuda()
+    if form == "e4m3_wide":
+        plain = floats_cases.make(outputs, inputs, 128)
+        return e4m3_wide.pack(*(one.cuda() for one in plain)), floats.dequantize(plain).double().cuda()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form])
     group = int(form.split()[1])
@@ -102,6 +106,7 @@ def check(found, want, about, most):
         (130, 1056, "q8_0"), (128, 14336, "q8_0"), (16, 64, "int4 64"),
         (37, 192, "int4 32 zeros"), (192, 4096, "int4 128 zeros"), (128, 14336, "int4 128"),
         (16, 64, "e4m3"), (37, 96, "e4m3"), (192, 4096, "e4m3"),
+        (37, 256, "e4m3_wide"), (192, 4096, "e4m3_wide"), (128, 14336, "e4m3_wide"),
         (37, 512, "q4_k"), (192, 4096, "q4_k"), (192, 4096, "q6_k"),
     ],
 )  # fmt: skip
@@ -125,8 +130,9 @@ def test_linear(rows, outputs, inputs, form, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "outputs, inputs, form",
-    [(6144, 4096, "q8_0"), (1344, 2080, "q8_0"), (4096, 14336, "int4 128 zeros"), (1344, 2080, "e4m3")],
-)
+    [(6144, 4096, "q8_0"), (1344, 2080, "q8_0"), (4096, 14336, "int4 128 zeros"), (1344, 2080, "e4m3"),
+     (1344, 2176, "e4m3_wide")],
+)  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 8])
 def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
     packed, weight = make(outputs, inputs, form)
@@ -148,6 +154,7 @@ def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
         (1344, 2048, "silu", DTYPES[0], "q8_0"),
         (5000, 1024, "", DTYPES[1], "q8_0"),
         (1344, 2048, "silu", DTYPES[0], "int4 128 zeros"),
+        (1344, 2048, "silu", DTYPES[0], "e4m3_wide"),
     ],
 )
 @pytest.mark.parametrize("rows", [7, 16, 29, 64])
@@ -247,7 +254,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
     [
         *((*sizes, "q8_0") for sizes in ((1, 32), (16, 64), (37, 4096), (4096, 14336), (130, 1184))),
         (1, 64, "int4 64"), (37, 4096, "int4 32 zeros"), (4096, 14336, "int4 128 zeros"), (130, 1088, "int4 32"),
-        (37, 4096, "e4m3"), (130, 1184, "e4m3"),
+        (37, 4096, "e4m3"), (130, 1184, "e4m3"), (130, 1152, "e4m3_wide"),
         (37, 4096, "q4_k"), (4096, 14336, "q4_k"), (130, 1024, "q6_k"),
     ],
 )  # fmt: skip

@@ -1,0 +1,32 @@
+// What the codes of e4m3.cuh's and e4m3_wide.cuh's pieces mean.
+
+// The codes of bytes 0 and 2 as 16-bit elements, exactly: exponent and mantissa are moved to where those of E lie, and
+// a power of two makes up for the other bias. Both formats have the smallest codes as they have them.
+template <class E> __device__ inline unsigned element_pair(unsigned word);
+template <> __device__ inline unsigned element_pair<f16>(unsigned word) {
+    return multiply_pairs<f16>((word & 0x00800080) << 8 | (word & 0x007f007f) << 7, 0x5c005c00);  // 2^8
+}
+template <> __device__ inline unsigned element_pair<bf16>(unsigned word) {
+    return multiply_pairs<bf16>((word & 0x00800080) << 8 | (word & 0x007f007f) << 4, 0x7b807b80);  // 2^120
+}
+
+// Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
+template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const unsigned word = piece.words[2 * step + h];
+        a[h] = element_pair<E>(word), a[2 + h] = element_pair<E>(word >> 8);
+    }
+}
+
+// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
+template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
+    const float2 by = scales(piece, step);
+    codes<E>(piece, step, a);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 code = unpack<E>(a[i]);
+        const float scale = i % 2 ? by.y : by.x;
+        a[i] = pack<E>(code.x * scale, code.y * scale);
+    }
+}

@@ -1,0 +1,263 @@
+"""Linears of FP8 weights for many rows on Hopper: x becomes e4m3, too, and tensor cores multiply in 8 bits.
+
+Weights have a scale for each 128 inputs, x has one for each row: as e4m3 has exponents of its own, one for each 128
+inputs, which checkpoints with `activation_scheme: dynamic` mean (DeepSeek-V3, arXiv 2412.19437, 3.3), would keep
+more only of what is less than a 28672nd of a row's largest. Fewer rows are bound by memory: x stays as it is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import ACTIVATIONS, gated_activation
+from ..device import DeviceCaps, device_caps
+from . import e4m3_wide
+from .pieces_cuda import SHARED, STRIP, Packed
+
+UNIT = 128  # inputs of a scale, and of a chunk
+LEAST_ROWS = 33
+MOST = 448.0  # the largest number of e4m3
+MOST_THREADS = 512  # of a block of e4m3_rows.cu
+CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
+    ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
+    ((128, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
+    ((192, 64, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1))),
+    ((256, 64, 64), ((1, 1, 1), (2, 1, 1))),
+    ((128, 128, 128), ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((192, 128, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((192, 128, 64), ((1, 1, 1), (1, 1, 2))),
+    ((128, 192, 96), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((128, 256, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+)
+# Tiles without times, which are not chosen.
+UNMEASURED: tuple[tuple[int, ...], ...] = ()
+MANY_ROWS = 512  # for which tiles of 64 rows are no choice
+LEAST_STAGES, MOST_STAGES = 3, 8
+
+
+class Cut(NamedTuple):
+    """How e4m3_wgmma.cu cuts a GEMM."""
+
+    outputs: int  # of a tile
+    rows: int  # of a tile, at most
+    split: int  # blocks of a cluster that share a tile, each a part of its inputs
+    share: int = 1  # tiles of a cluster that have rows in common
+    over: int = 1  # tiles of a cluster that have weights in common
+    matmul: int = 0  # rows of a matmul; 0: the tile's, at most 128
+
+    @property
+    def n(self) -> int:
+        return self.matmul or min(self.rows, 128)
+
+    @property
+    def cluster(self) -> int:
+        return self.split * self.share * self.over
+
+    def height(self, rows: int) -> int:
+        """Rows of a tile, about as many in each: multiples of 4, and of 8 for shares of x."""
+        unit = 16 if self.share > 1 else 4
+        return -(-rows // (unit * -(-rows // self.rows))) * unit
+
+    def row_tiles(self, rows: int) -> int:
+        """Some of them may have no row."""
+        return -(-rows // (self.height(rows) * self.over)) * self.over
+
+    def at_once(self, num_sms: int) -> int:
+        """Blocks that a GPU takes at once: an H200 28 clusters of four, not 33, as each lies within a part of it."""
+        return num_sms // self.cluster * self.cluster if self.cluster < 4 else max(num_sms * 7 // 32, 1) * 4
+
+    def blocks(self, rows: int, outputs: int) -> int:
+        """One for each tile, and each part of its inputs."""
+        return -(-outputs // (self.outputs * self.share)) * self.share * self.row_tiles(rows) * self.split
+
+
+def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
+    """Whether these are the weights, the rows and the GPU for it."""
+    if not isinstance(packed, Packed) or packed.layout != e4m3_wide.LAYOUT:
+        return False
+    return found.hopper and rows >= LEAST_ROWS
+
+
+def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
+    """Whether `linear` takes x [T, I] and bias [O], and is the fastest way."""
+    if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if bias is not None and bias.dtype != x.dtype:
+        return False
+    return jit.plain(x, packed.pieces) and chosen(len(x), packed, device_caps(x.device))
+
+
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O]; x is rounded to e4m3.
+
+    gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
+    """
+    fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
+    cut = choose(len(x), packed.outputs, packed.inputs, bool(fused), device_caps(x.device))
+    y = gemm(x, packed, cut, fused, bias)
+    return y if fused == gate else gated_activation(y, gate)
+
+
+def variants(
+    rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """What the GEMM of so many rows, each, is compiled as."""
+    for n in rows:
+        assert isinstance(packed, Packed)
+        fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
+        cut = choose(n, packed.outputs, packed.inputs, bool(fused), found)
+        yield jit.variant("e4m3_rows", dtype, **_rows_sizes(packed.inputs))
+        yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, cut, fused, bias))
+
+
+@functools.cache
+def choose(rows: int, outputs: int, inputs: int, gated: bool, found: DeviceCaps) -> Cut:
+    """The fastest cut for these sizes, by a model of waves of blocks."""
+    return min(cuts(rows, inputs, gated), key=lambda cut: time(cut, rows, outputs, inputs, found.num_sms))
+
+
+def cuts(rows: int, inputs: int, gated: bool, unmeasured: bool = False) -> Iterator[Cut]:
+    """All that `gemm` takes for these sizes and that may be the fastest."""
+    for tile, clusters in CUTS:
+        outputs, height, matmul = tile
+        if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
+            continue
+        if tile in UNMEASURED and not unmeasured:
+            continue
+        for cluster in clusters:
+            cut = Cut(outputs, height, *cluster, matmul)
+            even = outputs // (1 + gated) % (4 * cut.split) == 0
+            if even and inputs % (UNIT * cut.split) == 0 and cut.over <= -(-rows // height):
+                yield cut
+
+
+class Costs(NamedTuple):
+    """What `time` reckons with, of an H200: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
+    finds them in times of every cut."""
+
+    multiplied: float = 1.0  # how much longer than shared memory's reads of it a matmul takes
+    alone: float = 150.0  # of a chunk, for a warpgroup by itself
+    row: float = 1.6  # and of each row
+    ingest: float = 60.0  # bytes of a multiprocessor's shared memory
+    second_level: float = 5500.0  # of all of them
+    memory: float = 4200.0
+    together: float = 3.0  # how much the longest of them hides the others
+    tile: float = 700.0
+    exchange: float = 1500.0  # of a tile that a cluster shares
+    exchanged: float = 8.0  # its sums
+    launch: float = 4000.0
+
+
+COSTS = Costs(
+    multiplied=2.407,
+    alone=187.9,
+    row=1.073,
+    ingest=92.95,
+    second_level=2.441e06,
+    memory=3326,
+    together=5.821,
+    tile=105.9,
+    exchange=2432,
+    exchanged=21.27,
+    launch=1403,
+)
+
+
+def time(cut: Cut, rows: int, outputs: int, inputs: int, num_sms: int, costs: Costs = COSTS) -> float:
+    """Nanoseconds of a GEMM, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
+    at_once, height = cut.at_once(num_sms), cut.height(rows)
+    weights, of_x = cut.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
+    multiplied = cut.outputs / 64 * cut.rows / cut.n * (16 + cut.n / 4) * 4 / 1.7 * costs.multiplied
+    alone = costs.alone * cut.rows / cut.n + costs.row * cut.rows
+
+    def wave(count: int) -> float:
+        parts = (
+            multiplied,
+            alone,
+            (weights + of_x) / costs.ingest,
+            (weights / cut.over + of_x / cut.share) * count / costs.second_level,
+            weights * count / cut.row_tiles(rows) / costs.memory,
+        )
+        chunk = sum(part**costs.together for part in parts) ** (1 / costs.together)
+        exchange = costs.exchange + cut.outputs * cut.rows / costs.exchanged if cut.split > 1 else 0
+        return inputs / UNIT / cut.split * chunk + exchange + costs.tile
+
+    whole, rest = divmod(cut.blocks(rows, outputs), at_once)
+    return costs.launch + whole * wave(at_once) + (wave(rest) if rest else 0)
+
+
+def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    (rows, inputs), outputs = x.shape, packed.outputs
+    height = cut.height(rows)
+    codes, scales = encode_rows(x)
+    y = x.new_empty(rows, outputs // 2 if gate else outputs)
+    _, shared = stages(cut)
+    kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", x.dtype, shared, **sizes(inputs, cut, gate, bias is not None))
+    of_x = jit.tensor_map(
+        codes.data_ptr(), rows, inputs // 2, height // cut.share, inputs // 2
+    )  # in elements of two bytes
+    args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height
+    blocks = cut.blocks(rows, outputs)
+    if cut.split == 1:  # a cluster goes on to further tiles
+        blocks = min(blocks, cut.at_once(device_caps(x.device).num_sms))
+    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.cluster)
+    return y
+
+
+def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [T, I] and scales f32 [T]: those of `encode_rows_reference`, for e4m3_wgmma.cu."""
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(len(x), device=x.device)
+    sizes = _rows_sizes(x.shape[1])
+    kernel = jit.kernel("e4m3_rows", "e4m3_rows", x.dtype, 0, **sizes)
+    kernel((len(x), 1, 1), sizes["THREADS"], x, codes, scales)
+    return codes, scales
+
+
+def _rows_sizes(inputs: int) -> dict[str, int]:
+    """A thread has two runs of 16 inputs, or more of long rows."""
+    return dict(I=inputs, THREADS=min(-(-inputs // 1024) * 32, MOST_THREADS))
+
+
+def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T]: max|x| / 448."""
+    most = x.float().abs().amax(1, keepdim=True)
+    by = torch.full_like(most, MOST) / most  # a number over a tensor would be rounded twice
+    values = torch.where(most > 0, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    # Of 16 inputs: a byte's first bit, a lane's t, the second bit.
+    codes = values.view(torch.uint8).reshape(len(x), -1, 2, 4, 2)
+    return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(1)
+
+
+def stages(cut: Cut) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
+    weights = cut.outputs // STRIP * e4m3_wide.PIECE
+    stage = -(-(cut.rows * UNIT + weights) // 1024) * 1024
+    count = min((SHARED - 1024) // stage, MOST_STAGES)
+    assert count >= LEAST_STAGES
+    sums = cut.rows * (cut.outputs + 4) * 4 if cut.split > 1 else 0
+    return count, 1024 + max(count * stage, sums)
+
+
+def sizes(inputs: int, cut: Cut, gate: str, bias: bool) -> dict[str, jit.Size]:
+    """What e4m3_wgmma.cu is compiled for."""
+    return dict(
+        I=inputs,
+        STAGES=stages(cut)[0],
+        ROWS=cut.rows,
+        N=cut.n,
+        GROUPS=cut.outputs // 64,
+        SPLIT=cut.split,
+        SHARE=cut.share,
+        OVER=cut.over,
+        GATED=int(bool(gate)),
+        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        BIAS=int(bias),
+    )

@@ -1,0 +1,148 @@
+"""FP8 by tensor cores of 8 bits: the order of inputs, which weights and rows it is for, its cuts; thread by thread."""
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.quantized import e4m3_cuda, e4m3_wgmma, e4m3_wide, floats, pieces_cuda
+from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from torch.nn.functional import silu
+
+from .. import cuda_model
+from ..cuda_model import Box
+from . import floats_cases
+
+E4M3 = torch.float8_e4m3fn
+HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
+
+
+def packed_of(outputs, inputs):
+    plain = floats_cases.make(outputs, inputs, 128)
+    return plain, e4m3_wide.pack(*plain)
+
+
+def operand(packed):
+    """The weight as tensor cores read it: tiles of 8 outputs by 16 bytes, one after the other (PTX ISA, Shared Memory
+    Matrix Layout)."""
+    strips, groups, _ = packed.pieces.shape
+    tiles = packed.pieces.view(strips, groups, 2, 1056)[..., :1024].reshape(strips, groups, 2, 8, 8, 16)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(strips * 16, -1)
+
+
+def test_rows_and_weights_have_one_order():
+    plain, packed = packed_of(32, 256)
+    x = torch.randn(5, 256)
+    codes, scales = e4m3_wgmma.encode_rows_reference(x)
+    a, b = operand(packed).view(E4M3).double(), codes.view(E4M3).double()
+    parts = torch.einsum("ouk,tuk->tou", a.unflatten(1, (2, 128)), b.unflatten(1, (2, 128)))
+    found = (parts * plain.scales.double()).sum(2) * scales.double().unsqueeze(1)
+    want = x.double() @ floats.dequantize(plain).double().T
+    assert (found - want).norm() < 0.04 * want.norm()
+    numbers = torch.arange(16.0).repeat(8).view(1, 128)
+    order = e4m3_wgmma.encode_rows_reference(numbers * (448 / 15))[0].view(E4M3).float()[0, :16] * (15 / 448)
+    assert order.round().int().tolist()[:8] == [0, 8, 1, 9, 2, 10, 3, 11]
+
+
+def test_pieces_give_back_what_they_were_made_of():
+    plain, packed = packed_of(37, 384)
+    assert packed.pieces.shape == (3, 3, 2112)
+    assert all(torch.equal(*pair) for pair in zip(e4m3_wide.unpack(packed), plain, strict=True))
+    with pytest.raises(ValueError, match="one scale for each 128"):
+        e4m3_wide.pack(*floats_cases.make(16, 192, 64))
+
+
+def test_rows_of_zeros_and_of_what_is_no_number():
+    x = torch.zeros(2, 128)
+    x[1, 3] = float("nan")
+    codes, scales = e4m3_wgmma.encode_rows_reference(x)
+    assert codes[0].eq(0).all() and scales[0] == 0 and scales[1].isnan()
+
+
+def test_what_it_is_for():
+    ampere = DeviceCaps(108, "sm_80", False, False, False)
+    plain, packed = packed_of(32, 256)
+    assert e4m3_wgmma.chosen(33, packed, HOPPER) and e4m3_wgmma.chosen(8192, packed, HOPPER)
+    assert not e4m3_wgmma.chosen(32, packed, HOPPER)
+    assert not e4m3_wgmma.chosen(65, packed, ampere)
+    assert not e4m3_wgmma.chosen(65, e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(4, 1)), HOPPER)
+    assert not e4m3_wgmma.chosen(65, plain, HOPPER)
+
+
+def test_cuts():
+    for rows in (65, 100, 128, 129, 256, 8191):
+        for cut in e4m3_wgmma.cuts(rows, 4096, True):
+            height = cut.height(rows)
+            assert height % (16 if cut.share > 1 else 4) == 0 and height <= cut.rows
+            assert cut.row_tiles(rows) * height >= rows and e4m3_wgmma.stages(cut)[1] <= 227 << 10
+    assert {cut.split for cut in e4m3_wgmma.cuts(100, 384, False)} == {1}
+    assert {cut.over for cut in e4m3_wgmma.cuts(100, 384, False) if cut.rows == 128} == {1}
+    assert all(cut.rows % cut.n == 0 for cut in e4m3_wgmma.cuts(8191, 4096, True, unmeasured=True))
+    assert {(cut.outputs, cut.rows, cut.n) for rows in (64, 8191) for cut in e4m3_wgmma.cuts(rows, 4096, False)} == {
+        tile for tile, _ in e4m3_wgmma.CUTS if tile not in e4m3_wgmma.UNMEASURED
+    }
+    assert Cut(128, 128, 1).blocks(8191, 4096) == 32 * 64
+    assert Cut(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4
+
+
+def test_pieces_of_128_inputs_go_by_tensor_cores_from_one_row_on():
+    layout, ampere = e4m3_wide.LAYOUT, DeviceCaps(108, "sm_80", *[False] * 3)
+    for rows in (1, 16):
+        assert pieces_cuda.choose(rows, 6144, 4096, layout, False, HOPPER) == pieces_cuda.TileConfig(48, 512)
+        assert pieces_cuda.choose(rows, 28672, 4096, layout, True, HOPPER).inputs >= 256
+        assert pieces_cuda.choose(rows, 4096, 14336, layout, False, HOPPER) == pieces_cuda.TileConfig(32, 512)
+    assert isinstance(pieces_cuda.choose(1, 6144, 4096, layout, False, ampere), pieces_cuda.GemvConfig)
+
+
+@pytest.fixture
+def launched(monkeypatch, cuda_models):
+    """The GEMM runs in the model, on two multiprocessors and in few stages; new tensors hold NaN."""
+
+    def kernel(source, name, dtype, shared=0, **sizes):
+        library = cuda_models.build(source, {"T": dtype, **sizes})
+
+        def launch(grid, threads, of_x, scales, pieces, *args, shared=0, cluster=1):
+            assert cluster == 1 and grid[0] <= 2
+            room = torch.empty(pieces.nbytes + 16, dtype=torch.uint8)
+            here = room[-room.data_ptr() % 16 :][: pieces.nbytes].copy_(pieces.flatten())  # what copies may read
+            cuda_model.launch(library, grid, threads, (of_x, scales, here, *args), here)
+
+        return launch
+
+    def encode(x):
+        codes, scales = e4m3_wgmma.encode_rows_reference(x)
+        kept.append(codes)
+        return codes, scales
+
+    kept = []
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
+    monkeypatch.setattr(e4m3_wgmma, "encode_rows", encode)
+    monkeypatch.setattr(e4m3_wgmma, "device_caps", lambda device: HOPPER._replace(num_sms=2))
+    monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 3)
+    real = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, inputs, gate, cut, dtype",
+    [
+        (70, 70, 1152, "", Cut(64, 64, 1), torch.bfloat16),
+        (33, 160, 256, "silu", Cut(128, 64, 1), torch.float16),
+        (131, 146, 384, "", Cut(128, 128, 1), torch.float16),
+        pytest.param(300, 96, 128, "silu", Cut(64, 256, 1), torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(260, 64, 384, "", Cut(64, 256, 1, matmul=64), torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
+def test_gemm(rows, outputs, inputs, gate, cut, dtype, launched):
+    """Blocks have several tiles, the last ones are not whole, and the ring goes round."""
+    plain, packed = packed_of(outputs, inputs)
+    draw = torch.Generator().manual_seed(rows)
+    x, bias = (torch.randn(*sizes, generator=draw).to(dtype) for sizes in ((rows, inputs), (outputs,)))
+    by = x.float().abs().amax(1, keepdim=True) / 448
+    rounded = (x.float() / by).to(E4M3).double() * by.double()
+    want = rounded @ floats.dequantize(plain).double().T + bias.double()
+    if gate:
+        first, second = want.to(dtype).double().chunk(2, 1)
+        want = silu(first) * second
+    found = e4m3_wgmma.gemm(x, packed, cut, gate, bias)
+    assert found.isfinite().all() and (found.double() - want).norm() < 4e-3 * want.norm()
