@@ -247,12 +247,12 @@ def check_supports() -> None:
     rows, keys = SimpleNamespace(num_decodes=1), torch.zeros(3, 4, 1, 32)
     q, out, params = torch.zeros(1, 2, 32), torch.zeros(1, 2, 24), AttentionParams(1.0)
 
-    def suits(keys=keys, values=None, params=params) -> bool:
+    def supports(keys=keys, values=None, params=params) -> bool:
         return mla_triton.supports(Part(q, keys, keys[..., :24] if values is None else values, rows, params, 0, 1, out))
 
-    assert suits() and not suits(values=keys) and not suits(values=torch.zeros(3, 4, 1, 24))
-    assert not suits(keys=torch.zeros(3, 4, 2, 32)) and not suits(params=AttentionParams(1.0, window=5))
-    assert not suits(keys=keys.half())
+    assert supports() and not supports(values=keys) and not supports(values=torch.zeros(3, 4, 1, 24))
+    assert not supports(keys=torch.zeros(3, 4, 2, 32)) and not supports(params=AttentionParams(1.0, window=5))
+    assert not supports(keys=keys.half())
 
 
 def main() -> None:
