@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from .mla import LatentNorm
 
 STORE_HEADS = 8  # query heads that one program rotates
-COLUMNS = 128  # of a head's latent query that one program makes
-FEW = 64  # tokens: of as many, programs have 16
+COLUMNS = 128  # of a head's latent query that one program makes; others were not timed
+# Tokens: of as many, programs have 16, else 32. Programs of up to 64 took 10.9 us of 64 tokens where these take 3.4,
+# and 20.2 of 256 where these take 6.5 (16 heads, H200, 2026-11-25, benchmarks/results/h200-mla-2026-11-25.txt).
+FEW = 64
 
 
 def rope_and_store_latents(
