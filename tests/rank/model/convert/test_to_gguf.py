@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from phalanx.errors import FatalError
+from phalanx.rank.gguf.architectures import olmo2
+from phalanx.rank.model.config import read_config
 from phalanx.rank.model.convert import to_gguf
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +22,7 @@ LLAMA3 = dict(
     rope_theta=5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )  # fmt: skip
+SLIDING, FULL = "sliding_attention", "full_attention"
 MODELS = {
     "llama": dict(model_type="llama", rope_parameters=LLAMA3),
     "mistral": dict(model_type="mistral", sliding_window=None),
@@ -35,6 +38,7 @@ MODELS = {
     "phi3": ALL["phi3"],
     "olmo2": ALL["olmo2"],
     "olmo3": ALL["olmo3"] | dict(max_position_embeddings=256),
+    "olmo3 of another pattern": ALL["olmo3"] | dict(max_position_embeddings=256, layer_types=[SLIDING, FULL] * 2),
     "phi": ALL["phi"],
     "stablelm": ALL["stablelm"],
     "stablelm parallel": ALL["stablelm parallel"],
@@ -93,6 +97,7 @@ def test_chatglm(tmp_path, name):
     file, ids = convert(tmp_path, tmp_path / "x.gguf", "f32"), tokens(40)
     one, other = (run_steps(where, [ids])[0] for where in (tmp_path, file))
     assert distance(one, other) < 1e-5
+    assert to_gguf.differences(tmp_path, file) == []
 
 
 def test_experts_that_one_tensor_holds(tmp_path):
@@ -208,7 +213,49 @@ def test_models_that_files_cannot_hold(plain, tmp_path, monkeypatch):
         to_gguf.write(tmp_path, tmp_path / "x.gguf", "q8_0", {}, "cpu", Bar)
 
 
-def test_what_a_file_does_not_say_is_told(tmp_path):
-    path = write(tmp_path / "plain", model_type="mistral", sliding_window=64)
-    (told,) = to_gguf.differences(path, convert(path, tmp_path / "x.gguf", "q8_0"))
-    assert told == "sliding_window is 64, in the file None"
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(layer_types=[FULL, SLIDING, SLIDING, FULL]), "layer_types has it in layers 0, 3 of 4"),
+        (dict(rope_parameters={FULL: dict(rope_theta=1e4), SLIDING: dict(rope_theta=1e3)}), "a rope_theta of 10000.0"),
+    ],
+)
+def test_windows_that_files_cannot_say(tmp_path, changes, words):
+    path = write(tmp_path / "plain", **MODELS["olmo3"] | changes)
+    with pytest.raises(FatalError, match=words):
+        to_gguf.write(path, tmp_path / "x.gguf", "q8_0", {}, "cpu", Bar)
+
+
+@pytest.mark.parametrize(
+    "told, types",
+    [
+        (None, [SLIDING, SLIDING, SLIDING, FULL]),
+        (0, [SLIDING] * 4),
+        (1, [FULL] * 4),
+        ([True, False, False, True], [SLIDING, FULL, FULL, SLIDING]),
+    ],
+)
+def test_windows_of_other_files(tmp_path, monkeypatch, told, types):
+    """Either way of telling them; none: every fourth layer has none."""
+    said = {"attention.sliding_window": 11} | ({} if told is None else {olmo2.PATTERN: told})
+    monkeypatch.setattr(olmo2, "keys", lambda _: said)
+    file = convert(write(tmp_path / "plain", **MODELS["olmo3"]), tmp_path / "x.gguf", "q8_0")
+    assert read_config(file).raw["layer_types"] == types
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            dict(model_type="mistral", sliding_window=64),
+            "layer 0 has a window of 64 tokens, in the file full attention, and so on in 4 layers",
+        ),
+        (
+            MODELS["gemma2"] | dict(layer_types=[SLIDING, FULL, FULL, FULL]),
+            "layer 2 has full attention, in the file a window of 11 tokens",
+        ),
+    ],
+)
+def test_what_a_file_does_not_say_is_told(tmp_path, changes, words):
+    path = write(tmp_path / "plain", **changes)
+    assert to_gguf.differences(path, convert(path, tmp_path / "x.gguf", "q8_0")) == [words]
