@@ -3,8 +3,8 @@
     python benchmarks/ops_mla.py [--heads 16] [--only decode] [--json FILE]
 
 Sizes are DeepSeek's, heads a rank's: 16 of V2-Lite, or of V3 on eight GPUs. The byte limit of decoding counts each
-token's latent once, the arithmetic limit of prompts the multiply-adds of expanded keys and values. As in ops.py, calls
-rotate over copies of the cache that do not fit in the GPU's cache together.
+token's latent once, and the weights that are absorbed; the arithmetic limit of prompts the multiply-adds of expanded
+keys and values. As in ops.py, calls rotate over copies of the cache that do not fit in the GPU's cache together.
 """
 
 from __future__ import annotations
@@ -15,32 +15,40 @@ from functools import partial
 import torch
 from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
-from phalanx.kernels.attention import mla, mla_triton
+from phalanx.kernels.attention import mla, mla_store_triton, mla_triton
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.rope.rope import CosSin
+from torch import Tensor
 
 NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
 WIDTH = LATENT + ROPE
+LONGEST = 32768  # tokens of a sequence, for which a graph fixes the most KV splits
 PARAMS = AttentionParams((NOPE + ROPE) ** -0.5)
-DECODES = [(batch, length) for length in (1024, 8192, 32768) for batch in (1, 16, 64)]
+DECODES = [(batch, length) for length in (256, 1024, 8192, 32768) for batch in (1, 16, 64)] + [(256, 256)]
 PROMPTS = (1, 1024, 0), (1, 8192, 0), (16, 1024, 0), (1, 2048, 30720), (1, 64, 32704)  # sequences, new tokens, others
 
 
 def decode(table: Table, heads: int, batch: int, length: int) -> None:
-    """The kernel alone, and with the queries and outputs of the way that absorbs weights; in a graph's splits."""
+    """The kernel alone, in a graph's splits; those before and after it; and all of them, which store the tokens."""
     rows, blocks = make_rows([1] * batch, [length] * batch)
     bytes_ = batch * length * WIDTH * 2
     caches = [randn(blocks, 16, WIDTH) for _ in range(min(4, copies(bytes_)))]
     q, out = randn(batch, heads, WIDTH), torch.empty(batch, heads, LATENT, device="cuda", dtype=torch.bfloat16)
-    whole, up = randn(batch, heads, NOPE + ROPE), randn(heads, NOPE + VALUE, LATENT)
+    new, up = make_new(heads, batch), randn(heads, NOPE + VALUE, LATENT)
+    last = rows.block_tables[:, (length - 1) // 16].long()
+    rows.slots, rows.kv_lens = last * 16 + (length - 1) % 16, [LONGEST] * batch
     programs = batch * -(-heads // mla_triton.GROUP)
-    splits = mla_triton.choose_kv_splits(programs, 32768, torch.cuda.get_device_properties(0).multi_processor_count)
+    splits = mla_triton.choose_kv_splits(programs, LONGEST, torch.cuda.get_device_properties(0).multi_processor_count)
     rest = rows.block_tables, rows.lengths, out, PARAMS.scale, splits, None
     versions: dict[str, list[Call]] = {
         f"kernel, tiles of {tile}": [partial(mla_triton.decode, q, c, LATENT, *rest, tile) for c in caches]
         for tile in (32, 64)
     }
-    versions["ours"] = [partial(mla.latent_attention, whole, c, up, rows, PARAMS) for c in caches]
+    versions["absorb"] = [
+        partial(mla_store_triton.absorb_and_store_latents, *new, c, rows.slots, up, torch.empty_like(q)) for c in caches
+    ]
+    versions["values"] = [partial(mla_triton.values, out, up, NOPE)]
+    versions["ours"] = [partial(mla.store_and_attend, *new, c, up, rows, PARAMS) for c in caches]
     table.add(f"mla decode {batch} x {length}", bytes_ + up.numel() * 2, versions)
 
 
@@ -68,13 +76,18 @@ def prompt(table: Table, heads: int, batch: int, count: int, before: int) -> Non
     table.add(f"mla prompt {batch} x {count} after {before}", 0, versions, flops, least=2)
 
 
-def store(table: Table, heads: int, tokens: int) -> None:
+def make_new(heads: int, tokens: int) -> tuple[Tensor, Tensor, mla.LatentNorm, CosSin]:
+    """A step's queries and latents, and how these are normed and rotated."""
     x = randn(tokens, heads * (NOPE + ROPE) + WIDTH)
     q, latents = x.split([heads * (NOPE + ROPE), WIDTH], 1)
     cos, sin = torch.rand(2, tokens, 1, ROPE, device="cuda")
-    turn, norm = CosSin(cos, sin, interleaved=True), mla.LatentNorm(randn(LATENT), 1e-6)
+    return q.view(tokens, heads, -1), latents, mla.LatentNorm(randn(LATENT), 1e-6), CosSin(cos, sin, interleaved=True)
+
+
+def store(table: Table, heads: int, tokens: int) -> None:
+    """Of steps with prompts."""
     cache, slots = randn(-(-tokens // 16), 16, WIDTH), torch.randperm(tokens, device="cuda")
-    arguments = q.view(tokens, heads, -1), latents, norm, turn, cache, slots
+    arguments = *make_new(heads, tokens), cache, slots
     versions: dict[str, list[Call]] = {
         "ours": [partial(mla.rope_and_store_latents, *arguments)],
         "reference": [partial(mla.rope_and_store_latents_reference, *arguments)],
@@ -91,7 +104,7 @@ def main() -> None:
     torch.manual_seed(0)
     table = Table(asked.only)
     with torch.no_grad():
-        for tokens in (1, 64, 8192):
+        for tokens in (64, 8192):
             store(table, asked.heads, tokens)
         for batch, length in DECODES:
             decode(table, asked.heads, batch, length)

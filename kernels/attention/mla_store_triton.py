@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from .mla import LatentNorm
 
 STORE_HEADS = 8  # query heads that one program rotates
-COLUMNS = 128  # of a head's latent query that one program makes
-FEW = 64  # tokens: of as many, programs have 16
+COLUMNS = 128  # of a head's latent query that one program makes; others were not timed
+# Tokens: of as many, programs have 16, else 32. Programs of up to 64 took 10.9 us of 64 tokens where these take 3.4,
+# and 20.2 of 256 where these take 6.5 (16 heads, H200, 2026-11-25, benchmarks/results/h200-mla-2026-11-25.txt).
+FEW = 64
 
 
 def rope_and_store_latents(
@@ -58,12 +60,12 @@ def absorb_and_store_latents(
     rows = 16 if tokens <= FEW else 32
     columns = min(COLUMNS if q.element_size() == 2 else COLUMNS // 4, max(16, triton.next_power_of_2(latent)))
     blocks, overlap = triton.cdiv(latent, columns), overlaps(q)
-    programs, turned = heads * blocks * triton.cdiv(tokens, rows), triton.next_power_of_2(triton.cdiv(rows, blocks))
+    programs, rotated = heads * blocks * triton.cdiv(tokens, rows), triton.next_power_of_2(triton.cdiv(rows, blocks))
     absorb_kernel[(programs + tokens,)](
         q, latents, norm.weight, cos_sin.cos, cos_sin.sin, cache if scales is None else cache.view(torch.uint8),
         slots if scales is None else scales, slots, up, queries, norm.eps, q.stride(0), latents.stride(0), tokens,
         programs, heads, width, up.shape[1], latent, rope, triton.next_power_of_2(latent),
-        triton.next_power_of_2(rope // 2), max(16, triton.next_power_of_2(width - rope)), rows, turned, columns,
+        triton.next_power_of_2(rope // 2), max(16, triton.next_power_of_2(width - rope)), rows, rotated, columns,
         cos_sin.interleaved, cache.shape[1], int(scales is not None),
         "tf32" if q.element_size() == 2 else "ieee", overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
@@ -152,10 +154,10 @@ def absorb_kernel(
     q, latents, weight, cos, sin, cache, scales, slots, up, queries, eps, q_row, latents_row, tokens, programs,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, UP: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     LATENT_PADDED: tl.constexpr, PAIRS: tl.constexpr, NOPE_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    TURNED: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    ROTATED: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The first programs make COLUMNS of one head's latent queries of ROWS tokens, and rotate the rest of TURNED of
+    """The first programs make COLUMNS of one head's latent queries of ROWS tokens, and rotate the rest of ROTATED of
     them. The last `tokens` programs store one token's latent each."""
     NOPE: tl.constexpr = WIDTH - ROPE
     BLOCKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
@@ -185,7 +187,7 @@ def absorb_kernel(
         y = tl.dot(x, w, input_precision=PRECISION)
         mask = there[:, None] & (columns < LATENT)[None, :]
         tl.store(to + columns[None, :], y.to(queries.dtype.element_ty), mask=mask)
-        some = block * TURNED + tl.arange(0, TURNED)
+        some = block * ROTATED + tl.arange(0, ROTATED)
         mine = tile * ROWS + some.to(tl.int64)
         at = mine[:, None] * ROPE
         x = q + mine[:, None] * q_row + head * WIDTH + NOPE

@@ -4,7 +4,7 @@
 // tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous
 // tensor-core instructions, 64 rows each. While a tile's scores become weights, the GEMMs of the next scores and of
 // the last values are under way. Heads of more than 128 elements leave few registers for q, most of which is read
-// from shared memory then. What that can give limits them. Online softmax after FlashAttention-2 and its overlap after
+// from shared memory then. Its bandwidth limits these heads. Online softmax after FlashAttention-2 and its overlap after
 // FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608). All operands lie in boxes of 64 elements with TMA's 128-byte
 // swizzle.
 #include "tma.cuh"

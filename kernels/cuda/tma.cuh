@@ -12,7 +12,8 @@ __device__ inline void mbarrier_init(Barrier* barrier, int arrivals) {
 }
 
 // Whether this is the one lane, of a whole warp, that asks TMA for copies. ptxas knows that it is one: after any other
-// test it puts a loop over the lanes around each copy, and a copy takes 80 cycles more to ask for.
+// test it puts a loop over the lanes around each copy (SASS of CUDA 13), and a copy takes some 80 cycles more to ask for
+// (H200, 2026-11-25; docs/kernels.md has the command and the times).
 __device__ inline bool elected() {
     unsigned y;
     asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.b32 %0, 1, 0, one; }" : "=r"(y));

@@ -20,7 +20,9 @@ CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
 ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8  # of a block
-TILE_WARPS = 16  # of one of TILE tokens: each asks at once for all that it needs of 2048 inputs
+# Of a block of TILE tokens: each asks at once for all that it needs of 2048 inputs. 26 layers of DeepSeek-V2-Lite take
+# 107 us at 16 tokens instead of 189, and 122 instead of 166 at 64 (H200, 2026-11-25, `benchmarks/offline.py`).
+TILE_WARPS = 16
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
 

@@ -10,6 +10,7 @@ from .byte_pieces import GROUP
 from .pieces_cuda import Layout, Packed
 
 PIECE = 576  # bytes of a piece
+# Widening was estimated beside 0.45 of q8_0, whose fitted 0.62 it has not followed; e4m3's was never timed.
 LAYOUT = Layout("e4m3", GROUP, PIECE, widening=0.6)
 
 

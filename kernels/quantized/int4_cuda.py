@@ -16,6 +16,7 @@ HEADER = "int4"
 def layout(scaled: int, zeros: bool) -> Layout:
     """scaled: inputs with one scale, 32 or 64. zeros: whether zero points are stored."""
     size = 512 + INPUTS // scaled * (32 + 16 * zeros)
+    # Its widening was fitted as 0.43 beside q8_0's 0.56, and is scaled as that became 0.62; not timed again.
     return Layout(HEADER, INPUTS, size, widening=0.48, sizes=(("SCALED", scaled), ("ZEROS", int(zeros))))
 
 

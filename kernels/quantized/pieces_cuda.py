@@ -17,9 +17,8 @@ from .. import jit
 from ..activation.activation import ACTIVATIONS, gated_activation
 from ..device import DeviceCaps, device_caps
 from . import wgmma_cuts
-from .wgmma_cuts import WgmmaConfig, WgmmaParts, wgmma_stages
+from .wgmma_cuts import SHARED, STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
 
-STRIP = 16  # outputs of a piece
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
 GEMV_WARPS = 8
@@ -29,8 +28,7 @@ MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
 WARPS = 12  # of a block that multiply, at most, where there are several to a strip
-SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
-LEAST_STAGES, MOST_STAGES = 4, 16
+LEAST_STAGES = 4
 RUN = 4  # pieces that a warp of dequantize.cu takes
 
 
@@ -252,7 +250,7 @@ def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
     sums = groups * cut.outputs * (padded + 1) * 4
     stage = padded * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
     stage = -(-stage // 1024) * 1024
-    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    count = min((SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES)
     return count, 1024 + count * stage + sums
 
 

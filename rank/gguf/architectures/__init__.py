@@ -13,8 +13,9 @@ an ending stand for weight and bias, and what becomes empty is not read as a wei
 - `ENDINGS`, what tensors end with there in place of weight or bias.
 
 Those that `phalanx convert` writes have `WRITES`, the model types that become files of it, and may have `keys(raw)`: of
-config.json the metadata besides those that all have; `FIXED`, metadata that are the same for each layer of all models;
-and `NAME`, the architecture's, where it has other signs than the file's.
+config.json, with each layer's type in `layer_types`, the metadata besides those that all have; `FIXED`, metadata that
+are the same for each layer of all models; `NAME`, the architecture's, where it has other signs than the file's; and
+`SPELLED_ANEW`, arguments of the model that files say in another way.
 """
 
 from __future__ import annotations

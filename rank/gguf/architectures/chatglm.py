@@ -14,6 +14,11 @@ from ._common import config as common
 
 TENSORS = DECODER | layer(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj")
 WRITES = "glm", "chatglm"
+# Of chatglm, in glm's words: biases, the base of the rope, and what is the same in all that are supported.
+SPELLED_ANEW = (
+    "add_qkv_bias", "rope_ratio", "original_rope", "rmsnorm", "post_layer_norm", "multi_query_attention",
+    "_name_or_path",
+)  # fmt: skip
 
 
 def config(m: Metadata) -> dict[str, Any]:

@@ -42,7 +42,9 @@ TARGETS = {
 }  # fmt: skip
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Of a model's arguments: files say it in another way, or it follows from the rest.
-SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "layer_types", "num_local_experts", "rotary_dim"
+SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "num_local_experts", "rotary_dim"
+# From these follows what each layer attends to, which is compared itself.
+REACHES = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"
 # Matrices that stay in F32: routers, convolutions, positions, norms of heads.
 KEPT = "ffn_gate_inp", "ssm_conv1d", "position_embd", "attn_q_norm", "attn_k_norm"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -107,17 +109,34 @@ def write(source: Path, file: Path, to: str, tokenizer: dict[str, Any], device: 
 def differences(source: Path, file: Path) -> list[str]:
     """What the file does not say of the model as config.json does, in words."""
     found = []
-    kinds = [architectures.find(read_config(one).model_type).Args for one in (source, file)]
-    there, here = (kind.from_config(read_config(one)) for kind, one in zip(kinds, (source, file), strict=True))
+    configs = [read_config(one) for one in (source, file)]
+    there, here = (architectures.find(one.model_type).Args.from_config(one) for one in configs)
+    name = gguf_architectures.of_model(configs[0].model_type)
+    assert name is not None  # the file is there
+    anew = (*SPELLED_ANEW, *REACHES, *getattr(gguf_architectures.find(name), "SPELLED_ANEW", ()))
     for one in dataclasses.fields(there):
         mine, its = getattr(there, one.name), getattr(here, one.name, None)
-        if not mine or one.name in SPELLED_ANEW:
+        if not mine or one.name in anew:
             continue
         if isinstance(mine, float) and isinstance(its, int | float) and abs(mine - its) <= 1e-6 * abs(mine):
             continue
         if mine != its:
             found.append(f"{one.name} is {mine}, in the file {its}")
+    reaches = [[_reach(args, i) for i in range(configs[0].num_layers)] for args in (there, here)]
+    apart = [(i, *both) for i, both in enumerate(zip(*reaches, strict=True)) if both[0] != both[1]]
+    if apart:
+        first, mine, its = apart[0]
+        further = f", and so on in {len(apart)} layers" if len(apart) > 1 else ""
+        found.append(f"layer {first} has {mine}, in the file {its}{further}")
     return found
+
+
+def _reach(args: Any, index: int) -> str:
+    """What a layer attends to, in words."""
+    if hasattr(args, "linear") and args.linear(index):
+        return "linear attention"
+    window = args.attention_params(index).window if hasattr(args, "attention_params") else 0
+    return f"a window of {window} tokens" if window else "full attention"
 
 
 def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Planned]:
@@ -212,7 +231,9 @@ def _keys(config: Config) -> dict[str, Any]:
     """config.json's, with the usual values of what it leaves out."""
     args = architectures.find(config.model_type).Args.from_config(config)
     given = {key: value for key, value in config.raw.items() if value is not None}
-    return vars(args) | given | {"model_type": config.model_type, "head_dim": config.head_dim}
+    types = [args.layer_type(i) for i in range(config.num_layers)] if hasattr(args, "layer_type") else None
+    derived = {"layer_types": types} if types is not None else {}
+    return vars(args) | given | derived | {"model_type": config.model_type, "head_dim": config.head_dim}
 
 
 def _numbers(writer: Any, source: Path, index: Index, config: Config, architecture: Any) -> None:

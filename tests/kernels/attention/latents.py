@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from phalanx.kernels.attention import mla
 from phalanx.kernels.attention.backend import AttentionParams, Part
-from phalanx.kernels.attention.reference import paged_attention_reference
+from phalanx.kernels.attention.reference import paged_attention_reference, slots_of
 from phalanx.kernels.rope import fp8_cache
 from phalanx.kernels.rope.rope import CosSin
 from torch import Tensor
@@ -43,9 +43,27 @@ def latent_cache(rows, sizes: Sizes, blocks: int, dtype: torch.dtype) -> Tensor:
     return make_caches(rows, sizes.block_size, blocks, 1, sizes.latent + sizes.rope, dtype)[0][:, :, 0].contiguous()
 
 
+def new_slots(rows, block_size: int) -> Tensor:
+    """[T] int64: where the step's own tokens go."""
+    found = (slots_of(rows, i, block_size)[-count:] for i, count in enumerate(rows.query_lens))
+    return torch.cat(list(found))
+
+
+def norm_and_angles(tokens: int, sizes: Sizes, dtype: torch.dtype, interleaved: bool) -> tuple[mla.LatentNorm, CosSin]:
+    angles = torch.rand(tokens, 1, sizes.rope // 2) * 6
+    turn = CosSin(*(torch.cat(x, -1) for x in ((angles.cos(),) * 2, (-angles.sin(), angles.sin()))), interleaved)
+    return mla.LatentNorm(torch.rand(sizes.latent).to(dtype) + 0.5, 1e-6), turn
+
+
+def moved(norm: mla.LatentNorm, cos_sin: CosSin, device: str) -> tuple[mla.LatentNorm, CosSin]:
+    there = cos_sin._replace(cos=cos_sin.cos.to(device), sin=cos_sin.sin.to(device))
+    return mla.LatentNorm(norm.weight.to(device), norm.eps), there
+
+
 def to(rows, device: str):
-    for name in ("block_tables", "lengths", "query_starts"):
-        setattr(rows, name, getattr(rows, name).to(device))
+    for name in ("block_tables", "lengths", "query_starts", "slots"):
+        if hasattr(rows, name):
+            setattr(rows, name, getattr(rows, name).to(device))
     return rows
 
 
@@ -60,8 +78,14 @@ def fp8_latents(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+def check_codes(got: Tensor, want: Tensor) -> None:
+    """Of what is read from e4m3: where a norm's sum in another order rounds elsewhere, a code may be the next one."""
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=0.13)
+    assert (got != want).float().mean() < 0.02
+
+
 def check_fp8_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, device: str = "cpu") -> None:
-    """As the reference; where a norm's sum in another order rounds elsewhere, a code may be the next one."""
+    """As the reference."""
     from phalanx.kernels.attention import mla_store_triton
 
     n, heads, latent, width = 5, sizes.heads, sizes.latent, sizes.latent + sizes.rope
@@ -83,8 +107,8 @@ def check_fp8_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, device:
             fp8_cache.gather_latents_reference(codes, scales, torch.arange(12).to(where), latent, torch.float32)
         )
     want, got = found[0], found[1].cpu()
-    torch.testing.assert_close(got, want, atol=1e-3, rtol=0.13)
-    assert (got != want).float().mean() < 0.02 and want[slots].abs().amin(1).max() > 0
+    check_codes(got, want)
+    assert want[slots].abs().amin(1).max() > 0
 
 
 def check_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
@@ -113,41 +137,61 @@ def check_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: floa
     torch.testing.assert_close(got, want, atol=bound, rtol=bound, equal_nan=True)
 
 
-def check_absorb(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
-    """Queries, and what is stored, as by the references; and the values of what attention makes."""
+def empty_cache(blocks: int, width: int, dtype: torch.dtype, fp8: bool, device: str) -> tuple[Tensor, Tensor | None]:
+    """Of blocks of 4 tokens, NaN or zero, and its scales if it is in e4m3."""
+    if not fp8:
+        return torch.full((blocks, 4, width), NAN, dtype=dtype, device=device), None
+    codes = torch.zeros(blocks, 4, width, dtype=fp8_cache.E4M3, device=device)
+    return codes, torch.zeros(blocks, 1, 2, 4, dtype=torch.uint8, device=device)
+
+
+def numbers(cache: Tensor, scales: Tensor | None, latent: int) -> Tensor:
+    """[slots, latent + rope], on the CPU."""
+    if scales is None:
+        return cache.flatten(0, 1).cpu()
+    slots = torch.arange(cache.shape[0] * cache.shape[1])
+    return fp8_cache.gather_latents_reference(cache.cpu(), scales.cpu(), slots, latent, torch.float32)
+
+
+def check_absorb(
+    sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: float, device: str = "cpu", fp8: bool = False
+) -> None:
+    """Queries, and what is stored, as by the references, but nothing where a slot is negative; and the values of what
+    attention makes."""
     from phalanx.kernels.attention import mla_store_triton, mla_triton
 
     heads, nope, rope, value, latent, _ = sizes
-    for n in (1, 5, 70):
+
+    def check(n: int) -> None:
         wide = torch.randn(n, heads * (nope + rope) + latent + rope).to(dtype)
-        q, latents = wide.split([heads * (nope + rope), latent + rope], 1)
-        q = q.view(n, heads, -1)
-        angles = torch.rand(n, 1, rope // 2) * 6
-        turn = CosSin(*(torch.cat(x, -1) for x in ((angles.cos(),) * 2, (-angles.sin(), angles.sin()))), interleaved)
+        norm, cos_sin = norm_and_angles(n, sizes, dtype, interleaved)
         up = (torch.randn(heads, nope + value, latent) * latent**-0.5).to(dtype)
-        norm, slots = mla.LatentNorm(torch.randn(latent).to(dtype), 1e-6), torch.randperm(4 * n)[:n]
-        want, got = (torch.full((n, 4, latent + rope), NAN, dtype=dtype) for _ in range(2))
-        got, mixed = got.to(device), torch.randn(n, heads, latent).to(dtype)
         queries = torch.full((n, heads, latent + rope), NAN, dtype=dtype, device=device)
-        there = wide.to(device)
-        of_q, of_latents = there.split([heads * (nope + rope), latent + rope], 1)
-        mla_store_triton.absorb_and_store_latents(
-            of_q.view(n, heads, -1),
-            of_latents,
-            mla.LatentNorm(norm.weight.to(device), 1e-6),
-            CosSin(turn.cos.to(device), turn.sin.to(device), interleaved),
-            got,
-            slots.to(device),
-            up.to(device),
-            queries,
-        )
-        mla.rope_and_store_latents_reference(q, latents, norm, turn, want, slots)
+
+        def stored(store, where: str, slots: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+            q, latents = wide.to(where, copy=True).split([heads * (nope + rope), latent + rope], 1)
+            q, (cache, scales) = q.view(n, heads, -1), empty_cache(n, latent + rope, dtype, fp8, where)
+            store(q, latents, *moved(norm, cos_sin, where), cache, slots.to(where), *more, scales)
+            return q, numbers(cache, scales, latent)
+
+        slots = torch.randperm(4 * n)[:n]
+        q, want = stored(mla.rope_and_store_latents_reference, "cpu", slots)
+        want[slots[-1]] = 0 if fp8 else NAN
+        slots[-1] = -1
+        _, got = stored(mla_store_triton.absorb_and_store_latents, device, slots, up.to(device), queries)
+        if fp8:
+            check_codes(got, want)
+        else:
+            torch.testing.assert_close(got, want, atol=bound, rtol=bound, equal_nan=True)
         absorbed = torch.einsum("thd,hdl->thl", q[..., :nope].float(), up[:, :nope].float()).to(dtype)
-        torch.testing.assert_close(got.cpu(), want, atol=bound, rtol=bound, equal_nan=True)
         torch.testing.assert_close(queries.cpu(), torch.cat((absorbed, q[..., nope:]), 2), atol=bound, rtol=bound)
+        mixed = torch.randn(n, heads, latent).to(dtype)
         made = torch.einsum("thl,hvl->thv", mixed.float(), up[:, nope:].float()).to(dtype)
         found = mla_triton.values(mixed.to(device), up.to(device), nope)
         torch.testing.assert_close(found.cpu(), made, atol=bound, rtol=bound)
+
+    for tokens in (1, 5, 70):
+        check(tokens)
 
 
 def check_decode(
@@ -247,12 +291,12 @@ def check_supports() -> None:
     rows, keys = SimpleNamespace(num_decodes=1), torch.zeros(3, 4, 1, 32)
     q, out, params = torch.zeros(1, 2, 32), torch.zeros(1, 2, 24), AttentionParams(1.0)
 
-    def suits(keys=keys, values=None, params=params) -> bool:
+    def supports(keys=keys, values=None, params=params) -> bool:
         return mla_triton.supports(Part(q, keys, keys[..., :24] if values is None else values, rows, params, 0, 1, out))
 
-    assert suits() and not suits(values=keys) and not suits(values=torch.zeros(3, 4, 1, 24))
-    assert not suits(keys=torch.zeros(3, 4, 2, 32)) and not suits(params=AttentionParams(1.0, window=5))
-    assert not suits(keys=keys.half())
+    assert supports() and not supports(values=keys) and not supports(values=torch.zeros(3, 4, 1, 24))
+    assert not supports(keys=torch.zeros(3, 4, 2, 32)) and not supports(params=AttentionParams(1.0, window=5))
+    assert not supports(keys=keys.half())
 
 
 def main() -> None:
@@ -270,6 +314,7 @@ def main() -> None:
     for i, sizes in enumerate(SIZES[:2]):
         dtype, bound = [(torch.float32, 3e-6), (torch.float16, 3e-3)][i % 2]
         check_fp8_store(sizes, bool(i % 2), dtype)
+        check_absorb(sizes, bool(i % 2), dtype, bound, fp8=True)
         check_decode(sizes, LENGTHS[1], 1, dtype, bound, fp8=True)
         check_decode(sizes, LENGTHS[2], 4, dtype, bound, fp8=True)
         check_prompts(sizes, STEPS[i % 2], dtype, bound, fp8=True)

@@ -73,6 +73,7 @@ def test_latents(sizes, dtype, bound):
     latents.check_gather(sizes, dtype, "cuda")
     for interleaved in (False, True):
         latents.check_fp8_store(sizes, interleaved, dtype, "cuda")
+        latents.check_absorb(sizes, interleaved, dtype, bound, "cuda", fp8=True)
     for most, lengths in zip((1, 4, 64), (*LENGTHS[1:], [5000, 0, 257, 1]), strict=True):
         latents.check_decode(sizes, lengths, most, dtype, bound, "cuda", fp8=True)
 

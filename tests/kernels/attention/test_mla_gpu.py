@@ -48,7 +48,7 @@ def test_decode(sizes, dtype, bound, most):
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("expanded", [False, True])
 def test_whole_steps(sizes, dtype, bound, expanded, monkeypatch):
-    """latent_attention of decoding sequences, prompts and chunks beside the same on a CPU in f32."""
+    """Decoding sequences alone, beside prompts and chunks, and a chunk alone."""
     monkeypatch.setattr(mla, "expands", lambda *_: expanded)
     for query_lens, kv_lens in (([1, 1, 1], [9, 2, 700]), ([1, 1, 7, 200, 130], [300, 2, 7, 200, 333]), ([6], [1000])):
         whole_step(sizes, query_lens, kv_lens, dtype, bound)
@@ -61,12 +61,20 @@ def test_few_heads_at_once(monkeypatch):
 
 
 def whole_step(sizes: Sizes, query_lens, kv_lens, dtype, bound):
+    """store_and_attend, whose tokens the cache does not have, beside the references in dtype and in f32."""
     blocks = sum(-(-n // sizes.block_size) for n in kv_lens) + 2
-    rows = make_rows(query_lens, kv_lens, sizes.block_size, blocks)
-    cache, params = latent_cache(rows, sizes, blocks, dtype), AttentionParams(0.1)
+    rows, params = make_rows(query_lens, kv_lens, sizes.block_size, blocks), AttentionParams(0.1)
+    cache, rows.slots = latent_cache(rows, sizes, blocks, dtype), latents.new_slots(rows, sizes.block_size)
     up = (torch.randn(sizes.heads, sizes.nope + sizes.value, sizes.latent) * sizes.latent**-0.5).to(dtype)
-    q = torch.randn(sum(query_lens), sizes.heads, sizes.nope + sizes.rope).to(dtype)
+    tokens, width = sum(query_lens), sizes.latent + sizes.rope
+    q, new = torch.randn(tokens, sizes.heads, sizes.nope + sizes.rope).to(dtype), torch.randn(tokens, width).to(dtype)
+    cache.view(-1, width)[rows.slots] = latents.NAN
+    norm, cos_sin = latents.norm_and_angles(tokens, sizes, dtype, interleaved=True)
+    stored = cache.cuda()
+    given = q.cuda(), new.cuda(), *latents.moved(norm, cos_sin, "cuda"), stored, up.cuda()
+    mla.rope_and_store_latents_reference(q, new, norm, cos_sin, cache, rows.slots)
     want = mla.latent_attention(q.float(), cache.float(), up.float(), rows, params)
-    rows = latents.to(make_rows(query_lens, kv_lens, sizes.block_size, blocks), "cuda")
-    got = mla.latent_attention(q.cuda(), cache.cuda(), up.cuda(), rows, params)
+    rows.scratch.clear()
+    got = mla.store_and_attend(*given, latents.to(rows, "cuda"), params)
     torch.testing.assert_close(got.float().cpu(), want, atol=bound, rtol=bound)
+    torch.testing.assert_close(stored.cpu(), cache, atol=bound, rtol=bound, equal_nan=True)

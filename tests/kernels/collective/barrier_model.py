@@ -102,7 +102,7 @@ class Thread:
         self.block.stored.add(number)
         self.group.of_running[self.rank].add(number)
 
-    def barrier(self) -> Steps:
+    def syncthreads(self) -> Steps:
         yield None
         block = self.block
         block.waiting += 1
@@ -121,16 +121,16 @@ class Thread:
         if self.group.flaw == "count of calls chooses no slot":
             self.slot = self.before % 2
 
-    def meet(self, step: int) -> Steps:
+    def barrier(self, step: int) -> Steps:
         flaw = self.group.flaw
         if flaw == "no barrier" or (flaw == "no first barrier" and step == 1):
             return
         if flaw != "no barrier before the flag":
-            yield from self.barrier()
+            yield from self.syncthreads()
         yield from self.tell(step)
         yield from self.await_(step)
         if flaw != "no barrier after the flag":
-            yield from self.barrier()
+            yield from self.syncthreads()
 
     def tell(self, step: int) -> Steps:
         if self.index < self.group.size:
@@ -188,7 +188,7 @@ class Thread:
         yield from self.begin()
         for i in self.own_share(len(x)):
             yield from self.store(x[i], self.rank, "slot", self.slot, i)
-        yield from self.meet(2)
+        yield from self.barrier(2)
         for i in self.own_share(len(x)):
             x[i] = yield from self.total(i)
         yield from self.end()
@@ -200,12 +200,12 @@ class Thread:
         for i in self.own_share(share):
             for r in range(size):
                 yield from self.store(x[r * share + i], self.rank, "slot", self.slot, r * share + i)
-        yield from self.meet(1)
+        yield from self.barrier(1)
         for i in self.own_share(share):
             at = self.rank * share + i
             sum_ = yield from self.total(at)
             yield from self.store(sum_, self.rank, "slot", self.slot, at)
-        yield from self.meet(2)
+        yield from self.barrier(2)
         for i in self.own_share(share):
             for r in range(size):
                 x[r * share + i] = yield from self.load(r, "slot", self.slot, r * share + i)
@@ -219,7 +219,7 @@ class Thread:
         for i in range(self.index, len(rows) * ROW, threads):
             at = rows[i // ROW] * ROW + i % ROW
             yield from self.store(x[at], self.rank, "slot", self.slot, at)
-        yield from self.meet(1)
+        yield from self.barrier(1)
         first, width = self.rank * share, max(min(share, ROW - self.rank * share), 0)
         if self.group.flaw == "shares of other blocks' rows":
             rows = range((block.index + 1) % block.grid, len(x) // ROW, block.grid)
@@ -229,7 +229,7 @@ class Thread:
             sums[at] = yield from self.total(at)
         for at, sum_ in sums.items():  # the kernel stores some before it loads others
             yield from self.store(sum_, self.rank, "slot", self.slot, at)
-        yield from self.meet(2)
+        yield from self.barrier(2)
         for row in range(block.index, len(x) // ROW, block.grid):
             for i in range(self.index, ROW, threads):
                 x[row * ROW + i] = yield from self.load(i // share, "slot", self.slot, row * ROW + i)
@@ -249,14 +249,14 @@ class Thread:
         rows, share = range(block.index, len(x) // ROW, block.grid), -(-ROW // size)
         first, width = self.rank * share, max(min(share, ROW - self.rank * share), 0)
         yield from self.begin()
-        yield from self.meet(1)
+        yield from self.barrier(1)
         for i in range(self.index, len(rows) * width, threads):
             row, column = rows[i // width], first + i % width
             sum_ = 0
             for r in range(size):
                 sum_ += yield from self.load(self.rank, "recv", row, column, r)
             yield from self.store(sum_, self.rank, "slot", self.slot, row * ROW + column)
-        yield from self.meet(2)
+        yield from self.barrier(2)
         for row in rows:
             for i in range(self.index, ROW, threads):
                 x[row * ROW + i] = yield from self.load(i // share, "slot", self.slot, row * ROW + i)
@@ -303,7 +303,7 @@ class Thread:
             x[row * ROW + i] = yield from self.receive(*place)
             if "cleared" not in flaw:
                 yield from self.clear(*place)
-        yield from self.barrier()
+        yield from self.syncthreads()
         yield from self.end()
 
     def one_way_push_add_norm(self) -> Steps:
@@ -331,7 +331,7 @@ class Thread:
                 sums[at] += yield from self.receive(*place)
                 if "cleared" not in flaw:
                     yield from self.clear(*place)
-        yield from self.barrier()  # other threads may have sent what this one overwrites
+        yield from self.syncthreads()  # other threads may have sent what this one overwrites
         for (row, i), sum_ in zip(places, sums, strict=True):
             x[row * ROW + i] = sum_
         yield from self.await_(2)

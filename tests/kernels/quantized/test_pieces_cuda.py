@@ -85,7 +85,6 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=2))
-    monkeypatch.setattr(pieces_cuda, "MOST_STAGES", 3)
     monkeypatch.setattr(wgmma_cuts, "MOST_STAGES", 3)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
